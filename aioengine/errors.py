@@ -1,0 +1,103 @@
+"""Every error that aioengine raises.
+
+    ValueError
+    ├── RequestTooLargeError          the prompt (with its output) can never fit
+    ├── UnknownParameterError         (also a TypeError) a sampling key that does not exist
+    └── UnsupportedSchemaError        an output constraint that could not be enforced in full
+    RuntimeError
+    └── EngineError                   not the caller's mistake
+        ├── EngineStartupError        a process could not start; carries the child's own message
+        ├── EngineDeadError           a process died: role, pid, exit code or signal, last log lines
+        ├── EngineStalledError        a process lives but makes no progress
+        ├── EngineOverloadedError     the queue is full; ``retry_after`` seconds
+        ├── EngineDrainingError       drain() was called, no new requests are taken
+        ├── EngineClosedError         shutdown() was called, or the engine was never started
+        ├── RequestError              one request failed; ``stage`` tells where, others go on
+        └── WrongLoopError            an AsyncEngine was used from another event loop
+
+What a caller can get wrong is a ``ValueError`` or ``TypeError``; everything else is a ``RuntimeError``.
+"""
+
+from __future__ import annotations
+
+
+class RequestTooLargeError(ValueError):
+    """The prompt, or the prompt with its explicit ``max_new_tokens``, does not fit the context or the KV pool."""
+
+
+class UnknownParameterError(TypeError, ValueError):
+    """A sampling parameter that does not exist; the message names it and the nearest that does."""
+
+
+class UnsupportedSchemaError(ValueError):
+    """An output constraint that this engine could not enforce in full, refused instead of weakened."""
+
+
+class EngineError(RuntimeError):
+    """Root of everything that is not the caller's mistake."""
+
+
+class EngineStartupError(EngineError):
+    """The engine could not start; the message holds the child's own error."""
+
+
+class EngineDeadError(EngineError):
+    """A process of the engine died; no request can be answered any more."""
+
+    def __init__(
+        self, role: str, *, pid: int | None = None, exit_code: int | None = None, log_lines: tuple[str, ...] = ()
+    ) -> None:
+        self.role = role
+        self.pid = pid
+        self.exit_code = exit_code
+        self.log_lines = log_lines
+        super().__init__(self._describe())
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that killed the process, or None where it exited by itself."""
+        return -self.exit_code if self.exit_code is not None and self.exit_code < 0 else None
+
+    def _describe(self) -> str:
+        how = f"was killed by signal {self.signal}" if self.signal else f"exited with code {self.exit_code}"
+        text = f"the {self.role} process (pid {self.pid}) {how}; shut the engine down and start a new one"
+        return "\n".join([text, *(f"  {self.role}: {line}" for line in self.log_lines)])
+
+
+class EngineStalledError(EngineError):
+    """A process of the engine lives but has made no progress for longer than ``stall_timeout``."""
+
+
+class EngineOverloadedError(EngineError):
+    """The queue is full; try again after ``retry_after`` seconds."""
+
+    status_code = 503
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        self.retry_after = retry_after
+        super().__init__(message)
+
+
+class EngineDrainingError(EngineError):
+    """The engine finishes what it has and takes nothing new."""
+
+
+class EngineClosedError(EngineError):
+    """The engine is shut down, or was not started."""
+
+
+class RequestError(EngineError):
+    """One request failed; the engine and all other requests go on.
+
+    ``stage`` is the part of the engine that failed it (``tokenize``, ``schedule``, ``forward``, ``sample``,
+    ``detokenize``), ``cause`` what happened there.
+    """
+
+    def __init__(self, stage: str, cause: str) -> None:
+        self.stage = stage
+        self.cause = cause
+        super().__init__(f"the request failed in stage {stage!r}: {cause}")
+
+
+class WrongLoopError(EngineError):
+    """An AsyncEngine belongs to the event loop on which it was started."""

@@ -1,0 +1,284 @@
+"""Every message that crosses a process border.
+
+    frontend --> scheduler      Submit, Abort, Control
+    scheduler --> detokenizer   StepOutput            one for each step, whatever the number of requests
+    detokenizer --> scheduler   Abort (a stop string was found, or the text stage failed)
+    detokenizer --> frontend    TextChunks            one for each StepOutput
+    scheduler --> frontend      Stats, Reply
+    both children --> frontend  Ready, Failed, Progress, LogRecord
+
+A frame is a ``Frame``: the epoch of the child that it comes from (or goes to) and the messages, in order. Times are
+absolute seconds of ``CLOCK_MONOTONIC``, which all processes of one machine share. Columns (lists of equal length)
+stand where there is one entry for each token of a step; rare events are lists of Structs.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from msgspec import Struct
+
+
+class FinishCode(IntEnum):
+    """Why a request ended; the public words are made of these in ``answers``."""
+
+    STOP = 0  # a stop token, a stop string or a stop pattern; ``matched`` says which
+    LENGTH = 1
+    ABORT = 2
+    DEADLINE = 3  # ``matched`` is "total", "queue" or "first_token"
+    SHUTDOWN = 4
+    TOO_LARGE = 5  # refused: can never fit; raised as RequestTooLargeError
+    FAILED = 6  # this request alone failed; ``stage`` and ``message``; raised as RequestError
+
+
+# ---------------------------------------------------------------- the parts of a request
+
+
+class Sampling(Struct, frozen=True, array_like=True, gc=False):
+    """How the next token is drawn; the runner's part of a request.
+
+    ``temperature`` 0 is greedy. ``top_k`` -1 is off. ``logit_bias`` is parallel to ``bias_token_ids``.
+    ``suppressed_token_ids`` cannot be drawn before ``min_new_tokens`` output tokens exist (the stop tokens).
+    """
+
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[float, ...] = ()
+    min_new_tokens: int = 0
+    suppressed_token_ids: tuple[int, ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
+
+
+class Limits(Struct, frozen=True, array_like=True, gc=False):
+    """When a request ends or is given up; the scheduler's part of a request.
+
+    ``stop_token_ids`` holds the model's end-of-text ids too, unless ``ignore_eos``. They do not act before
+    ``min_new_tokens`` output tokens. Deadlines are absolute times or None.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    deadline: float | None = None
+    queue_deadline: float | None = None
+    first_token_deadline: float | None = None
+
+
+class TextRules(Struct, frozen=True, array_like=True, gc=False):
+    """How ids become text; the detokenizer's part of a request.
+
+    ``context_token_ids`` are the last few ids of the prompt, so that the first output token is decoded in its
+    place. ``stream_interval`` is in tokens; without ``stream`` all text leaves in one chunk at the end.
+    ``trimmed_token_ids`` are the stop tokens: one that ends the request is not part of its text unless
+    ``no_stop_trim``.
+    """
+
+    context_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    stream: bool = True
+    stream_interval: int = 1
+
+
+# ---------------------------------------------------------------- to the scheduler
+
+
+class Submit(Struct, tag="submit", array_like=True, gc=False):
+    """A new request. ``uid`` is unique for the life of the engine; ``priority``: higher runs sooner."""
+
+    uid: int
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    limits: Limits
+    text: TextRules
+    priority: int = 0
+    arrived_at: float = 0.0
+
+
+class Abort(Struct, tag="abort", array_like=True, gc=False):
+    """End these requests. Unknown uids are ignored, they have just ended by themselves.
+
+    STOP comes from the detokenizer, which has already ended the request towards the frontend: the scheduler frees it
+    without a word. For every other code the scheduler answers with one ``Ended``.
+    """
+
+    uids: list[int]
+    code: FinishCode = FinishCode.ABORT
+    message: str = ""
+
+
+class Control(Struct, tag="control", array_like=True, gc=False):
+    """A question or an order to the scheduler process, answered by one ``Reply`` with the same ``call_id``.
+
+    ``name``: "flush_cache", "pause", "continue", "server_info", "collect_garbage", "freeze_gc", "stop".
+    """
+
+    call_id: int
+    name: str
+    arguments: dict[str, str | int | float | bool | None] = {}
+
+
+# ---------------------------------------------------------------- scheduler to detokenizer
+
+
+class Opened(Struct, array_like=True, gc=False):
+    """A request gave its first token in this step. ``num_cached``: prompt tokens taken from the prefix cache."""
+
+    uid: int
+    text: TextRules
+    num_cached: int
+    admitted_at: float
+    first_token_at: float
+
+
+class Ended(Struct, array_like=True, gc=False):
+    """A request ended in the scheduler, after the tokens of the same message. It may never have been opened."""
+
+    uid: int
+    code: FinishCode
+    matched: int | str | None = None
+    stage: str = ""
+    message: str = ""
+
+
+class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
+    """The sampled tokens of one step, as columns, and what else happened in it.
+
+    Order of reading: ``opened``, then the tokens, then ``preempted``, then ``ended``.
+    """
+
+    uids: list[int]
+    token_ids: list[int]
+    opened: list[Opened] = []
+    preempted: list[int] = []
+    ended: list[Ended] = []
+
+
+# ---------------------------------------------------------------- to the frontend
+
+
+class Finished(Struct, array_like=True, gc=False):
+    """The end of a request, with what its ``meta_info`` needs. Times are None for what was never reached."""
+
+    uid: int
+    code: FinishCode
+    matched: int | str | None = None
+    stage: str = ""
+    message: str = ""
+    num_cached: int = 0
+    num_preemptions: int = 0
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    ended_at: float = 0.0
+
+
+class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
+    """New text and ids of one step, as columns; ``counts[i]`` of the flat ``token_ids`` belong to ``uids[i]``.
+
+    A request may be in ``finished`` and in the columns; its chunk comes first. ``num_open``: requests that the
+    detokenizer holds after this frame.
+    """
+
+    uids: list[int]
+    texts: list[str]
+    counts: list[int]
+    token_ids: list[int]
+    finished: list[Finished] = []
+    num_open: int = 0
+
+
+class Stats(Struct, tag="stats", array_like=True, gc=False):
+    """The scheduler's counters, pushed a few times a second while it works, once on going idle, and as a heartbeat.
+
+    Totals never fall. ``num_free_pages``: free, or held by nothing but the prefix cache. ``step_ended_at``: when the
+    last step was over.
+    """
+
+    sent_at: float
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int
+    num_preemptions: int
+    num_steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    num_finished: int
+    num_aborted: int
+    step_ended_at: float = 0.0
+
+
+class Reply(Struct, tag="reply", array_like=True, gc=False):
+    """The answer to a ``Control``. ``data`` is JSON text (empty: nothing to tell)."""
+
+    call_id: int
+    success: bool
+    message: str = ""
+    data: str = ""
+
+
+class Ready(Struct, tag="ready", array_like=True, gc=False):
+    """A child is up. ``fingerprint`` is that of its protocol; ``facts`` is JSON text about what it runs on.
+
+    The scheduler's facts hold at least ``num_pages``, ``page_size``, ``max_total_tokens``, ``dtype``, ``device``,
+    ``attention_backend``, ``weights_bytes``, ``kv_pool_bytes`` and ``load_s``.
+    """
+
+    role: str
+    pid: int
+    fingerprint: str
+    facts: str = "{}"
+
+
+class Failed(Struct, tag="failed", array_like=True, gc=False):
+    """A child could not start, or its loop ended by an exception; its process exits after this."""
+
+    role: str
+    error_type: str
+    message: str
+    traceback: str = ""
+
+
+class Progress(Struct, tag="progress", array_like=True, gc=False):
+    """Long work in a child: ``done`` of ``total`` ``unit``s. The frontend draws the bar."""
+
+    label: str
+    done: int
+    total: int
+    unit: str = "it"
+
+
+class LogRecord(Struct, tag="log", array_like=True, gc=False):
+    """A record of a child's ``aioengine.*`` logger, to be handled by the same logger of the frontend."""
+
+    logger: str
+    level: int
+    message: str
+
+
+ToScheduler = Submit | Abort | Control
+ToDetokenizer = StepOutput
+ToFrontend = TextChunks | Stats | Reply | Ready | Failed | Progress | LogRecord
+Message = Submit | Abort | Control | StepOutput | TextChunks | Stats | Reply | Ready | Failed | Progress | LogRecord
+
+
+class Frame(Struct, array_like=True, gc=False):
+    """What one send carries. A receiver drops frames of another ``epoch`` than the one that it knows."""
+
+    epoch: int
+    messages: list[Message]

@@ -1,0 +1,70 @@
+"""The plan of a step and its result: data that names no device.
+
+A request has ``num_tokens`` positions that are known (prompt and output) and ``num_computed`` positions with KV. A row
+says "compute ``count`` positions from ``start`` on". Prefill, chunked prefill, the rest after a prefix hit and decode
+are this one case. Where the last token of a row was sampled by a step that is still in flight, the plan cannot name
+it: ``token_ids`` then ends one short, and the runner takes the token that it holds for this request.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from aioengine.protocol.messages import Sampling
+
+
+class Row(Struct, array_like=True, gc=False):
+    """One request's part of a step.
+
+    uid: the request.
+    start: first position to compute; positions before it have KV.
+    token_ids: ids at positions ``start`` ... ``start + count - 1``; a decode row carries none (the runner holds the
+        token that it sampled last for this request).
+    count: positions to compute, at least 1.
+    samples: whether the logits of the last position give a new token, at position ``start + count``.
+    new_pages: pages appended to the request's page table since its last row.
+    """
+
+    uid: int
+    start: int
+    count: int
+    samples: bool
+    token_ids: list[int] = []
+    new_pages: list[int] = []
+
+
+class OpenedRow(Struct, array_like=True, gc=False):
+    """A request that the runner must know from this step on (also again, after a preemption).
+
+    token_ids: all tokens known so far, prompt then output: for penalties, and for counting output tokens.
+    pages: its page table so far (pages of a prefix hit).
+    """
+
+    uid: int
+    sampling: Sampling
+    num_prompt: int
+    token_ids: list[int]
+    pages: list[int] = []
+
+
+class Plan(Struct, array_like=True, gc=False):
+    """What one step computes, in this order: forget ``closed``, learn ``opened``, compute ``rows``."""
+
+    rows: list[Row]
+    opened: list[OpenedRow] = []
+    closed: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class StepResult(Struct, array_like=True, gc=False):
+    """The sampled ids, one for each row with ``samples``, in the order of the plan.
+
+    ``failed`` maps the uid of a row that could not be sampled to what happened (its token id is -1): that request
+    ends alone.
+    """
+
+    token_ids: list[int]
+    failed: dict[int, str] = {}
