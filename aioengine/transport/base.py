@@ -6,9 +6,10 @@ does nothing else. A sender never waits for a reader: its backlog is bounded, an
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from aioengine.protocol.messages import Message
+if TYPE_CHECKING:
+    from aioengine.protocol.messages import Message
 
 
 class Sender(Protocol):
