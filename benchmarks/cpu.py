@@ -1,0 +1,213 @@
+"""CPU workloads C1 to C5: this engine beside plain transformers, in the same run on the same weights.
+
+    python benchmarks/cpu.py --models /tmp/bench-models                    # all rows, a table and JSON
+    python benchmarks/cpu.py --models /tmp/bench-models --rows C1 C3 --repeat 5
+
+C1  one stream: 128 tokens in, 64 out, greedy; decode tokens per second
+C2  32 concurrent requests: 64 to 256 in, 64 out; output tokens per second (transformers: one static batch)
+C3  prefill of one prompt of 2048 tokens; prompt tokens per second
+C4  32 requests with the same 1024 tokens and 32 of their own, 16 out; seconds (transformers: one static batch)
+C5a / C5b  a tiny model: one stream / 64 concurrent requests; tokens per second
+
+The two take turns, so that a noisy machine disturbs both; figures are medians with minimum and maximum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from models import QWEN25_05B, TINY, write_model
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from aioengine import Engine
+
+Ids = list[int]
+Measure = Callable[[int], float]
+
+
+class Transformers:
+    """``generate`` of transformers: eager, with static left-padded batches."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    def generate(self, prompts: list[Ids], num_new: int) -> float:
+        """Seconds for ``num_new`` greedy tokens of each prompt."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        started = time.perf_counter()
+        with torch.inference_mode():
+            self.model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=num_new,
+                min_new_tokens=num_new,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return time.perf_counter() - started
+
+    def decode_rate(self, prompt: Ids, num_new: int) -> float:
+        """Tokens per second after the first one."""
+        first = self.generate([prompt], 1)
+        return (num_new - 1) / (self.generate([prompt], num_new) - first)
+
+
+class Ours:
+    """The same through this engine's public API."""
+
+    def __init__(self, folder: Path, dtype: str, arguments: dict[str, object]) -> None:
+        self.engine = Engine(model_path=str(folder), dtype=dtype, **arguments)  # type: ignore[arg-type]
+
+    def generate(self, prompts: list[Ids], num_new: int) -> float:
+        self.engine.flush_cache()
+        started = time.perf_counter()
+        answers = self.engine.generate(input_ids=prompts, sampling_params=greedy(num_new))
+        elapsed = time.perf_counter() - started
+        counts = [len(answer["output_ids"]) for answer in answers]
+        if counts != [num_new] * len(prompts):
+            raise RuntimeError(f"expected {num_new} tokens for each of {len(prompts)} prompts, got {counts}")
+        return elapsed
+
+    def decode_rate(self, prompt: Ids, num_new: int) -> float:
+        self.engine.flush_cache()
+        arrivals = [
+            time.perf_counter()
+            for _ in self.engine.generate(input_ids=prompt, sampling_params=greedy(num_new), stream=True)
+        ]
+        return (num_new - 1) / (arrivals[-1] - arrivals[0])
+
+    def close(self) -> None:
+        self.engine.shutdown()
+
+
+def greedy(num_new: int) -> dict[str, object]:
+    return {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
+
+
+def random_prompts(seed: int, lengths: list[int], vocab_size: int) -> list[Ids]:
+    generator = random.Random(seed)
+    return [[generator.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def workload(name: str, peer: Transformers | Ours, vocab_size: int) -> Measure:
+    """One measurement of a workload as a function of its seed; a new seed means new prompts."""
+
+    def one_stream(seed: int) -> float:
+        return peer.decode_rate(random_prompts(seed, [128], vocab_size)[0], 64)
+
+    def concurrent(seed: int) -> float:
+        lengths = [random.Random(seed).randint(64, 256) for _ in range(32)]
+        return 32 * 64 / peer.generate(random_prompts(seed, lengths, vocab_size), 64)
+
+    def prefill(seed: int) -> float:
+        return 2048 / peer.generate(random_prompts(seed, [2048], vocab_size), 1)
+
+    def shared_prefix(seed: int) -> float:
+        shared = random_prompts(seed, [1024], vocab_size)[0]
+        return peer.generate([shared + own for own in random_prompts(seed + 1, [32] * 32, vocab_size)], 16)
+
+    def many_streams(seed: int) -> float:
+        return 64 * 64 / peer.generate(random_prompts(seed, [128] * 64, vocab_size), 64)
+
+    return {
+        "C1": one_stream,
+        "C2": concurrent,
+        "C3": prefill,
+        "C4": shared_prefix,
+        "C5a": one_stream,
+        "C5b": many_streams,
+    }[name]
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def compare(name: str, theirs: Transformers, ours: Ours, vocab_size: int, repeat: int) -> dict[str, object]:
+    """Alternate the two and give medians, and our factor over transformers (above 1: faster)."""
+    measures = {
+        "transformers": workload(name, theirs, vocab_size),
+        "aioengine": workload(name, ours, vocab_size),
+    }
+    values: dict[str, list[float]] = {peer: [] for peer in measures}
+    rounds = 1 if name == "C4" else repeat  # the static batch of C4 takes minutes
+    for measure in measures.values() if name != "C4" else ():
+        measure(-1)  # warm up
+    for seed in range(rounds):
+        for peer, measure in measures.items():
+            values[peer].append(measure(seed))
+    medians = {peer: statistics.median(found) for peer, found in values.items()}
+    factor = medians["aioengine"] / medians["transformers"]
+    return {
+        "workload": name,
+        "unit": "s" if name == "C4" else "tok/s",
+        "factor": 1 / factor if name == "C4" else factor,
+        **{peer: summary(found) for peer, found in values.items()},
+    }
+
+
+def run_model(rows: list[str], folder: Path, options: argparse.Namespace) -> list[dict[str, object]]:
+    vocab_size = 4000 if "C5a" in rows or "C5b" in rows else 150_000
+    dtype = getattr(torch, options.dtype)
+    ours = Ours(folder, options.dtype, json.loads(options.arguments))
+    try:
+        theirs = Transformers(folder, dtype)
+        results = []
+        for name in rows:
+            results.append(compare(name, theirs, ours, vocab_size, options.repeat))
+            print(line(results[-1]), flush=True)
+        return results
+    finally:
+        ours.close()
+
+
+def line(result: dict[str, object]) -> str:
+    cells = [f"{result['workload']:<4}"]
+    for peer in ("transformers", "aioengine"):
+        figures = result[peer]
+        assert isinstance(figures, dict)
+        cells.append(f"{peer} {figures['median']:9.2f} ({figures['min']:.2f} to {figures['max']:.2f})")
+    return "  ".join([*cells, f"{result['unit']:<5}", f"factor {result['factor']:.2f}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, required=True, help="folder for the models, written when missing")
+    parser.add_argument("--rows", nargs="+", default=["C1", "C2", "C3", "C4", "C5a", "C5b"])
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--arguments", default="{}", help="more constructor arguments of the engine, as JSON")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    transformers_logging.set_verbosity_error()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    results = []
+    for config, folder, names in [
+        (QWEN25_05B, "qwen2.5-0.5b", ("C1", "C2", "C3", "C4")),
+        (TINY, "tiny", ("C5a", "C5b")),
+    ]:
+        rows = [name for name in names if name in options.rows]
+        if rows:
+            path = options.models / folder
+            path.mkdir(parents=True, exist_ok=True)
+            results += run_model(rows, write_model(path, config), options)
+    if options.json:
+        options.json.write_text(
+            json.dumps({"python": sys.version, "torch": torch.__version__, "rows": results}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
