@@ -1,0 +1,72 @@
+"""What attention works on: the batch of a step, the layout of the KV pool, and the interface of a backend.
+
+Shape letters: T packed tokens of the step, R rows, P pages in the longest page table, S page size, H query heads,
+K kv heads, E head size, L layers, N pages in the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """The tensors of one step; the tokens of a row stand together, rows in the order of the plan.
+
+    input_ids: [T] int64.
+    positions: [T] int64, place of the token in its request, from 0.
+    slot_mapping: [T] int64, where its K and V go: page id * page size + offset in the page.
+    page_table: [R, P] int32, page ids of each row in order; entries beyond a row's pages are any valid page id.
+    query_lengths: R host ints, tokens that a row computes in this step, at least 1.
+    kv_lengths: R host ints, positions of the row that have K and V once this step has written its own.
+    sample_rows: [S] int64, indices into T of the tokens whose logits are wanted.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    page_table: Tensor
+    query_lengths: list[int]
+    kv_lengths: list[int]
+    sample_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What a backend must know of the model. ``scale`` multiplies the products of queries and keys."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+
+
+def kv_pool_shape(shape: AttentionShape, *, num_pages: int, page_size: int) -> tuple[int, int, int, int, int, int]:
+    """The pool is one tensor [L, 2, N, K, S, E], keys at index 0 of the second axis and values at 1.
+
+    It must start as zeros: unwritten slots of a page are multiplied by zero and so have to be finite.
+    """
+    return (shape.num_layers, 2, num_pages, shape.num_kv_heads, page_size, shape.head_size)
+
+
+class AttentionBackend(Protocol):
+    """Causal attention over a paged KV pool; ``PLUGIN`` of its module is the class.
+
+    Built as ``Backend(shape, kv_pool)``, where ``kv_pool`` has the shape of ``kv_pool_shape``.
+    """
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Work out, once per step, what all layers share. Called before the model's ``forward``."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """Write k and v of the step's tokens to their slots, then attend.
+
+        q is [T, H, E], k and v [T, K, E], already rotated; returns [T, H * E]. ``layer`` counts from 0.
+        """
+        ...

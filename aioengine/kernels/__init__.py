@@ -1,0 +1,1 @@
+"""Operations, one a file: the reference, its fast forms and the condition of each."""

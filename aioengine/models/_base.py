@@ -1,0 +1,63 @@
+"""What a model plug-in offers to the runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionBackend, AttentionShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How to build a model. ``max_positions``: the longest request that will run (rotary tables are made for it)."""
+
+    dtype: torch.dtype
+    device: torch.device
+    max_positions: int
+
+
+class Model(Protocol):
+    """A decoder. Built by ``models.build(config, options)``; weights are filled in, then ``finish_loading`` is called."""
+
+    attention_shape: AttentionShape
+    vocab_size: int
+    hidden_size: int
+
+    def weights(self) -> dict[str, Tensor]:
+        """Name in the checkpoint -> the tensor to copy it into (often a part of a fused one), same shape.
+
+        Every name must be filled exactly once before ``finish_loading``.
+        """
+        ...
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a checkpoint tensor that is not in ``weights()`` may be skipped (buffers, a tied head)."""
+        ...
+
+    def finish_loading(self) -> None:
+        """Bring the weights into the form in which the kernels want them; ``weights()`` ends to be valid."""
+        ...
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """[T] ids and positions -> [T, D] hidden states after the last norm; ``attention`` is prepared."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[S, D] hidden states -> [S, V] logits in the model's dtype."""
+        ...
+
+
+class ModelClass(Protocol):
+    """``PLUGIN`` of a module in ``aioengine.models``."""
+
+    def __call__(self, config: Mapping[str, object], options: ModelOptions) -> Model:
+        """Raises ValueError, naming the field, for a config value that the code does not implement."""
+        ...
