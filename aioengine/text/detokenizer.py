@@ -1,0 +1,209 @@
+"""Incremental decoding: ids go in as they come, text comes out as soon as it is certain.
+
+A request's text is what its output tokens add to the decoded prompt. So the end of the prompt is the context of the
+first output token: a leading space stays, no text of the prompt is given out, and a character that the prompt began
+and the output finished belongs to the output.
+
+Bytes that can still become a character are held back. Where bytes are invalid, each maximal part of a character
+(Unicode, chapter 3, "U+FFFD Substitution of Maximal Subparts") becomes one U+FFFD, as soon as that is certain. What the
+prompt began and the output did not finish is the prompt's, and gives nothing.
+
+Both detokenizers are indifferent to how the ids are split into pushes.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from typing import TYPE_CHECKING, Protocol
+
+from aioengine.text.token_table import TokenTable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NUM_CONTEXT_TOKENS = 16
+"""So many ids from the end of a prompt are enough to decode the output in its place."""
+
+_REPLACEMENT = "\ufffd"
+_REPLACEMENT_BYTES = _REPLACEMENT.encode()
+_MAX_UNFINISHED = 3  # bytes of a character that lacks its last one
+_MAX_WINDOW = 16  # ids decoded again for each token, by the detokenizer that has no table
+
+
+class Decode(Protocol):
+    """Decodes ids on their own, as a tokenizer's ``decode`` does, with special tokens or without as is wanted."""
+
+    def __call__(self, token_ids: Sequence[int], /) -> str: ...
+
+
+class Detokenizer(Protocol):
+    """Turns the output ids of one request into its text, piece by piece."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next ids and return the text that has become certain; often one token's, sometimes none."""
+        ...
+
+    def flush(self) -> str:
+        """Return what was still held back; no more ids will come."""
+        ...
+
+
+def make_detokenizer(source: TokenTable | Decode, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+    """Make the detokenizer of one request; ``prompt_ids`` is the prompt or its last ``NUM_CONTEXT_TOKENS`` ids."""
+    if isinstance(source, TokenTable):
+        return TableDetokenizer(source, prompt_ids)
+    return WindowDetokenizer(source, prompt_ids)
+
+
+class TableDetokenizer:
+    """A detokenizer for tokens that can be looked up one by one: a dictionary access for nearly every token."""
+
+    __slots__ = ("_is_first", "_is_plain", "_num_to_strip", "_pending", "_pending_is_prompts", "_table")
+
+    def __init__(self, table: TokenTable, prompt_ids: Sequence[int] = ()) -> None:
+        """``prompt_ids``: the prompt, or as much of its end as is known."""
+        self._table = table
+        self._is_first = table.has_first_rule
+        self._num_to_strip = table.num_stripped
+        self._pending = b""
+        self._pending_is_prompts = False
+        self._is_plain = False  # nothing pending and the beginning passed: tokens write what stands in the table
+        self._pass_beginning(prompt_ids)
+        self._pending = self._unfinished(prompt_ids)
+        self._pending_is_prompts = bool(self._pending)
+        self._is_plain = self._is_settled()
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next ids and return the text that has become certain."""
+        if self._is_plain and len(token_ids) == 1:
+            piece = self._table[token_ids[0]]
+            if isinstance(piece, str):
+                return piece
+        return self._decode(token_ids)
+
+    def flush(self) -> str:
+        """Return U+FFFD for output bytes that did not become a character, else nothing."""
+        text = _REPLACEMENT if self._pending and not self._pending_is_prompts else ""
+        self._pending = b""
+        self._is_plain = self._is_settled()
+        return text
+
+    def _is_settled(self) -> bool:
+        return not (self._pending or self._is_first or self._num_to_strip)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """The general way: through bytes, from the beginning or from an unfinished character on."""
+        pieces = [self._pending]
+        for token_id in token_ids:
+            piece = self._first(token_id) if self._is_first else self._table[token_id]
+            pieces.append(piece.encode() if isinstance(piece, str) else piece)
+        data = b"".join(pieces)
+        text, num_decoded = utf_8_decode(data, "replace", False)
+        if text and self._num_to_strip:
+            text = self._strip(text)
+        if num_decoded and self._pending_is_prompts:
+            self._pending_is_prompts = False
+            if text.startswith(_REPLACEMENT) and not data.startswith(_REPLACEMENT_BYTES):
+                text = text[1:]
+        self._pending = data[num_decoded:]
+        self._is_plain = self._is_settled()
+        return text
+
+    def _first(self, token_id: int) -> str | bytes:
+        piece = self._table.first(token_id)
+        self._is_first = piece is None
+        return piece or ""
+
+    def _strip(self, text: str) -> str:
+        """Take the characters away that the beginning of a text loses."""
+        while self._num_to_strip and text.startswith(self._table.stripped):
+            text = text[1:]
+            self._num_to_strip -= 1
+        if text:
+            self._num_to_strip = 0
+        return text
+
+    def _pass_beginning(self, prompt_ids: Sequence[int]) -> None:
+        """Decode so much of the prompt that the rules for the beginning of a text are used up."""
+        for token_id in prompt_ids:
+            if not (self._is_first or self._num_to_strip):
+                break
+            self._decode((token_id,))
+
+    def _unfinished(self, prompt_ids: Sequence[int]) -> bytes:
+        """The bytes at the end of the prompt that can still become a character."""
+        tail = b""
+        for token_id in reversed(prompt_ids):
+            piece = self._table[token_id]
+            if isinstance(piece, str):
+                if piece:
+                    break
+                continue
+            tail = piece + tail
+            if len(tail) >= _MAX_UNFINISHED:
+                break
+        return tail[utf_8_decode(tail, "replace", False)[1] :]
+
+
+class WindowDetokenizer:
+    """A detokenizer for any decode function: decodes the last few ids again for each token and compares.
+
+    It takes up to three U+FFFD at the end of a decoding for bytes that can still become a character, since some
+    tokenizers write one for each byte.
+    """
+
+    __slots__ = ("_decode", "_num_given", "_num_prompts", "_text", "_window")
+
+    def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()) -> None:
+        """``prompt_ids``: the prompt, or as much of its end as is known."""
+        self._decode = decode
+        self._window = list(prompt_ids[-4 * _MAX_WINDOW :])
+        self._text = decode(self._window) if self._window else ""
+        self._num_given = _certain_length(self._text)
+        self._num_prompts = len(self._text) - self._num_given  # U+FFFD that the prompt shows already
+        self._shorten()
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next ids and return the text that has become certain."""
+        return "".join([self._push_one(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """Return U+FFFD for output bytes that did not become a character, else nothing."""
+        return self._give(len(self._text))
+
+    def _push_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        self._text = self._decode(self._window)
+        text = self._give(_certain_length(self._text))
+        if len(self._window) >= 2 * _MAX_WINDOW:
+            self._shorten()
+        return text
+
+    def _give(self, end: int) -> str:
+        if end <= self._num_given:
+            return ""
+        text = self._text[self._num_given : end]
+        self._num_given = end
+        if self._num_prompts:
+            prompts = _REPLACEMENT * self._num_prompts
+            self._num_prompts = 0
+            if text.startswith(prompts):
+                return text[len(prompts) :]
+        return text
+
+    def _shorten(self) -> None:
+        """Forget the oldest ids, at a place where the decoding of the rest is the end of the decoding of all."""
+        for cut in range(len(self._window) - _MAX_WINDOW, 0, -1):
+            text = self._decode(self._window[cut:])
+            num_lost = len(self._text) - len(text)
+            if text and num_lost <= self._num_given and self._text.endswith(text):
+                self._window = self._window[cut:]
+                self._text = text
+                self._num_given -= num_lost
+                return
+
+
+def _certain_length(text: str) -> int:
+    """The length of ``text`` without what may be the bytes of an unfinished character."""
+    unfinished = len(text) - len(text.rstrip(_REPLACEMENT))
+    return len(text) - min(unfinished, _MAX_UNFINISHED)

@@ -1,0 +1,93 @@
+"""Stop strings and patterns in a growing text.
+
+The stop that is complete first ends the text; of two that are complete with the same character, the one that begins
+first. Held back is the longest end of the text that could still become a stop, and nothing more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.text.automaton import ROOT, stop_automaton
+from aioengine.text.stop_regex import REGEX_TIMEOUT_S, Hit, RegexSearch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Lets text through up to a stop.
+
+    Attributes:
+        matched: the stop string or pattern that ended the text, else None.
+    """
+
+    __slots__ = ("_automaton", "_held", "_keeps_stop", "_search", "_state", "matched")
+
+    def __init__(
+        self,
+        stops: Sequence[str] = (),
+        patterns: Sequence[str] = (),
+        *,
+        no_stop_trim: bool = False,
+        regex_timeout_s: float = REGEX_TIMEOUT_S,
+    ) -> None:
+        """Empty stop strings are ignored. With ``no_stop_trim`` the text ends behind the stop, else before it.
+
+        Raises:
+            ValueError: a pattern is invalid, or matches the empty text.
+        """
+        strings = tuple(stop for stop in stops if stop)
+        self._automaton = stop_automaton(strings) if strings else None
+        self._search = RegexSearch(tuple(patterns), timeout_s=regex_timeout_s) if patterns else None
+        self._keeps_stop = no_stop_trim
+        self._held = ""
+        self._state = ROOT
+        self.matched: str | None = None
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether there is anything to look for."""
+        return self._automaton is not None or self._search is not None
+
+    def push(self, text: str) -> str:
+        """Take the next piece of text and return what cannot be part of a stop any more.
+
+        Behind a match all text is dropped. With patterns the piece should be one token's text: they are searched for
+        once per piece.
+
+        Raises:
+            RequestError: a pattern took too long.
+        """
+        if not text or self.matched is not None:
+            return ""
+        num_scanned = len(self._held)
+        held = self._held + text
+        num_held = 0
+        hit: Hit | None = None
+        if self._automaton is not None:
+            self._state, num_read = self._automaton.scan(self._state, text)
+            stop = self._automaton.stops[self._state]
+            num_held = self._automaton.depths[self._state]
+            if stop is not None:
+                end = num_scanned + num_read
+                hit = Hit(end, end - len(stop), stop)
+        if self._search is not None:
+            found, num_open = self._search.search(held)
+            num_held = max(num_held, num_open)
+            if found is not None and (hit is None or found < hit):
+                hit = found
+        if hit is not None:
+            self._held = ""
+            self.matched = hit.matched
+            return held[: hit.end if self._keeps_stop else hit.start]
+        safe = held[: len(held) - num_held]
+        self._held = held[len(held) - num_held :]
+        if self._search is not None:
+            self._search.pass_by(safe)
+        return safe
+
+    def flush(self) -> str:
+        """Return what was still held back; no more text will come."""
+        held, self._held, self._state = self._held, "", ROOT
+        return held

@@ -1,0 +1,313 @@
+"""What each token id writes, read from the vocabulary and the decoder of a ``tokenizer.json``.
+
+The decoders of nearly all models treat every token by itself, but for the first of a text: byte-level BPE writes the
+token's bytes, SentencePiece kinds turn U+2581 into a space and ``<0xNN>`` into a byte, WordPiece sets a space before
+all but the pieces that continue a word. For these a table of ids is all that decoding needs. ``read_token_table``
+gives None for the others (a decoder that looks at neighbours, or edits the finished text), which
+``detokenizer.WindowDetokenizer`` serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from string import hexdigits
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+TokenText = str | bytes
+"""Whole characters as ``str``; bytes that are not UTF-8 by themselves as ``bytes``."""
+
+
+class AddedToken(TypedDict):
+    """An entry of ``added_tokens``. The flags on stripping and normalising concern encoding alone."""
+
+    id: int
+    content: str
+    special: bool
+
+
+class TokenizerModel(TypedDict):
+    """The ``model`` section: ids by token, or (Unigram) a list of token and score whose index is the id."""
+
+    vocab: dict[str, int] | list[tuple[str, float]]
+
+
+class Pattern(TypedDict, total=False):
+    """What a ``Replace`` decoder looks for."""
+
+    String: str
+    Regex: str
+
+
+class Decoder(TypedDict, total=False):
+    """The ``decoder`` section; which keys are present depends on ``type``."""
+
+    type: str
+    decoders: Sequence[Decoder]
+    pattern: Pattern
+    content: str
+    start: int
+    stop: int
+    replacement: str
+    prepend_scheme: str
+    add_prefix_space: bool
+    prefix: str
+    cleanup: bool
+
+
+class TokenizerFile(TypedDict):
+    """The parts of a parsed ``tokenizer.json`` that decoding needs."""
+
+    added_tokens: Sequence[AddedToken]
+    decoder: Decoder | None
+    model: TokenizerModel
+
+
+class TokenTable(dict[int, TokenText]):
+    """``table[token_id]`` is what the token writes anywhere but at the beginning of a text.
+
+    Entries are made when they are first asked for, so that a vocabulary of any size costs nothing at start. Ids that
+    write nothing (unknown ones, and special tokens where these are skipped) are there as ``""``.
+
+    Attributes:
+        has_first_rule: the first token of a text is written differently: ask ``first``.
+        stripped: a character of which up to ``num_stripped`` are taken from the beginning of a text.
+    """
+
+    def __init__(self, tokens: Mapping[int, str], rule: DecoderRule) -> None:
+        super().__init__()
+        self._tokens = tokens
+        self._rule = rule
+        self.has_first_rule = rule.has_first_rule
+        self.stripped = rule.stripped
+        self.num_stripped = rule.num_stripped
+
+    def __missing__(self, token_id: int) -> TokenText:
+        token = self._tokens.get(token_id)
+        text = "" if token is None else self._rule.write(token, is_first=False)
+        self[token_id] = text
+        return text
+
+    def first(self, token_id: int) -> TokenText | None:
+        """What the token writes at the beginning of a text; None: nothing, and the next token is still the first."""
+        token = self._tokens.get(token_id)
+        return None if token is None else self._rule.write(token, is_first=True)
+
+
+def read_token_table(tokenizer: TokenizerFile, *, skip_special_tokens: bool = True) -> TokenTable | None:
+    """Build the table for a parsed ``tokenizer.json``, or return None where its decoder needs more than a table.
+
+    There is no rule for spaces between special tokens, since decoding by ``tokenizers`` knows none.
+    """
+    rule = read_decoder(tokenizer["decoder"])
+    if rule is None:
+        return None
+    vocab = tokenizer["model"]["vocab"]
+    if isinstance(vocab, dict):
+        tokens = {token_id: token for token, token_id in vocab.items()}
+    else:
+        tokens = dict(enumerate(entry[0] for entry in vocab))
+    added = tokenizer["added_tokens"]
+    tokens.update((token["id"], token["content"]) for token in added)
+    if skip_special_tokens:
+        special = {token["content"] for token in added if token["special"]}
+        tokens = {token_id: token for token_id, token in tokens.items() if token not in special}
+    return TokenTable(tokens, rule)
+
+
+# ---------------------------------------------------------------- the decoder section
+
+
+class Stage(NamedTuple):
+    """One decoder of the chain, as what it does to the first token of a text and to every later one."""
+
+    first: Callable[[str], str]
+    later: Callable[[str], str]
+
+
+def _as_text(token: str) -> TokenText:
+    return token
+
+
+@dataclass(slots=True)
+class DecoderRule:
+    """A decoder chain that needs no more than the token and whether it is the first."""
+
+    stages: list[Stage] = field(default_factory=list[Stage])
+    finish: Callable[[str], TokenText] = _as_text
+    stripped: str = ""
+    num_stripped: int = 0
+
+    @property
+    def has_first_rule(self) -> bool:
+        return any(stage.first is not stage.later for stage in self.stages)
+
+    def write(self, token: str, *, is_first: bool) -> TokenText:
+        """What ``token`` writes."""
+        for stage in self.stages:
+            token = stage.first(token) if is_first else stage.later(token)
+        return self.finish(token)
+
+
+def read_decoder(decoder: Decoder | None) -> DecoderRule | None:
+    """Turn a decoder section into a rule, or return None where it is of a kind that no rule covers.
+
+    Up to a decoder that makes bytes or fuses the tokens each stage sees single tokens; behind it only stripping the
+    beginning of the text is covered.
+    """
+    rule = DecoderRule()
+    if decoder is None:
+        rule.stages.append(Stage(first=str, later=_after_a_space))
+        return rule
+    is_fused = has_bytes = False
+    for part in _flat(decoder):
+        kind = part.get("type")
+        if kind == "Fuse":
+            is_fused = True
+        elif is_fused and kind == "Strip" and not rule.num_stripped and not part.get("stop"):
+            rule.stripped, rule.num_stripped = part.get("content", " "), part.get("start", 0)
+        elif is_fused or has_bytes:
+            return None
+        elif kind == "ByteLevel":
+            rule.finish = byte_level_text
+            is_fused = True
+        elif kind == "ByteFallback":
+            rule.finish = byte_fallback_text
+            has_bytes = True
+        elif (stage := _read_stage(part)) is not None:
+            rule.stages.append(stage)
+        else:
+            return None
+    return rule
+
+
+def _flat(decoder: Decoder) -> list[Decoder]:
+    if decoder.get("type") != "Sequence":
+        return [decoder]
+    return [leaf for part in decoder.get("decoders", ()) for leaf in _flat(part)]
+
+
+def _read_stage(part: Decoder) -> Stage | None:
+    """The stage for a decoder that changes single tokens, or None where it is none of these."""
+    kind = part.get("type")
+    if kind == "Replace":
+        return _read_replace(part)
+    if kind == "Strip":
+        return _read_strip(part)
+    if kind == "Metaspace":
+        return _read_metaspace(part)
+    if kind == "WordPiece":
+        return _read_wordpiece(part)
+    return None
+
+
+def _read_replace(part: Decoder) -> Stage | None:
+    found, content = part.get("pattern", {}).get("String"), part.get("content", "")
+    if not found:
+        return None
+
+    def replace(token: str) -> str:
+        return token.replace(found, content)
+
+    return Stage(replace, replace)
+
+
+def _read_strip(part: Decoder) -> Stage:
+    content, start, stop = part.get("content", " "), part.get("start", 0), part.get("stop", 0)
+
+    def strip(token: str) -> str:
+        left = min(start, len(token) - len(token.lstrip(content)))
+        right = min(stop, len(token) - len(token.rstrip(content)))
+        return token[left : max(left, len(token) - right)]
+
+    return Stage(strip, strip)
+
+
+def _read_metaspace(part: Decoder) -> Stage:
+    mark = part.get("replacement", "\u2581")
+    scheme = part.get("prepend_scheme") or ("always" if part.get("add_prefix_space", True) else "never")
+
+    def later(token: str) -> str:
+        return token.replace(mark, " ")
+
+    def first(token: str) -> str:
+        return token.replace(mark, "")
+
+    return Stage(later if scheme == "never" else first, later)
+
+
+CLEANUP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+"""What the WordPiece decoder of ``tokenizers`` tidies up in each token, in this order."""
+
+
+def _read_wordpiece(part: Decoder) -> Stage:
+    prefix, cleanup = part.get("prefix", "##"), part.get("cleanup", True)
+
+    def first(token: str) -> str:
+        if cleanup:
+            for found, content in CLEANUP:
+                token = token.replace(found, content)
+        return token
+
+    def later(token: str) -> str:
+        return first(token.removeprefix(prefix) if token.startswith(prefix) else f" {token}")
+
+    return Stage(first, later)
+
+
+def _after_a_space(token: str) -> str:
+    return f" {token}"
+
+
+# ---------------------------------------------------------------- tokens that stand for bytes
+
+
+def _byte_alphabet() -> dict[int, int]:
+    """For ``str.translate``: from the byte-level alphabet to Latin-1, and whatever else is Latin-1 out of it.
+
+    Printable bytes stand for themselves, the others for the code points from 256 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return dict.fromkeys(others, 0x10FFFF) | {256 + place: byte for place, byte in enumerate(others)}
+
+
+_BYTE_ALPHABET = _byte_alphabet()
+_HEX_DIGITS = frozenset(hexdigits)
+
+
+def byte_level_text(token: str) -> TokenText:
+    """What a token of a byte-level vocabulary writes; one with characters outside the alphabet writes itself."""
+    try:
+        data = token.translate(_BYTE_ALPHABET).encode("latin-1")
+    except UnicodeEncodeError:
+        return token
+    return _text_where_whole(data)
+
+
+def byte_fallback_text(token: str) -> TokenText:
+    """What a token writes where ``<0xNN>`` stands for a byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">") and _HEX_DIGITS.issuperset(token[3:5]):
+        return _text_where_whole(bytes.fromhex(token[3:5]))
+    return token
+
+
+def _text_where_whole(data: bytes) -> TokenText:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
