@@ -1,0 +1,111 @@
+"""Checks of values that come from outside: each names the field, what it may be, and what was given.
+
+A value of the wrong type is a ``TypeError``, a value outside the range a ``ValueError``. A bool is no number here:
+``max_new_tokens=True`` is a mistake, not 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sized
+from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex, TypeVar, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+Value = TypeVar("Value")
+
+MAX_COUNT = 2**31 - 1
+MAX_SHOWN_CHARACTERS = 80
+
+
+def shown(value: object) -> str:
+    """The value as an error message shows it: its repr, cut to a readable length without building all of it."""
+    if isinstance(value, str | bytes) and len(value) > MAX_SHOWN_CHARACTERS:
+        return f"{value[:MAX_SHOWN_CHARACTERS]!r}... ({len(value)} long)"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, Sized) and not isinstance(value, str | bytes) and len(value) > MAX_SHOWN_CHARACTERS:
+        return f"a {type(value).__name__} of {len(value)} items"
+    shortened = repr(value)
+    return shortened if len(shortened) <= MAX_SHOWN_CHARACTERS else f"{shortened[:MAX_SHOWN_CHARACTERS]}..."
+
+
+def wrong_type(name: str, allowed: str, value: object) -> TypeError:
+    return TypeError(f"{name} must be {allowed}, got {shown(value)} of type {type(value).__name__}")
+
+
+def wrong_value(name: str, allowed: str, value: object) -> ValueError:
+    return ValueError(f"{name} must be {allowed}, got {shown(value)}")
+
+
+def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
+    """An integer from ``low`` to ``high``. Numbers of other kinds (numpy's) count when they are whole by type."""
+    allowed = f"an integer of at least {low}" if high == MAX_COUNT else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise wrong_type(name, allowed, value)
+    found = int(value)
+    if not low <= found <= high:
+        raise wrong_value(name, allowed, found)
+    return found
+
+
+def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
+    """A finite number from ``low`` to ``high``; with ``above``, ``low`` itself is outside."""
+    allowed = f"a number above {low:g} and up to {high:g}" if above else f"a number from {low:g} to {high:g}"
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        raise wrong_type(name, allowed, value)
+    try:
+        found = float(value)
+    except (OverflowError, TypeError, ValueError):
+        raise wrong_value(name, allowed, value) from None
+    if not math.isfinite(found) or not low <= found <= high or (above and found == low):
+        raise wrong_value(name, allowed, value)
+    return found
+
+
+def switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise wrong_type(name, "True or False", value)
+    return value
+
+
+def text(name: str, value: object, *, max_bytes: int | None = None) -> str:
+    """A string that can be encoded (no lone surrogates) and has at most ``max_bytes`` bytes of UTF-8."""
+    if not isinstance(value, str):
+        raise wrong_type(name, "a string", value)
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise wrong_value(
+            name, f"text that UTF-8 can encode (position {error.start} is a lone surrogate)", value
+        ) from None
+    if max_bytes is not None and size > max_bytes:
+        raise wrong_value(name, f"at most {max_bytes} bytes of UTF-8", value)
+    return value
+
+
+def choice(name: str, value: object, choices: Mapping[str, Value]) -> Value:
+    """The meaning of one of the words ``choices`` allows."""
+    if not isinstance(value, str):
+        raise wrong_type(name, "one of " + ", ".join(map(repr, choices)), value)
+    if value not in choices:
+        raise wrong_value(name, "one of " + ", ".join(map(repr, choices)) + did_you_mean(value, choices), value)
+    return choices[value]
+
+
+def items(name: str, value: object, max_items: int) -> list[object]:
+    """The entries of a list or tuple (of nothing else: a string, a set or a generator is a mistake)."""
+    if not isinstance(value, list | tuple):
+        raise wrong_type(name, "a list", value)
+    found = list(cast("Sequence[object]", value))
+    if len(found) > max_items:
+        raise ValueError(f"{name} must have at most {max_items} entries, got {len(found)}")
+    return found
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ " (did you mean 'x'?)" for the nearest of the known words, else nothing."""
+    nearest = difflib.get_close_matches(word[:100], list(known), n=1, cutoff=0.6)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""

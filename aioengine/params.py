@@ -1,0 +1,331 @@
+"""SamplingParams: what a caller may ask of one request, checked where it is made.
+
+The pure functions below translate it into the parts of a ``Submit`` message, one for each process that has a say:
+``sampling`` (the runner), ``limits`` (the scheduler) and ``text_rules`` (the detokenizer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, cast
+
+import regex
+from msgspec import Struct
+
+from aioengine import checks
+from aioengine.errors import RequestTooLargeError, UnknownParameterError
+from aioengine.protocol.messages import Limits, Sampling, TextRules
+
+DEFAULT_MAX_NEW_TOKENS: Final = 128
+MAX_STOPS: Final = 32
+MAX_STOP_BYTES: Final = 4096
+MAX_PATTERN_BYTES: Final = 256
+MAX_STOP_TOKEN_IDS: Final = 1024
+MAX_SAMPLES: Final = 1024
+MAX_BIAS: Final = 1e6
+SEED_MASK: Final = 2**63 - 1
+GREEDY_BELOW: Final = 1e-6
+"""Temperatures below this are greedy: dividing logits by less overflows, and means the same."""
+
+
+class DefaultLength(int):
+    """The ``max_new_tokens`` of a caller who gave none: reads as 128, and is clipped where 128 would not fit.
+
+    An explicit value that does not fit is an error instead, hence a type of its own.
+    """
+
+
+_DEFAULT_LENGTH: Final = DefaultLength(DEFAULT_MAX_NEW_TOKENS)
+
+_ALIASES: Final = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "include_stop_str_in_output": "no_stop_trim",
+}
+
+_LATER: Final = {
+    "json_schema": "structured output",
+    "regex": "structured output",
+    "ebnf": "structured output",
+    "structural_tag": "structured output",
+    "beam_width": "beam search",
+    "custom_params": "custom logits processors",
+    "watermark": "watermarking",
+}
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True):
+    """How to generate. Every value is checked when the object is made; a wrong one raises ValueError or TypeError.
+
+    max_new_tokens: output tokens at most. None: to the end of the context. Left out: 128, or less where the context
+        is nearly full; an explicit value that does not fit is refused with ``RequestTooLargeError``.
+    min_new_tokens: no stop token before so many output tokens (stop strings still act).
+    stop: one string or up to 32; the text ends before the first that appears.
+    stop_token_ids: ids that end the request, beside the model's own end-of-text ids.
+    stop_regex: one pattern or up to 32 (of at most 256 bytes each), in the dialect of the ``regex`` package.
+    temperature: 0 (greedy) to 2.
+    top_p: above 0, up to 1. top_k: -1 (off) or at least 1. min_p: 0 to 1, relative to the likeliest token.
+    frequency_penalty, presence_penalty: -2 to 2, over the output. repetition_penalty: above 0, up to 2, over prompt
+        and output.
+    n: answers to one prompt; answer i uses seed + i.
+    ignore_eos: neither the model's end-of-text ids nor ``stop_token_ids`` end the request.
+    skip_special_tokens, spaces_between_special_tokens: how ids become text.
+    no_stop_trim: keep the stop string or stop token in the text.
+    stream_interval: output tokens between two chunks of a stream; None: the engine's.
+    logit_bias: token id -> number added to its logit.
+    sampling_seed: the same seed gives the same tokens; None: one is drawn and reported.
+    """
+
+    max_new_tokens: int | None = _DEFAULT_LENGTH
+    min_new_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    stop_regex: str | Sequence[str] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    n: int = 1
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    stream_interval: int | None = None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
+    sampling_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_lengths(self)
+        _check_numbers(self)
+        _strings("stop", self.stop, MAX_STOP_BYTES)
+        for pattern in _strings("stop_regex", self.stop_regex, MAX_PATTERN_BYTES):
+            _check_pattern(pattern)
+        _token_ids(self.stop_token_ids)
+        _biases(self.logit_bias)
+        for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
+            checks.switch(name, _field(self, name))
+
+    @classmethod
+    def parse(cls, value: SamplingParams | Mapping[str, object] | None) -> SamplingParams:
+        """Accept what callers write: an object, a dict with public names or aliases, or None for the defaults.
+
+        None as a dict's value means the default, except for ``max_new_tokens``.
+
+        Raises:
+            UnknownParameterError: a key that does not exist (a TypeError and a ValueError).
+            TypeError, ValueError: a value of the wrong type, or outside its range.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, SamplingParams):
+            return value
+        if not isinstance(cast("object", value), Mapping):
+            raise checks.wrong_type("sampling_params", "a SamplingParams, a dict or None", value)
+        return cls(**_known_fields(value))  # type: ignore[arg-type]  # __post_init__ checks every value
+
+    @property
+    def is_length_explicit(self) -> bool:
+        """Whether ``max_new_tokens`` was given as a number."""
+        return self.max_new_tokens is not None and not isinstance(self.max_new_tokens, DefaultLength)
+
+
+# ---------------------------------------------------------------- to the wire
+
+
+def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int, max_total_tokens: int) -> int:
+    """How many tokens this request may give, for a prompt of ``num_prompt`` tokens.
+
+    ``max_total_tokens`` is the size of the KV pool. The default and None are clipped to what fits.
+
+    Raises:
+        RequestTooLargeError: the prompt leaves no room for a token, or an explicit ``max_new_tokens`` does not fit.
+    """
+    capacity = min(context_length, max_total_tokens)
+    which = f"the context of {context_length} tokens"
+    if max_total_tokens < context_length:
+        which = f"the KV pool of {max_total_tokens} tokens (max_total_tokens)"
+    if num_prompt >= capacity:
+        raise RequestTooLargeError(f"the prompt has {num_prompt} tokens and leaves no room in {which}")
+    room = capacity - num_prompt
+    if params.max_new_tokens is None:
+        return room
+    if params.is_length_explicit and params.max_new_tokens > room:
+        raise RequestTooLargeError(
+            f"max_new_tokens={params.max_new_tokens} with a prompt of {num_prompt} tokens does not fit {which}; "
+            f"at most {room} fit"
+        )
+    return min(int(params.max_new_tokens), room)
+
+
+def sampling(params: SamplingParams, *, seed: int, vocab_size: int, eos_token_ids: Sequence[int]) -> Sampling:
+    """The runner's part. ``seed`` is the caller's or a drawn one, plus the index of the answer.
+
+    Raises ValueError for ids outside the vocabulary.
+    """
+    biases = _biases(params.logit_bias)
+    _check_vocabulary("logit_bias", biases, vocab_size)
+    stops = stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    return Sampling(
+        seed=seed & SEED_MASK,
+        temperature=0.0 if params.temperature < GREEDY_BELOW else float(params.temperature),
+        top_p=float(params.top_p),
+        top_k=int(params.top_k),
+        min_p=float(params.min_p),
+        frequency_penalty=float(params.frequency_penalty),
+        presence_penalty=float(params.presence_penalty),
+        repetition_penalty=float(params.repetition_penalty),
+        bias_token_ids=tuple(biases),
+        logit_bias=tuple(biases.values()),
+        min_new_tokens=int(params.min_new_tokens),
+        suppressed_token_ids=stops if params.min_new_tokens else (),
+    )
+
+
+def limits(
+    params: SamplingParams,
+    *,
+    max_new_tokens: int,
+    stop_token_ids: tuple[int, ...],
+    deadline: float | None = None,
+    queue_deadline: float | None = None,
+    first_token_deadline: float | None = None,
+) -> Limits:
+    """The scheduler's part. ``max_new_tokens`` from ``output_limit``, ``stop_token_ids`` from ``stop_ids``."""
+    return Limits(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min(int(params.min_new_tokens), max_new_tokens),
+        stop_token_ids=stop_token_ids,
+        deadline=deadline,
+        queue_deadline=queue_deadline,
+        first_token_deadline=first_token_deadline,
+    )
+
+
+def text_rules(
+    params: SamplingParams, *, context_token_ids: Sequence[int], stream: bool, stream_interval: int
+) -> TextRules:
+    """The detokenizer's part: the last few ids of the prompt, and the engine's interval for callers who give none."""
+    return TextRules(
+        context_token_ids=tuple(context_token_ids),
+        stop=_strings("stop", params.stop, MAX_STOP_BYTES),
+        stop_regex=_strings("stop_regex", params.stop_regex, MAX_PATTERN_BYTES),
+        no_stop_trim=params.no_stop_trim,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+        stream=stream,
+        stream_interval=stream_interval if params.stream_interval is None else int(params.stream_interval),
+    )
+
+
+def stop_ids(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The ids that end the request: the model's and the caller's, or none at all with ``ignore_eos``.
+
+    Raises ValueError for ids outside the vocabulary.
+    """
+    own = _token_ids(params.stop_token_ids)
+    _check_vocabulary("stop_token_ids", own, vocab_size)
+    return () if params.ignore_eos else tuple(dict.fromkeys((*eos_token_ids, *own)))
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _known_fields(given: Mapping[str, object]) -> dict[str, object]:
+    """The given values by field name. A None that stands for the default is left out."""
+    fields: dict[str, object] = {}
+    for key, value in given.items():
+        name = _ALIASES.get(key, key) if isinstance(cast("object", key), str) else key
+        if name not in SamplingParams.__struct_fields__:
+            raise _unknown(key)
+        if name in fields:
+            raise ValueError(f"sampling parameter {name!r} is given twice: it is the same as {key!r}")
+        fields[name] = value
+    return {name: value for name, value in fields.items() if value is not None or name == "max_new_tokens"}
+
+
+def _unknown(key: object) -> UnknownParameterError:
+    if isinstance(key, str) and key in _LATER:
+        return UnknownParameterError(f"sampling parameter {key!r} is not supported yet ({_LATER[key]})")
+    known = (*SamplingParams.__struct_fields__, *_ALIASES)
+    hint = checks.did_you_mean(key, known) if isinstance(key, str) else ""
+    return UnknownParameterError(f"unknown sampling parameter {checks.shown(key)}{hint}")
+
+
+def _field(params: SamplingParams, name: str) -> object:
+    value: object = getattr(params, name)
+    return value
+
+
+def _check_lengths(params: SamplingParams) -> None:
+    longest = checks.MAX_COUNT
+    if params.max_new_tokens is not None:
+        longest = checks.whole("max_new_tokens", params.max_new_tokens, 0)
+    if checks.whole("min_new_tokens", params.min_new_tokens, 0) > longest:
+        raise checks.wrong_value("min_new_tokens", f"at most max_new_tokens ({longest})", params.min_new_tokens)
+    if checks.whole("top_k", params.top_k, -1) == 0:
+        raise checks.wrong_value("top_k", "-1 (off) or an integer of at least 1", 0)
+    checks.whole("n", params.n, 1, MAX_SAMPLES)
+    if params.stream_interval is not None:
+        checks.whole("stream_interval", params.stream_interval, 1)
+    if params.sampling_seed is not None:
+        checks.whole("sampling_seed", params.sampling_seed, -(2**63), 2**63 - 1)
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    checks.number("temperature", params.temperature, 0, 2)
+    checks.number("top_p", params.top_p, 0, 1, above=True)
+    checks.number("min_p", params.min_p, 0, 1)
+    checks.number("frequency_penalty", params.frequency_penalty, -2, 2)
+    checks.number("presence_penalty", params.presence_penalty, -2, 2)
+    checks.number("repetition_penalty", params.repetition_penalty, 0, 2, above=True)
+
+
+def _strings(name: str, value: str | Sequence[str] | None, max_bytes: int) -> tuple[str, ...]:
+    """The strings of ``stop`` or ``stop_regex``, without empty ones."""
+    if value is None:
+        return ()
+    given = [value] if isinstance(value, str) else checks.items(name, value, MAX_STOPS)
+    return tuple(found for entry in given if (found := checks.text(name, entry, max_bytes=max_bytes)))
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        regex.compile(pattern)
+    except (regex.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"stop_regex {checks.shown(pattern)} is not a valid pattern: {error}") from None
+
+
+def _token_ids(value: Sequence[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    given = checks.items("stop_token_ids", value, MAX_STOP_TOKEN_IDS)
+    return tuple(checks.whole("stop_token_ids", entry, 0) for entry in given if entry is not None)
+
+
+def _biases(value: Mapping[int, float] | Mapping[str, float] | None) -> dict[int, float]:
+    """Token id -> bias; keys may be strings of digits, as they are in JSON."""
+    if value is None:
+        return {}
+    if not isinstance(cast("object", value), Mapping):
+        raise checks.wrong_type("logit_bias", "a dict of token id to number", value)
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+        token_id = checks.whole("logit_bias keys", int(key) if is_digits else key, 0)
+        if token_id in biases:
+            raise ValueError(f"logit_bias has token id {token_id} twice")
+        biases[token_id] = checks.number(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
+    return biases
+
+
+def _check_vocabulary(name: str, token_ids: Sequence[int] | Mapping[int, float], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise checks.wrong_value(name, f"token ids from 0 to {vocab_size - 1}", token_id)

@@ -1,0 +1,203 @@
+"""SamplingParams: every field's range, the messages, and the translation to the wire."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+
+from aioengine.errors import RequestTooLargeError, UnknownParameterError
+from aioengine.params import SamplingParams, limits, output_limit, sampling, stop_ids, text_rules
+
+HUGE = 10**40
+
+OUTSIDE = {
+    "max_new_tokens": [-1, HUGE],
+    "min_new_tokens": [-1, 129, HUGE],
+    "temperature": [-0.01, 2.01, math.nan, math.inf, -math.inf, HUGE],
+    "top_p": [0, -0.1, 1.01, math.nan],
+    "top_k": [0, -2, HUGE],
+    "min_p": [-0.1, 1.1, math.nan],
+    "frequency_penalty": [-2.1, 2.1, math.inf],
+    "presence_penalty": [-2.1, 2.1, math.nan],
+    "repetition_penalty": [0, -1, 2.1, math.nan],
+    "n": [0, -1, 1025, HUGE],
+    "stream_interval": [0, -5, HUGE],
+    "sampling_seed": [2**63, -(2**63) - 1],
+    "stop": [["x"] * 33, "x" * 5000, "\ud800"],
+    "stop_regex": [["x"] * 33, "é" * 129, "(", "[a", "*"],
+    "stop_token_ids": [[-1], [HUGE], [0] * 2000],
+    "logit_bias": [{-1: 1.0}, {1: math.nan}, {1: math.inf}, {1: 1e7}, {1: 0.5, "1": 0.5}],
+}
+
+WRONG_TYPES = {
+    "max_new_tokens": [True, "5", 1.5, [1]],
+    "min_new_tokens": [False, 0.0, "0"],
+    "temperature": [True, "0.5", [0.5], b"1", 1j],
+    "top_p": ["1", {}],
+    "top_k": [1.0, True],
+    "min_p": ["0"],
+    "frequency_penalty": ["0"],
+    "presence_penalty": [True],
+    "repetition_penalty": [[1.0]],
+    "n": [True, 1.0, "1"],
+    "ignore_eos": [0, 1, "true"],
+    "skip_special_tokens": [1],
+    "spaces_between_special_tokens": ["yes"],
+    "no_stop_trim": [0],
+    "stream_interval": [1.0, "1", True],
+    "sampling_seed": [1.0, "1", True],
+    "stop": [5, b"x", [1], {"a": 1}, {"a"}, [["a"]]],
+    "stop_regex": [5, [5], b"x"],
+    "stop_token_ids": [5, "5", ["5"], [True], {5}],
+    "logit_bias": [[1], "x", {1: "1"}, {1.5: 1.0}, {"x": 1.0}, {1: True}],
+}
+
+
+def pairs(table: dict[str, list[object]]) -> list[object]:
+    return [
+        pytest.param(name, value, id=f"{name}-{index}") for name in table for index, value in enumerate(table[name])
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(OUTSIDE))
+def test_a_value_outside_the_range_is_a_value_error_that_names_the_field(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name) as caught:
+        SamplingParams.parse({name: value})
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(WRONG_TYPES))
+def test_a_wrong_type_is_a_type_error_that_names_the_field(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=name):
+        SamplingParams.parse({name: value})
+    with pytest.raises(TypeError, match=name):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def test_every_field_has_a_wrong_type_here() -> None:
+    assert set(WRONG_TYPES) == set(SamplingParams.__struct_fields__)
+
+
+def test_the_message_tells_field_value_and_range() -> None:
+    with pytest.raises(ValueError, match=r"temperature must be a number from 0 to 2, got 3\.5"):
+        SamplingParams(temperature=3.5)
+    with pytest.raises(TypeError, match="n must be an integer from 1 to 1024, got 'two' of type str"):
+        SamplingParams.parse({"n": "two"})
+    with pytest.raises(ValueError, match=r"stop_regex '\(' is not a valid pattern: missing \)"):
+        SamplingParams(stop_regex="(")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0),
+        ("temperature", 2),
+        ("top_p", 1),
+        ("top_p", 1e-9),
+        ("top_k", -1),
+        ("top_k", 1),
+        ("min_p", 1),
+        ("repetition_penalty", 2),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", None),
+        ("sampling_seed", -(2**63)),
+        ("stop", ["x"] * 32),
+        ("stop_regex", "é" * 128),
+        ("n", 1024),
+    ],
+)
+def test_the_ends_of_the_ranges_are_inside(name: str, value: object) -> None:
+    assert getattr(SamplingParams.parse({name: value}), name) == value
+
+
+def test_unknown_keys_are_named_with_the_nearest() -> None:
+    with pytest.raises(UnknownParameterError, match=r"'temprature' \(did you mean 'temperature'\?\)"):
+        SamplingParams.parse({"temprature": 1})
+    with pytest.raises(TypeError, match="unknown sampling parameter 5"):
+        SamplingParams.parse({5: 1})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="structured output"):
+        SamplingParams.parse({"json_schema": "{}"})
+
+
+@pytest.mark.parametrize(
+    ("alias", "name", "value"),
+    [
+        ("max_tokens", "max_new_tokens", 5),
+        ("max_completion_tokens", "max_new_tokens", 5),
+        ("min_tokens", "min_new_tokens", 5),
+        ("seed", "sampling_seed", 5),
+        ("stop_sequences", "stop", "x"),
+        ("stop_strings", "stop", "x"),
+        ("include_stop_str_in_output", "no_stop_trim", True),
+    ],
+)
+def test_aliases(alias: str, name: str, value: object) -> None:
+    assert getattr(SamplingParams.parse({alias: value}), name) == value
+    with pytest.raises(ValueError, match="given twice"):
+        SamplingParams.parse({alias: value, name: value})
+
+
+def test_parse_takes_nothing_an_object_or_a_dict_and_nothing_else() -> None:
+    params = SamplingParams(temperature=0)
+    assert SamplingParams.parse(params) is params
+    assert SamplingParams.parse(None) == SamplingParams.parse({}) == SamplingParams()
+    assert SamplingParams.parse({"temperature": None, "stop": None}) == SamplingParams()
+    for wrong in ("temperature=0", 5, [("temperature", 0)]):
+        with pytest.raises(TypeError, match="sampling_params must be"):
+            SamplingParams.parse(wrong)  # type: ignore[arg-type]
+
+
+def test_the_default_length_is_clipped_and_an_explicit_one_refused() -> None:
+    room = {"context_length": 100, "max_total_tokens": 1000}
+    assert SamplingParams().max_new_tokens == 128
+    assert output_limit(SamplingParams(), 10, **room) == 90
+    assert output_limit(pickle.loads(pickle.dumps(SamplingParams())), 10, **room) == 90
+    assert output_limit(SamplingParams(max_new_tokens=None), 10, **room) == 90
+    assert output_limit(SamplingParams(max_new_tokens=90), 10, **room) == 90
+    with pytest.raises(RequestTooLargeError, match=r"max_new_tokens=128 .* 10 tokens .* context of 100 .* 90 fit"):
+        output_limit(SamplingParams(max_new_tokens=128), 10, **room)
+    with pytest.raises(RequestTooLargeError, match="KV pool of 50 tokens"):
+        output_limit(SamplingParams(max_new_tokens=50), 10, context_length=100, max_total_tokens=50)
+    for params in (SamplingParams(), SamplingParams(max_new_tokens=None), SamplingParams(max_new_tokens=0)):
+        with pytest.raises(RequestTooLargeError, match="the prompt has 100 tokens"):
+            output_limit(params, 100, **room)
+
+
+def test_sampling_for_the_wire() -> None:
+    params = SamplingParams.parse(
+        {"temperature": 1e-7, "logit_bias": {"3": 1, 4: -2.5}, "min_new_tokens": 2, "stop_token_ids": [7, None, 2]}
+    )
+    wire = sampling(params, seed=-1, vocab_size=10, eos_token_ids=(2,))
+    assert wire.seed == 2**63 - 1
+    assert wire.temperature == 0
+    assert (wire.bias_token_ids, wire.logit_bias) == ((3, 4), (1.0, -2.5))
+    assert (wire.min_new_tokens, wire.suppressed_token_ids) == (2, (2, 7))
+    assert sampling(SamplingParams(), seed=5, vocab_size=10, eos_token_ids=(2,)).suppressed_token_ids == ()
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(ValueError, match="logit_bias must be token ids from 0 to 9, got 10"):
+        sampling(SamplingParams(logit_bias={10: 1.0}), seed=0, vocab_size=10, eos_token_ids=())
+    with pytest.raises(ValueError, match="stop_token_ids must be token ids from 0 to 9, got 10"):
+        stop_ids(SamplingParams(stop_token_ids=[10]), vocab_size=10, eos_token_ids=())
+
+
+def test_ignore_eos_turns_all_stop_tokens_off() -> None:
+    params = SamplingParams(stop_token_ids=[5], ignore_eos=True, min_new_tokens=3)
+    assert stop_ids(params, vocab_size=10, eos_token_ids=(1,)) == ()
+    assert sampling(params, seed=0, vocab_size=10, eos_token_ids=(1,)).suppressed_token_ids == ()
+
+
+def test_limits_and_text_rules() -> None:
+    params = SamplingParams(
+        min_new_tokens=9, stop=["a", "", "b"], stop_regex="c+", stream_interval=3, no_stop_trim=True
+    )
+    found = limits(params, max_new_tokens=4, stop_token_ids=(1,), deadline=2.0, first_token_deadline=1.0)
+    assert (found.max_new_tokens, found.min_new_tokens, found.stop_token_ids) == (4, 4, (1,))
+    assert (found.deadline, found.queue_deadline, found.first_token_deadline) == (2.0, None, 1.0)
+    rules = text_rules(params, context_token_ids=[1, 2], stream=False, stream_interval=1)
+    assert (rules.stop, rules.stop_regex, rules.stream_interval) == (("a", "b"), ("c+",), 3)
+    assert (rules.context_token_ids, rules.no_stop_trim, rules.stream) == ((1, 2), True, False)
+    assert text_rules(SamplingParams(), context_token_ids=(), stream=True, stream_interval=2).stream_interval == 2
