@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend, AttentionShape
@@ -25,7 +24,7 @@ class ModelOptions:
 
 
 class Model(Protocol):
-    """A decoder. Built by ``models.build(config, options)``; weights are filled in, then ``finish_loading`` is called."""
+    """A decoder, made by ``models.build``; its weights are filled in, then ``finish_loading`` is called."""
 
     attention_shape: AttentionShape
     vocab_size: int
