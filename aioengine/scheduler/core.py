@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from aioengine.config import Settings
+    from aioengine.protocol.messages import Progress
     from aioengine.scheduler.plan import Plan, StepResult
 
 Ticket = TypeVar("Ticket")
@@ -18,6 +22,11 @@ class Runner(Protocol[Ticket]):
     order, so pages freed after a launch may be given to a later plan.
     """
 
+    @property
+    def facts(self) -> Mapping[str, str | int | float | bool]:
+        """What it runs on, as ``Ready`` tells it; ``num_pages`` (an int) is the pool that the scheduler may use."""
+        ...
+
     def launch(self, plan: Plan) -> Ticket:
         """Begin the step; returns as early as the device allows."""
         ...
@@ -27,3 +36,9 @@ class Runner(Protocol[Ticket]):
         ...
 
     def close(self) -> None: ...
+
+
+class RunnerFactory(Protocol):
+    """What ``settings.runner.factory`` names: builds the runner, telling of long work through ``report``."""
+
+    def __call__(self, settings: Settings, report: Callable[[Progress], None], /) -> Runner[Any]: ...
