@@ -26,6 +26,7 @@ NUM_CONTEXT_TOKENS = 16
 
 _REPLACEMENT = "\ufffd"
 _REPLACEMENT_BYTES = _REPLACEMENT.encode()
+_SURROGATES = b"\xed\xa0"  # from here on the second byte makes no character
 _MAX_UNFINISHED = 3  # bytes of a character that lacks its last one
 _MAX_WINDOW = 16  # ids decoded again for each token, by the detokenizer that has no table
 
@@ -98,14 +99,13 @@ class TableDetokenizer:
             piece = self._first(token_id) if self._is_first else self._table[token_id]
             pieces.append(piece.encode() if isinstance(piece, str) else piece)
         data = b"".join(pieces)
-        text, num_decoded = utf_8_decode(data, "replace", False)
+        text, self._pending = _decode_utf8(data)
         if text and self._num_to_strip:
             text = self._strip(text)
-        if num_decoded and self._pending_is_prompts:
+        if self._pending_is_prompts and len(self._pending) < len(data):
             self._pending_is_prompts = False
             if text.startswith(_REPLACEMENT) and not data.startswith(_REPLACEMENT_BYTES):
                 text = text[1:]
-        self._pending = data[num_decoded:]
         self._is_plain = self._is_settled()
         return text
 
@@ -142,25 +142,31 @@ class TableDetokenizer:
             tail = piece + tail
             if len(tail) >= _MAX_UNFINISHED:
                 break
-        return tail[utf_8_decode(tail, "replace", False)[1] :]
+        return _decode_utf8(tail)[1]
 
 
 class WindowDetokenizer:
     """A detokenizer for any decode function: decodes the last few ids again for each token and compares.
 
-    It takes up to three U+FFFD at the end of a decoding for bytes that can still become a character, since some
-    tokenizers write one for each byte.
+    U+FFFD at the end of a decoding may stand for an unfinished character, which three ids can have begun at most. How
+    many there are says nothing: some decoders write one for each byte, and some for all of a run of bytes.
     """
 
-    __slots__ = ("_decode", "_num_given", "_num_prompts", "_text", "_window")
+    __slots__ = ("_decode", "_num_given", "_num_prompts", "_num_unfinished", "_shorten_at", "_text", "_window")
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()) -> None:
         """``prompt_ids``: the prompt, or as much of its end as is known."""
         self._decode = decode
         self._window = list(prompt_ids[-4 * _MAX_WINDOW :])
         self._text = decode(self._window) if self._window else ""
-        self._num_given = _certain_length(self._text)
+        self._num_unfinished = 0  # ids since the decoding last ended with a character
+        text = self._text
+        while text.endswith(_REPLACEMENT) and self._num_unfinished < min(_MAX_UNFINISHED, len(self._window)):
+            self._num_unfinished += 1
+            text = decode(self._window[: -self._num_unfinished])
+        self._num_given = len(text.rstrip(_REPLACEMENT))
         self._num_prompts = len(self._text) - self._num_given  # U+FFFD that the prompt shows already
+        self._shorten_at = 2 * _MAX_WINDOW
         self._shorten()
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -174,10 +180,20 @@ class WindowDetokenizer:
     def _push_one(self, token_id: int) -> str:
         self._window.append(token_id)
         self._text = self._decode(self._window)
-        text = self._give(_certain_length(self._text))
-        if len(self._window) >= 2 * _MAX_WINDOW:
+        text = self._give(self._certain_length())
+        if len(self._window) >= self._shorten_at:
             self._shorten()
         return text
+
+    def _certain_length(self) -> int:
+        """The length of the decoding without what may be the bytes of an unfinished character."""
+        if not self._text.endswith(_REPLACEMENT):
+            self._num_unfinished = 0
+            return len(self._text)
+        self._num_unfinished += 1
+        if self._num_unfinished > _MAX_UNFINISHED:
+            return len(self._text) - _MAX_UNFINISHED
+        return len(self._text.rstrip(_REPLACEMENT))
 
     def _give(self, end: int) -> str:
         if end <= self._num_given:
@@ -193,6 +209,9 @@ class WindowDetokenizer:
 
     def _shorten(self) -> None:
         """Forget the oldest ids, at a place where the decoding of the rest is the end of the decoding of all."""
+        if self._num_unfinished and len(self._window) < 8 * _MAX_WINDOW:
+            return  # for now, since a cut could go through a character; but a run of invalid bytes may be endless
+        self._shorten_at = len(self._window) + _MAX_WINDOW
         for cut in range(len(self._window) - _MAX_WINDOW, 0, -1):
             text = self._decode(self._window[cut:])
             num_lost = len(self._text) - len(text)
@@ -200,10 +219,14 @@ class WindowDetokenizer:
                 self._window = self._window[cut:]
                 self._text = text
                 self._num_given -= num_lost
+                self._shorten_at = 2 * _MAX_WINDOW
                 return
 
 
-def _certain_length(text: str) -> int:
-    """The length of ``text`` without what may be the bytes of an unfinished character."""
-    unfinished = len(text) - len(text.rstrip(_REPLACEMENT))
-    return len(text) - min(unfinished, _MAX_UNFINISHED)
+def _decode_utf8(data: bytes) -> tuple[str, bytes]:
+    """Decode all of ``data`` that is certain; the rest can still become a character."""
+    text, num_decoded = utf_8_decode(data, "replace", False)
+    rest = data[num_decoded:]
+    if len(rest) == 2 and rest >= _SURROGATES and rest[0] == _SURROGATES[0]:
+        return text + 2 * _REPLACEMENT, b""  # the codec waits for a third byte, which could not help
+    return text, rest

@@ -219,7 +219,7 @@ UNFINISHED = _unfinished_characters()
 
 
 def characters(data: bytes) -> list[tuple[str, int, int]]:
-    """The characters of ``data`` with the bytes they stand for (start and end): U+FFFD for each maximal invalid part."""
+    """The characters of ``data`` with their start and end in bytes: U+FFFD for each maximal invalid part."""
     found: list[tuple[str, int, int]] = []
     start = 0
     while start < len(data):

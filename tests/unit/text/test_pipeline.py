@@ -1,0 +1,101 @@
+"""The stages together: streams are whole answers in pieces, and ids end where the stop is complete."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioengine.text.detokenizer import TableDetokenizer, make_detokenizer
+from aioengine.text.pipeline import TextPipeline
+from aioengine.text.stop import StopMatcher
+from aioengine.text.token_table import TokenTable, read_token_table
+from tests.unit.text.sample_tokenizers import TABLE_SAMPLES, Sample
+
+
+def table_of(sample: Sample) -> TokenTable:
+    table = read_token_table(sample.file)
+    assert table is not None
+    return table
+
+
+TABLES = {sample.name: table_of(sample) for sample in TABLE_SAMPLES}
+BYTES = TABLES["byte-level"]
+
+
+def pipeline(*stops: str, patterns: tuple[str, ...] = (), no_stop_trim: bool = False) -> TextPipeline:
+    return TextPipeline(TableDetokenizer(BYTES, [65]), StopMatcher(stops, patterns, no_stop_trim=no_stop_trim))
+
+
+@pytest.mark.parametrize("sample", TABLE_SAMPLES, ids=lambda sample: sample.name)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_stream_joined_is_the_whole_answer(sample: Sample, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, sample.num_ids - 1), max_size=16))
+    stops = data.draw(st.lists(st.sampled_from(["e", "\ufffd", "th", " ", "▁", "aa", "é"]), max_size=2))
+    keeps = data.draw(st.booleans())
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
+    prompt = sample.encode("a")
+
+    def answer(edges: list[int]) -> tuple[str, list[int], str | None]:
+        stages = TextPipeline(make_detokenizer(TABLES[sample.name], prompt), StopMatcher(stops, no_stop_trim=keeps))
+        text, output_ids = "", list[int]()
+        for start, end in pairwise(edges):
+            piece, num_consumed, matched = stages.push(ids[start:end])
+            text += piece
+            output_ids += ids[start : start + num_consumed]
+            assert matched == stages.matched
+            if matched is not None:
+                assert stages.push(ids[end:]) == ("", 0, matched)
+                break
+        return text + stages.flush(), output_ids, stages.matched
+
+    whole = answer([0, len(ids)])
+    assert answer([0, *cuts, len(ids)]) == whole
+    assert answer(list(range(len(ids) + 1))) == whole
+    text, output_ids, matched = whole
+    plain = TextPipeline(make_detokenizer(TABLES[sample.name], prompt))
+    full = plain.push(output_ids)[0] + plain.flush()
+    if matched is None:
+        assert (text, output_ids) == (full, ids)
+    else:
+        assert full.startswith(text if keeps else text + matched)
+
+
+def test_ids_end_at_the_token_that_completes_the_stop() -> None:
+    assert pipeline("bc").push(list(b"abcd")) == ("a", 3, "bc")
+    assert pipeline("bc", no_stop_trim=True).push(list(b"abcd")) == ("abc", 3, "bc")
+    assert pipeline(patterns=("[bc]{2}",)).push(list(b"abcd")) == ("a", 3, "[bc]{2}")
+
+
+def test_text_lags_and_ids_do_not() -> None:
+    stages = pipeline("bcd")
+    assert stages.push(list(b"ab")) == ("a", 2, None)
+    assert stages.push(list(b"c")) == ("", 1, None)
+    assert stages.push([]) == ("", 0, None)
+    assert stages.flush() == "bc"
+    assert stages.matched is None
+    assert stages.flush() == ""
+
+
+def test_without_stops_ids_pass() -> None:
+    stages = TextPipeline(TableDetokenizer(BYTES))
+    assert stages.push("é".encode()[:1]) == ("", 1, None)
+    assert stages.push("é".encode()[1:]) == ("é", 1, None)
+    assert stages.flush() == ""
+
+
+def test_a_stop_that_the_last_flush_completes() -> None:
+    stages = pipeline("x\ufffd")
+    assert stages.push([*b"ax", 0xC3]) == ("a", 3, None)
+    assert stages.flush() == ""
+    assert stages.matched == "x\ufffd"
+    assert stages.push([65]) == ("", 0, "x\ufffd")
+
+
+def test_a_stop_within_one_token() -> None:
+    the = next(token_id for token_id in range(256, 300) if BYTES[token_id] == " the")
+    stages = pipeline("h")
+    assert stages.push([the, 65]) == (" t", 1, "h")

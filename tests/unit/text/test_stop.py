@@ -1,0 +1,181 @@
+"""Stops against a naive reference: what is given out, what is held back, and what ends the text."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioengine.errors import RequestError
+from aioengine.text.automaton import stop_automaton
+from aioengine.text.stop import StopMatcher
+from aioengine.text.stop_regex import REGEX_WINDOW, compile_stop_regex
+
+quick = settings(max_examples=150, deadline=None)
+few_letters = st.text(alphabet="abA🙂", max_size=12)
+stop_strings = st.lists(st.text(alphabet="abA🙂", max_size=4), max_size=4)
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """Where the stop that is complete first ends, and which it is; of several the longest."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if stop and text[:end].endswith(stop)]
+        if found:
+            return end, max(found, key=len)
+    return None
+
+
+def held_back(text: str, stops: list[str]) -> int:
+    """The length of the longest end of ``text`` that begins a stop string."""
+    beginnings = {stop[:size] for stop in stops for size in range(1, len(stop))}
+    return max((size for size in range(1, len(text) + 1) if text[-size:] in beginnings), default=0)
+
+
+def cut_up(text: str, cuts: list[int]) -> list[str]:
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in pairwise(edges)]
+
+
+@quick
+@given(text=few_letters, stops=stop_strings, cuts=st.lists(st.integers(0, 12), max_size=6), keeps=st.booleans())
+def test_stops_against_the_reference(text: str, stops: list[str], cuts: list[int], keeps: bool) -> None:
+    matcher = StopMatcher(stops, no_stop_trim=keeps)
+    pushed = out = ""
+    for piece in cut_up(text, cuts):
+        pushed += piece
+        out += matcher.push(piece)
+        stop = first_stop(pushed, stops)
+        if stop is None:
+            assert matcher.matched is None
+            assert out == pushed[: len(pushed) - held_back(pushed, stops)]
+        else:
+            end, matched = stop
+            assert matcher.matched == matched
+            assert out == pushed[: end if keeps else end - len(matched)]
+    out += matcher.flush()
+    if matcher.matched is None:
+        assert out == text
+    assert matcher.flush() == ""
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "texts", "matched"),
+    [
+        (["</think>"], ["a</th", "ink", ">b"], ["a", "", ""], "</think>"),
+        (["</think>"], ["a</th", "inx"], ["a", "</thinx"], None),
+        (["aab"], ["a", "a", "a", "b"], ["", "", "a", ""], "aab"),
+        (["abc", "b"], ["abc"], ["a"], "b"),  # complete first
+        (["bc", "abc", "c"], ["xabc"], ["x"], "abc"),  # complete together: the one that begins first
+        (["\n\n"], ["a\n", "b\n", "\n"], ["a", "\nb", ""], "\n\n"),
+        (["abcd", "bce"], ["abc", "e"], ["", "a"], "bce"),  # falls back to the other stop
+        (["]^-\\[&&||"], ["x]^-", "\\[&&||"], ["x", ""], "]^-\\[&&||"),
+        (["", "x"], ["axb"], ["a"], "x"),
+    ],
+)
+def test_stops_by_example(stops: list[str], pieces: list[str], texts: list[str], matched: str | None) -> None:
+    matcher = StopMatcher(stops)
+    assert [matcher.push(piece) for piece in pieces] == texts
+    assert matcher.matched == matched
+
+
+def test_without_stops_text_passes() -> None:
+    for matcher in (StopMatcher(), StopMatcher([""])):
+        assert not matcher.has_stops
+        assert (matcher.push("text"), matcher.matched, matcher.flush()) == ("text", None, "")
+    assert StopMatcher(["x"]).has_stops
+    assert StopMatcher([], ["x"]).has_stops
+
+
+def test_nothing_comes_behind_a_match() -> None:
+    for keeps, text in [(False, "a"), (True, "ab")]:
+        matcher = StopMatcher(["b"], no_stop_trim=keeps)
+        assert matcher.push("abc") == text
+        assert (matcher.push("d"), matcher.flush(), matcher.matched) == ("", "", "b")
+
+
+def test_the_automaton_is_as_large_as_its_stops() -> None:
+    automaton = stop_automaton(("a" * 1000, "a" * 999 + "b", "a" * 1000))
+    assert len(automaton.depths) == 1002
+    assert max(automaton.depths) == 1000
+
+
+# ---------------------------------------------------------------- patterns
+
+
+def run(matcher: StopMatcher, pieces: list[str]) -> tuple[list[str], str | None, str]:
+    return [matcher.push(piece) for piece in pieces], matcher.matched, matcher.flush()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "pieces", "texts", "matched", "rest"),
+    [
+        (["[0-9]+"], ["a", "b1", "2"], ["a", "b", ""], "[0-9]+", ""),
+        (["\n(User|System):"], ["x\nUs", "er:", "y"], ["x", "", ""], "\n(User|System):", ""),
+        (["\n(User|System):"], ["x\nUs", "ual", " y"], ["x", "\nUsual", " y"], None, ""),
+        (["END$"], ["a EN", "D"], ["a ", ""], "END$", ""),
+        (["END"], ["a EN"], ["a "], None, "EN"),
+        (["(?<=x)ab"], ["x", "a", "b"], ["x", "", ""], "(?<=x)ab", ""),
+        (["(?=Observation:)"], ["a Obs", "ervation: b"], ["a ", ""], "(?=Observation:)", ""),
+        (["b", "a.?b"], ["ab"], [""], "a.?b", ""),
+        (["^b"], ["a", "b"], ["a", "b"], None, ""),
+    ],
+)
+def test_patterns_by_example(
+    patterns: list[str], pieces: list[str], texts: list[str], matched: str | None, rest: str
+) -> None:
+    assert run(StopMatcher([], patterns), pieces) == (texts, matched, rest)
+
+
+def test_a_pattern_may_be_kept() -> None:
+    assert run(StopMatcher([], ["[0-9]+"], no_stop_trim=True), ["a", "b12c"]) == (["a", "b12"], "[0-9]+", "")
+
+
+def test_strings_and_patterns_together() -> None:
+    assert run(StopMatcher(["xyz"], ["x[0-9]"]), ["ax", "1"]) == (["a", ""], "x[0-9]", "")
+    assert run(StopMatcher(["xyz"], ["x[0-9]"]), ["ax", "yz"]) == (["a", ""], "xyz", "")
+    assert run(StopMatcher(["b"], ["abc"]), ["abc"]) == (["a"], "b", "")  # complete first
+    assert run(StopMatcher(["bc"], ["abc"]), ["abc"]) == ([""], "abc", "")  # begins first
+
+
+@quick
+@given(text=few_letters, stop=st.text(alphabet="abA🙂", min_size=1, max_size=4))
+def test_a_pattern_without_operators_is_a_stop_string(text: str, stop: str) -> None:
+    strings, patterns = StopMatcher([stop]), StopMatcher([], [stop])
+    for char in text:
+        assert strings.push(char) == patterns.push(char)
+        assert strings.matched == patterns.matched
+    assert strings.flush() == patterns.flush()
+
+
+def test_a_pattern_that_holds_everything_back_gets_a_window() -> None:
+    matcher = StopMatcher([], [r"[\s\S]+END"])
+    out = matcher.push("a" * (2 * REGEX_WINDOW))
+    assert len(out) == REGEX_WINDOW
+    assert len(matcher.push("END")) == 0
+    assert matcher.matched == r"[\s\S]+END"
+    endless = StopMatcher([], [r"[\s\S]+END"])
+    text = "".join(endless.push("abc") for _ in range(1000))
+    assert text + endless.flush() == "abc" * 1000
+
+
+def test_a_pattern_that_takes_too_long_fails_by_name() -> None:
+    matcher = StopMatcher([], ["(a|aa)+[bc]"], regex_timeout_s=0.02)
+    started = time.monotonic()
+    with pytest.raises(RequestError, match=r"stop_regex '\(a\|aa\)\+\[bc\]' took longer than 0\.02 s on 40 characters"):
+        matcher.push("a" * 39 + "d")
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("pattern", ["(", "a{2,1}", "[b-a]", "(" * 3000 + ")" * 3000])
+def test_what_is_no_pattern_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        compile_stop_regex(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["", "x*", "$", "a|"])
+def test_a_pattern_of_nothing_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="matches the empty text"):
+        StopMatcher([], [pattern])
