@@ -44,15 +44,15 @@ class TextPipeline:
             return self._detokenizer.push(token_ids), len(token_ids), None
         if self.matched is not None:
             return "", 0, self.matched
-        pieces: list[str] = []
+        text = ""
         num_consumed = 0
         for token_id in token_ids:  # one by one, to know the one that completes the stop
-            pieces.append(stops.push(self._detokenizer.push((token_id,))))
+            text += stops.push(self._detokenizer.push((token_id,)))
             num_consumed += 1
             if stops.matched is not None:
                 self.matched = stops.matched
                 break
-        return "".join(pieces), num_consumed, self.matched
+        return text, num_consumed, self.matched
 
     def flush(self) -> str:
         """Return the rest of the text; no more ids will come. It may itself hold a stop: see ``matched``."""
