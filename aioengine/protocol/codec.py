@@ -1,0 +1,122 @@
+"""Frames to bytes and back: one version byte, then msgpack.
+
+Each direction of each channel owns one encoder or decoder. Decoding is strict and its size is bounded: whatever is not
+a whole frame of this protocol is one named error, which receivers count and outlive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import Enum
+from functools import cache
+from typing import get_args
+
+import msgspec
+
+from aioengine.protocol.messages import Frame, Message
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+
+# A buffer that once held a large frame is not kept.
+_KEPT_BUFFER_BYTES = 1024 * 1024
+_NUM_HEAD_BYTES = 24
+
+
+class BadFrameError(ValueError):
+    """Bytes that are no frame of this protocol; ``head`` holds the first of them in hexadecimal."""
+
+    def __init__(self, reason: str, data: bytes | memoryview) -> None:
+        self.head = bytes(data[:_NUM_HEAD_BYTES]).hex(" ")
+        super().__init__(
+            f"not a frame of this protocol ({reason}); {len(data)} bytes, beginning with {self.head or '-'}"
+        )
+
+
+class FrameTooLargeError(ValueError):
+    """The messages of one frame are larger than a receiver would take."""
+
+
+class FrameEncoder:
+    """Encodes frames of one epoch into a buffer that it uses again."""
+
+    def __init__(self, epoch: int, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._epoch = epoch
+        self._max_bytes = max_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._buffer = bytearray(4096)
+
+    def encode(self, messages: list[Message]) -> bytearray:
+        """The frame of ``messages``. The buffer is overwritten by the next call: send or copy it before.
+
+        Raises:
+            FrameTooLargeError: it is over the limit; nothing is sent then.
+        """
+        buffer = self._buffer if len(self._buffer) <= _KEPT_BUFFER_BYTES else bytearray(4096)
+        self._buffer = buffer
+        self._encoder.encode_into(Frame(self._epoch, messages), buffer, 1)
+        if len(buffer) > self._max_bytes:
+            raise FrameTooLargeError(
+                f"a frame of {len(messages)} messages takes {len(buffer):,} bytes, the limit is {self._max_bytes:,}; "
+                "submit fewer or shorter prompts at once"
+            )
+        buffer[0] = PROTOCOL_VERSION
+        return buffer
+
+
+class FrameDecoder:
+    """Decodes frames; those of another epoch than its own are dropped and counted in ``num_foreign``."""
+
+    def __init__(self, epoch: int, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.num_foreign = 0
+        self._epoch = epoch
+        self._max_bytes = max_bytes
+        self._decoder = msgspec.msgpack.Decoder(Frame, strict=True)
+
+    def decode(self, data: bytes | bytearray | memoryview) -> list[Message]:
+        """The messages of a frame, [] for a frame of another epoch.
+
+        Raises:
+            BadFrameError: wrong version, size or content.
+        """
+        view = memoryview(data)
+        if not 1 < len(view) <= self._max_bytes:
+            raise BadFrameError(f"its size is not within 2 and {self._max_bytes:,}", view)
+        if view[0] != PROTOCOL_VERSION:
+            raise BadFrameError(f"its version is {view[0]}, not {PROTOCOL_VERSION}", view)
+        try:
+            frame = self._decoder.decode(view[1:])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+            raise BadFrameError(str(error), view) from error
+        if frame.epoch != self._epoch:
+            self.num_foreign += 1
+            return []
+        return frame.messages
+
+
+@cache
+def fingerprint() -> str:
+    """A hash over the version and over names, types, tags and order of the fields of all Structs of the protocol.
+
+    Two processes that run different code differ in it, where they would otherwise misread each other's arrays.
+    """
+    lines: dict[str, str] = {}
+    _describe(Frame, lines)
+    text = "\n".join([str(PROTOCOL_VERSION), *(lines[name] for name in sorted(lines))])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _describe(kind: object, lines: dict[str, str]) -> None:
+    """Add a line for ``kind`` and for every Struct and enumeration that it refers to."""
+    for argument in get_args(kind):
+        _describe(argument, lines)
+    if not isinstance(kind, type) or kind.__name__ in lines:
+        return
+    if issubclass(kind, msgspec.Struct):
+        fields = msgspec.structs.fields(kind)
+        described = [f"{field.encode_name}:{field.type}:{field.required}" for field in fields]
+        lines[kind.__name__] = f"{kind.__name__} {kind.__struct_config__.tag} {' '.join(described)}"
+        for field in fields:
+            _describe(field.type, lines)
+    elif issubclass(kind, Enum):
+        lines[kind.__name__] = f"{kind.__name__} {[(member.name, member.value) for member in kind]}"

@@ -1,0 +1,126 @@
+"""Where sockets live: a private directory for each engine, and endpoints that cannot collide or be too long.
+
+An endpoint is bound before anybody hears of it: the socket listens here, and its file descriptor is handed to the
+process that will read it. So there is no port that is probed and then lost, and a sender may connect at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+import stat
+import tempfile
+from typing import NamedTuple
+
+import zmq
+
+_PREFIX = "aioengine-"
+_BACKLOG = 64
+# What a socket's name adds to the directory's path, at most.
+_NAME_ROOM = len("/detokenizer")
+
+
+class Listener(NamedTuple):
+    """A listening socket: where to connect, and its descriptor, which the reader takes over (or the owner closes)."""
+
+    endpoint: str
+    fd: int
+
+
+class PrivateDirectory:
+    """A directory of mode 0700 for the sockets and logs of one engine.
+
+    It is locked as long as its engine lives, by whatever process number in whatever container; the lock ends with
+    the process, so a directory without one was left behind and is removed by the next engine that starts.
+    """
+
+    def __init__(self) -> None:
+        """Make and lock a new directory, and remove those that dead engines left beside it.
+
+        Raises:
+            OSError: no place to write was found.
+        """
+        base = _choose_base()
+        _remove_stale(base)
+        # Under its final name it is locked from its first moment: nobody may take it for a stale one.
+        draft = tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base)
+        self._lock = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = os.path.join(base, _PREFIX + secrets.token_hex(6))
+        os.rename(draft, self.path)
+
+    def remove(self) -> None:
+        """Remove it with all that is in it; harmless when repeated."""
+        if self._lock < 0:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+
+
+def listen(directory: str, name: str) -> Listener:
+    """A new listening socket called ``name``.
+
+    A path in ``directory`` where it fits, else an abstract name, else a port of the loopback interface that the
+    system chooses. (A frame of a stranger who finds one of the latter two is dropped for its epoch.)
+
+    Raises:
+        OSError: none of the three could be had.
+    """
+    path = os.path.join(directory, name)
+    unique = f"{_PREFIX}{secrets.token_hex(8)}-{name}"
+    if len(os.fsencode(path)) <= zmq.IPC_PATH_MAX_LEN:
+        with contextlib.suppress(OSError):
+            return _listen(socket.AF_UNIX, path, f"ipc://{path}")
+    with contextlib.suppress(OSError):
+        return _listen(socket.AF_UNIX, f"\0{unique}", f"ipc://@{unique}")
+    return _listen(socket.AF_INET, ("127.0.0.1", 0), "tcp://127.0.0.1:{port}")
+
+
+def _listen(family: socket.AddressFamily, address: str | tuple[str, int], endpoint: str) -> Listener:
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.bind(address)
+        listening.listen(_BACKLOG)
+        listening.setblocking(False)
+        if family == socket.AF_INET:
+            endpoint = endpoint.format(port=listening.getsockname()[1])
+        return Listener(endpoint, listening.detach())
+
+
+def _choose_base() -> str:
+    """The first directory that can be written to, short ones before long ones."""
+    wanted = [os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", tempfile.gettempdir()]
+    usable = [base for base in wanted if os.path.isabs(base) and os.access(base, os.W_OK | os.X_OK)]
+    if not usable:
+        raise OSError(
+            f"no directory for the engine's sockets: none of {[base for base in wanted if base]} can be written to; "
+            "set TMPDIR to one that can"
+        )
+    room = zmq.IPC_PATH_MAX_LEN - len(f"/{_PREFIX}{secrets.token_hex(6)}") - _NAME_ROOM
+    return next((base for base in usable if len(os.fsencode(base)) <= room), usable[0])
+
+
+def _remove_stale(base: str) -> None:
+    """Remove the directories of dead engines of this user."""
+    with os.scandir(base) as entries:
+        names = [entry.path for entry in entries if entry.name.startswith(_PREFIX)]
+    for path in names:
+        # Another engine may be at the same work, or a directory may be somebody else's: leave those alone.
+        with contextlib.suppress(OSError):
+            _remove_unlocked(path)
+
+
+def _remove_unlocked(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        about = os.fstat(fd)
+        if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) != 0o700:
+            return
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(fd)

@@ -1,0 +1,237 @@
+"""Frames over ZMQ PUSH and PULL sockets: one listening reader, any number of senders.
+
+A PULL socket takes over a listening descriptor (see ``addresses``); a PUSH socket connects. Nothing here waits on a
+send: what the socket does not take is kept in a bounded backlog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections import deque
+from typing import TYPE_CHECKING
+
+import zmq
+
+from aioengine.protocol.codec import MAX_FRAME_BYTES, BadFrameError, FrameDecoder, FrameEncoder, FrameTooLargeError
+from aioengine.transport.base import BacklogFullError
+
+if TYPE_CHECKING:
+    from aioengine.protocol.messages import Message
+    from aioengine.transport.addresses import Listener
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKLOG_BYTES = 64 * 1024 * 1024
+# Frames that ZMQ itself holds for a reader that is slow, at either end.
+_HIGH_WATER_MARK = 1000
+_RECONNECT_MS = 10
+# More frames than this wait for the next call, so that a flood does not keep the caller from its other work.
+_MAX_FRAMES_AT_ONCE = 256
+
+
+class ZmqSender:
+    """The end that writes; for blocking loops, which call ``flush`` again while there is a backlog."""
+
+    def __init__(
+        self,
+        context: Context,
+        endpoint: str,
+        epoch: int,
+        *,
+        max_backlog: int = MAX_BACKLOG_BYTES,
+    ) -> None:
+        self._encoder = FrameEncoder(epoch)
+        self._backlog: deque[bytes] = deque()
+        self._backlog_bytes = 0
+        self._max_backlog = max_backlog
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.connect(endpoint)
+
+    @property
+    def has_backlog(self) -> bool:
+        return bool(self._backlog)
+
+    def send(self, messages: list[Message]) -> None:
+        """Send ``messages`` as one frame (as several, where one would be larger than readers take).
+
+        Raises:
+            BacklogFullError: the reader has not read for too long.
+            FrameTooLargeError: a single message is larger than readers take.
+        """
+        try:
+            frame = self._encoder.encode(messages)
+        except FrameTooLargeError:
+            if len(messages) == 1:
+                raise
+            self.send(messages[: len(messages) // 2])
+            self.send(messages[len(messages) // 2 :])
+            return
+        if not self.flush() or not self._offer(frame):
+            self._keep(bytes(frame))
+
+    def flush(self) -> bool:
+        """Hand the backlog to the socket; whether all of it went."""
+        while self._backlog:
+            if not self._offer(self._backlog[0]):
+                return False
+            self._backlog_bytes -= len(self._backlog.popleft())
+        return True
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close; frames on their way get ``linger_s`` from the end of the context."""
+        self._backlog.clear()
+        self._socket.close(linger=round(linger_s * 1000))
+
+    def _offer(self, frame: bytes | bytearray) -> bool:
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _keep(self, frame: bytes) -> None:
+        if self._backlog_bytes + len(frame) > self._max_backlog:
+            raise BacklogFullError(
+                f"the other end has not read for too long: {len(self._backlog)} frames with {self._backlog_bytes:,} "
+                "bytes wait for it"
+            )
+        self._backlog.append(frame)
+        self._backlog_bytes += len(frame)
+
+
+class AsyncZmqSender(ZmqSender):
+    """The end that writes, for an event loop, which empties the backlog by itself."""
+
+    def __init__(
+        self,
+        context: Context,
+        endpoint: str,
+        epoch: int,
+        *,
+        max_backlog: int = MAX_BACKLOG_BYTES,
+    ) -> None:
+        super().__init__(context, endpoint, epoch, max_backlog=max_backlog)
+        self._loop = asyncio.get_running_loop()
+        self._is_watched = False
+
+    def send(self, messages: list[Message]) -> None:
+        super().send(messages)
+        if self.has_backlog and not self._is_watched:
+            self._is_watched = True
+            self._loop.add_reader(self._socket.fileno(), self._on_event)
+            # The descriptor tells of changes alone: one that came before it was watched is found here.
+            self._on_event()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        self._unwatch()
+        super().close(linger_s)
+
+    def _on_event(self) -> None:
+        if self.flush():
+            self._unwatch()
+
+    def _unwatch(self) -> None:
+        if self._is_watched and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.fileno())
+        self._is_watched = False
+
+
+class _PullSocket:
+    """What both readers share: take the frames that are there, outlive those that cannot be read."""
+
+    def __init__(self, context: Context, listener: Listener, epoch: int) -> None:
+        self.num_bad_frames = 0
+        self._decoder = FrameDecoder(epoch)
+        self.socket = context.socket(zmq.PULL)
+        self.socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.USE_FD, listener.fd)
+        self.socket.bind(listener.endpoint)
+
+    def drain(self) -> list[Message]:
+        """The messages of all frames that have come, up to a limit of frames; [] only when none is left."""
+        messages: list[Message] = []
+        num_frames = 0
+        with contextlib.suppress(zmq.Again):
+            while num_frames < _MAX_FRAMES_AT_ONCE or not messages:
+                frame = self.socket.recv(zmq.NOBLOCK)
+                num_frames += 1
+                try:
+                    messages += self._decoder.decode(frame)
+                except BadFrameError as error:
+                    self._count_bad(error)
+        return messages
+
+    def _count_bad(self, error: BadFrameError) -> None:
+        self.num_bad_frames += 1
+        if self.num_bad_frames == 1:
+            logger.error("dropped a frame, later ones are only counted: %s", error)
+
+
+class ZmqReceiver:
+    """The end that reads, for a thread that does nothing else."""
+
+    def __init__(self, context: Context, listener: Listener, epoch: int) -> None:
+        self._pull = _PullSocket(context, listener, epoch)
+
+    @property
+    def num_bad_frames(self) -> int:
+        return self._pull.num_bad_frames
+
+    def receive(self, timeout_s: float | None) -> list[Message]:
+        """Wait up to ``timeout_s`` (0: do not wait, None: for ever) and return what came, [] for nothing."""
+        messages = self._pull.drain()
+        if messages or timeout_s == 0:
+            return messages
+        timeout_ms = -1 if timeout_s is None else math.ceil(timeout_s * 1000)
+        zmq.zmq_poll([(self._pull.socket, zmq.POLLIN)], timeout_ms)
+        return self._pull.drain()
+
+    def close(self) -> None:
+        self._pull.socket.close(linger=0)
+
+
+class AsyncZmqReceiver:
+    """The end that reads, for an event loop of any kind.
+
+    It watches the descriptor of the socket and takes every frame that is there in one go, which costs less than a
+    future for each frame. ``receive`` takes frames only while it runs, so cancelling it loses none.
+    """
+
+    def __init__(self, context: Context, listener: Listener, epoch: int) -> None:
+        self._pull = _PullSocket(context, listener, epoch)
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self._loop.add_reader(self._pull.socket.fileno(), self._on_event)
+
+    @property
+    def num_bad_frames(self) -> int:
+        return self._pull.num_bad_frames
+
+    async def receive(self) -> list[Message]:
+        """The messages of the frames that have come, in order; waits until there are any. For one task only."""
+        # Others run first, also when frames come without a pause.
+        await asyncio.sleep(0)
+        # The descriptor tells of changes alone: wait only after having seen that nothing is left.
+        while not (messages := self._pull.drain()):
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return messages
+
+    def close(self) -> None:
+        if not self._loop.is_closed() and not self._pull.socket.closed:
+            self._loop.remove_reader(self._pull.socket.fileno())
+        self._pull.socket.close(linger=0)
+
+    def _on_event(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        else:
+            self._pull.socket.getsockopt(zmq.EVENTS)

@@ -1,0 +1,139 @@
+"""Frames survive the way there and back; everything else is one named error."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.protocol import codec
+from aioengine.protocol.codec import BadFrameError, FrameDecoder, FrameEncoder, FrameTooLargeError, fingerprint
+from aioengine.protocol.messages import (
+    Abort,
+    Control,
+    Ended,
+    Failed,
+    FinishCode,
+    Finished,
+    Limits,
+    LogRecord,
+    Message,
+    Opened,
+    Progress,
+    Ready,
+    Reply,
+    Sampling,
+    Stats,
+    StepOutput,
+    Submit,
+    TextChunks,
+    TextRules,
+)
+
+EPOCH = 2**62 + 11
+
+MESSAGES: list[Message] = [
+    Submit(1, [5, 6], Sampling(seed=2**63), Limits(7, stop_token_ids=(1,)), TextRules(stop=("\n",)), arrived_at=1.5),
+    Abort([1, 2], FinishCode.STOP, "why"),
+    Control(3, "flush_cache", {"a": None, "b": 1.5, "c": "d", "e": True}),
+    StepOutput([1], [2], [Opened(1, TextRules(), 3, 1.0, 2.0)], [4], [Ended(1, FinishCode.LENGTH)]),
+    TextChunks([1], ["é\U0001f600"], [1], [2], [Finished(1, FinishCode.STOP, "x", ended_at=3.0)], 4),
+    Stats(1.0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12),
+    Reply(3, True, "", "{}"),
+    Ready("scheduler", 12, "ab"),
+    Failed("scheduler", "ValueError", "no"),
+    Progress("weights", 1, 2),
+    LogRecord("aioengine.x", 40, "hello"),
+]
+
+
+def test_every_message_comes_back_equal_and_in_order() -> None:
+    encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH)
+    assert decoder.decode(encoder.encode(MESSAGES)) == MESSAGES
+    assert decoder.decode(encoder.encode([])) == []
+    for message in MESSAGES:
+        assert decoder.decode(encoder.encode([message])) == [message]
+    assert len({type(message) for message in MESSAGES}) == 11
+
+
+def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
+    decoder = FrameDecoder(EPOCH)
+    assert decoder.decode(FrameEncoder(EPOCH - 1).encode(MESSAGES)) == []
+    assert decoder.num_foreign == 1
+
+
+def test_a_large_frame_does_not_keep_its_buffer() -> None:
+    encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH)
+    large = Submit(1, [70_000] * 500_000, Sampling(seed=1), Limits(7), TextRules())
+    assert decoder.decode(encoder.encode([large])) == [large]
+    assert len(encoder.encode([])) < 32
+    assert decoder.decode(encoder.encode(MESSAGES)) == MESSAGES
+
+
+def test_sizes_are_limited_at_both_ends() -> None:
+    frame = bytes(FrameEncoder(EPOCH).encode(MESSAGES))
+    with pytest.raises(FrameTooLargeError, match=rf"11 messages takes {len(frame)} bytes, the limit is 100"):
+        FrameEncoder(EPOCH, max_bytes=100).encode(MESSAGES)
+    with pytest.raises(BadFrameError, match="its size is not within 2 and 100"):
+        FrameDecoder(EPOCH, max_bytes=100).decode(frame)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "its size"),
+        (b"\x01", "its size"),
+        (b"\x07\x92\x05\x90", "its version is 7, not 1"),
+        (b"\x01\x92\x05", "truncated"),
+        (b"\x01" + b"\x91" * 100_000, "array"),
+        (b"\x01\x92\xa15\x90", "Expected `int`"),
+        (b"\x01" + msgspec.msgpack.encode([EPOCH, [["unheard_of", 1]]]), "unheard_of"),
+        (b"\x01" + msgspec.msgpack.encode([EPOCH, [["abort", [1], 99]]]), "Invalid enum value 99"),
+        (b"\x01" + msgspec.msgpack.encode([EPOCH, [["abort", ["1"]]]]), "Expected `int`"),
+        (b"GET / HTTP/1.1\r\n", r"its version is 71.*47 45 54 20"),
+    ],
+)
+def test_bytes_that_are_no_frame_are_one_named_error(data: bytes, reason: str) -> None:
+    with pytest.raises(BadFrameError, match=reason):
+        FrameDecoder(EPOCH).decode(data)
+
+
+def assert_decoded_or_refused(decoder: FrameDecoder, frame: bytes) -> None:
+    error: BadFrameError | None = None
+    try:
+        messages = decoder.decode(frame)
+    except BadFrameError as refused:
+        error, messages = refused, []
+    assert all(isinstance(message, msgspec.Struct) for message in messages)
+    assert error is None or (error.head == frame[:24].hex(" ") and str(len(frame)) in str(error))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
+    decoder = FrameDecoder(EPOCH)
+    for start in (b"", bytes([codec.PROTOCOL_VERSION])):
+        assert_decoded_or_refused(decoder, start + data)
+
+
+@given(st.data())
+def test_a_damaged_frame_is_decoded_or_refused(data: st.DataObject) -> None:
+    frame = bytearray(FrameEncoder(EPOCH).encode(MESSAGES))
+    frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    del frame[data.draw(st.integers(len(frame) - 3, len(frame))) :]
+    assert_decoded_or_refused(FrameDecoder(EPOCH), bytes(frame))
+
+
+def test_the_fingerprint_knows_each_field_of_each_struct(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: dict[str, str] = {}
+    codec._describe(codec.Frame, lines)
+    names = {type(message).__name__ for message in MESSAGES} | {"Frame", "Sampling", "Limits", "TextRules"}
+    assert set(lines) == names | {"Opened", "Ended", "Finished", "FinishCode"}
+    assert "queue_deadline:float | None:False" in lines["Limits"]
+    assert "('DEADLINE', 3)" in lines["FinishCode"]
+    first = fingerprint()
+    assert len(first) == 32
+    fingerprint.cache_clear()
+    monkeypatch.setattr(codec, "PROTOCOL_VERSION", 2)
+    assert fingerprint() != first
+    fingerprint.cache_clear()

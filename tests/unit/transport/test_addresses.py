@@ -1,0 +1,114 @@
+"""Endpoints fit everywhere and collide nowhere; what dead engines left is removed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aioengine.transport import addresses
+from aioengine.transport.addresses import PrivateDirectory, listen
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(addresses.zmq, "IPC_PATH_MAX_LEN", 1000)
+    return tmp_path
+
+
+def test_the_directory_is_private_and_goes_away(base: Path) -> None:
+    first, second = PrivateDirectory(), PrivateDirectory()
+    assert Path(first.path).parent == base
+    assert first.path != second.path
+    assert stat.S_IMODE(os.stat(first.path).st_mode) == 0o700
+    (Path(first.path) / "log").write_text("x")
+    first.remove()
+    first.remove()
+    assert [entry.name for entry in base.iterdir()] == [Path(second.path).name]
+    second.remove()
+
+
+def test_a_dead_engine_s_directory_is_removed_and_a_living_one_s_kept(base: Path) -> None:
+    code = "from aioengine.transport.addresses import PrivateDirectory as P; print(P().path, flush=True); input()"
+    root = str(Path(addresses.__file__).parents[2])
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    path = Path(child.stdout.readline().strip())
+    for _ in range(2):
+        PrivateDirectory().remove()
+        assert path.is_dir()
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate()
+    PrivateDirectory().remove()
+    assert list(base.iterdir()) == []
+
+
+def test_what_is_not_ours_is_left_alone(base: Path) -> None:
+    (base / "aioengine-file").write_text("x")
+    (base / "aioengine-open").mkdir(mode=0o755)
+    (base / "aioengine-link").symlink_to(base / "aioengine-open")
+    (base / "other").mkdir(mode=0o700)
+    PrivateDirectory().remove()
+    assert len(list(base.iterdir())) == 4
+
+
+@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
+@pytest.mark.parametrize("value", ["x" * 120, "", "not/absolute", "/nowhere/at/all"])
+def test_bad_places_are_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    if len(value) > 100:
+        (tmp_path / value).mkdir()
+        value = str(tmp_path / value)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(addresses.tempfile, "tempdir", None)
+    directory = PrivateDirectory()
+    listener = listen(directory.path, "scheduler")
+    assert listener.endpoint.startswith(f"ipc://{directory.path}/")
+    assert len(directory.path) < 40
+    os.close(listener.fd)
+    directory.remove()
+
+
+def test_a_long_path_gives_an_abstract_name_and_no_unix_sockets_a_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    listener = listen(str(long), "scheduler")
+    assert listener.endpoint.startswith("ipc://@aioengine-")
+    os.close(listener.fd)
+
+    def refuse(family: int, *rest: object) -> addresses.Listener:
+        if family == socket.AF_UNIX:
+            raise OSError("Operation not permitted")
+        return plain(socket.AF_INET, *rest)  # type: ignore[arg-type]
+
+    plain = addresses._listen
+    monkeypatch.setattr(addresses, "_listen", refuse)
+    one, two = listen(str(tmp_path), "scheduler"), listen(str(tmp_path), "scheduler")
+    assert one.endpoint.startswith("tcp://127.0.0.1:")
+    assert one.endpoint != two.endpoint
+    os.close(one.fd)
+    os.close(two.fd)
+
+
+def test_no_place_at_all_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses.os, "access", lambda *_: False)
+    with pytest.raises(OSError, match=r"none of .*'/tmp'.* can be written to; set TMPDIR"):
+        PrivateDirectory()
+
+
+def test_the_lock_is_not_inherited_by_started_programs(base: Path) -> None:
+    directory = PrivateDirectory()
+    assert not os.get_inheritable(directory._lock)
+    directory.remove()

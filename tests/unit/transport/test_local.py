@@ -1,0 +1,48 @@
+"""The channel inside one loop behaves as the one between processes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aioengine.protocol.messages import Abort, Message
+from aioengine.transport.base import BacklogFullError
+from aioengine.transport.local import LocalChannel
+
+
+async def test_frames_arrive_in_order_as_copies() -> None:
+    channel = LocalChannel(1)
+    sent: list[Message] = [Abort([1]), Abort([2])]
+    channel.sender().send(sent)
+    channel.sender().send([Abort([3])])
+    received = await channel.receiver.receive()
+    assert received == [Abort([1]), Abort([2]), Abort([3])]
+    assert received[0] is not sent[0]
+
+
+async def test_a_waiting_reader_wakes_and_a_cancelled_one_loses_nothing() -> None:
+    channel = LocalChannel(1)
+    waiting = asyncio.create_task(channel.receiver.receive())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    channel.sender().send([Abort([1])])
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await channel.receiver.receive() == [Abort([1])]
+    waiting = asyncio.create_task(channel.receiver.receive())
+    await asyncio.sleep(0)
+    channel.sender().send([Abort([2])])
+    assert await asyncio.wait_for(waiting, 1) == [Abort([2])]
+
+
+async def test_the_backlog_is_bounded() -> None:
+    channel = LocalChannel(1, max_frames=2)
+    sender = channel.sender()
+    sender.send([])
+    sender.send([])
+    with pytest.raises(BacklogFullError, match="2 frames"):
+        sender.send([])
+    assert channel.receiver.drain() == []
+    sender.send([Abort([1])])
+    assert channel.receiver.drain() == [Abort([1])]

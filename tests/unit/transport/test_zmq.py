@@ -1,0 +1,244 @@
+"""Frames over ZMQ: order, wake-ups, bounded backlog, and readers that outlive garbage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import uvloop
+import zmq
+
+from aioengine.protocol.codec import FrameEncoder
+from aioengine.protocol.messages import Abort, Message
+from aioengine.transport import zmq as transport
+from aioengine.transport.addresses import Listener, listen
+from aioengine.transport.base import BacklogFullError
+from aioengine.transport.zmq import AsyncZmqReceiver, AsyncZmqSender, Context, ZmqReceiver, ZmqSender
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EPOCH = 77
+
+
+class Channel:
+    """One listener, and its ends, closed when the test is over."""
+
+    def __init__(self, directory: Path) -> None:
+        self.context: Context = zmq.Context()
+        self.listener: Listener = listen(str(directory), "r")
+        self.closing = ExitStack()
+
+    def receiver(self) -> ZmqReceiver:
+        receiver = ZmqReceiver(self.context, self.listener, EPOCH)
+        self.closing.callback(receiver.close)
+        return receiver
+
+    def sender(self, *, max_backlog: int = 1_000_000) -> ZmqSender:
+        sender = ZmqSender(self.context, self.listener.endpoint, EPOCH, max_backlog=max_backlog)
+        self.closing.callback(sender.close)
+        return sender
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Iterator[Channel]:
+    channel = Channel(tmp_path)
+    with channel.closing:
+        yield channel
+    channel.context.term()
+
+
+def receive(receiver: ZmqReceiver, count: int) -> list[Message]:
+    messages: list[Message] = []
+    while len(messages) < count:
+        came = receiver.receive(5)
+        assert came, f"{len(messages)} of {count} messages came"
+        messages += came
+    return messages
+
+
+def test_frames_of_senders_that_came_before_the_reader_arrive_in_order(channel: Channel) -> None:
+    sender = channel.sender()
+    for uid in range(1000):
+        sender.send([Abort([uid])])
+    receiver = channel.receiver()
+    assert receive(receiver, 1000) == [Abort([uid]) for uid in range(1000)]
+
+
+def test_a_blocked_reader_wakes_at_once_and_waits_no_longer_than_asked(channel: Channel) -> None:
+    receiver, sender = channel.receiver(), channel.sender()
+    assert receiver.receive(0) == []
+    start = time.monotonic()
+    assert receiver.receive(0.05) == []
+    assert 0.04 < time.monotonic() - start < 1
+    sender.send([])  # the connection stands after this
+    receiver.receive(1)
+    delays: list[float] = []
+    for _ in range(9):
+        sent_at: list[float] = []
+
+        def send(sent_at: list[float] = sent_at) -> None:
+            sent_at.append(time.monotonic())
+            sender.send([Abort([1])])
+
+        timer = threading.Timer(0.01, send)
+        timer.start()
+        assert receiver.receive(None) == [Abort([1])]
+        delays.append(time.monotonic() - sent_at[0])
+        timer.join()
+    assert sorted(delays)[4] < 0.005
+
+
+def test_garbage_is_counted_and_logged_once(channel: Channel, caplog: pytest.LogCaptureFixture) -> None:
+    receiver = channel.receiver()
+    raw = channel.context.socket(zmq.PUSH)
+    channel.closing.callback(raw.close, 0)
+    raw.connect(channel.listener.endpoint)
+    with caplog.at_level(logging.ERROR, logger="aioengine"):
+        for _ in range(5):
+            raw.send(b"\x01garbage")
+        raw.send(b"")
+        raw.send_multipart([b"GET /", b""])
+        raw.send(bytes(FrameEncoder(EPOCH + 1).encode([Abort([1])])))
+        raw.send(bytes(FrameEncoder(EPOCH).encode([Abort([2])])))
+        assert receive(receiver, 1) == [Abort([2])]
+    assert receiver.num_bad_frames == 8
+    assert [record.message[:15] for record in caplog.records] == ["dropped a frame"]
+    assert "01 67 61 72" in caplog.text
+
+
+def test_a_send_never_waits_and_its_backlog_is_bounded(channel: Channel) -> None:
+    sender = channel.sender(max_backlog=1000)
+    num_sent = 0
+    start = time.monotonic()
+    while num_sent < 1000 or not sender.has_backlog:
+        sender.send([Abort([num_sent])])
+        num_sent += 1
+    while num_sent < 10_000:
+        try:
+            sender.send([Abort([num_sent])])
+        except BacklogFullError:
+            break
+        num_sent += 1
+    with pytest.raises(BacklogFullError, match=r"has not read for too long: .* frames with"):
+        sender.send([Abort([num_sent])])
+    assert time.monotonic() - start < 5
+    assert 1000 < num_sent < 5000
+    assert sender.has_backlog
+    receiver = channel.receiver()
+    uids: list[int] = []
+    while len(uids) < num_sent:
+        uids += [message.uids[0] for message in receiver.receive(0.01) if isinstance(message, Abort)]
+        sender.flush()
+    assert uids == list(range(num_sent))
+    assert not sender.has_backlog
+
+
+def test_messages_that_make_too_large_a_frame_are_sent_as_several(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, sender = channel.receiver(), channel.sender()
+    monkeypatch.setattr(sender, "_encoder", FrameEncoder(EPOCH, max_bytes=100))
+    sent: list[Message] = [Abort([uid]) for uid in range(50)]
+    sender.send(sent)
+    assert receive(receiver, 50) == sent
+    with pytest.raises(transport.FrameTooLargeError):
+        sender.send([Abort([1] * 200)])
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
+    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        yield runner
+
+
+def test_async_ends_lose_nothing_under_a_flood(
+    channel: Channel, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_HIGH_WATER_MARK", 10)
+
+    async def main() -> list[int]:
+        receiver = AsyncZmqReceiver(channel.context, channel.listener, EPOCH)
+        sender = AsyncZmqSender(channel.context, channel.listener.endpoint, EPOCH)
+        for uid in range(5000):
+            sender.send([Abort([uid])])
+        assert sender.has_backlog
+        uids: list[int] = []
+        async with asyncio.timeout(20):
+            while len(uids) < 5000:
+                uids += [message.uids[0] for message in await receiver.receive() if isinstance(message, Abort)]
+        assert not sender.has_backlog
+        sender.close()
+        receiver.close()
+        return uids
+
+    assert runner.run(main()) == list(range(5000))
+
+
+def test_an_async_reader_wakes_at_once_and_may_be_cancelled(channel: Channel, runner: asyncio.Runner) -> None:
+    async def main() -> float:
+        receiver = AsyncZmqReceiver(channel.context, channel.listener, EPOCH)
+        sender = AsyncZmqSender(channel.context, channel.listener.endpoint, EPOCH)
+        delays: list[float] = []
+        for uid in range(9):
+            waiting = asyncio.create_task(receiver.receive())
+            await asyncio.sleep(0.005)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            waiting = asyncio.create_task(receiver.receive())
+            await asyncio.sleep(0.005)
+            start = time.monotonic()
+            sender.send([Abort([uid])])
+            assert await asyncio.wait_for(waiting, 5) == [Abort([uid])]
+            delays.append(time.monotonic() - start)
+        receiver.close()
+        receiver.close()
+        sender.close()
+        return sorted(delays)[4]
+
+    assert runner.run(main()) < 0.005
+
+
+def test_an_idle_async_reader_sleeps(channel: Channel, runner: asyncio.Runner) -> None:
+    async def main() -> float:
+        receiver = AsyncZmqReceiver(channel.context, channel.listener, EPOCH)
+        sender = AsyncZmqSender(channel.context, channel.listener.endpoint, EPOCH)
+        sender.send([Abort([1])])
+        await receiver.receive()
+        await asyncio.sleep(0.05)
+        start = time.thread_time()
+        await asyncio.sleep(0.5)
+        busy = time.thread_time() - start
+        receiver.close()
+        sender.close()
+        return busy
+
+    assert runner.run(main()) < 0.02
+
+
+def test_descriptors_are_given_back(tmp_path: Path) -> None:
+    def num_open() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def once() -> None:
+        context: Context = zmq.Context()
+        listener = listen(str(tmp_path), f"r{time.monotonic_ns()}")
+        receiver, sender = ZmqReceiver(context, listener, EPOCH), ZmqSender(context, listener.endpoint, EPOCH)
+        sender.send([Abort([1])])
+        receive(receiver, 1)
+        sender.close()
+        receiver.close()
+        context.term()
+
+    once()
+    before = num_open()
+    for _ in range(5):
+        once()
+    assert num_open() <= before
