@@ -9,6 +9,89 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+# ---------------------------------------------------------------- what the user asked for
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """Which model, and how to read it. ``path``: a folder or a hub id; None is the demo model of the package."""
+
+    path: str | None = None
+    tokenizer_path: str | None = None
+    revision: str | None = None
+    download_dir: str | None = None
+    load_format: str = "auto"
+    dtype: str = "auto"
+    context_length: int | None = None
+    trust_remote_code: bool = False
+    tokenizer: bool = True
+
+
+class DeviceConfig(Struct, frozen=True, kw_only=True):
+    """Where and with what to compute."""
+
+    name: str = "auto"
+    attention_backend: str = "auto"
+    cuda_graphs: bool = True
+    cuda_graph_max_rows: int | None = None
+
+
+class MemoryConfig(Struct, frozen=True, kw_only=True):
+    """The KV pool. ``max_total_tokens`` None: what fits into ``mem_fraction_static`` of the memory."""
+
+    page_size: int = 16
+    max_total_tokens: int | None = None
+    mem_fraction_static: float | None = None
+    prefix_cache: bool = True
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """``chunk_tokens`` -1: a prompt is never split."""
+
+    max_running: int | None = None
+    chunk_tokens: int | None = None
+    policy: str = "fcfs"
+    overlap: bool = True
+
+
+class QueueConfig(Struct, frozen=True, kw_only=True):
+    """What may wait in the frontend and the scheduler before new requests are refused."""
+
+    max_requests: int = 4096
+    max_tokens: int = 4 * 1024 * 1024
+
+
+class SupervisionConfig(Struct, frozen=True, kw_only=True):
+    """Starting and watching the processes; times in seconds.
+
+    ``stall_timeout_s`` lies above the longest step of a slow machine: a prefill chunk of a large model on two cores.
+    """
+
+    max_restarts: int = 0
+    restart_window_s: float = 600.0
+    stall_timeout_s: float = 600.0
+    startup_timeout_s: float = 600.0
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    """Everything that the arguments of an engine say, in sections. ``args.engine_config`` makes it.
+
+    ``random_seed`` None: drawn. ``progress`` None: bars only where stderr is a terminal.
+    """
+
+    model: ModelConfig = ModelConfig()
+    device: DeviceConfig = DeviceConfig()
+    memory: MemoryConfig = MemoryConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    queue: QueueConfig = QueueConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    stream_interval: int = 1
+    random_seed: int | None = None
+    log_level: str = "error"
+    progress: bool | None = None
+
+
+# ---------------------------------------------------------------- what it came to
+
 
 class ModelSettings(Struct, frozen=True, kw_only=True):
     """The model folder and how to read it. ``dtype``: "bfloat16", "float16" or "float32"."""

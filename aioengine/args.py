@@ -1,0 +1,283 @@
+"""The constructor's public arguments: their names, aliases, ranges, and where each goes in ``EngineConfig``.
+
+The names follow the reference engine, so that habits carry over. Four kinds of them: those that work (``ARGUMENTS``),
+other spellings (``ALIASES``), features that do not exist yet (accepted at the value that means "off", refused
+otherwise), and arguments that make no sense in a library (accepted with one warning).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Final
+
+from msgspec import Struct
+
+from aioengine import checks
+from aioengine.config import (
+    DeviceConfig,
+    EngineConfig,
+    MemoryConfig,
+    ModelConfig,
+    QueueConfig,
+    SchedulerConfig,
+    SupervisionConfig,
+)
+
+Check = Callable[[str, object], object]
+
+
+class Argument(Struct, frozen=True):
+    """One public argument: ``place`` is "section.field" or "field" of EngineConfig, ``kind`` what a flag reads."""
+
+    place: str
+    kind: str
+    check: Check
+    help: str
+
+
+def _text(name: str, value: object) -> str:
+    return checks.text(name, str(value) if isinstance(value, PurePath) else value, max_bytes=4096)
+
+
+def _whole(low: int, high: int = checks.MAX_COUNT) -> Check:
+    return lambda name, value: checks.whole(name, value, low, high)
+
+
+def _number(low: float, high: float) -> Check:
+    return lambda name, value: checks.number(name, value, low, high, above=True)
+
+
+def _words(*words: str, **meanings: str) -> Check:
+    choices = {word: word for word in words} | meanings
+    return lambda name, value: checks.choice(name, value, choices)
+
+
+def _negated(name: str, value: object) -> bool:
+    return not checks.switch(name, value)
+
+
+def _chunk(name: str, value: object) -> int:
+    size = checks.whole(name, value, -1)
+    if size == 0:
+        raise checks.wrong_value(name, "-1 (prompts are never split) or an integer of at least 1", value)
+    return size
+
+
+_dtypes = _words(
+    "auto",
+    "bfloat16",
+    "float16",
+    "float32",
+    half="float16",
+    float="float32",
+    bf16="bfloat16",
+    fp16="float16",
+    fp32="float32",
+)
+_A_DAY: Final = 86400.0
+
+ARGUMENTS: Final[dict[str, Argument]] = {
+    "model_path": Argument("model.path", "text", _text, "folder or hub id of the model (default: the demo model)"),
+    "tokenizer_path": Argument("model.tokenizer_path", "text", _text, "folder or hub id of the tokenizer"),
+    "revision": Argument("model.revision", "text", _text, "branch, tag or commit of the hub"),
+    "download_dir": Argument("model.download_dir", "text", _text, "where downloads go (default: the hub's cache)"),
+    "load_format": Argument(
+        "model.load_format", "text", _words("auto", "safetensors", "dummy"), "auto, safetensors, or dummy weights"
+    ),
+    "dtype": Argument("model.dtype", "text", _dtypes, "auto, bfloat16, float16 or float32"),
+    "context_length": Argument(
+        "model.context_length", "whole", _whole(1), "tokens of prompt and output (default: the model's)"
+    ),
+    "trust_remote_code": Argument(
+        "model.trust_remote_code", "switch", checks.switch, "no effect: no code of a model folder is run"
+    ),
+    "skip_tokenizer_init": Argument("model.tokenizer", "switch", _negated, "token ids in, token ids out, no text"),
+    "device": Argument("device.name", "text", _words("auto", "cpu", "cuda"), "auto, cpu or cuda"),
+    "attention_backend": Argument(
+        "device.attention_backend", "text", _words("auto", "torch", torch_native="torch"), "auto or torch"
+    ),
+    "disable_cuda_graph": Argument("device.cuda_graphs", "switch", _negated, "no CUDA graphs"),
+    "cuda_graph_max_bs": Argument("device.cuda_graph_max_rows", "whole", _whole(1, 65536), "most rows of a CUDA graph"),
+    "page_size": Argument("memory.page_size", "whole", _whole(1, 1024), "tokens of a page of KV memory (default: 16)"),
+    "max_total_tokens": Argument("memory.max_total_tokens", "whole", _whole(1), "size of the KV pool in tokens"),
+    "mem_fraction_static": Argument(
+        "memory.mem_fraction_static", "number", _number(0, 1), "share of the memory for weights and KV pool"
+    ),
+    "disable_radix_cache": Argument("memory.prefix_cache", "switch", _negated, "no prefix cache"),
+    "max_running_requests": Argument("scheduler.max_running", "whole", _whole(1, 65536), "requests computed at once"),
+    "chunked_prefill_size": Argument(
+        "scheduler.chunk_tokens", "whole", _chunk, "tokens of one step; -1: prompts are never split"
+    ),
+    "schedule_policy": Argument(
+        "scheduler.policy",
+        "text",
+        _words("fcfs", "priority", "longest_prefix", lpm="longest_prefix"),
+        "fcfs, longest_prefix (lpm) or priority",
+    ),
+    "disable_overlap_schedule": Argument(
+        "scheduler.overlap", "switch", _negated, "read each step before the next is launched"
+    ),
+    "max_queued_requests": Argument("queue.max_requests", "whole", _whole(0), "requests that may wait (default: 4096)"),
+    "max_queued_tokens": Argument(
+        "queue.max_tokens", "whole", _whole(0), "prompt tokens that may wait (default: 4194304)"
+    ),
+    "max_restarts": Argument("supervision.max_restarts", "whole", _whole(0), "restarts of a dead process (only 0 yet)"),
+    "restart_window": Argument(
+        "supervision.restart_window_s", "number", _number(0, _A_DAY), "seconds within which max_restarts counts"
+    ),
+    "stall_timeout": Argument(
+        "supervision.stall_timeout_s",
+        "number",
+        _number(0, _A_DAY),
+        "seconds without progress before the engine counts as stalled",
+    ),
+    "startup_timeout": Argument(
+        "supervision.startup_timeout_s", "number", _number(0, _A_DAY), "seconds that starting may take"
+    ),
+    "stream_interval": Argument(
+        "stream_interval", "whole", _whole(1), "output tokens between two chunks of a stream (default: 1)"
+    ),
+    "random_seed": Argument(
+        "random_seed", "whole", _whole(0, 2**63 - 1), "seed from which the seeds of requests are drawn"
+    ),
+    "log_level": Argument(
+        "log_level",
+        "text",
+        _words("debug", "info", "warning", "error", "critical"),
+        "debug, info, warning, error or critical",
+    ),
+    "progress": Argument("progress", "switch", checks.switch, "progress bars (default: where stderr is a terminal)"),
+}
+"""Every argument that works, in the order of the documentation."""
+
+ALIASES: Final[dict[str, str]] = {
+    "model": "model_path",
+    "tokenizer": "tokenizer_path",
+    "max_model_len": "context_length",
+    "max_num_seqs": "max_running_requests",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "block_size": "page_size",
+    "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
+    "enforce_eager": "disable_cuda_graph",
+    "watchdog_timeout": "stall_timeout",
+    "seed": "random_seed",
+}
+
+_OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+    "tp_size": ((1,), "tensor parallelism"),
+    "pp_size": ((1,), "pipeline parallelism"),
+    "dp_size": ((1,), "data parallelism"),
+    "ep_size": ((1,), "expert parallelism"),
+    "nnodes": ((1,), "several machines"),
+    "node_rank": ((0,), "several machines"),
+    "is_embedding": ((False,), "embedding models"),
+    "quantization": ((), "quantized weights"),
+    "kv_cache_dtype": (("auto",), "a KV cache of another type than the weights"),
+    "enable_lora": ((False,), "LoRA adapters"),
+    "lora_paths": (([], {}), "LoRA adapters"),
+    "max_lora_rank": ((), "LoRA adapters"),
+    "lora_target_modules": ((), "LoRA adapters"),
+    "speculative_algorithm": ((), "speculative decoding"),
+    "speculative_draft_model_path": ((), "speculative decoding"),
+    "speculative_num_steps": ((), "speculative decoding"),
+    "speculative_eagle_topk": ((), "speculative decoding"),
+    "speculative_num_draft_tokens": ((), "speculative decoding"),
+    "enable_return_hidden_states": ((False,), "hidden states"),
+    "enable_custom_logit_processor": ((False,), "custom logits processors"),
+    "enable_memory_saver": ((False,), "releasing memory"),
+    "enable_multimodal": ((False,), "images, audio and video"),
+    "enable_hierarchical_cache": ((False,), "a KV cache in several tiers"),
+    "enable_torch_compile": ((False,), "torch.compile"),
+    "enable_streaming_session": ((False,), "sessions"),
+    "allow_auto_truncate": ((False,), "cutting prompts that are too long"),
+    "cpu_offload_gb": ((0,), "weights in host memory"),
+    "chat_template": ((), "a chat template beside the model's own"),
+    "preferred_sampling_params": (({},), "default sampling parameters of the engine"),
+    "json_model_override_args": (("{}", {}), "changes to the model's config.json"),
+    "tokenizer_mode": (("auto",), "slow tokenizers"),
+    "model_impl": (("auto",), "other implementations of a model"),
+    "disaggregation_mode": (("null",), "separate prefill and decode engines"),
+}
+"""Features to come: name -> (values that mean "off", beside None; what it is)."""
+
+_IGNORED: Final = frozenset(
+    """
+    api_key base_gpu_id custom_sigquit_handler decode_log_interval disable_custom_all_reduce
+    disable_tokenizer_batch_decode enable_cache_report enable_deterministic_inference enable_metrics
+    enable_mixed_chunk enable_p2p_check enable_tokenizer_batch_encode fastapi_root_path file_storage_path
+    gpu_id_step grammar_backend grpc_mode host incremental_streaming_output log_level_http log_requests
+    log_requests_level max_prefill_tokens nccl_port num_continuous_decode_steps port radix_eviction_policy
+    sampling_backend sampling_defaults schedule_conservativeness served_model_name show_time_cost skip_server_warmup
+    sleep_on_idle stream_output tokenizer_worker_num warmups
+    """.split()  # noqa: SIM905  # forty quoted names would hide the list
+)
+
+_SECTIONS: Final[dict[str, type[Struct]]] = {
+    "model": ModelConfig,
+    "device": DeviceConfig,
+    "memory": MemoryConfig,
+    "scheduler": SchedulerConfig,
+    "queue": QueueConfig,
+    "supervision": SupervisionConfig,
+}
+
+
+def engine_config(model_path: str | None, arguments: Mapping[str, object]) -> EngineConfig:
+    """The public arguments as sections. None means the default, for every argument.
+
+    Raises:
+        TypeError: an argument that does not exist (with the nearest that does), or a value of the wrong type.
+        ValueError: a value outside its range, a feature that does not exist yet, one argument in two spellings.
+
+    Warns:
+        UserWarning: once, naming all given arguments that have no meaning here.
+    """
+    given = _by_own_name(arguments)
+    if model_path is not None:
+        if given.get("model_path") is not None:
+            raise ValueError(f"model_path is given twice: {model_path!r} and {given['model_path']!r}")
+        given["model_path"] = model_path
+    sections: dict[str, dict[str, object]] = {name: {} for name in _SECTIONS}
+    top: dict[str, object] = {}
+    for name, value in given.items():
+        if value is not None:
+            section, _, field = ARGUMENTS[name].place.rpartition(".")
+            (sections[section] if section else top)[field] = ARGUMENTS[name].check(name, value)
+    parts = {name: make(**sections[name]) for name, make in _SECTIONS.items()}
+    config = EngineConfig(**parts, **top)  # type: ignore[arg-type]  # every value has passed its check
+    if config.supervision.max_restarts:
+        raise ValueError(f"max_restarts={config.supervision.max_restarts}: restarting is not available yet, only 0 is")
+    return config
+
+
+def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments that work, by their own names; the others are refused, or collected into one warning."""
+    given: dict[str, object] = {}
+    without_meaning: list[str] = []
+    for key, value in arguments.items():
+        name = ALIASES.get(key, key)
+        if name in ARGUMENTS:
+            if name in given:
+                raise ValueError(f"argument {name!r} is given twice: {key!r} means the same")
+            given[name] = value
+        elif key in _OFF:
+            _refuse_unless_off(key, value)
+        elif key in _IGNORED:
+            without_meaning.append(key)
+        else:
+            known = (*ARGUMENTS, *ALIASES, *_OFF, *_IGNORED)
+            raise TypeError(f"unknown argument {key!r}{checks.did_you_mean(key, known)}")
+    if without_meaning:
+        names = ", ".join(sorted(without_meaning))
+        warnings.warn(f"these arguments have no effect in aioengine: {names}", UserWarning, stacklevel=4)
+    return given
+
+
+def _refuse_unless_off(name: str, value: object) -> None:
+    off, feature = _OFF[name]
+    if value is not None and not any(value == entry and type(value) is type(entry) for entry in off):
+        allowed = " or ".join(checks.shown(entry) for entry in (*off, None))
+        raise ValueError(f"{name}={checks.shown(value)}: {feature}: not available yet, only {allowed} is accepted")
