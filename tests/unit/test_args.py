@@ -1,0 +1,162 @@
+"""Constructor arguments: names, aliases, ranges, features that do not exist yet, arguments without meaning."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+
+from aioengine.args import ALIASES, ARGUMENTS, engine_config
+from aioengine.config import EngineConfig
+
+DOCUMENTED = """
+    model_path tokenizer_path device dtype context_length trust_remote_code load_format random_seed
+    max_running_requests max_queued_requests max_queued_tokens max_total_tokens mem_fraction_static page_size
+    chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule disable_cuda_graph
+    cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
+    startup_timeout revision download_dir log_level progress
+""".split()
+
+WRONG_TYPES = {"whole": [True, "1", 1.5], "number": [True, "1", []], "switch": [0, "yes"], "text": [5, b"x"]}
+
+
+def test_every_documented_argument_works_and_no_other() -> None:
+    assert set(ARGUMENTS) == set(DOCUMENTED)
+    assert set(ALIASES.values()) <= set(ARGUMENTS)
+    assert not set(ALIASES) & set(ARGUMENTS)
+
+
+def test_without_arguments_everything_is_the_default() -> None:
+    assert engine_config(None, {}) == EngineConfig()
+    assert engine_config(None, dict.fromkeys(ARGUMENTS)) == EngineConfig()
+
+
+def test_arguments_reach_their_sections() -> None:
+    config = engine_config(
+        None,
+        {
+            "model_path": Path("folder"),
+            "dtype": "half",
+            "device": "cpu",
+            "page_size": 8,
+            "disable_radix_cache": True,
+            "disable_overlap_schedule": True,
+            "max_queued_requests": 5,
+            "stall_timeout": 2,
+            "schedule_policy": "lpm",
+            "chunked_prefill_size": -1,
+            "random_seed": 7,
+            "progress": False,
+        },
+    )
+    assert (config.model.path, config.model.dtype, config.device.name) == ("folder", "float16", "cpu")
+    assert (config.memory.page_size, config.memory.prefix_cache) == (8, False)
+    assert (config.scheduler.overlap, config.scheduler.policy, config.scheduler.chunk_tokens) == (
+        False,
+        "longest_prefix",
+        -1,
+    )
+    assert (config.queue.max_requests, config.supervision.stall_timeout_s) == (5, 2.0)
+    assert (config.random_seed, config.progress) == (7, False)
+
+
+def test_each_argument_changes_one_field() -> None:
+    values = {"whole": 3, "number": 0.5, "switch": True}
+    words = {
+        "device": "cpu",
+        "dtype": "float32",
+        "load_format": "dummy",
+        "attention_backend": "torch",
+        "schedule_policy": "priority",
+        "log_level": "info",
+    }
+    seen: set[EngineConfig | str] = set()
+    for name, argument in ARGUMENTS.items():
+        if name != "max_restarts":
+            value = words.get(name, values.get(argument.kind, "text"))
+            seen.add(repr(engine_config(None, {name: value})))
+    assert len(seen | {repr(EngineConfig())}) == len(ARGUMENTS)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_wrong_type_is_a_type_error_that_names_the_argument(name: str) -> None:
+    for value in WRONG_TYPES[ARGUMENTS[name].kind]:
+        with pytest.raises(TypeError, match=name):
+            engine_config(None, {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("page_size", 0, "from 1 to 1024"),
+        ("context_length", -1, "at least 1"),
+        ("max_total_tokens", 10**30, "at least 1"),
+        ("mem_fraction_static", 1.5, "up to 1"),
+        ("mem_fraction_static", math.nan, "up to 1"),
+        ("chunked_prefill_size", 0, "-1"),
+        ("device", "cpuu", "did you mean 'cpu'"),
+        ("dtype", "int3", "'bfloat16'"),
+        ("log_level", "loud", "'warning'"),
+        ("stall_timeout", math.inf, "up to 86400"),
+        ("model_path", "\ud800", "surrogate"),
+    ],
+)
+def test_a_value_outside_the_range_is_a_value_error(name: str, value: object, allowed: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be .*{allowed}"):
+        engine_config(None, {name: value})
+
+
+def test_unknown_arguments_are_type_errors_with_a_suggestion() -> None:
+    with pytest.raises(
+        TypeError, match=r"unknown argument 'max_runing_requests' \(did you mean 'max_running_requests'"
+    ):
+        engine_config(None, {"max_runing_requests": 5})
+    with pytest.raises(TypeError, match="unknown argument 'zzz'$"):
+        engine_config(None, {"zzz": 5})
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_aliases_mean_the_same_and_may_not_stand_beside_the_name(alias: str) -> None:
+    name = ALIASES[alias]
+    value = {"whole": 7, "number": 0.5, "switch": True, "text": "x"}[ARGUMENTS[name].kind]
+    assert engine_config(None, {alias: value}) == engine_config(None, {name: value})
+    with pytest.raises(ValueError, match=f"argument '{name}' is given twice"):
+        engine_config(None, {name: value, alias: value})
+
+
+def test_the_model_may_be_given_once() -> None:
+    assert engine_config("a", {}) == engine_config(None, {"model": "a"})
+    with pytest.raises(ValueError, match="model_path is given twice"):
+        engine_config("a", {"model_path": "b"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "feature"),
+    [
+        ("tp_size", 2, "tensor parallelism"),
+        ("quantization", "fp8", "quantized weights"),
+        ("lora_paths", ["a"], "LoRA"),
+        ("is_embedding", True, "embedding models"),
+        ("speculative_algorithm", "EAGLE", "speculative"),
+        ("enable_lora", 1, "LoRA"),
+        ("max_restarts", 3, "restarting"),
+    ],
+)
+def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, feature: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=.*{feature}.*not available yet"):
+        engine_config(None, {name: value})
+
+
+def test_features_to_come_may_be_turned_off() -> None:
+    off = {"tp_size": 1, "quantization": None, "lora_paths": [], "is_embedding": False, "max_restarts": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine_config(None, off) == EngineConfig()
+
+
+def test_arguments_without_meaning_give_one_warning_that_names_them() -> None:
+    with pytest.warns(UserWarning, match="no effect in aioengine: host, log_requests, port") as caught:
+        assert engine_config(None, {"port": 30000, "host": "::", "log_requests": True}) == EngineConfig()
+    assert len(caught) == 1

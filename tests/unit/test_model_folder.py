@@ -1,0 +1,178 @@
+"""Finding a model folder, and the facts in its JSON files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aioengine import hub, model_folder
+from aioengine.model_folder import locate, read_facts
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "max_position_embeddings": 1024,
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": 5,
+    "bos_token_id": 4,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(autouse=True)
+def _families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_folder, "supported_model_types", lambda: ("llama", "qwen3"))
+
+
+def folder(path: Path, files: dict[str, object] | None = None, **changes: object) -> str:
+    everything = {"config.json": CONFIG | changes, "model.safetensors": "", "tokenizer.json": {}, **(files or {})}
+    for name, content in everything.items():
+        if content is not None:
+            (path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_the_facts(tmp_path: Path) -> None:
+    facts = read_facts(folder(tmp_path))
+    assert (facts.architecture, facts.model_type, facts.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
+    assert (facts.context_length, facts.vocab_size, facts.num_layers) == (1024, 300, 2)
+    assert (facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.hidden_size) == (4, 2, 16, 64)
+    assert (facts.eos_token_ids, facts.bos_token_id) == ((5,), 4)
+    assert (facts.tokenizer_path, facts.missing_weights) == (str(tmp_path), None)
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        (None, 1024),
+        ({"rope_type": "default", "rope_theta": 1e4}, 1024),
+        ({"rope_type": "linear", "factor": 4.0}, 4096),
+        ({"type": "dynamic", "factor": 2}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}, 1024),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128}, 1024),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_the_context_with_rope_scaling(tmp_path: Path, key: str, rope: object, expected: int) -> None:
+    assert read_facts(folder(tmp_path, **{key: rope})).context_length == expected
+
+
+def test_end_of_text_ids_come_from_three_files(tmp_path: Path) -> None:
+    path = folder(
+        tmp_path,
+        {
+            "generation_config.json": {"eos_token_id": [7, 5], "bos_token_id": 8},
+            "tokenizer_config.json": {"eos_token": {"content": "<end>"}},
+            "tokenizer.json": {"added_tokens": [{"id": 9, "content": "<end>"}], "model": {"vocab": {"a": 1}}},
+        },
+    )
+    facts = read_facts(path)
+    assert (facts.eos_token_ids, facts.bos_token_id) == ((7, 5, 9), 8)
+    decoder = {"eos_token": "<e>", "added_tokens_decoder": {"11": {"content": "<e>"}}}
+    assert read_facts(folder(tmp_path, {"tokenizer_config.json": decoder})).eos_token_ids == (7, 5, 11)
+
+
+@pytest.mark.parametrize(("key", "word"), [("dtype", "float16"), ("torch_dtype", "torch.float16")])
+def test_both_spellings_of_the_type(tmp_path: Path, key: str, word: str) -> None:
+    assert read_facts(folder(tmp_path, **({"torch_dtype": None} | {key: word}))).dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt9"}, "type 'gpt9'.*not supported.*llama, qwen3"),
+        ({"architectures": ["LlamaModel"]}, "LlamaModel.*not supported"),
+        ({"architectures": None}, "no architecture"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq\)"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"hidden_size": 0}, "no hidden_size"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+    ],
+)
+def test_models_that_cannot_be_served(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_facts(folder(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "config.json is missing"),
+        ({"model.gguf": ""}, "GGUF"),
+        ({"params.json": "{}"}, "Hugging Face form"),
+        ({"config.json": "{"}, "cannot be read"),
+        ({"config.json": "[]"}, "cannot be read"),
+    ],
+)
+def test_folders_of_another_kind(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_facts(str(tmp_path))
+
+
+def test_a_folder_one_level_too_high_names_the_inner_one(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    with pytest.raises(ValueError, match="did you mean '.*/inner'"):
+        read_facts(str(Path(folder(tmp_path / "inner")).parent))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no weights.*dummy"),
+        ({"pytorch_model.bin": ""}, "pytorch_model.bin.*safetensors"),
+        ({"a.gguf": ""}, "a.gguf"),
+    ],
+)
+def test_missing_weights_are_a_fact(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    facts = read_facts(folder(tmp_path, {"model.safetensors": None, **files}))
+    assert facts.missing_weights is not None
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(facts.missing_weights)
+
+
+def test_a_tokenizer_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "words").mkdir()
+    path = folder(tmp_path, {"tokenizer.json": None})
+    assert read_facts(path).tokenizer_path is None
+    (tmp_path / "words" / "tokenizer.json").write_text("{}")
+    assert read_facts(path, str(tmp_path / "words")).tokenizer_path == str(tmp_path / "words")
+
+
+def test_locating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "file").write_text("")
+    assert locate(None) == str(model_folder.DEMO_MODEL)
+    assert locate("model") == locate(str(tmp_path / "model")) == str(tmp_path / "model")
+    with pytest.raises(ValueError, match="'./modell': there is no such folder; '.' holds the folders model"):
+        locate("./modell")
+    with pytest.raises(ValueError, match="is a file; give the folder"):
+        locate("file")
+
+
+@pytest.mark.parametrize("name", ["owner/name", "gpt2", "Qwen/Qwen2.5-0.5B-Instruct", "a_b/c-d.e"])
+def test_hub_ids(name: str) -> None:
+    assert hub.may_be_hub_id(name)
+
+
+@pytest.mark.parametrize("name", ["/a/b", "./a", "../a", "~/a", "a/b/c", "a//b", "", "a b", "a/", "C:\\x"])
+def test_paths_are_no_hub_ids(name: str) -> None:
+    assert not hub.may_be_hub_id(name)
+
+
+def test_without_a_network_the_error_tells_what_was_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"'owner/name': there is no such folder in .*HF_HUB_OFFLINE is set") as caught:
+        locate("owner/name", download_dir=str(tmp_path), revision="main")
+    assert caught.value.__cause__ is not None

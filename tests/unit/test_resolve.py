@@ -1,0 +1,96 @@
+"""Settings from config and facts: no None, no "auto", and nothing that does not go together."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from aioengine.args import engine_config
+from aioengine.config import Settings
+from aioengine.machine import DeviceFacts
+from aioengine.model_folder import ModelFacts
+from aioengine.resolve import resolve
+
+MODEL = ModelFacts(
+    path="/model",
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    context_length=1000,
+    vocab_size=300,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    dtype="bfloat16",
+    tokenizer_path="/words",
+)
+MACHINE = DeviceFacts(num_threads=3, cpu_bfloat16=True, memory_bytes=2**34, num_gpus=0, drawn_seed=99)
+
+
+def settings(model: ModelFacts = MODEL, machine: DeviceFacts = MACHINE, **arguments: object) -> Settings:
+    return resolve(engine_config(None, arguments), model, machine)
+
+
+def test_the_defaults() -> None:
+    found = settings()
+    assert (found.model.path, found.model.dtype, found.model.load_format) == ("/model", "bfloat16", "safetensors")
+    assert (found.model.context_length, found.scheduler.context_length, found.model.vocab_size) == (1000, 1000, 300)
+    assert (found.memory.page_size, found.memory.num_pages) == (16, None)
+    assert (found.scheduler.policy, found.scheduler.prefix_cache, found.scheduler.depth) == ("fcfs", True, 0)
+    assert 256 <= found.scheduler.chunk_tokens <= 512
+    assert (found.runner.device, found.runner.attention_backend, found.runner.num_threads) == ("cpu", "torch", 3)
+    assert (found.text.tokenizer_path, found.random_seed, found.log_level) == ("/words", 99, "error")
+
+
+def test_no_auto_is_left_and_children_can_read_them() -> None:
+    encoded = msgspec.json.encode(settings())
+    assert b'"auto"' not in encoded
+    assert msgspec.json.decode(encoded, type=Settings) == settings()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "checkpoint", "has_bfloat16", "expected"),
+    [
+        ("auto", "bfloat16", True, "bfloat16"),
+        ("auto", "float16", True, "bfloat16"),
+        ("auto", "bfloat16", False, "float32"),
+        ("auto", "float32", True, "float32"),
+        ("bfloat16", "float32", False, "bfloat16"),
+        ("float32", "bfloat16", True, "float32"),
+    ],
+)
+def test_the_type_of_the_weights(wanted: str, checkpoint: str, has_bfloat16: bool, expected: str) -> None:
+    found = settings(replace(MODEL, dtype=checkpoint), replace(MACHINE, cpu_bfloat16=has_bfloat16), dtype=wanted)
+    assert found.model.dtype == expected
+
+
+def test_sizes() -> None:
+    assert settings(max_total_tokens=100, page_size=16).memory.num_pages == 6
+    assert settings(context_length=10).scheduler.context_length == 10
+    assert settings(chunked_prefill_size=-1).scheduler.chunk_tokens == 1000
+    small = settings(chunked_prefill_size=8).scheduler
+    assert (small.chunk_tokens, small.max_running) == (8, 8)
+    both = settings(chunked_prefill_size=8, max_running_requests=20).scheduler
+    assert (both.chunk_tokens, both.max_running) == (20, 20)
+    assert settings(random_seed=0).random_seed == 0
+    assert settings(skip_tokenizer_init=True).text.tokenizer_path is None
+    assert settings(disable_radix_cache=True).scheduler.prefix_cache is False
+    assert settings(mem_fraction_static=0.9).memory.mem_fraction_static == 0.9
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(ValueError, match="context_length must be at most 1000.*got 1001"):
+        settings(context_length=1001)
+    with pytest.raises(ValueError, match="max_total_tokens must be at least one page"):
+        settings(max_total_tokens=8, page_size=16)
+    with pytest.raises(ValueError, match="device='cuda' is not available"):
+        settings(device="cuda")
+    with pytest.raises(ValueError, match="dtype='float16' is not available on a CPU"):
+        settings(dtype="half")
+    with pytest.raises(ValueError, match="no tokenizer.json.*skip_tokenizer_init"):
+        settings(replace(MODEL, tokenizer_path=None))
+    with pytest.raises(ValueError, match="no weights here"):
+        settings(replace(MODEL, missing_weights="no weights here"))
+    assert settings(replace(MODEL, missing_weights="x"), load_format="dummy").model.load_format == "dummy"
