@@ -27,6 +27,7 @@ class Model(Protocol):
     """A decoder, made by ``models.build``; its weights are filled in, then ``finish_loading`` is called."""
 
     attention_shape: AttentionShape
+    dtype: torch.dtype
     vocab_size: int
     hidden_size: int
 

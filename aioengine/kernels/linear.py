@@ -1,0 +1,95 @@
+"""Matrix product with weights that never change: x [T, I], weight [O, I], bias [O] -> [T, O].
+
+On the CPU a row of the result is the same bits whatever T is. How a library adds up a row can depend on T (one row is
+often done by another kernel than many), so it is found out by trying from how many rows on it does not, and fewer
+rows are padded to that many. Where no such number is found, rows are worked on in blocks of ``BLOCK``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 64
+TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
+
+
+class Product(Protocol):
+    """[T, I] -> [T, O]; holds its weight."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, weight, bias)
+
+
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN's packed weights are taken: on the CPU, for the types that it multiplies there."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def prepare(weight: Tensor, bias: Tensor | None) -> Product:
+    """The product with this weight in the fastest form there is; the weight may be copied and is needed no more."""
+    product = _fastest(weight, bias)
+    if weight.device.type != "cpu":
+        return product
+    out_features, in_features = weight.shape
+    min_rows = independent_from(out_features, in_features, weight.dtype, torch.get_num_threads())
+    if min_rows is None:
+        return _blocked(product)
+    return product if min_rows == 1 else _padded(product, min_rows)
+
+
+@lru_cache(maxsize=256)
+def independent_from(out_features: int, in_features: int, dtype: torch.dtype, num_threads: int) -> int | None:
+    """From how many rows on a row's result is seen not to depend on their number; None: from none that was tried.
+
+    ``num_threads`` only tells apart what was tried with other numbers of threads.
+    """
+    generator = torch.Generator().manual_seed(num_threads)
+    some = torch.randn(min(out_features, 64), in_features, generator=generator).to(dtype)
+    product = _fastest(some.repeat(-(-out_features // some.shape[0]), 1)[:out_features].contiguous(), None)
+    x = torch.randn(BLOCK, in_features, generator=generator).to(dtype)
+    expected = product(x)
+    first = None
+    for num_rows in reversed(TRIED_ROWS):
+        if not torch.equal(product(x[:num_rows]), expected[:num_rows]):
+            break
+        first = num_rows
+    return first
+
+
+def _fastest(weight: Tensor, bias: Tensor | None) -> Product:
+    if not packs(weight.dtype, weight.device):
+        return lambda x: functional.linear(x, weight, bias)
+    operation = torch.ops.mkldnn._linear_pointwise.default
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    return lambda x: operation(x, packed, bias, "none", [], "")
+
+
+def _padded(product: Product, min_rows: int) -> Product:
+    def padded(x: Tensor) -> Tensor:
+        num_rows = x.shape[0]
+        if num_rows >= min_rows:
+            return product(x)
+        return product(functional.pad(x, (0, 0, 0, min_rows - num_rows)))[:num_rows]
+
+    return padded
+
+
+def _blocked(product: Product) -> Product:
+    def blocked(x: Tensor) -> Tensor:
+        num_rows = x.shape[0]
+        padded = functional.pad(x, (0, 0, 0, -num_rows % BLOCK))
+        return torch.cat([product(block) for block in padded.split(BLOCK)])[:num_rows]
+
+    return blocked

@@ -1,0 +1,21 @@
+"""Rotary embedding: x [T, H, E], tables [T, 1, E] -> [T, H, E]; the first half of a head is paired with the second."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``sin`` is negative in its first half. Computed in fp32."""
+    wide = x.float()
+    half = x.shape[-1] // 2
+    swapped = torch.cat((wide[..., half:], wide[..., :half]), dim=-1)
+    return (wide * cos).addcmul_(swapped, sin).to(x.dtype)
+
+
+rope = reference

@@ -1,0 +1,26 @@
+"""Gated activation: x [T, 2 I], gate columns first -> silu(gate) * up [T, I]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def reference(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """torch's silu rounds the last few elements of a thread's share differently from the others in fp32, so which
+    bits a token gets would depend on the batch; its exp does not. In bf16 all 65,536 inputs agree.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    if x.dtype == torch.float32 and x.device.type == "cpu":
+        return torch.div(gate, torch.neg(gate).exp_().add_(1.0)).mul_(up)
+    return functional.silu(gate).mul_(up)

@@ -1,0 +1,59 @@
+"""Self-attention with rotary positions. T tokens, D model size, H query heads, K kv heads, E head size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.kernels.rope import rope
+from aioengine.layers.linear import Linear
+from aioengine.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionBackend, AttentionShape
+    from aioengine.layers.placement import Placement
+
+
+class SelfAttention:
+    """[T, D] -> [T, D]. ``head_norm``: epsilon of a norm over each head of queries and keys, None for none."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        shape: AttentionShape,
+        placement: Placement,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        head_norm: float | None = None,
+    ) -> None:
+        self._num_heads, self._num_kv_heads, self._head_size = shape.num_heads, shape.num_kv_heads, shape.head_size
+        q_size, kv_size = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+        sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self._qkv = Linear(hidden_size, sizes, placement, bias=qkv_bias)
+        self._output = Linear(q_size, {"o_proj": hidden_size}, placement, bias=output_bias)
+        self._norms: tuple[RMSNorm, RMSNorm] | None = None
+        if head_norm is not None:
+            norm = RMSNorm(shape.head_size, head_norm, placement), RMSNorm(shape.head_size, head_norm, placement)
+            self._norms = norm
+
+    def weights(self, prefix: str) -> dict[str, Tensor]:
+        found = self._qkv.weights(prefix) | self._output.weights(prefix)
+        if self._norms:
+            found |= self._norms[0].weights(f"{prefix}q_norm") | self._norms[1].weights(f"{prefix}k_norm")
+        return found
+
+    def finish_loading(self) -> None:
+        self._qkv.finish_loading()
+        self._output.finish_loading()
+
+    def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor], attention: AttentionBackend, layer: int) -> Tensor:
+        heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
+        rotated, v = heads.split((self._num_heads + self._num_kv_heads, self._num_kv_heads), dim=1)
+        if self._norms is None:
+            q, k = rope(rotated, *tables).split((self._num_heads, self._num_kv_heads), dim=1)
+        else:
+            q, k = rotated.split((self._num_heads, self._num_kv_heads), dim=1)
+            q, k = rope(self._norms[0](q), *tables), rope(self._norms[1](k), *tables)
+        return self._output(attention.forward(q, k, v, layer))

@@ -1,0 +1,30 @@
+"""Token embedding and the head that gives logits. T tokens, D model size, V vocabulary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.kernels import linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.linear import Product
+    from aioengine.layers.placement import Placement
+
+
+class Embedding:
+    """[T] ids -> [T, D]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
+        self.weight = placement.empty(vocab_size, hidden_size)
+
+    def weights(self, name: str) -> dict[str, Tensor]:
+        return {f"{name}.weight": self.weight}
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        return self.weight.index_select(0, input_ids)
+
+    def as_head(self) -> Product:
+        """The product with the embedding's own weight, for models whose head is tied to it."""
+        return linear.prepare(self.weight, None)

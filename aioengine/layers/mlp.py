@@ -1,0 +1,32 @@
+"""Feed-forward layers. T tokens, D model size, I inner size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.kernels.silu_and_mul import silu_and_mul
+from aioengine.layers.linear import Linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.layers.placement import Placement
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), [T, D] -> [T, D], with gate and up as one product."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, placement: Placement, *, bias: bool) -> None:
+        sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self._gate_up = Linear(hidden_size, sizes, placement, bias=bias)
+        self._down = Linear(intermediate_size, {"down_proj": hidden_size}, placement, bias=bias)
+
+    def weights(self, prefix: str) -> dict[str, Tensor]:
+        return self._gate_up.weights(prefix) | self._down.weights(prefix)
+
+    def finish_loading(self) -> None:
+        self._gate_up.finish_loading()
+        self._down.finish_loading()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(silu_and_mul(self._gate_up(x)))

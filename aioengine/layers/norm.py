@@ -1,0 +1,26 @@
+"""Norms. T tokens, D model size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.kernels.rms_norm import rms_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.layers.placement import Placement
+
+
+class RMSNorm:
+    """[..., D] -> [..., D]."""
+
+    def __init__(self, size: int, epsilon: float, placement: Placement) -> None:
+        self._weight = placement.empty(size)
+        self._epsilon = epsilon
+
+    def weights(self, name: str) -> dict[str, Tensor]:
+        return {f"{name}.weight": self._weight}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self._weight, self._epsilon)

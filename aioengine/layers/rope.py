@@ -1,0 +1,142 @@
+"""Rotary embeddings: frequencies for every scaling that checkpoints use, and tables of them. E head size.
+
+Formulas: default, RoFormer; linear, position interpolation; dynamic, NTK-aware interpolation; yarn, arXiv 2309.00071;
+llama3, the Llama 3.1 model card. The values are those of transformers, with one difference. transformers' dynamic
+scaling takes the base for the longest sequence of a call, so that a token's keys depend on how its prompt was cut.
+Here a token at position p always has the base for a sequence of p + 1 tokens: the same up to
+``max_position_embeddings``, and the same for tokens generated one by one beyond it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TABLE_ROWS = 4096
+
+
+class RopeConfig(Struct, frozen=True, kw_only=True):
+    """``rope_parameters`` of config.json, or ``rope_theta`` and ``rope_scaling`` of older ones."""
+
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    rope_theta: float = 10_000.0
+    partial_rotary_factor: float = 1.0
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.partial_rotary_factor != 1.0:
+            message = f"partial_rotary_factor {self.partial_rotary_factor!r} is not implemented; what works: 1.0"
+            raise ValueError(message)
+
+
+def _needed(value: float | None, field: str, config: RopeConfig) -> float:
+    if value is None:
+        message = f"rope_parameters.{field} is missing in config.json; rope_type {config.rope_type!r} needs it"
+        raise ValueError(message)
+    return value
+
+
+def _plain(base: float | Tensor, head_size: int) -> Tensor:
+    return 1.0 / (base ** (torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size))
+
+
+def _llama3(config: RopeConfig, head_size: int, original: int) -> Tensor:
+    factor = _needed(config.factor, "factor", config)
+    low = _needed(config.low_freq_factor, "low_freq_factor", config)
+    high = _needed(config.high_freq_factor, "high_freq_factor", config)
+    frequencies = _plain(config.rope_theta, head_size)
+    wavelengths = 2 * math.pi / frequencies
+    smooth = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth) * frequencies / factor + smooth * frequencies
+
+
+def _yarn(config: RopeConfig, head_size: int, original: int, max_positions: int) -> tuple[Tensor, float]:
+    factor = config.factor if config.factor is not None else max_positions / original
+
+    def magnitude(scale: float | None) -> float:
+        return 1.0 if factor <= 1 else 0.1 * (1.0 if scale is None else scale) * math.log(factor) + 1.0
+
+    attention_factor = config.attention_factor
+    if attention_factor is None:
+        both = bool(config.mscale and config.mscale_all_dim)
+        attention_factor = magnitude(config.mscale) / magnitude(config.mscale_all_dim) if both else magnitude(None)
+
+    def dimension(rotations: float) -> float:
+        return head_size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low, high = dimension(config.beta_fast or 32.0), dimension(config.beta_slow or 1.0)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    ramp = (torch.arange(head_size // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    keep = 1 - ramp.clamp(0.0, 1.0)
+    frequencies = _plain(config.rope_theta, head_size)
+    return frequencies / factor * (1 - keep) + frequencies * keep, attention_factor
+
+
+def frequencies(config: RopeConfig, head_size: int, max_position_embeddings: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [E / 2] (for dynamic: those of the unscaled range) and the factor of cos and sin."""
+    original = config.original_max_position_embeddings or max_position_embeddings
+    match config.rope_type:
+        case "llama3":
+            return _llama3(config, head_size, original), 1.0
+        case "yarn":
+            return _yarn(config, head_size, original, max_position_embeddings)
+        case "linear":
+            return _plain(config.rope_theta, head_size) / _needed(config.factor, "factor", config), 1.0
+        case _:
+            return _plain(config.rope_theta, head_size), 1.0
+
+
+def _dynamic(config: RopeConfig, head_size: int, positions: Tensor, max_position_embeddings: int) -> Tensor:
+    """Inverse frequencies [positions, E / 2]: each position has the base of the sequence that it ends."""
+    factor = _needed(config.factor, "factor", config)
+    lengths = (positions + 1).clamp(min=max_position_embeddings).double()
+    growth = factor * lengths / max_position_embeddings - (factor - 1)
+    base = config.rope_theta * growth ** (head_size / (head_size - 2))
+    return _plain(base.unsqueeze(1), head_size).float()
+
+
+class RotaryEmbedding:
+    """cos and sin of every position up to ``num_positions``, made once so that a position always has the same bits."""
+
+    def __init__(
+        self,
+        config: RopeConfig,
+        head_size: int,
+        *,
+        max_position_embeddings: int,
+        num_positions: int,
+        device: torch.device,
+    ) -> None:
+        fixed, factor = frequencies(config, head_size, max_position_embeddings)
+        self._table = torch.empty(num_positions, 2, head_size // 2)
+        for part in self._table.split(TABLE_ROWS):
+            start = part.storage_offset() // head_size
+            positions = torch.arange(start, start + part.shape[0])
+            if config.rope_type == "dynamic":
+                angles = positions.unsqueeze(1) * _dynamic(config, head_size, positions, max_position_embeddings)
+            else:
+                angles = positions.float().unsqueeze(1) * fixed
+            torch.stack((angles.cos() * factor, angles.sin() * factor), 1, out=part)
+        self._table = self._table.to(device)
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[T] -> cos and sin as ``kernels.rope`` wants them, [T, 1, E]; the same for all layers of a step."""
+        cos, sin = self._table.index_select(0, positions).split(1, dim=1)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)

@@ -1,0 +1,87 @@
+"""Runs a model over the paged pool step by step, as a runner would, for tests that choose the steps themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from aioengine.attention._base import ForwardBatch, kv_pool_shape
+from aioengine.attention.torch import TorchAttention
+from aioengine.models._base import Model, ModelOptions
+
+
+@dataclass
+class Request:
+    """Tokens, those computed so far, its pages, and the logits of every computed position."""
+
+    token_ids: list[int]
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+
+def options(dtype: torch.dtype = torch.float32, max_positions: int = 512) -> ModelOptions:
+    return ModelOptions(dtype=dtype, device=torch.device("cpu"), max_positions=max_positions)
+
+
+def make_batch(rows: list[tuple[int, int]], tables: list[list[int]], page_size: int) -> ForwardBatch:
+    """Rows of (start, count) with their page tables; token ids are zero."""
+    positions = [position for start, count in rows for position in range(start, start + count)]
+    slots = [
+        table[position // page_size] * page_size + position % page_size
+        for (start, count), table in zip(rows, tables, strict=True)
+        for position in range(start, start + count)
+    ]
+    width = max(len(table) for table in tables)
+    return ForwardBatch(
+        input_ids=torch.zeros(len(positions), dtype=torch.int64),
+        positions=torch.tensor(positions),
+        slot_mapping=torch.tensor(slots),
+        page_table=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
+        query_lengths=[count for _, count in rows],
+        kv_lengths=[start + count for start, count in rows],
+        sample_rows=torch.arange(len(positions)),
+    )
+
+
+class Stepper:
+    """A model, a pool and pages given out in a scattered order."""
+
+    def __init__(self, model: Model, *, page_size: int = 16, num_pages: int = 128) -> None:
+        self.model = model
+        self.page_size = page_size
+        shape = kv_pool_shape(model.attention_shape, num_pages=num_pages, page_size=page_size)
+        self.attention = TorchAttention(model.attention_shape, torch.zeros(shape, dtype=model.dtype))
+        generator = torch.Generator().manual_seed(0)
+        self.free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
+
+    def step(self, rows: list[tuple[Request, int]]) -> None:
+        """Compute the next ``count`` tokens of each request."""
+        for request, count in rows:
+            while len(request.pages) * self.page_size < request.num_computed + count:
+                request.pages.append(self.free.pop())
+        spans = [(request.num_computed, count) for request, count in rows]
+        batch = make_batch(spans, [request.pages for request, _ in rows], self.page_size)
+        tokens = [
+            token
+            for request, count in rows
+            for token in request.token_ids[request.num_computed : request.num_computed + count]
+        ]
+        self.attention.prepare(batch)
+        hidden = self.model.forward(torch.tensor(tokens), batch.positions, self.attention)
+        logits = self.model.compute_logits(hidden).split([count for _, count in rows])
+        for (request, count), part in zip(rows, logits, strict=True):
+            request.logits.extend(part.unbind(0))
+            request.num_computed += count
+
+    def run(self, token_ids: list[int], chunks: list[int]) -> Tensor:
+        """Logits [tokens, V] of a request alone, computed in these chunks and then token by token."""
+        request = Request(token_ids)
+        for count in chunks:
+            self.step([(request, count)])
+        while request.num_computed < len(token_ids):
+            self.step([(request, 1)])
+        self.free.extend(request.pages)
+        return torch.stack(request.logits)
