@@ -1,0 +1,199 @@
+"""Who may import whom: the floors of the design, and no cycles. torch and zmq meet in ``processes`` alone."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from tests.source import Import, Module, imports, module, modules
+
+
+class Floor(NamedTuple):
+    """``lines``: groups of modules; within a group, one may import only what stands to its right. ``below``: floors
+    that may be imported. ``packages``: third-party packages. ``banned``: modules of the standard library."""
+
+    lines: tuple[str, ...]
+    below: str
+    packages: str
+    banned: str = ""
+
+
+CLOCK_AND_LOOP = "asyncio time threading multiprocessing subprocess socket selectors"
+
+FLOORS = {
+    "0": Floor(
+        (
+            "resolve > model_folder > hub > machine > config",
+            "params > protocol",
+            "plugins",
+            "metrics",
+            "checks > errors",
+        ),
+        "0",
+        "msgspec regex",
+        CLOCK_AND_LOOP,
+    ),
+    "1": Floor(("scheduler > memory", "text"), "0", "msgspec regex", CLOCK_AND_LOOP),
+    "1'": Floor(("media",), "0", "numpy PIL"),
+    "2t": Floor(("tokenizer",), "0", "tokenizers jinja2 msgspec"),
+    "2'": Floor(("transport",), "0", "zmq msgspec"),
+    "2": Floor(
+        ("runner > models > layers > attention > quantization > kernels > parallel",),
+        "0 1",
+        "torch flashinfer safetensors numpy msgspec",
+        "asyncio",
+    ),
+    "3": Floor(("processes",), "0 1 2 2' 2t", "torch zmq uvloop msgspec"),
+    "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop"),
+    "4": Floor(
+        ("utils > sync > engine > sessions > stream, args, answers, portal",),
+        "0 1 1' 2' 2t 3s",
+        "anyio uvloop msgspec tqdm",
+    ),
+    "5": Floor(("__main__ > cli", "batch", "openai", "testing"), "0 1 1' 2 2' 2t 3 3s 4", "*"),
+    "root": Floor(("aioengine",), "0 1 2' 2t 3s 4", ""),
+}
+
+STRICTER = {"supervision/recovery.py": "1", "supervision/routing/": "1"}
+"""Parts of a floor that obey the rules of a lower one."""
+
+ALLOWED = {
+    ("hub", "huggingface_hub"): "the one lazy import: it is slow, and most programs read a local folder",
+    ("runner", "time"): "durations of loading and of steps",
+}
+
+
+def unit(name: str) -> str:
+    """The part of the package that has a place in the table: "aioengine.text.stop" is in "text"."""
+    part = name.split(".")[1] if "." in name else "aioengine"
+    return part if part.islower() else "aioengine"
+
+
+def floor_of(name: str) -> str | None:
+    for floor, rule in FLOORS.items():
+        for line in rule.lines:
+            if unit(name) in line.replace(">", " ").replace(",", " ").split():
+                return floor
+    return None
+
+
+def is_right_of(line: str, importer: str, imported: str) -> bool:
+    groups = [group.replace(",", " ").split() for group in line.split(">")]
+    place = {word: index for index, group in enumerate(groups) for word in group}
+    return place.get(imported, -1) > place[importer]
+
+
+def own_floor_allows(floor: Floor, importer: str, imported: str) -> bool:
+    """Whether one part of a floor may import another: to the right on its line; on floor 0 also any other line."""
+    mine = next(line for line in floor.lines if importer in line.replace(">", " ").replace(",", " ").split())
+    if importer == imported or is_right_of(mine, importer, imported):
+        return True
+    return floor is FLOORS["0"] and imported not in mine.replace(">", " ").split()
+
+
+def violation(of: Module, found: Import) -> str | None:
+    """What is wrong with this import, or None."""
+    part, top = unit(of.name), found.target.split(".")[0]
+    floor_name = next((low for path, low in STRICTER.items() if of.place.startswith(path)), floor_of(of.name))
+    if floor_name is None:
+        return "this module has no floor; give it one in tests/test_floors.py"
+    floor = FLOORS[floor_name]
+    if (part, top) in ALLOWED or (part, found.target) in ALLOWED:
+        return None
+    if top == "aioengine":
+        return aioengine_violation(of, found, floor_name)
+    if top in sys.stdlib_module_names:
+        return f"floor {floor_name} may not import {top}" if top in floor.banned.split() else None
+    return (
+        None if floor.packages == "*" or top in floor.packages.split() else f"floor {floor_name} may not import {top}"
+    )
+
+
+def aioengine_violation(of: Module, found: Import, floor_name: str) -> str | None:
+    target = floor_of(found.target)
+    if target is None:
+        return f"{found.target} has no floor; give it one in tests/test_floors.py"
+    if target == "root":
+        return "import from the module that defines it, not from the package root"
+    if target == floor_of(of.name):
+        is_fine = own_floor_allows(FLOORS[target], unit(of.name), unit(found.target))
+        return None if is_fine else f"{unit(of.name)} may not import {unit(found.target)}, beside or above it"
+    if target not in FLOORS[floor_name].below.split():
+        return f"floor {floor_name} may not import floor {target}"
+    if floor_name == "2" and target == "1" and not found.target.startswith("aioengine.scheduler.plan."):
+        return "of floor 1, the runner may know Plan, Row and StepResult only"
+    return None
+
+
+def violations(of: Module) -> list[str]:
+    found = ((entry, violation(of, entry)) for entry in imports(of))
+    return [f"{of.place}:{entry.line}: import of {entry.target}: {wrong}" for entry, wrong in found if wrong]
+
+
+def test_every_import_goes_down() -> None:
+    assert [line for of in modules() for line in violations(of)] == []
+
+
+def test_torch_and_zmq_meet_in_processes_only() -> None:
+    for of in modules():
+        packages = {entry.target.split(".")[0] for entry in imports(of)}
+        assert not {"torch", "zmq"} <= packages or of.place.startswith("processes/"), of.place
+
+
+def test_there_are_no_import_cycles() -> None:
+    names = {of.name for of in modules()}
+    graph = {of.name: imported_modules(of, names) for of in modules()}
+    while leaves := [name for name, targets in graph.items() if not targets]:
+        graph = {name: targets - set(leaves) for name, targets in graph.items() if name not in leaves}
+    assert graph == {}, "these modules import each other"
+
+
+def imported_modules(of: Module, names: set[str]) -> set[str]:
+    """The modules of the package that are run when this one is imported."""
+    targets = {entry.target for entry in imports(of) if not entry.is_typing and not entry.is_inner}
+    found = {next((part for part in (target, target.rpartition(".")[0]) if part in names), None) for target in targets}
+    return {name for name in found if name and name != of.name}
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "word"),
+    [
+        ("text/stop.py", "import torch", "torch"),
+        ("text/stop.py", "from aioengine.memory.radix import RadixTree", "memory"),
+        ("memory/radix.py", "from aioengine.scheduler.request import Request", "above"),
+        ("scheduler/core.py", "import asyncio", "asyncio"),
+        ("scheduler/core.py", "def f():\n    import time", "time"),
+        ("transport/zmq.py", "import torch", "torch"),
+        ("transport/zmq.py", "from aioengine.tokenizer import Tokenizer", "floor 2t"),
+        ("runner/sampler.py", "import zmq", "zmq"),
+        ("runner/sampler.py", "from aioengine.scheduler.request import Request", "Plan, Row"),
+        ("models/llama.py", "from aioengine.runner.rows import Rows", "above"),
+        ("engine.py", "import torch", "torch"),
+        ("engine.py", "from aioengine.runner.rows import Rows", "floor 2"),
+        ("stream.py", "from aioengine.engine import AsyncEngine", "above"),
+        ("supervision/recovery.py", "from aioengine.transport.base import Sender", "floor 2'"),
+        ("supervision/routing/least_loaded.py", "import asyncio", "asyncio"),
+        ("errors.py", "from aioengine import Engine", "package root"),
+        ("config.py", "from aioengine.resolve import resolve", "above"),
+        ("surprise.py", "import os", "no floor"),
+    ],
+)
+def test_a_wrong_import_is_found(place: str, text: str, word: str) -> None:
+    (line,) = violations(module(place, text))
+    assert word in line
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("runner/sampler.py", "from aioengine.scheduler.plan import Plan\nimport torch"),
+        ("processes/scheduler_process.py", "import torch, zmq, asyncio\nfrom aioengine.runner.rows import Rows"),
+        ("engine.py", "import asyncio\nfrom aioengine import args\nfrom aioengine.supervision.supervisor import x"),
+        ("resolve.py", "from aioengine.config import Settings"),
+        ("testing/harness.py", "import torch, zmq\nfrom aioengine.engine import AsyncEngine"),
+    ],
+)
+def test_a_right_import_is_not(place: str, text: str) -> None:
+    assert violations(module(place, text)) == []

@@ -1,0 +1,65 @@
+"""``import aioengine`` is cheap and changes nothing in the program that does it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from tests.source import ROOT, modules
+from tests.test_floors import FLOORS, floor_of
+
+HEAVY = "torch transformers numpy huggingface_hub pandas PIL fastapi aiohttp uvicorn multiprocessing".split()
+
+HOST_STATE = """
+import asyncio, json, locale, logging, os, signal, sys, threading, warnings
+
+def state():
+    return {
+        "signals": {int(number): str(signal.getsignal(number)) for number in signal.valid_signals()},
+        "handlers": [str(handler) for handler in logging.getLogger().handlers],
+        "level": logging.getLogger().level,
+        "warnings": [str(entry) for entry in warnings.filters],
+        "environment": dict(os.environ),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "threads": [thread.name for thread in threading.enumerate()],
+        "hooks": [str(hook) for hook in (sys.excepthook, sys.unraisablehook, threading.excepthook)],
+        "recursion": sys.getrecursionlimit(),
+        "path": sys.path,
+        "policy": str(type(asyncio.events._event_loop_policy)),
+    }
+
+before = state()
+import aioengine
+after = state()
+print(json.dumps([name for name in before if before[name] != after[name]]))
+"""
+
+
+def run(code: str) -> list[str]:
+    """What the code prints as JSON, in a fresh interpreter in the checkout."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    loaded = run("import json, sys, aioengine; print(json.dumps(list(sys.modules)))")
+    assert [name for name in HEAVY if name in loaded] == []
+
+
+def test_no_module_outside_the_torch_floors_imports_torch() -> None:
+    light = [of.name for of in modules() if "torch" not in FLOORS[floor_of(of.name) or "0"].packages]
+    wanted = [name for name in light if floor_of(name) not in {"3", "5"} and not name.endswith("__main__")]
+    assert len(wanted) > 20
+    load = f"import importlib, json, sys\nfor name in {wanted}: importlib.import_module(name)\n"
+    loaded = run(load + "print(json.dumps(list(sys.modules)))")
+    assert [name for name in ("torch", "transformers", "flashinfer") if name in loaded] == []
+
+
+def test_importing_the_package_changes_nothing_in_the_host() -> None:
+    assert run(HOST_STATE) == []
