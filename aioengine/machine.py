@@ -1,4 +1,4 @@
-"""Facts about this machine that need neither torch nor a driver: cores, memory, instructions, devices."""
+"""Facts about this machine that need neither torch nor a driver: cores, instructions, devices."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from typing import Final
 from msgspec import Struct
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-_UNLIMITED: Final = 2**60
-"""Limits above this are "none" in the words of the first version of cgroups."""
 
 
 class DeviceFacts(Struct, frozen=True, kw_only=True):
     """What ``resolve`` must know about the machine.
 
-    num_threads: cores that this process may use. cpu_bfloat16: whether the CPU has bf16 dot products. memory_bytes:
-    memory that may still be taken. num_gpus: NVIDIA devices. drawn_seed: a random number, for engines without
-    ``random_seed``.
+    num_threads: cores that this process may use. cpu_bfloat16: whether the CPU has bf16 dot products. num_gpus: NVIDIA
+    devices. drawn_seed: a random number, for engines without ``random_seed``. (Memory is measured by the runner, when
+    the weights are loaded.)
     """
 
     num_threads: int
     cpu_bfloat16: bool
-    memory_bytes: int
     num_gpus: int
     drawn_seed: int
 
@@ -36,7 +33,6 @@ def device_facts() -> DeviceFacts:
     return DeviceFacts(
         num_threads=num_threads(),
         cpu_bfloat16=has_bfloat16(_text(Path("/proc/cpuinfo"))),
-        memory_bytes=free_memory(),
         num_gpus=sum(1 for _ in Path("/dev").glob("nvidia[0-9]*")),
         drawn_seed=secrets.randbits(63),
     )
@@ -49,12 +45,6 @@ def num_threads() -> int:
     return max(1, math.ceil(min(cores, quota)))
 
 
-def free_memory() -> int:
-    """Bytes that may still be taken: what the machine has available, within the limits of the cgroups."""
-    left = memory_left(_CGROUPS, _text(Path("/proc/self/cgroup")))
-    return min(available_memory(_text(Path("/proc/meminfo"))), left)
-
-
 def has_bfloat16(cpuinfo: str) -> bool:
     """Whether /proc/cpuinfo names bf16 dot products: AVX512-BF16 or AMX on x86-64, BF16 on arm64."""
     flags: set[str] = set()
@@ -64,14 +54,6 @@ def has_bfloat16(cpuinfo: str) -> bool:
             flags.update(words.split())
             break
     return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def available_memory(meminfo: str) -> int:
-    """MemAvailable of /proc/meminfo in bytes; without one, half of the memory."""
-    for line in meminfo.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def cpu_quota(root: Path, membership: str) -> float:
@@ -86,27 +68,6 @@ def cpu_quota(root: Path, membership: str) -> float:
         if quota.isdigit() and period.isdigit():
             quotas.append(int(quota) / int(period))
     return min(quotas)
-
-
-def memory_left(root: Path, membership: str) -> int:
-    """The smallest rest of a memory limit among the cgroups of this process. Cached files count as free."""
-    rests = [
-        _rest(folder / "memory.max", folder / "memory.current", folder / "memory.stat")
-        for folder in _folders(root, membership, "")
-    ]
-    rests += [
-        _rest(folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes", folder / "memory.stat")
-        for folder in _folders(root / "memory", membership, "memory")
-    ]
-    return max(0, min(rests))
-
-
-def _rest(limit_file: Path, usage_file: Path, stat_file: Path) -> int:
-    limit, usage = _text(limit_file).strip(), _text(usage_file).strip()
-    if not limit.isdigit() or int(limit) >= _UNLIMITED or not usage.isdigit():
-        return _UNLIMITED
-    cached = [int(line.split()[1]) for line in _text(stat_file).splitlines() if line.startswith("inactive_file ")]
-    return int(limit) - int(usage) + sum(cached)
 
 
 def _folders(root: Path, membership: str, controller: str) -> list[Path]:

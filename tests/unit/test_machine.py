@@ -1,4 +1,4 @@
-"""Cores, memory and instructions from the files of both versions of cgroups."""
+"""Cores and instructions from the files of both versions of cgroups."""
 
 from __future__ import annotations
 
@@ -38,22 +38,6 @@ def test_cpu_quota(tmp_path: Path, files: dict[str, str], membership: str, expec
     assert machine.cpu_quota(write(tmp_path, files), membership) == expected
 
 
-@pytest.mark.parametrize(
-    ("files", "membership", "expected"),
-    [
-        ({}, V2, 2**60),
-        ({"memory.max": "max\n", "memory.current": "5\n"}, V2, 2**60),
-        ({"memory.max": "1000\n", "memory.current": "400\n"}, V2, 600),
-        ({"memory.max": "1000\n", "memory.current": "400\n", "memory.stat": "anon 7\ninactive_file 100\n"}, V2, 700),
-        ({"app.slice/memory.max": "100\n", "app.slice/memory.current": "150\n"}, V2, 0),
-        ({"memory/job/memory.limit_in_bytes": "50\n", "memory/job/memory.usage_in_bytes": "20\n"}, V1, 30),
-        ({"memory/memory.limit_in_bytes": f"{2**63 - 4096}\n", "memory/memory.usage_in_bytes": "20\n"}, V1, 2**60),
-    ],
-)
-def test_memory_left(tmp_path: Path, files: dict[str, str], membership: str, expected: int) -> None:
-    assert machine.memory_left(write(tmp_path, files), membership) == expected
-
-
 def test_bfloat16_is_read_from_the_flags() -> None:
     assert machine.has_bfloat16("processor : 0\nflags\t\t: fpu sse avx512_bf16 amx_tile\n")
     assert machine.has_bfloat16("Features\t: fp asimd bf16\n")
@@ -61,14 +45,8 @@ def test_bfloat16_is_read_from_the_flags() -> None:
     assert not machine.has_bfloat16("")
 
 
-def test_available_memory() -> None:
-    assert machine.available_memory("MemTotal: 9 kB\nMemAvailable:    2 kB\n") == 2048
-    assert machine.available_memory("") > 0
-
-
 def test_this_machine() -> None:
     facts = machine.device_facts()
     assert 1 <= facts.num_threads <= (os.cpu_count() or 1)
-    assert facts.memory_bytes > 0
     assert 0 <= facts.drawn_seed < 2**63
     assert facts.drawn_seed != machine.device_facts().drawn_seed

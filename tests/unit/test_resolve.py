@@ -26,7 +26,7 @@ MODEL = ModelFacts(
     dtype="bfloat16",
     tokenizer_path="/words",
 )
-MACHINE = DeviceFacts(num_threads=3, cpu_bfloat16=True, memory_bytes=2**34, num_gpus=0, drawn_seed=99)
+MACHINE = DeviceFacts(num_threads=3, cpu_bfloat16=True, num_gpus=0, drawn_seed=99)
 
 
 def settings(model: ModelFacts = MODEL, machine: DeviceFacts = MACHINE, **arguments: object) -> Settings:
