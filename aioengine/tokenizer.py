@@ -1,0 +1,263 @@
+"""Text and chats to token ids, and back, by the files of a model folder.
+
+Reads ``tokenizer.json`` with the ``tokenizers`` library; neither transformers nor torch is needed. The ids are those
+that transformers' ``AutoTokenizer`` gives for the same folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+
+from aioengine.chat_template import ChatTemplates, ChatText, Json, Message, read_chat_templates
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Tokenizer:
+    """The tokenizer of a model folder. All methods may be called from any thread."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Read the tokenizer's files.
+
+        Raises:
+            ValueError: the folder has no ``tokenizer.json``, or a file in it cannot be read.
+        """
+        self.folder = Path(folder)
+        self._config = _read_json(self.folder / "tokenizer_config.json")
+        self._fast = _read_fast_tokenizer(self.folder)
+        self._fast.no_truncation()  # some files have these on; a prompt must not be cut or filled up silently
+        self._fast.no_padding()
+        self.special_tokens = _named_tokens(self._config, _read_json(self.folder / "special_tokens_map.json"))
+        """The text of the special tokens by name, as chat templates know them: ``bos_token``, ``eos_token``..."""
+        _add_tokens(self._fast, self._config, self.special_tokens)
+        older_template = _read_json(self.folder / "chat_template.json")
+        self._chats = ChatTemplates(read_chat_templates(self.folder, self._config, older_template), self.special_tokens)
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of the token that begins a text, or None."""
+        return self._id_of("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the token that ends a text, or None."""
+        token_id = self._id_of("eos_token")
+        if token_id is None and self.eos_token_ids:
+            return self.eos_token_ids[0]
+        return token_id
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All ids that end a text: those of generation_config.json and config.json, and the tokenizer's own."""
+        found: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            value = _read_json(self.folder / name).get("eos_token_id")
+            listed = cast("list[object]", value) if isinstance(value, list) else [value]
+            found += [item for item in listed if isinstance(item, int)]
+        own = self._id_of("eos_token")
+        return tuple(dict.fromkeys(found if own is None else [*found, own]))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest id. (A model's own vocabulary may be larger: padding.)"""
+        highest = max(self._fast.get_added_tokens_decoder(), default=-1)
+        return max(highest + 1, self._fast.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``apply_chat_template`` works without a template of the caller's."""
+        return bool(self._chats.sources)
+
+    def decoding_facts(self) -> Json:
+        """What decoding needs: ``decoder``, ``added_tokens``, and ``vocab`` in ``model``, as in tokenizer.json."""
+        decoder = self._fast.decoder
+        added = self._fast.get_added_tokens_decoder()
+        return {
+            "model": {"vocab": self._fast.get_vocab(with_added_tokens=False)},
+            "decoder": None if decoder is None else json.loads(decoder.__getstate__()),
+            "added_tokens": [
+                {"id": token_id, "content": token.content, "special": token.special}
+                for token_id, token in sorted(added.items())
+            ],
+        }
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._fast.token_to_id(token)
+
+    # ------------------------------------------------------------ encode, decode
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of ``text``. See ``encode_batch``."""
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """The ids of several texts; other Python threads run meanwhile.
+
+        Where the tokenizer adds special tokens (a BOS) it does so here: tokenizer.json says it, whatever
+        ``add_bos_token`` in tokenizer_config.json may say (as in transformers 5). But a text that begins with a BOS
+        gets no second one, and nothing is added to ``ChatText`` or without ``add_special_tokens``.
+
+        Raises:
+            TypeError: a text is no ``str``.
+            ValueError: a text holds half of a surrogate pair, which no text file could.
+        """
+        for text in texts:
+            _check_text(text)
+        complete = [not add_special_tokens or isinstance(text, ChatText) for text in texts]
+        if not any(complete):
+            return self._encode(texts, add_special_tokens=True)
+        if all(complete):
+            return self._encode(texts, add_special_tokens=False)
+        return [
+            self._encode([text], add_special_tokens=not done)[0] for text, done in zip(texts, complete, strict=True)
+        ]
+
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        # a plain str each: the library does not take subclasses everywhere
+        encodings = self._fast.encode_batch_fast([str(text) for text in texts], add_special_tokens=add_special_tokens)
+        rows = [encoding.ids for encoding in encodings]
+        bos = self.bos_token_id
+        if add_special_tokens and bos is not None:
+            rows = [row[1:] if row[:2] == [bos, bos] else row for row in rows]
+        return rows
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ``ids`` on their own. Ids that do not exist write nothing."""
+        return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    # ------------------------------------------------------------ chats
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        **variables: object,
+    ) -> str | list[int]:
+        """Write a chat as the model expects it: text, or with ``tokenize`` its ids.
+
+        ``messages`` are dicts with ``role`` and ``content``. ``tools`` are JSON schemas. ``chat_template`` is the text
+        of a template, or the name of one of the model's. With ``continue_final_message`` the text ends within the
+        last message, for the model to go on with it. Other keywords are variables for the template.
+
+        Raises:
+            ValueError: there is no (such) template, or it refuses these messages.
+            TypeError: the messages or tools are of a wrong type.
+        """
+        text = self._chats.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            chat_template=chat_template,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+        return self.encode(text) if tokenize else text
+
+
+# ---------------------------------------------------------------- files
+
+
+def _read_json(path: Path) -> Json:
+    """The object in a JSON file; empty where there is no file."""
+    try:
+        value: object = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return cast("Json", value)
+
+
+def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        others = [
+            name for name in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json") if (folder / name).exists()
+        ]
+        found = f" (it has {', '.join(others)})" if others else "" if folder.is_dir() else " (there is no such folder)"
+        raise ValueError(
+            f"{folder} has no tokenizer.json{found}. Write one with transformers: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder); or name a folder that has one with "
+            "tokenizer_path=; or pass skip_tokenizer_init=True and token ids"
+        )
+    try:
+        return FastTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{path} is not a tokenizer that this version of tokenizers can read: {error}") from error
+
+
+def _content(token: object) -> str | None:
+    """The text of a token in a config file: a string, or an object with its flags."""
+    if isinstance(token, Mapping):
+        token = cast("Json", token).get("content")
+    return token if isinstance(token, str) else None
+
+
+def _named_tokens(config: Json, older: Json) -> dict[str, str]:
+    """Every ``..._token`` of the config files. The older file counts where the newer one does not describe tokens."""
+    extra = config.get("extra_special_tokens")
+    found: dict[str, str] = {}
+    for source in (
+        config,
+        {} if "added_tokens_decoder" in config else older,
+        cast("Json", extra) if isinstance(extra, dict) else {},
+    ):
+        for name, token in source.items():
+            content = _content(token)
+            if name.endswith("_token") and content:
+                found[name] = content
+    return found
+
+
+def _add_tokens(fast: FastTokenizer, config: Json, named: dict[str, str]) -> None:
+    """Add the tokens that tokenizer_config.json has and tokenizer.json has not, or describes otherwise."""
+    known = {token.content: token for token in fast.get_added_tokens_decoder().values()}
+    described = cast("dict[str, Json]", config.get("added_tokens_decoder") or {})
+    new: list[AddedToken] = []
+    for _, entry in sorted(described.items(), key=lambda item: int(item[0])):
+        flags = {name: value for name, value in entry.items() if isinstance(value, bool)}
+        token = AddedToken(str(entry["content"]), **flags)
+        token.special = token.special or token.content in named.values()
+        if repr(token) != repr(known.get(token.content)):
+            new.append(token)
+        known[token.content] = token
+    special = list(named.values())
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        listed = config.get(key)
+        if isinstance(listed, list):
+            special += [content for token in cast("list[object]", listed) if (content := _content(token))]
+    new += [AddedToken(content, special=True) for content in dict.fromkeys(special) if content not in known]
+    fast.add_tokens(new)  # pyright: ignore[reportUnknownMemberType]
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"a text must be a str, not {type(text).__name__}: {text!r:.100}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text holds half of a surrogate pair, U+{ord(text[error.start]):04X}, at position {error.start}, "
+            "which is no character; decode the text with errors='replace' where it comes from"
+        ) from None

@@ -1,0 +1,101 @@
+"""The same ids, text and chats as transformers' AutoTokenizer, for folders of every kind."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from aioengine.tokenizer import Tokenizer
+from tests.unit.text.sample_tokenizers import ALL_SAMPLES, LLAMA, TEXTS, Sample, byte_fallback, byte_level
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEMPLATE = """{{- bos_token }}{%- if tools %}{{ tools | tojson(indent=1) }}{% endif %}
+{% for message in messages %}
+    {% if message.role == 'assistant' %}
+{% generation %}[assistant] {{ message.content }}{{ eos_token }}{% endgeneration %}
+    {% else %}
+[{{ message.role }}] {{ message['content'] | trim }}{{ eos_token }}
+    {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}[assistant]{% endif %}"""
+MESSAGES = [
+    {"role": "user", "content": " What is 1 < 2? é🙂 "},
+    {"role": "assistant", "content": "True."},
+    {"role": "user", "content": "Sure"},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "é <b>", "parameters": {"type": "object"}}}]
+
+
+def load_both(folder: Path, sample: Sample, config: dict[str, Any], **sections: Any) -> tuple[Tokenizer, Any]:
+    (folder / "tokenizer.json").write_text(json.dumps({**sample.file, **sections}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def adds(token: str, token_id: int) -> dict[str, Any]:
+    piece, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    known = {token: {"id": token, "ids": [token_id], "tokens": [token]}}
+    return {"type": "TemplateProcessing", "single": [piece, text], "pair": [text, text], "special_tokens": known}
+
+
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
+LLAMA_CONFIG = {**FAST, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": TEMPLATE}
+END = {"content": "</s>", "special": False, "normalized": True}
+BOS = {"post_processor": adds("<s>", 1)}
+LLAMA_SAMPLE = byte_fallback("llama", LLAMA, prepends=True)
+CASES: list[Any] = [pytest.param(sample, FAST, {}, id=sample.name) for sample in ALL_SAMPLES]
+CASES += [
+    pytest.param(LLAMA_SAMPLE, LLAMA_CONFIG, {}, id="no post-processor"),
+    pytest.param(LLAMA_SAMPLE, LLAMA_CONFIG, BOS, id="post-processor adds"),
+    pytest.param(LLAMA_SAMPLE, {**LLAMA_CONFIG, "add_bos_token": False}, BOS, id="config says no"),
+    pytest.param(
+        LLAMA_SAMPLE, {**LLAMA_CONFIG, "add_bos_token": True, "add_eos_token": True}, {}, id="config says yes"
+    ),
+    pytest.param(
+        LLAMA_SAMPLE,
+        {**LLAMA_CONFIG, "added_tokens_decoder": {"328": {"content": "<|end|>", "special": False}, "2": END}},
+        {},
+        id="described in the config",
+    ),
+    pytest.param(
+        byte_level(),
+        {**FAST, "eos_token": "<|end|>", "pad_token": "<|pad|>", "additional_special_tokens": ["<|tool|>", "<|x|>"]},
+        {},
+        id="tokens of the config",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sample", "config", "sections"), CASES)
+def test_ids_and_text(sample: Sample, config: dict[str, Any], sections: dict[str, Any], tmp_path: Path) -> None:
+    ours, theirs = load_both(tmp_path, sample, config, **sections)
+    texts = [*TEXTS, "a<|pad|> b<|x|>c</s>"]
+    for text in texts:
+        expected = theirs.encode(text)
+        assert ours.encode(text) == expected
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+        for skip in (True, False):
+            options = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
+            assert ours.decode(expected, skip_special_tokens=skip) == theirs.decode(expected, **options)
+    assert ours.encode_batch(texts) == [theirs.encode(text) for text in texts]
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": TOOLS}, {"continue_final_message": True}])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chats(options: dict[str, Any], add_generation_prompt: bool, tmp_path: Path) -> None:
+    ours, theirs = load_both(tmp_path, LLAMA_SAMPLE, LLAMA_CONFIG, **BOS)
+    if options.get("continue_final_message"):
+        add_generation_prompt = False  # transformers refuses both at once
+    options = {**options, "add_generation_prompt": add_generation_prompt}
+    assert ours.apply_chat_template(MESSAGES, **options) == theirs.apply_chat_template(
+        MESSAGES, tokenize=False, **options
+    )
+    ids = theirs.apply_chat_template(MESSAGES, tokenize=True, return_dict=False, **options)
+    assert ours.apply_chat_template(MESSAGES, tokenize=True, **options) == ids

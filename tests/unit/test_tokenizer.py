@@ -1,0 +1,289 @@
+"""Tokenizers read from model folders: ids, special tokens, chats, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aioengine.chat_template import ChatText
+from aioengine.text.token_table import TokenTable, read_token_table
+from aioengine.tokenizer import Tokenizer
+from tests.unit.text.sample_tokenizers import ALL_SAMPLES, LLAMA, TEXTS, Sample, byte_fallback
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ADDS_BOS = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+}
+CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "unk_token": "<unk>"}
+BOS, EOS = 1, 2
+
+
+def write_folder(folder: Path, sample: Sample, config: dict[str, Any] | None = None, **files: Any) -> Path:
+    """A model folder; ``files`` are JSON by file name, with ``__`` for the dot, and None leaves one out."""
+    contents = {"tokenizer__json": sample.file, "tokenizer_config__json": config, **files}
+    for name, content in contents.items():
+        if content is not None:
+            text = content if isinstance(content, str) else json.dumps(content)
+            (folder / name.replace("__", ".")).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def llama() -> Sample:
+    sample = byte_fallback("llama", LLAMA, prepends=True)
+    return Sample(sample.name, {**sample.file, "post_processor": ADDS_BOS}, sample.tokenizer, sample.has_bytes)
+
+
+@pytest.mark.parametrize("sample", ALL_SAMPLES, ids=lambda sample: sample.name)
+def test_ids_and_text_are_those_of_the_library(sample: Sample, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, sample))
+    assert tokenizer.encode_batch(TEXTS) == [sample.encode(text) for text in TEXTS]
+    assert [tokenizer.encode(text) for text in TEXTS] == [sample.encode(text) for text in TEXTS]
+    for text in TEXTS:
+        ids = sample.encode(text)
+        assert tokenizer.decode(ids) == sample.decode(ids)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == sample.decode(ids, skip_special_tokens=False)
+    assert tokenizer.vocab_size == sample.num_ids
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.eos_token_ids) == (None, None, ())
+
+
+@pytest.mark.parametrize("sample", ALL_SAMPLES, ids=lambda sample: sample.name)
+@pytest.mark.parametrize("skip", [True, False])
+def test_decoding_facts_make_the_same_table_as_the_file(sample: Sample, skip: bool, tmp_path: Path) -> None:
+    facts: Any = Tokenizer(write_folder(tmp_path, sample)).decoding_facts()
+    table = read_token_table(facts, skip_special_tokens=skip)
+    expected = read_token_table(sample.file, skip_special_tokens=skip)
+    assert type(table) is type(expected)
+    if isinstance(table, TokenTable) and isinstance(expected, TokenTable):
+        assert [table[i] for i in range(sample.num_ids)] == [expected[i] for i in range(sample.num_ids)]
+        assert [table.first(i) for i in range(sample.num_ids)] == [expected.first(i) for i in range(sample.num_ids)]
+
+
+# ---------------------------------------------------------------- special tokens
+
+
+def test_a_bos_is_added_once(llama: Sample, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, llama, CONFIG))
+    plain = llama.encode("the")
+    assert tokenizer.encode("the") == [BOS, *plain]
+    assert tokenizer.encode("the", add_special_tokens=False) == plain
+    assert tokenizer.encode("<s>the").count(BOS) == 1
+    assert tokenizer.encode("<s>the")[0] == BOS
+    assert tokenizer.encode("<s>the", add_special_tokens=False) == tokenizer.encode("<s>the")
+    assert tokenizer.encode("") == [BOS]
+    assert tokenizer.encode("<s>") == [BOS]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS, EOS)
+
+
+def test_text_of_a_chat_gets_no_special_tokens(llama: Sample, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, llama, CONFIG))
+    plain = llama.encode("the")
+    assert tokenizer.encode(ChatText("the")) == plain
+    assert tokenizer.encode_batch(["the", ChatText("the"), "<s>the"])[:2] == [[BOS, *plain], plain]
+    assert tokenizer.encode_batch([ChatText("the"), ChatText("the")]) == [plain, plain]
+    assert tokenizer.encode_batch([]) == []
+
+
+def test_tokenizer_json_alone_says_what_is_added(llama: Sample, tmp_path: Path) -> None:
+    for flags in ({"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}):
+        tokenizer = Tokenizer(write_folder(tmp_path, llama, CONFIG | flags))
+        assert tokenizer.encode("the") == [BOS, *llama.encode("the")]
+
+
+def test_end_of_text_ids_of_all_files(llama: Sample, tmp_path: Path) -> None:
+    generation, model = {"eos_token_id": [7, 8]}, {"eos_token_id": 8}
+    tokenizer = Tokenizer(write_folder(tmp_path, llama, CONFIG, generation_config__json=generation, config__json=model))
+    assert tokenizer.eos_token_ids == (7, 8, EOS)
+    assert tokenizer.eos_token_id == EOS
+    nameless = Tokenizer(write_folder(tmp_path, llama, {"eos_token": None}))
+    assert (nameless.eos_token_ids, nameless.eos_token_id) == ((7, 8), 7)
+
+
+def test_tokens_that_only_the_config_knows(llama: Sample, tmp_path: Path) -> None:
+    new = llama.num_ids
+    described = {
+        str(new): {"content": "<|new|>", "special": True},
+        str(new + 1): {"content": "<|two|>", "special": False},
+    }
+    config = {
+        **CONFIG,
+        "added_tokens_decoder": described,
+        "additional_special_tokens": ["<|extra|>"],
+        "pad_token": "<|pad|>",
+    }
+    tokenizer = Tokenizer(write_folder(tmp_path, llama, config))
+    ids = tokenizer.encode("the<|new|><|two|><|pad|></s>", add_special_tokens=False)
+    assert ids == [*llama.encode("the"), new, new + 1, new + 2, EOS]
+    assert tokenizer.decode(ids).split() == ["the", "<|two|>"]
+    assert tokenizer.decode([tokenizer.encode("<|extra|>")[-1]]) == ""
+    assert tokenizer.vocab_size == new + 4
+
+
+def test_truncation_and_padding_of_the_file_are_off(llama: Sample, tmp_path: Path) -> None:
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padding = {
+        "strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "<unk>",
+    }  # fmt: skip
+    file = {**llama.file, "truncation": truncation, "padding": padding}
+    tokenizer = Tokenizer(write_folder(tmp_path, Sample("cut", file, llama.tokenizer, True)))
+    short, long = tokenizer.encode_batch(["a", "a long text"])
+    assert long == [BOS, *llama.encode("a long text")]
+    assert short == [BOS, *llama.encode("a")]
+
+
+# ---------------------------------------------------------------- chats
+
+MESSAGES = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "Hello"}]
+TEMPLATE = """{{ bos_token }}{% for message in messages %}
+    {% if message['role'] == 'system' %}
+        {{ raise_exception('no system message') }}
+    {% endif %}
+[{{ message.role }}] {{ message.content }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}[assistant] {% endif %}"""
+WRITTEN = "<s>[user] Hi <b></s>\n[assistant] Hello</s>\n"
+
+
+def chatty(folder: Path, sample: Sample, template: Any = TEMPLATE, **files: Any) -> Tokenizer:
+    return Tokenizer(write_folder(folder, sample, {**CONFIG, "chat_template": template}, **files))
+
+
+def test_a_chat_is_written_by_the_template(llama: Sample, tmp_path: Path) -> None:
+    tokenizer = chatty(tmp_path, llama)
+    text = tokenizer.apply_chat_template(MESSAGES)
+    assert text == WRITTEN + "[assistant] "
+    assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == WRITTEN
+    ids = tokenizer.apply_chat_template(MESSAGES, tokenize=True)
+    assert ids == tokenizer.encode(WRITTEN + "[assistant] ", add_special_tokens=False)
+    assert isinstance(text, ChatText)
+    assert tokenizer.encode(text) == ids
+    assert tokenizer.has_chat_template
+
+
+def test_what_templates_may_use(llama: Sample, tmp_path: Path) -> None:
+    template = (
+        "{{ strftime_now('%Y') }}|{{ tools | tojson }}|{{ tools | tojson(indent=2) | length }}|{{ mood }}|"
+        "{{ documents }}|"
+        "{% for n in range(9) %}{% if n == 1 %}{% continue %}{% endif %}{% if n == 3 %}{% break %}{% endif %}{{ n }}"
+        "{% endfor %}|{% set box = namespace(x=1) %}{% set box.x = 2 %}{{ box.x }}|"
+        "{% generation %}{% set inner = 1 %}said{% endgeneration %}|{{ inner is defined }}"
+    )
+    tools = [{"name": "é<&>", "parameters": {}}]
+    text = chatty(tmp_path, llama, template).apply_chat_template(MESSAGES, tools=tools, mood="calm")
+    year, *rest = text.split("|") if isinstance(text, str) else []
+    assert abs(int(year) - datetime.now().astimezone().year) <= 1
+    json_length = len(json.dumps(tools, indent=2, ensure_ascii=False))
+    assert rest == [
+        '[{"name": "é<&>", "parameters": {}}]',
+        str(json_length),
+        "calm",
+        "None",
+        "02",
+        "2",
+        "said",
+        "False",
+    ]
+
+
+def test_templates_by_name_and_place(llama: Sample, tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    tokenizer = chatty(tmp_path, llama, named)
+    assert tokenizer.apply_chat_template([]) == "plain"
+    assert tokenizer.apply_chat_template([], tools=[{"name": "f"}]) == "tools"
+    assert tokenizer.apply_chat_template([], chat_template="tool_use") == "tools"
+    assert tokenizer.apply_chat_template([], chat_template="{{ 1 + 1 }}") == "2"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("with documents")
+    assert chatty(tmp_path, llama, named).apply_chat_template([], chat_template="rag") == "with documents"
+    assert chatty(tmp_path, llama, named, chat_template__jinja="a file").apply_chat_template([]) == "a file"
+    several = [{"name": "one", "template": "1"}, {"name": "two", "template": "2"}]
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=r"pass chat_template= one of \['one', 'rag', 'two'\]"):
+        chatty(tmp_path, llama, several).apply_chat_template([])
+
+
+def test_the_model_goes_on_with_the_last_message(llama: Sample, tmp_path: Path) -> None:
+    tokenizer = chatty(tmp_path, llama)
+    text = tokenizer.apply_chat_template(MESSAGES, continue_final_message=True)
+    assert text == WRITTEN.removesuffix("</s>\n")
+    with pytest.raises(ValueError, match="needs a last message whose content is text"):
+        tokenizer.apply_chat_template([], continue_final_message=True)
+    with pytest.raises(ValueError, match="does not write the last message"):
+        tokenizer.apply_chat_template(MESSAGES, continue_final_message=True, chat_template="nothing")
+
+
+def test_chats_that_are_refused(llama: Sample, tmp_path: Path) -> None:
+    tokenizer = chatty(tmp_path, llama)
+    with pytest.raises(ValueError, match="the chat template refused the messages: no system message"):
+        tokenizer.apply_chat_template([{"role": "system", "content": ""}])
+    with pytest.raises(ValueError, match=r"the chat template is not valid \(line 1\)"):
+        tokenizer.apply_chat_template(MESSAGES, chat_template="{% if %}")
+    with pytest.raises(ValueError, match="refused the messages: access to attribute '__class__'"):
+        tokenizer.apply_chat_template(MESSAGES, chat_template="{{ ''.__class__.mro() }}")
+    with pytest.raises(ValueError, match="has no chat template"):
+        Tokenizer(write_folder(tmp_path, llama, CONFIG)).apply_chat_template(MESSAGES)
+    wrong: Any
+    for wrong, message in [
+        ("hello", "messages must be a list of dicts with role and content, not str"),
+        (["hello"], r"messages\[0\] must be a dict with role and content, not str"),
+        ([MESSAGES], r"messages\[0\] must be a dict with role and content, not list"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            tokenizer.apply_chat_template(wrong)
+    wrong = [print]
+    with pytest.raises(TypeError, match="a tool must be a dict with its JSON schema, not builtin_function_or_method"):
+        tokenizer.apply_chat_template(MESSAGES, tools=wrong)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("text", ["ab\ud800c", "ab\udfff"])
+def test_half_of_a_surrogate_pair(text: str, llama: Sample, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, llama))
+    with pytest.raises(ValueError, match=r"half of a surrogate pair, U\+D[8F][0F][0F], at position 2"):
+        tokenizer.encode(text)
+
+
+def test_no_text(llama: Sample, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, llama))
+    wrong: Any = [b"bytes"]
+    with pytest.raises(TypeError, match="a text must be a str, not bytes: b'bytes'"):
+        tokenizer.encode_batch(wrong)
+
+
+def test_a_folder_without_tokenizer(llama: Sample, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json\. Write one with transformers"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"\(it has tokenizer\.model\)\. Write one with transformers"):
+        Tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"there is no such folder"):
+        Tokenizer(tmp_path / "nothing")
+
+
+def test_files_that_cannot_be_read(llama: Sample, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer that this version"):
+        Tokenizer(write_folder(tmp_path, llama, tokenizer__json="{}"))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json cannot be read"):
+        Tokenizer(write_folder(tmp_path, llama, tokenizer_config__json="{"))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json must hold a JSON object, not a list"):
+        Tokenizer(write_folder(tmp_path, llama, tokenizer_config__json="[]"))
+
+
+def test_neither_torch_nor_transformers_is_imported() -> None:
+    heavy = "{'torch', 'transformers', 'numpy', 'asyncio'}"
+    code = f"import sys, aioengine.tokenizer; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
