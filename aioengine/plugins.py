@@ -1,0 +1,37 @@
+"""Plug-ins: one file, one implementation; the file's name is its public name, the module says ``PLUGIN = ...``.
+
+A folder is named by its path inside the package, for example "scheduler/policies". Only the chosen file is imported,
+so a plug-in whose package is missing, or which is broken, harms nobody else. A leading underscore in a file's name
+means "shared by this folder" and is no plug-in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from typing import Any
+
+
+def names(folder: str) -> list[str]:
+    """The plug-ins of ``folder``, sorted; nothing of it is imported but the folder's own ``__init__``."""
+    package = importlib.import_module(_module(folder))
+    return sorted(found.name for found in pkgutil.iter_modules(package.__path__) if not found.name.startswith("_"))
+
+
+def load(folder: str, name: str) -> Any:
+    """Import the plug-in ``name`` of ``folder`` and return its ``PLUGIN``.
+
+    Raises ValueError for a name that does not exist, with the names that do; an ImportError of the chosen file itself
+    is passed on.
+    """
+    known = names(folder)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{folder} has no plug-in {name!r}{hint} (there are: {', '.join(known)})")
+    return importlib.import_module(f"{_module(folder)}.{name}").PLUGIN
+
+
+def _module(folder: str) -> str:
+    return "aioengine." + folder.strip("/").replace("/", ".")
