@@ -1,0 +1,224 @@
+"""PrefixCache: radix tree and pages together. It says what of a request is already computed, and owns every page.
+
+A page is free, or cached (it stands in the tree), or owned by one request. A request's page table in a ``Hold``:
+
+    | shared with others | computed here, in the tree | being computed, pending in the tree | the partly filled rest |
+      0 ... path                              num_ready                             len(path)               len(pages)
+
+Two requests may have computed the same page (two greedy answers to one prompt): the second keeps its own page until
+it ends and locks the node of the first, so that its further pages find their place in the tree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from aioengine.memory.pages import PageAllocator
+from aioengine.memory.radix import Node, RadixTree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+NEVER = 1 << 62  # a position that no request reaches
+
+
+class Match(NamedTuple):
+    """The computed prefix of a request. Valid until anything else is done with the cache.
+
+    path: one node for each page.
+    pending: the node of the next page, where another request is computing it just now.
+    """
+
+    path: list[Node]
+    pending: Node | None
+
+
+class Hold:
+    """The pages of one request.
+
+    pages: the page table. path: the nodes locked, one for each of the first pages. num_ready: how many of them are
+    computed. room: positions that the pages have place for. border: the position at which the next page is complete
+    and ``insert`` has something to do.
+    """
+
+    __slots__ = ("border", "num_ready", "pages", "path", "room")
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self.path: list[Node] = []
+        self.num_ready = 0
+        self.room = 0
+        self.border = NEVER
+
+    @property
+    def num_owned(self) -> int:
+        """Pages that stand in no node of the tree: of this request alone."""
+        cached = sum(node.page == page for node, page in zip(self.path, self.pages, strict=False))
+        return len(self.pages) - cached
+
+
+class PrefixCache:
+    """Match, lock, insert, unlock: the life of a request's pages. ``enabled`` False: pages without sharing."""
+
+    __slots__ = ("_allocator", "_tree", "enabled", "page_size")
+
+    def __init__(self, *, num_pages: int, page_size: int, enabled: bool = True) -> None:
+        self.page_size = page_size
+        self.enabled = enabled
+        self._allocator = PageAllocator(num_pages)
+        self._tree = RadixTree(page_size)
+
+    @property
+    def num_pages(self) -> int:
+        return self._allocator.num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be had: free, or held by nothing but the cache."""
+        return self._allocator.num_free + self._tree.num_unlocked
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that stand in the tree, used by a request or not."""
+        return self._tree.num_nodes
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages ``num_tokens`` positions fill."""
+        return -(-num_tokens // self.page_size)
+
+    # ------------------------------------------------------------ ask
+
+    def match(self, token_ids: list[int]) -> Match:
+        """What is computed of ``token_ids``, in whole pages and at most all but the last token."""
+        if not self.enabled:
+            return Match([], None)
+        path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size)
+        if path and path[-1].is_pending:
+            return Match(path[:-1], path[-1])
+        return Match(path, None)
+
+    def num_available(self, match: Match) -> int:
+        """Pages that could be had beside those of ``match`` once these are locked."""
+        return self.num_free - sum(node.num_locks == 0 for node in match.path)
+
+    # ------------------------------------------------------------ do
+
+    def lock(self, token_ids: list[int], match: Match) -> Hold:
+        """Lock the matched pages and take pages for all of ``token_ids``, announcing the full ones as pending.
+
+        Raises ValueError where they cannot be had; ask ``num_available`` first.
+        """
+        missing = self.pages_for(len(token_ids)) - len(match.path)
+        if missing > self.num_available(match):
+            raise ValueError(f"{missing} pages were asked for and {self.num_available(match)} can be had")
+        hold = Hold()
+        self._tree.lock(match.path)
+        hold.path = list(match.path)
+        hold.pages = [node.page for node in match.path] + self._allocate(missing)
+        hold.num_ready = len(match.path)
+        hold.room = len(hold.pages) * self.page_size
+        if self.enabled:
+            hold.border = (hold.num_ready + 1) * self.page_size
+            self._announce(hold, token_ids)
+        return hold
+
+    def grow(self, hold: Hold) -> int | None:
+        """Add one page to a request and return it; None, and nothing changed, when none can be had."""
+        if self.num_free == 0:
+            return None
+        page = self._allocate(1)[0]
+        hold.pages.append(page)
+        hold.room += self.page_size
+        return page
+
+    def insert(self, hold: Hold, token_ids: list[int], num_computed: int) -> None:
+        """Positions before ``num_computed`` have KV: from now on others find the full pages among them."""
+        size = self.page_size
+        index = hold.num_ready
+        num_full = num_computed // size
+        while index < num_full:
+            if index < len(hold.path):
+                hold.path[index].is_pending = False
+            elif not self._attach(hold, tuple(token_ids[index * size : (index + 1) * size])):
+                break
+            index += 1
+        hold.num_ready = index
+        hold.border = (index + 1) * size
+
+    def unlock(self, hold: Hold) -> None:
+        """A request gives its pages up: computed ones stay cached, all others are free at once."""
+        unfinished = hold.path[hold.num_ready :]
+        for node in reversed(unfinished):
+            self._tree.remove(node)
+        ready = hold.path[: hold.num_ready]
+        owned = [page for node, page in zip(ready, hold.pages, strict=False) if node.page != page]
+        owned += hold.pages[hold.num_ready :]
+        self._tree.unlock(ready)
+        self._allocator.free(owned)
+        hold.pages, hold.path = [], []
+        hold.num_ready = hold.room = 0
+        hold.border = NEVER
+
+    def evict(self, num_pages: int) -> int:
+        """Drop up to ``num_pages`` cached pages that nobody uses, the longest unused first; returns how many."""
+        evicted: list[int] = []
+        while len(evicted) < num_pages and (page := self._tree.evict()) is not None:
+            evicted.append(page)
+        self._allocator.free(evicted)
+        return len(evicted)
+
+    def pin(self, token_ids: list[int]) -> Hold:
+        """Keep what is cached of ``token_ids`` until ``unpin``; its pages are not free in the meantime."""
+        path = self._tree.walk(token_ids, len(token_ids) // self.page_size) if self.enabled else []
+        if path and path[-1].is_pending:
+            path.pop()
+        self._tree.lock(path)
+        hold = Hold()
+        hold.path = path
+        hold.pages = [node.page for node in path]
+        hold.num_ready = len(path)
+        return hold
+
+    def unpin(self, hold: Hold) -> None:
+        """Undo one ``pin``; a second time changes nothing."""
+        self.unlock(hold)
+
+    def check_integrity(self, holds: Iterable[Hold]) -> None:
+        """Raises RuntimeError unless free, cached and owned pages add up, ``holds`` being all there are."""
+        num_owned = sum(hold.num_owned for hold in holds)
+        found = self._allocator.num_free + self.num_cached + num_owned
+        if found != self.num_pages:
+            raise RuntimeError(
+                f"{self._allocator.num_free} free, {self.num_cached} cached and {num_owned} owned pages "
+                f"are {found}, not {self.num_pages}"
+            )
+
+    # ------------------------------------------------------------ inside
+
+    def _allocate(self, count: int) -> list[int]:
+        self.evict(count - self._allocator.num_free)
+        return self._allocator.allocate(count)
+
+    def _announce(self, hold: Hold, token_ids: list[int]) -> None:
+        """Put the full pages still to be computed into the tree, as far as nobody else has them there."""
+        parent = hold.path[-1] if hold.path else self._tree.root
+        first = hold.num_ready
+        for index, key in enumerate(self._tree.keys(token_ids, first), first):
+            if key in parent.children:
+                return
+            parent = self._tree.add(parent, key, hold.pages[index])
+            parent.is_pending = True
+            hold.path.append(parent)
+
+    def _attach(self, hold: Hold, key: tuple[int, ...]) -> bool:
+        """Continue the path by a computed page; False while somebody else is computing the same."""
+        parent = hold.path[-1] if hold.path else self._tree.root
+        node = parent.children.get(key)
+        if node is None:
+            node = self._tree.add(parent, key, hold.pages[len(hold.path)])
+        elif node.is_pending:
+            return False
+        else:
+            self._tree.lock([node])
+        hold.path.append(node)
+        return True

@@ -1,0 +1,120 @@
+"""RadixTree: from token ids to pages. One node is one full page, so nothing is ever split or merged.
+
+    root ── (16 ids) page 4 ── (16 ids) page 9 ── (16 ids) page 2
+                           └── (16 ids) page 7
+
+A node is *pending* from the moment when a request has undertaken to compute its page until that is done; others who
+want the same page see that waiting is cheaper than computing it again. A lock keeps a node, and whoever locks a node
+locks all its ancestors too. Nodes that nobody locks stand in one list, the one unlocked longest ago first. A path is
+unlocked from its end to the root, and a parent stays locked as long as any child, so in this list every node comes
+after its descendants: its first entry is always a leaf, and eviction takes constant time for a page.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Key = tuple[int, ...]
+
+
+class Node:
+    """One page of token ids, and the page of the pool that holds their KV."""
+
+    __slots__ = ("children", "is_pending", "key", "num_locks", "page", "parent")
+
+    def __init__(self, key: Key, page: int, parent: Node | None) -> None:
+        self.key = key
+        self.page = page
+        self.parent = parent
+        self.children: dict[Key, Node] = {}
+        self.num_locks = 0
+        self.is_pending = False
+
+
+class RadixTree:
+    """Finds the longest known prefix in pages, and the page to give up next."""
+
+    __slots__ = ("_unlocked", "num_nodes", "page_size", "root")
+
+    def __init__(self, page_size: int) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, not {page_size}")
+        self.page_size = page_size
+        self.root = Node((), -1, None)
+        self.num_nodes = 0
+        self._unlocked: OrderedDict[Node, None] = OrderedDict()
+
+    @property
+    def num_unlocked(self) -> int:
+        """Nodes that can be evicted, one after the other."""
+        return len(self._unlocked)
+
+    def keys(self, token_ids: list[int], first: int = 0) -> Iterator[Key]:
+        """The full pages of ``token_ids`` from number ``first`` on, each as a tuple."""
+        size = self.page_size
+        part = token_ids[first * size :] if first else token_ids
+        return zip(*[iter(part)] * size, strict=False)
+
+    def walk(self, token_ids: list[int], max_pages: int) -> list[Node]:
+        """The nodes for the longest known prefix, of at most ``max_pages``; the last one may be the first pending."""
+        path: list[Node] = []
+        node = self.root
+        if max_pages < 1:
+            return path
+        for key in self.keys(token_ids):
+            found = node.children.get(key)
+            if found is None:
+                break
+            path.append(found)
+            if found.is_pending or len(path) == max_pages:
+                break
+            node = found
+        return path
+
+    def add(self, parent: Node, key: Key, page: int) -> Node:
+        """A new child of ``parent`` (the root, or a node that the caller has locked), locked once."""
+        node = Node(key, page, parent)
+        node.num_locks = 1
+        parent.children[key] = node
+        self.num_nodes += 1
+        return node
+
+    def lock(self, path: list[Node]) -> None:
+        """Lock a path that begins at the root, or a child of a node that the caller has locked."""
+        unlocked = self._unlocked
+        for node in path:
+            if node.num_locks == 0:
+                del unlocked[node]
+            node.num_locks += 1
+
+    def unlock(self, path: list[Node]) -> None:
+        """Undo one ``lock`` (or ``add``) of every node of a path, from its end to the root."""
+        unlocked = self._unlocked
+        for node in reversed(path):
+            node.num_locks -= 1
+            if node.num_locks == 0:
+                unlocked[node] = None
+
+    def remove(self, node: Node) -> None:
+        """Take out a leaf that the caller alone has locked."""
+        self._detach(node)
+        node.num_locks = 0
+
+    def evict(self) -> int | None:
+        """Take out the leaf unlocked longest ago and return its page; None when everything is locked."""
+        if not self._unlocked:
+            return None
+        node, _ = self._unlocked.popitem(last=False)
+        self._detach(node)
+        return node.page
+
+    def _detach(self, node: Node) -> None:
+        if node.parent is None or node.children:
+            raise ValueError(f"the node of page {node.page} is no leaf: {len(node.children)} children")
+        del node.parent.children[node.key]
+        node.is_pending = False
+        self.num_nodes -= 1
