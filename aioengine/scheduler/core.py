@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections import deque
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from aioengine.protocol.messages import FinishCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from aioengine.config import Settings
-    from aioengine.protocol.messages import Progress
+    from aioengine.protocol.messages import Progress, Stats, StepOutput, Submit
     from aioengine.scheduler.plan import Plan, StepResult
+    from aioengine.scheduler.scheduler import Scheduler
 
 Ticket = TypeVar("Ticket")
+
+MAX_FAILURES = 3  # failed steps in a row; then the runner is taken to be broken
 
 
 class Runner(Protocol[Ticket]):
@@ -19,7 +25,8 @@ class Runner(Protocol[Ticket]):
 
     Plans are launched in order and collected in the same order. A plan may be launched before an earlier one is
     collected: its decode rows then use tokens that only the device knows. Pages named by a plan are written in launch
-    order, so pages freed after a launch may be given to a later plan.
+    order, so pages freed after a launch may be given to a later plan. A plan may close a uid that the runner does not
+    know (its launch had failed), or one whose row is still in flight.
     """
 
     @property
@@ -42,3 +49,118 @@ class RunnerFactory(Protocol):
     """What ``settings.runner.factory`` names: builds the runner, telling of long work through ``report``."""
 
     def __call__(self, settings: Settings, report: Callable[[Progress], None], /) -> Runner[Any]: ...
+
+
+class SchedulerCore(Generic[Ticket]):
+    """Scheduler and runner together: each ``step`` plans, launches, and collects the step that is due.
+
+    depth: how many steps may be in flight beside the one just launched. 0 waits for each step before it plans the next;
+    1 plans and launches the next while the device computes.
+    clock: dates what is collected; without it, the ``now`` of the step, which is then too early by the wait.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner[Ticket],
+        depth: int,
+        *,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        if depth < 0:
+            raise ValueError(f"depth must be 0 or more, not {depth}")
+        self._scheduler = scheduler
+        self._runner = runner
+        self._depth = depth
+        self._clock = clock
+        self._in_flight: deque[tuple[Plan, Ticket]] = deque()
+        self._num_failures = 0
+        self._is_paused = False
+        self._step_ended_at = 0.0
+
+    def step(self, now: float) -> StepOutput | None:
+        """One pass: plan, launch, collect what is due, apply. None: nothing happened that anybody must know.
+
+        Raises what the runner raised when it has failed ``MAX_FAILURES`` times in a row.
+        """
+        plan = self._plan(now)
+        if plan is not None:
+            self._launch(plan)
+        is_due = len(self._in_flight) > self._depth or plan is None
+        output = self._collect(now) if is_due and self._in_flight else None
+        if output is None and self._scheduler.has_events:
+            output = self._scheduler.take_events()
+        return output
+
+    @property
+    def has_work(self) -> bool:
+        """Whether calling ``step`` now does anything. False: nothing to do before a message or ``next_deadline``."""
+        if self._in_flight or self._scheduler.has_events:
+            return True
+        return self._scheduler.has_requests and not self._is_paused
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request. Raises ValueError for a uid that is alive."""
+        self._scheduler.submit(submit)
+
+    def abort(self, uids: Iterable[int], code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
+        """End requests in whatever state; their pages are free at once. Unknown uids are ignored.
+
+        With STOP the frontend knows already and nothing is said; else the next ``step`` gives one ``Ended`` for each.
+        """
+        self._scheduler.abort(uids, code, message)
+
+    def next_deadline(self) -> float | None:
+        """When ``step`` should be called at the latest; None: no request has a deadline."""
+        return self._scheduler.next_deadline()
+
+    def pause(self) -> None:
+        """Launch nothing more until ``resume``; what is in flight is collected, deadlines and aborts still act."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+
+    def flush_cache(self) -> bool:
+        """Drop all cached pages that no request uses. True when none is left, False when requests still use some."""
+        cache = self._scheduler.cache
+        cache.evict(cache.num_pages)
+        return cache.num_cached == 0
+
+    def stats(self, now: float) -> Stats:
+        """A snapshot of the counters, dated ``now``."""
+        return self._scheduler.stats(now, self._step_ended_at)
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless every page is accounted for; cheap enough to be called on going idle."""
+        self._scheduler.check_integrity()
+
+    def _plan(self, now: float) -> Plan | None:
+        if self._is_paused:
+            self._scheduler.expire(now)
+            return None
+        return self._scheduler.schedule(now)
+
+    def _launch(self, plan: Plan) -> None:
+        try:
+            self._in_flight.append((plan, self._runner.launch(plan)))
+        except Exception as error:
+            self._fail(plan, error)
+
+    def _collect(self, now: float) -> StepOutput | None:
+        plan, ticket = self._in_flight.popleft()
+        try:
+            result = self._runner.collect(ticket)
+        except Exception as error:
+            self._fail(plan, error)
+            return None
+        self._num_failures = 0
+        self._step_ended_at = now if self._clock is None else self._clock()
+        return self._scheduler.apply(plan, result, self._step_ended_at)
+
+    def _fail(self, plan: Plan, error: Exception) -> None:
+        """The requests of the plan end; the engine goes on, unless it fails again and again."""
+        self._num_failures += 1
+        self._scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        if self._num_failures >= MAX_FAILURES:
+            raise error

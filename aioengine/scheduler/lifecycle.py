@@ -1,0 +1,137 @@
+"""Lifecycle: the living requests, and every change of state that one of them can go through.
+
+submit ──> WAITING ── admit ──> RUNNING ── end ──> ENDED
+              ^  │                 │
+              │  └── end ──> ENDED │
+              └──── preempt ───────┘
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from aioengine import plugins
+from aioengine.memory.prefix_cache import PrefixCache
+from aioengine.protocol.messages import FinishCode
+from aioengine.scheduler.deadlines import Deadlines
+from aioengine.scheduler.outbox import Outbox
+from aioengine.scheduler.preemption import add_running, remove_running, take_victim
+from aioengine.scheduler.request import Request, State
+from aioengine.scheduler.stopping import Finish, refusal_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from aioengine.config import SchedulerSettings
+    from aioengine.memory.prefix_cache import Match
+    from aioengine.protocol.messages import Submit
+    from aioengine.scheduler.queue_order import Policy
+
+_order = attrgetter("order")
+
+
+class Lifecycle:
+    """Keeps the queue and the running requests, and their pages.
+
+    waiting: sorted by ``order``, running: sorted by ``rank``; both are for reading. closed: uids that the runner knows
+    and need not know any more, for the next plan.
+    """
+
+    def __init__(self, settings: SchedulerSettings, *, num_pages: int, page_size: int) -> None:
+        self.cache = PrefixCache(num_pages=num_pages, page_size=page_size, enabled=settings.prefix_cache)
+        self.outbox = Outbox()
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.closed: list[int] = []
+        self._context_length = settings.context_length
+        self._policy: Policy = plugins.load("scheduler/policies", settings.policy)()
+        self._deadlines = Deadlines()
+        self._requests: dict[int, Request] = {}
+        self._num_submitted = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._requests
+
+    def candidates(self) -> Iterable[Request]:
+        """The waiting requests in the order in which they are to be asked."""
+        return self._policy.candidates(self.waiting, self._num_cached) if self.waiting else ()
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request; one that can never run is ended at once. Raises ValueError for a uid that is alive."""
+        if submit.uid in self._requests:
+            raise ValueError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
+        pool_tokens = self.cache.num_pages * self.cache.page_size
+        refusal = refusal_of(submit, context_length=self._context_length, pool_tokens=pool_tokens)
+        if refusal is not None:
+            self.outbox.end(submit.uid, refusal)
+            return
+        wanted = len(submit.prompt_token_ids) + submit.limits.max_new_tokens
+        self._num_submitted += 1
+        request = Request(submit, number=self._num_submitted, max_tokens=min(wanted, self._context_length, pool_tokens))
+        request.order = (*self._policy.key(request), self._num_submitted)
+        self._requests[request.uid] = request
+        insort(self.waiting, request, key=_order)
+        self._deadlines.add(request.uid, submit.limits)
+
+    def abort(self, uids: Iterable[int], code: FinishCode, message: str) -> None:
+        """End requests from outside. Unknown uids have just ended; of a stop string the frontend knows already."""
+        finish = Finish(code, stage="detokenize" if code is FinishCode.FAILED else "", message=message)
+        for uid in uids:
+            request = self._requests.get(uid)
+            if request is not None:
+                self.end(request, finish, silently=code is FinishCode.STOP)
+
+    def expire(self, now: float) -> None:
+        """End the requests whose deadline has passed."""
+        for request, kind in self._deadlines.take_expired(now, self._requests):
+            self.end(request, Finish(FinishCode.DEADLINE, kind))
+        self._deadlines.sweep(self._requests)
+
+    def next_deadline(self) -> float | None:
+        """When the next deadline passes, or None."""
+        return self._deadlines.next_time(self._requests)
+
+    def admit(self, request: Request, match: Match, now: float) -> None:
+        """Let a waiting request run on the pages of ``match`` and as many new ones as its tokens need."""
+        hold = self.cache.lock(request.token_ids, match)
+        num_cached = len(match.path) * self.cache.page_size
+        del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
+        request.start(hold, num_cached)
+        add_running(self.running, request)
+        if request.marks.admitted_at is None:
+            request.marks.admitted_at = now
+            request.marks.num_cached = num_cached
+
+    def preempt(self) -> Request:
+        """Take the pages of the last running request and put it back into the queue; returns it."""
+        request = take_victim(self.running)
+        self._give_back(request, State.WAITING)
+        insort(self.waiting, request, key=_order)
+        self.outbox.preempt(request)
+        return request
+
+    def end(self, request: Request, finish: Finish, *, silently: bool = False) -> None:
+        """A request is over, whatever its state. Its pages are free at once; its rows in flight are late."""
+        del self._requests[request.uid]
+        if request.state is State.RUNNING:
+            remove_running(self.running, request)
+            self._give_back(request, State.ENDED)
+        else:
+            del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
+            request.stop(State.ENDED)
+        self.outbox.end(request.uid, finish, silently=silently)
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless every page is free, cached or owned by one running request."""
+        self.cache.check_integrity(request.hold for request in self.running)
+
+    def _give_back(self, request: Request, state: State) -> None:
+        self.cache.unlock(request.hold)
+        request.stop(state)
+        self.closed.append(request.uid)
+
+    def _num_cached(self, request: Request) -> int:
+        return len(self.cache.match(request.token_ids).path) * self.cache.page_size

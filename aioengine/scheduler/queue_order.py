@@ -1,0 +1,37 @@
+"""Policy: the protocol of ``policies/``, and what its files share.
+
+The queue is kept sorted by ``key``, which must not depend on time: ageing is written as a head start instead. A
+request of priority p that arrived at t sorts like one of priority 0 that arrived ``p`` head starts earlier; so whoever
+waits long enough is overtaken by nobody any more, and nothing starves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from aioengine.scheduler.request import Request
+
+NumCached = Callable[["Request"], int]
+
+
+class Policy(Protocol):
+    """Who is asked in first. It orders; whether a request fits is decided elsewhere."""
+
+    def key(self, request: Request) -> tuple[float, ...]:
+        """Where a request stands in the queue; smaller is sooner. Equal keys stand in the order of submission."""
+        ...
+
+    def candidates(self, waiting: Sequence[Request], num_cached: NumCached) -> Iterable[Request]:
+        """The waiting requests, sorted by ``key``, in the order in which this step asks them.
+
+        ``num_cached`` tells how many tokens of a request the prefix cache has now; it costs a look into the cache.
+        The first request that does not fit ends the asking, so nobody is passed over for ever.
+        """
+        ...
+
+
+def head_start_key(request: Request, seconds: float) -> float:
+    """Arrival, made earlier by ``seconds`` for each level of priority."""
+    return request.submit.arrived_at - seconds * request.submit.priority

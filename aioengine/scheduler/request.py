@@ -1,0 +1,110 @@
+"""Request: one call to generate, as the scheduler sees it.
+
+It has ``num_tokens`` positions that are known or on their way and ``num_computed`` positions that have KV or will have
+it by the steps launched so far. Scheduling is letting the second number catch up with the first; a prompt, a chunk of
+it, what is left after a prefix hit and a decode are the same thing.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from aioengine.memory.prefix_cache import Hold
+
+if TYPE_CHECKING:
+    from aioengine.memory.radix import Node
+    from aioengine.protocol.messages import Submit
+
+NOTHING_HELD = Hold()  # what a request that is not running holds; never changed
+
+
+class State(Enum):
+    """WAITING: has no pages. RUNNING: has pages for all its known positions. ENDED: nobody computes it any more."""
+
+    WAITING = 0
+    RUNNING = 1
+    ENDED = 2
+
+
+class Marks:
+    """What happened to a request, for its ``Opened`` message and for its deadlines."""
+
+    __slots__ = ("admitted_at", "is_opened", "num_cached", "num_preemptions")
+
+    def __init__(self) -> None:
+        self.admitted_at: float | None = None
+        self.num_cached = 0
+        self.num_preemptions = 0
+        self.is_opened = False
+
+
+class Request:
+    """One request. Who changes what: ``Scheduler`` and nobody else.
+
+    order: its place in the queue (smaller is sooner), unique; set by the policy. rank: its place among the running
+    requests, the last of whom is preempted first. max_tokens: prompt and output together. token_ids: prompt and
+    output, as far as known here. holds_last: whether the runner holds the newest token, so that a row need not carry
+    it. hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption, so a row of a plan
+    is late when its request has another hold than at the launch. waits_for: a page that another request computes.
+    """
+
+    __slots__ = (
+        "hold",
+        "holds_last",
+        "marks",
+        "max_tokens",
+        "num_computed",
+        "num_prompt",
+        "num_tokens",
+        "order",
+        "rank",
+        "state",
+        "stop_ids",
+        "submit",
+        "token_ids",
+        "uid",
+        "waits_for",
+    )
+
+    def __init__(self, submit: Submit, *, number: int, max_tokens: int) -> None:
+        self.submit = submit
+        self.uid = submit.uid
+        self.token_ids = list(submit.prompt_token_ids)
+        self.num_prompt = len(self.token_ids)
+        self.num_tokens = self.num_prompt
+        self.num_computed = 0
+        self.max_tokens = max_tokens
+        self.stop_ids = frozenset(submit.limits.stop_token_ids)
+        self.state = State.WAITING
+        self.order: tuple[float, ...] = (number,)
+        self.rank = (-submit.priority, number)
+        self.hold = NOTHING_HELD
+        self.holds_last = False
+        self.waits_for: Node | None = None
+        self.marks = Marks()
+
+    @property
+    def num_missing(self) -> int:
+        """Positions to compute before the next token can be sampled (or is, by a step in flight: 0)."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    def start(self, hold: Hold, num_cached: int) -> None:
+        """Run with these pages, of which the first ``num_cached`` positions are computed."""
+        self.hold = hold
+        self.num_computed = num_cached
+        self.state = State.RUNNING
+        self.waits_for = None
+
+    def stop(self, state: State) -> None:
+        """Run no longer: forget the pages (the caller frees them) and all tokens that are still in flight."""
+        self.hold = NOTHING_HELD
+        self.holds_last = False
+        self.num_computed = 0
+        self.num_tokens = len(self.token_ids)
+        self.waits_for = None
+        self.state = state

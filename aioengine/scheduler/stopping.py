@@ -1,0 +1,55 @@
+"""When a request ends by a token: stop tokens and lengths. (Stop strings are found in the detokenizer.)"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from aioengine.protocol.messages import FinishCode
+
+if TYPE_CHECKING:
+    from aioengine.protocol.messages import Submit
+    from aioengine.scheduler.request import Request
+
+
+class Finish(NamedTuple):
+    """Why a request ends, as in ``Ended``."""
+
+    code: FinishCode
+    matched: int | str | None = None
+    stage: str = ""
+    message: str = ""
+
+
+def finish_of(request: Request) -> Finish | None:
+    """Whether the newest token ends the request. A stop token beats the length on the same token.
+
+    A stop token acts when at least ``min_new_tokens`` output tokens stand before it.
+    """
+    token_id = request.token_ids[-1]
+    if token_id in request.stop_ids and request.num_output > request.submit.limits.min_new_tokens:
+        return Finish(FinishCode.STOP, token_id)
+    if len(request.token_ids) >= request.max_tokens:
+        return Finish(FinishCode.LENGTH)
+    return None
+
+
+def refusal_of(submit: Submit, *, context_length: int, pool_tokens: int) -> Finish | None:
+    """Whether a request ends before it begins: it cannot fit, asks for nothing, or has nothing to go on."""
+    num_prompt = len(submit.prompt_token_ids)
+    if num_prompt == 0:
+        return Finish(FinishCode.FAILED, stage="schedule", message="the prompt has no tokens; give at least one")
+    if submit.limits.max_new_tokens <= 0:
+        return Finish(FinishCode.LENGTH)
+    if num_prompt >= context_length:
+        return Finish(
+            FinishCode.TOO_LARGE,
+            message=f"the prompt has {num_prompt} tokens, the context holds {context_length} with the output; "
+            "shorten it",
+        )
+    if num_prompt >= pool_tokens:
+        return Finish(
+            FinishCode.TOO_LARGE,
+            message=f"the prompt has {num_prompt} tokens, the KV pool holds {pool_tokens} with the output; "
+            "shorten it or raise max_total_tokens",
+        )
+    return None
