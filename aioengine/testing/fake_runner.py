@@ -1,0 +1,249 @@
+"""FakeRunner: a runner without a model. The next token is a hash of all tokens before it, read from simulated pages.
+
+Each row writes its token ids into the slots that its pages and positions name, and what is sampled depends on every
+slot of the request. So a mistake in positions, pages, chunks, prefix hits, preemption or overlap changes the output,
+and ``reference_output`` says, without pages and steps, what the output must be.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from array import array
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from aioengine.scheduler.plan import StepResult
+from aioengine.testing.faults import Faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from aioengine.config import Settings
+    from aioengine.protocol.messages import Limits, Progress, Sampling
+    from aioengine.scheduler.plan import OpenedRow, Plan, Row
+
+MASK = (1 << 64) - 1
+UNWRITTEN = -1
+DEFAULT_NUM_PAGES = 4096
+PRINTABLE = "abcdefghijklmnopqrstuvwxyz etaoin. "  # an alphabet whose texts look a little like text
+
+
+class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What stands in for the weights.
+
+    vocab_size: tokens are 0 ... vocab_size - 1. alphabet: if given, only the code points of these characters are
+    sampled, which are tokens of a byte-level tokenizer. eos_token_id is sampled with ``eos_probability`` at each
+    position, and never else. step_time_s, token_time_s: how long the device takes for a step, and for each token of it.
+    """
+
+    vocab_size: int = 256
+    alphabet: str = ""
+    eos_token_id: int = -1
+    eos_probability: float = 0.0
+    step_time_s: float = 0.0
+    token_time_s: float = 0.0
+
+    def candidates(self) -> list[int]:
+        """The ids that can be sampled, but for ``eos_token_id``."""
+        found = [ord(letter) for letter in self.alphabet] or list(range(self.vocab_size))
+        if min(found) < 0 or max(found) >= self.vocab_size:
+            raise ValueError(f"the alphabet {self.alphabet!r} has ids beyond the vocabulary of {self.vocab_size}")
+        return [token_id for token_id in found if token_id != self.eos_token_id]
+
+
+class NextToken:
+    """The model's function: from all tokens (as a checksum of them) to the next one."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self._candidates = model.candidates()
+        self._eos_token_id = model.eos_token_id
+        self._eos_below = int(model.eos_probability * (1 << 32))
+
+    def __call__(self, checksum: int, num_tokens: int, num_prompt: int, sampling: Sampling) -> int:
+        """The token at position ``num_tokens``. The seed matters unless ``sampling`` is greedy."""
+        number = _mix(checksum + (num_tokens << 32))
+        if sampling.temperature > 0:
+            number = _mix(number ^ (sampling.seed * 0x9E3779B97F4A7C15 & MASK))
+        suppressed = sampling.suppressed_token_ids if num_tokens - num_prompt < sampling.min_new_tokens else ()
+        if number >> 32 < self._eos_below and self._eos_token_id not in suppressed:
+            return self._eos_token_id
+        candidates = self._candidates
+        index = number % len(candidates)
+        while candidates[index] in suppressed:
+            index = (index + 1) % len(candidates)
+        return candidates[index]
+
+
+def _mix(number: int) -> int:
+    """Spread 64 bits over 64 bits (the finalizer of SplitMix64)."""
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & MASK
+    return number ^ (number >> 31)
+
+
+def reference_output(prompt_token_ids: list[int], sampling: Sampling, limits: Limits, model: FakeModel) -> list[int]:
+    """The output tokens of a request that runs to its end, from the definition."""
+    next_token = NextToken(model)
+    token_ids = list(prompt_token_ids)
+    while len(token_ids) < len(prompt_token_ids) + limits.max_new_tokens:
+        checksum = zlib.crc32(array("q", token_ids))
+        token_ids.append(next_token(checksum, len(token_ids), len(prompt_token_ids), sampling))
+        num_before = len(token_ids) - len(prompt_token_ids) - 1
+        if token_ids[-1] in limits.stop_token_ids and num_before >= limits.min_new_tokens:
+            break
+    return token_ids[len(prompt_token_ids) :]
+
+
+class _FakeRow:
+    """What the runner keeps of a request between steps."""
+
+    __slots__ = ("last_token", "num_prompt", "pages", "sampling")
+
+    def __init__(self, opened: OpenedRow) -> None:
+        self.sampling = opened.sampling
+        self.num_prompt = opened.num_prompt
+        self.pages = list(opened.pages)
+        self.last_token: int | None = None
+
+
+class FakeTicket:
+    """A step in flight: its number, its result, and when the simulated device is done with it."""
+
+    __slots__ = ("done_at", "result", "step")
+
+    def __init__(self, step: int, result: StepResult, done_at: float) -> None:
+        self.step = step
+        self.result = result
+        self.done_at = done_at
+
+
+class FakeRunner:
+    """Implements ``Runner``. Steps are computed in launch order, and paced as one device that works them off."""
+
+    def __init__(self, model: FakeModel, *, num_pages: int, page_size: int, faults: Faults | None = None) -> None:
+        self._model = model
+        self._faults = faults
+        self._page_size = page_size
+        self._num_pages = num_pages
+        self._next_token = NextToken(model)
+        self._slots = array("q", [UNWRITTEN]) * (num_pages * page_size)
+        self._bytes = memoryview(self._slots).cast("B")
+        self._rows: dict[int, _FakeRow] = {}
+        self._step = 0
+        self._busy_until = 0.0
+
+    @property
+    def facts(self) -> Mapping[str, str | int | float | bool]:
+        """As for a real runner; nothing of it costs memory on a device."""
+        return {
+            "num_pages": self._num_pages,
+            "page_size": self._page_size,
+            "max_total_tokens": self._num_pages * self._page_size,
+            "dtype": "none",
+            "device": "cpu",
+            "attention_backend": "fake",
+            "weights_bytes": 0,
+            "kv_pool_bytes": len(self._bytes),
+            "load_s": 0.0,
+        }
+
+    def launch(self, plan: Plan) -> FakeTicket:
+        """Compute the step at once and note when the device would be done. Raises RuntimeError for a wrong plan."""
+        self._step += 1
+        if self._faults is not None:
+            self._faults.on_launch(self._step)
+        for uid in plan.closed:
+            self._rows.pop(uid, None)
+        for opened in plan.opened:
+            self._rows[opened.uid] = _FakeRow(opened)
+        token_ids = [token_id for row in plan.rows if (token_id := self._compute(row)) is not None]
+        return FakeTicket(self._step, self._result(plan, token_ids), self._done_at(plan))
+
+    def collect(self, ticket: FakeTicket) -> StepResult:
+        """Wait until the simulated device is done."""
+        if ticket.done_at:
+            time.sleep(max(0.0, ticket.done_at - time.monotonic()))
+        if self._faults is not None:
+            self._faults.on_collect(ticket.step)
+        return ticket.result
+
+    def close(self) -> None:
+        self._rows.clear()
+
+    def _compute(self, row: Row) -> int | None:
+        """Write the row's tokens to its slots; the sampled token, if it samples."""
+        held = self._rows.get(row.uid)
+        if held is None:
+            raise RuntimeError(f"row of request {row.uid}, which was never opened")
+        held.pages += row.new_pages
+        self._write(row, held)
+        if not row.samples:
+            return None
+        end = row.start + row.count
+        held.last_token = self._next_token(self._checksum(held.pages, end), end, held.num_prompt, held.sampling)
+        return held.last_token
+
+    def _write(self, row: Row, held: _FakeRow) -> None:
+        token_ids = row.token_ids
+        if len(token_ids) < row.count:
+            if held.last_token is None or len(token_ids) != row.count - 1:
+                raise RuntimeError(f"request {row.uid}: {len(token_ids)} of {row.count} tokens, and none is held")
+            token_ids = [*token_ids, held.last_token]
+        size = self._page_size
+        if row.start + row.count > len(held.pages) * size:
+            raise RuntimeError(f"request {row.uid}: {len(held.pages)} pages for {row.start + row.count} positions")
+        for position, token_id in enumerate(token_ids, row.start):
+            if self._faults is not None:
+                self._faults.on_token(token_id)
+            self._slots[held.pages[position // size] * size + position % size] = token_id
+
+    def _checksum(self, pages: list[int], num_tokens: int) -> int:
+        """CRC-32 over the slots of positions 0 ... num_tokens - 1."""
+        page_bytes = self._page_size * self._slots.itemsize
+        left = num_tokens * self._slots.itemsize
+        checksum = 0
+        for page in pages:
+            if left <= 0:
+                break
+            first = page * page_bytes
+            checksum = zlib.crc32(self._bytes[first : first + min(page_bytes, left)], checksum)
+            left -= page_bytes
+        return checksum
+
+    def _result(self, plan: Plan, token_ids: list[int]) -> StepResult:
+        if self._faults is None or self._faults.fail_row_at != self._step or not token_ids:
+            return StepResult(token_ids)
+        uid = next(row.uid for row in plan.rows if row.samples)
+        return StepResult([-1, *token_ids[1:]], {uid: f"as asked for by fail_row_at={self._step}"})
+
+    def _done_at(self, plan: Plan) -> float:
+        """Absolute time; 0.0 where the device takes no time."""
+        cost = self._model.step_time_s
+        if self._model.token_time_s:
+            cost += self._model.token_time_s * plan.num_tokens
+        if not cost:
+            return 0.0
+        self._busy_until = max(self._busy_until, time.monotonic()) + cost
+        return self._busy_until
+
+
+def build(settings: Settings, report: Callable[[Progress], None]) -> FakeRunner:
+    """The factory for ``RunnerSettings.factory``. ``options`` holds fields of ``FakeModel`` and of ``Faults``.
+
+    The vocabulary is the model's of ``settings`` unless ``options`` say otherwise.
+    """
+    options: dict[str, str | int | float | bool] = {"vocab_size": settings.model.vocab_size, **settings.runner.options}
+    for_faults = {name: options.pop(name) for name in Faults.__struct_fields__ if name in options}
+    faults = msgspec.convert(for_faults, Faults) if for_faults else None
+    model = msgspec.convert(options, FakeModel)
+    if faults is not None:
+        faults.on_start()
+    return FakeRunner(
+        model,
+        num_pages=settings.memory.num_pages or DEFAULT_NUM_PAGES,
+        page_size=settings.memory.page_size,
+        faults=faults,
+    )

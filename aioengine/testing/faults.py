@@ -1,0 +1,64 @@
+"""Faults: what shall go wrong, and at which step. Steps are counted from 1 as they are launched; 0 is never."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from msgspec import Struct
+
+
+class InjectedFault(RuntimeError):
+    """A failure that was asked for."""
+
+
+class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hooks of ``FakeRunner``, by step.
+
+    raise_at, collect_raise_at: ``launch`` or ``collect`` raises, ``raise_times`` steps in a row.
+    fail_row_at: the first sampled row of the step fails alone.
+    stall_at, stall_s: the step takes so much longer. exit_at, exit_code: the process exits without a word.
+    kill_at: the process dies by SIGKILL. poison_token_id: so it does when a step computes this token (-1: never).
+    start_error: building the runner fails with this message. start_s: building it takes so long.
+    """
+
+    raise_at: int = 0
+    collect_raise_at: int = 0
+    raise_times: int = 1
+    fail_row_at: int = 0
+    stall_at: int = 0
+    stall_s: float = 0.0
+    exit_at: int = 0
+    exit_code: int = 1
+    kill_at: int = 0
+    poison_token_id: int = -1
+    start_error: str = ""
+    start_s: float = 0.0
+
+    def on_start(self) -> None:
+        """Called before anything is built."""
+        time.sleep(self.start_s)
+        if self.start_error:
+            raise InjectedFault(self.start_error)
+
+    def on_launch(self, step: int) -> None:
+        """Called before step number ``step`` does anything."""
+        if step == self.exit_at:
+            os._exit(self.exit_code)
+        if step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if 0 < self.raise_at <= step < self.raise_at + self.raise_times:
+            raise InjectedFault(f"launch of step {step}, as asked for by raise_at={self.raise_at}")
+
+    def on_token(self, token_id: int) -> None:
+        """Called for each token of a prompt that is computed."""
+        if token_id == self.poison_token_id:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_collect(self, step: int) -> None:
+        """Called when step number ``step`` is collected."""
+        if step == self.stall_at:
+            time.sleep(self.stall_s)
+        if 0 < self.collect_raise_at <= step < self.collect_raise_at + self.raise_times:
+            raise InjectedFault(f"collection of step {step}, as asked for by collect_raise_at={self.collect_raise_at}")
