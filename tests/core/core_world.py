@@ -1,0 +1,205 @@
+"""A small world around SchedulerCore: it submits, steps, keeps what came out, and checks what must always hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from aioengine.config import SchedulerSettings
+from aioengine.protocol.messages import Ended, FinishCode, Limits, Opened, Sampling, StepOutput, Submit, TextRules
+from aioengine.scheduler.core import SchedulerCore
+from aioengine.scheduler.scheduler import Scheduler
+from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket, reference_output
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterable
+
+    from aioengine.scheduler.plan import Plan, StepResult
+    from aioengine.testing.faults import Faults
+
+MODEL = FakeModel(vocab_size=50, eos_token_id=3, eos_probability=0.02)
+NO_EOS = FakeModel(vocab_size=50)
+
+
+def submit_of(
+    uid: int,
+    prompt: list[int],
+    *,
+    limits: Limits | None = None,
+    priority: int = 0,
+    arrived_at: float = 0.0,
+    temperature: float = 0.0,
+) -> Submit:
+    """A request with the defaults of these tests: eight output tokens, greedy."""
+    sampling = Sampling(seed=uid, temperature=temperature)
+    return Submit(uid, prompt, sampling, limits or Limits(max_new_tokens=8), TextRules(), priority, arrived_at)
+
+
+class WatchedRunner:
+    """A FakeRunner that keeps the plans, and checks that no running decode is left out of a plan."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+        self.plans: list[Plan] = []
+        self.max_new: dict[int, int] = {}
+        self._must_advance: list[int] = []
+        self._num_sampled: dict[int, int] = {}
+
+    @property
+    def facts(self) -> dict[str, str | int | float | bool]:
+        return dict(self._runner.facts)
+
+    def launch(self, plan: Plan) -> FakeTicket:
+        self._check(plan)
+        self.plans.append(plan)
+        return self._runner.launch(plan)
+
+    def collect(self, ticket: FakeTicket) -> StepResult:
+        return self._runner.collect(ticket)
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def _check(self, plan: Plan) -> None:
+        counts = self._num_sampled
+        for uid in plan.closed:
+            counts.pop(uid, None)
+        for opened in plan.opened:
+            counts[opened.uid] = len(opened.token_ids) - opened.num_prompt
+        uids = [row.uid for row in plan.rows]
+        assert len(uids) == len(set(uids))
+        for uid in self._must_advance:
+            assert uid in uids or uid in plan.closed or counts[uid] >= self.max_new[uid], f"{uid} stands still"
+        for row in plan.rows:
+            counts[row.uid] += row.samples
+        self._must_advance = [row.uid for row in plan.rows if row.samples]
+
+
+@dataclass
+class World:
+    """One core, its requests, and what they gave."""
+
+    settings: SchedulerSettings
+    num_pages: int
+    page_size: int
+    model: FakeModel = MODEL
+    faults: Faults | None = None
+    now: float = 0.0
+    submitted: dict[int, Submit] = field(default_factory=dict[int, Submit])
+    outputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    opened: dict[int, Opened] = field(default_factory=dict[int, Opened])
+    ended: dict[int, Ended] = field(default_factory=dict[int, Ended])
+    stopped: set[int] = field(default_factory=set[int])
+    preempted: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        runner = FakeRunner(self.model, num_pages=self.num_pages, page_size=self.page_size, faults=self.faults)
+        self.runner = WatchedRunner(runner)
+        self.scheduler = Scheduler(self.settings, num_pages=self.num_pages, page_size=self.page_size)
+        self.core: SchedulerCore[FakeTicket] = SchedulerCore(self.scheduler, self.runner, self.settings.depth)
+
+    def submit(self, *submits: Submit) -> None:
+        for submit in submits:
+            self.submitted[submit.uid] = submit
+            self.outputs[submit.uid] = []
+            self.runner.max_new[submit.uid] = submit.limits.max_new_tokens
+            self.core.submit(submit)
+
+    def abort(self, uids: Iterable[int], code: FinishCode = FinishCode.ABORT) -> None:
+        """With STOP only for requests that have text, as the detokenizer does it."""
+        if code is FinishCode.STOP:
+            uids = [uid for uid in uids if uid in self.opened and uid not in self.ended]
+            self.stopped.update(uids)
+        self.core.abort(uids, code)
+
+    def step(self) -> StepOutput | None:
+        output = self.core.step(self.now)
+        self.now += 1.0
+        self.core.check_integrity()
+        if output is not None:
+            self._take(output)
+        return output
+
+    def run(self, max_steps: int = 20_000) -> None:
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still at work after {max_steps} steps: {self.core.stats(self.now)}")
+
+    def _take(self, output: StepOutput) -> None:
+        for opened in output.opened:
+            assert opened.uid not in self.opened
+            self.opened[opened.uid] = opened
+        for uid, token_id in zip(output.uids, output.token_ids, strict=True):
+            assert uid in self.opened
+            assert uid not in self.ended
+            assert uid not in self.stopped
+            self.outputs[uid].append(token_id)
+        for uid in output.preempted:
+            assert uid in self.opened
+            self.preempted.append(uid)
+        for ended in output.ended:
+            assert ended.uid not in self.ended
+            self.ended[ended.uid] = ended
+
+    def reference(self, uid: int) -> list[int]:
+        submit = self.submitted[uid]
+        return reference_output(submit.prompt_token_ids, submit.sampling, submit.limits, self.model)
+
+    def check_all_over(self) -> None:
+        """Nothing is left, nothing leaked, every request ended once, every token is the reference's."""
+        stats = self.core.stats(self.now)
+        assert not self.core.has_work
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert stats.num_free_pages == stats.num_pages == self.num_pages
+        assert self.ended.keys() | self.stopped == self.submitted.keys()
+        assert not self.ended.keys() & self.stopped
+        assert stats.num_finished + stats.num_aborted == len(self.submitted)
+        for uid, output in self.outputs.items():
+            expected = self.reference(uid)
+            if uid in self.ended and self.ended[uid].code in (FinishCode.STOP, FinishCode.LENGTH):
+                assert output == expected
+            else:
+                assert output == expected[: len(output)]
+        assert self.core.flush_cache()
+
+
+def settings_of(**changes: int | str | bool) -> SchedulerSettings:
+    values = {
+        "max_running": 16,
+        "chunk_tokens": 64,
+        "context_length": 4096,
+        "policy": "fcfs",
+        "prefix_cache": True,
+        "depth": 0,
+        **changes,
+    }
+    return SchedulerSettings(**values)  # type: ignore[arg-type]
+
+
+def random_requests(rng: random.Random, *, count: int, max_prompt: int, max_output: int) -> list[Submit]:
+    """Requests of which many share prefixes of each other, with all kinds of limits."""
+    trunk = [rng.randrange(50) for _ in range(max_prompt)]
+    submits: list[Submit] = []
+    for uid in range(count):
+        num_prompt = rng.randint(1, max_prompt)
+        num_shared = rng.choice([0, num_prompt, rng.randint(0, num_prompt)])
+        prompt = trunk[:num_shared] + [rng.randrange(50) for _ in range(num_prompt - num_shared)]
+        limits = Limits(
+            max_new_tokens=rng.choice([0, 1, max_output, rng.randint(1, max_output)]),
+            min_new_tokens=rng.choice([0, 0, 3]),
+            stop_token_ids=rng.choice([(), (3,), (3, 7)]),
+        )
+        submits.append(
+            submit_of(
+                uid,
+                prompt,
+                limits=limits,
+                priority=rng.choice([0, 0, 0, 1, -1]),
+                arrived_at=float(uid),
+                temperature=rng.choice([0.0, 1.0]),
+            )
+        )
+    return submits
