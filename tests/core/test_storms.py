@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
-from core_world import World, random_requests, settings_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioengine.protocol.messages import FinishCode, Submit
+from tests.core.core_world import World, random_requests, settings_of
 
 COMMON = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
