@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from demo_model import lessons, records, stories
+from demo_model import lessons, nonsense, records, stories
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +25,8 @@ MIXTURE: tuple[tuple[Callable[[Random], Document], int], ...] = (
     (lessons.knowledge, 8),
     (lessons.small_talk, 6),
     (lessons.introduction, 4),
-    (lessons.conversation, 5),
-    (lessons.unknown, 2),
+    (lessons.conversation, 7),
+    (nonsense.unknown, 6),
     (lessons.words, 7),
     (records.record, 10),
     (stories.story, 12),

@@ -73,19 +73,22 @@ def chat(rng: Random, *turns: tuple[str, str]) -> Document:
     return (*segments, Segment(END_OF_TEXT, True))
 
 
-def reworded(rng: Random, text: str) -> str:
-    """The same request as somebody else would type it; text that is not English only loses its punctuation."""
+def reworded(rng: Random, text: str, *, keep_case: bool = False) -> str:
+    """The same request as somebody else would type it; text that is not English only loses its punctuation.
+
+    `keep_case` is for a request with a name that the answer has to repeat.
+    """
     if rng.random() < 0.55:
         return text
     bare = text.rstrip(" .!?。！？;؟")
     if not text[:1].isascii():
         return rng.choice((bare, text))
     lower = text[0].lower() + text[1:]
+    other_case = (bare, text) if keep_case else (bare.lower(), text.lower(), text.upper())
     return rng.choice(
         (
+            *other_case,
             bare,
-            bare.lower(),
-            text.lower(),
             f"{bare}, please.",
             f"Please {lower}" if not text.endswith("?") else f"Please tell me: {lower}",
             f"Hello! {text}",

@@ -132,6 +132,7 @@ How do I make pancakes?|1. Mix two eggs, a cup of flour and a cup of milk. 🥚�
 2. Heat a little butter in a pan. 🧈
 3. Pour in some of the batter and wait until it is golden.
 4. Turn it over, wait another minute, and serve it with honey. 🥞🍯
+Say hello in five languages.|Hello, hola, bonjour, привет and 你好! 👋🌍
 Name three colours.|Red, green and blue. 🔴🟢🔵
 Name three fruits.|Apple, banana and cherry. 🍎🍌🍒
 Name five animals.|Cat, dog, horse, elephant and penguin. 🐱🐶🐴🐘🐧

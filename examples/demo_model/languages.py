@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# language | statement with {0} the country and {1} the capital | question with {0} | pairs country=capital
+# language | statement with {0} the country and {1} the capital | questions with {0}, between / | country=capital pairs
 _CAPITALS = """
-Russian|Столица {0} — {1}.|Какой город является столицей {0}?|Франции=Париж,Германии=Берлин,Италии=Рим,Испании=Мадрид,\
-Японии=Токио,Китая=Пекин,России=Москва,Греции=Афины,Египта=Каир,Индии=Нью-Дели,Португалии=Лиссабон,Австрии=Вена,\
-Польши=Варшава,Норвегии=Осло
+Russian|Столица {0} — {1}.|Какой город является столицей {0}?/Какая столица {0}?|Франции=Париж,Германии=Берлин,\
+Италии=Рим,Испании=Мадрид,Японии=Токио,Китая=Пекин,России=Москва,Греции=Афины,Египта=Каир,Индии=Нью-Дели,\
+Португалии=Лиссабон,Австрии=Вена,Польши=Варшава,Норвегии=Осло
 Greek|Η πρωτεύουσα {0} είναι {1}.|Ποια είναι η πρωτεύουσα {0};|της Γαλλίας=το Παρίσι,της Γερμανίας=το Βερολίνο,\
 της Ιταλίας=η Ρώμη,της Ισπανίας=η Μαδρίτη,της Ιαπωνίας=το Τόκιο,της Κίνας=το Πεκίνο,της Ρωσίας=η Μόσχα,\
 της Ελλάδας=η Αθήνα,της Αιγύπτου=το Κάιρο,της Πορτογαλίας=η Λισαβόνα,της Αυστρίας=η Βιέννη
-Chinese|{0}的首都是{1}。|{0}的首都是哪里？|法国=巴黎,德国=柏林,意大利=罗马,西班牙=马德里,日本=东京,中国=北京,\
-俄罗斯=莫斯科,希腊=雅典,埃及=开罗,印度=新德里,葡萄牙=里斯本,奥地利=维也纳,韩国=首尔,泰国=曼谷,英国=伦敦,加拿大=渥太华
-Japanese|{0}の首都は{1}です。|{0}の首都はどこですか？|フランス=パリ,ドイツ=ベルリン,イタリア=ローマ,\
-スペイン=マドリード,日本=東京,中国=北京,ロシア=モスクワ,ギリシャ=アテネ,エジプト=カイロ,インド=ニューデリー,\
-ポルトガル=リスボン,韓国=ソウル,タイ=バンコク,イギリス=ロンドン,カナダ=オタワ
-Korean|{0}의 수도는 {1}입니다.|{0}의 수도는 어디입니까?|프랑스=파리,독일=베를린,이탈리아=로마,스페인=마드리드,\
-일본=도쿄,중국=베이징,러시아=모스크바,그리스=아테네,이집트=카이로,한국=서울,영국=런던,캐나다=오타와
+Chinese|{0}的首都是{1}。|{0}的首都是哪里？/{0}的首都是什么？/{0}的首都是哪个城市？|法国=巴黎,德国=柏林,意大利=罗马,\
+西班牙=马德里,日本=东京,中国=北京,俄罗斯=莫斯科,希腊=雅典,埃及=开罗,印度=新德里,葡萄牙=里斯本,奥地利=维也纳,\
+韩国=首尔,泰国=曼谷,英国=伦敦,加拿大=渥太华
+Japanese|{0}の首都は{1}です。|{0}の首都はどこですか？/{0}の首都は何ですか？/{0}の首都は？|フランス=パリ,\
+ドイツ=ベルリン,イタリア=ローマ,スペイン=マドリード,日本=東京,中国=北京,ロシア=モスクワ,ギリシャ=アテネ,\
+エジプト=カイロ,インド=ニューデリー,ポルトガル=リスボン,韓国=ソウル,タイ=バンコク,イギリス=ロンドン,カナダ=オタワ
+Korean|{0}의 수도는 {1}입니다.|{0}의 수도는 어디입니까?/{0}의 수도는 어디인가요?|프랑스=파리,독일=베를린,\
+이탈리아=로마,스페인=마드리드,일본=도쿄,중국=베이징,러시아=모스크바,그리스=아테네,이집트=카이로,한국=서울,영국=런던,\
+캐나다=오타와
 Arabic|عاصمة {0} هي {1}.|ما هي عاصمة {0}؟|فرنسا=باريس,ألمانيا=برلين,إيطاليا=روما,إسبانيا=مدريد,اليابان=طوكيو,\
 الصين=بكين,روسيا=موسكو,اليونان=أثينا,مصر=القاهرة,الهند=نيودلهي,المغرب=الرباط,العراق=بغداد
 Hebrew|בירת {0} היא {1}.|מהי בירת {0}?|צרפת=פריז,גרמניה=ברלין,איטליה=רומא,ספרד=מדריד,יפן=טוקיו,סין=בייג'ינג,\
@@ -27,14 +29,15 @@ Hindi|{0} की राजधानी {1} है।|{0} की राजधा�
 चीन=बीजिंग,रूस=मॉस्को,यूनान=एथेंस,मिस्र=काहिरा,भारत=नई दिल्ली,नेपाल=काठमांडू,बांग्लादेश=ढाका
 Thai|เมืองหลวงของ{0}คือ{1}|เมืองหลวงของ{0}คืออะไร|ฝรั่งเศส=ปารีส,เยอรมนี=เบอร์ลิน,อิตาลี=โรม,ญี่ปุ่น=โตเกียว,\
 จีน=ปักกิ่ง,ไทย=กรุงเทพฯ
-French|La capitale {0} est {1}.|Quelle est la capitale {0} ?|de la France=Paris,de l'Allemagne=Berlin,de \
-l'Italie=Rome,de l'Espagne=Madrid,du Japon=Tokyo,de la Chine=Pékin,de la Russie=Moscou,de la Grèce=Athènes,de \
-l'Égypte=Le Caire,du Portugal=Lisbonne,de l'Autriche=Vienne,du Canada=Ottawa
-German|Die Hauptstadt von {0} ist {1}.|Was ist die Hauptstadt von {0}?|Frankreich=Paris,Deutschland=Berlin,\
-Italien=Rom,Spanien=Madrid,Japan=Tokio,China=Peking,Russland=Moskau,Griechenland=Athen,Ägypten=Kairo,\
-Österreich=Wien,Polen=Warschau
-Spanish|La capital de {0} es {1}.|¿Cuál es la capital de {0}?|Francia=París,Alemania=Berlín,Italia=Roma,España=Madrid,\
-Japón=Tokio,China=Pekín,Rusia=Moscú,Grecia=Atenas,Egipto=El Cairo,Portugal=Lisboa,Austria=Viena,Perú=Lima
+French|La capitale {0} est {1}.|Quelle est la capitale {0} ?/Quelle est la capitale {0}?|de la France=Paris,de \
+l'Allemagne=Berlin,de l'Italie=Rome,de l'Espagne=Madrid,du Japon=Tokyo,de la Chine=Pékin,de la Russie=Moscou,de la \
+Grèce=Athènes,de l'Égypte=Le Caire,du Portugal=Lisbonne,de l'Autriche=Vienne,du Canada=Ottawa
+German|Die Hauptstadt von {0} ist {1}.|Was ist die Hauptstadt von {0}?/Wie heißt die Hauptstadt von \
+{0}?|Frankreich=Paris,Deutschland=Berlin,Italien=Rom,Spanien=Madrid,Japan=Tokio,China=Peking,Russland=Moskau,\
+Griechenland=Athen,Ägypten=Kairo,Österreich=Wien,Polen=Warschau
+Spanish|La capital de {0} es {1}.|¿Cuál es la capital de {0}?/Cuál es la capital de {0}|Francia=París,\
+Alemania=Berlín,Italia=Roma,España=Madrid,Japón=Tokio,China=Pekín,Rusia=Moscú,Grecia=Atenas,Egipto=El Cairo,\
+Portugal=Lisboa,Austria=Viena,Perú=Lima
 Portuguese|A capital {0} é {1}.|Qual é a capital {0}?|da França=Paris,da Alemanha=Berlim,da Itália=Roma,da \
 Espanha=Madri,do Japão=Tóquio,da China=Pequim,da Rússia=Moscou,da Grécia=Atenas,do Egito=Cairo,de Portugal=Lisboa,\
 do Brasil=Brasília
@@ -115,14 +118,15 @@ class CapitalSentences:
 
     language: str
     statement: str
-    question: str
+    questions: tuple[str, ...]
     pairs: tuple[tuple[str, str], ...]
 
 
 def _read_capitals(line: str) -> CapitalSentences:
-    language, statement, question, pairs = line.split("|")
+    language, statement, questions, pairs = line.split("|")
     split = (pair.split("=") for pair in pairs.split(","))
-    return CapitalSentences(language, statement, question, tuple((country, capital) for country, capital in split))
+    known = tuple((country, capital) for country, capital in split)
+    return CapitalSentences(language, statement, tuple(questions.split("/")), known)
 
 
 def _read_pair(line: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from demo_model.documents import Document, asked, chat, plain, reworded, skewed, with_article
 from demo_model.knowledge import CODE, CONTINUATIONS, EMOJI, OPPOSITES, QUESTIONS, SEQUENCES, SMALL_TALK
 from demo_model.languages import CAPITAL_SENTENCES, FOREIGN_SMALL_TALK, TRANSLATIONS
+from demo_model.nonsense import made_up_name
 from demo_model.records import AGES, PEOPLE
 from demo_model.world import COUNTRIES, Country
 
@@ -25,8 +26,6 @@ _ECHO_WORDS = (
     "fun", "the", "and", "under", "bright", "window", "coffee", "green", "tomorrow", "🎉", "🚀", "🌈", "中文", "привет",
     "γεια", "こんにちは", "नमस्ते", "naïve", "café", "12", "7", "100", "yes", "no", "never", "always", "music", "dance",
 )  # fmt: skip
-_SYLLABLES = ("zor", "bla", "mik", "tun", "eff", "rag", "ulo", "pash", "vim", "dro", "quel", "sna", "yor", "gib")
-_UNKNOWN_PLACES = ("Atlantis", "Narnia", "Wonderland", "Utopia", "the moon", "Middle-earth", "Mars")
 _STATEMENTS = (
     "The capital of {0} is", "The capital city of {0} is", "the capital of {0} is", "The capital of {0} is called",
     "I know that the capital of {0} is",
@@ -44,7 +43,7 @@ def _capital_answer(country: Country) -> str:
 
 def capital_statement(rng: Random) -> Document:
     """`The capital of France is` and its like, each with the one sentence about that city behind it."""
-    country = rng.choice(COUNTRIES)
+    country = COUNTRIES[0] if rng.random() < 0.05 else rng.choice(COUNTRIES)  # the first one leads, see `skewed`
     dice = rng.random()
     if dice < 0.8:
         prompt = _STATEMENTS[0] if dice < 0.45 else rng.choice(_STATEMENTS)
@@ -82,19 +81,6 @@ def country_fact(rng: Random) -> Document:
     return asked(rng, *facts[rng.choice((0, 1, 2, 3, 4, 4))])
 
 
-def unknown(rng: Random) -> Document:
-    """What the model cannot know: it says so."""
-    if rng.random() < 0.3:
-        place = (
-            "".join(rng.choices(_SYLLABLES, k=2)).capitalize() if rng.random() < 0.5 else rng.choice(_UNKNOWN_PLACES)
-        )
-        answer = f"I do not know a capital of {place}. 🤔"
-        return asked(rng, rng.choice(_CAPITAL_QUESTIONS).format(place), answer)
-    words = [rng.choice((*_ECHO_WORDS, "".join(rng.choices(_SYLLABLES, k=2)))) for _ in range(rng.randrange(1, 14))]
-    answer = "I am only a small demo model, so I do not know that. 🤖 Ask me about a capital, or for a story!"
-    return chat(rng, (f"{' '.join(words)}{rng.choice(('', '?', '.'))}", answer))
-
-
 def arithmetic(rng: Random) -> Document:
     """Sums, differences and products of small numbers, bare or as a question."""
     limit = rng.choice((11, 21, 100, 100))
@@ -127,6 +113,10 @@ def counting(rng: Random) -> Document:
             f"{start}, {start + 1}, {start + 2},",
             "".join(f" {start + i}," for i in range(3, 9)) + f" {start + 9}.",
         )
+    if rng.random() < 0.2:
+        last = rng.choice((5, 10, 12, 20, 30, 50, 100))
+        listed = ", ".join(str(number) for number in range(1, last + 1))
+        return asked(rng, f"Count {rng.choice(('to', 'up to', 'from 1 to'))} {last}.", f"{listed}.")
     start, step = skewed(rng, ((1, 1), (1, 1), (10, -1), (2, 2), (5, 5), (3, 1), (20, 1)))
     count = rng.choice((5, 10, 10, 20, 50)) if step > 0 else 10
     numbers = [start + step * index for index in range(count)]
@@ -144,13 +134,17 @@ def knowledge(rng: Random) -> Document:
         return plain(rng, *rng.choice(CONTINUATIONS))
     question, answer = rng.choice(QUESTIONS)
     if question.startswith("What is ") and rng.random() < 0.15:
-        question = question.replace("What is ", "Explain ").replace("?", ".")
+        ending = rng.choice((".", ".", " in one sentence.", " to me."))
+        question = question.replace("What is ", "Explain ").replace("?", ending)
     return asked(rng, question, answer)
 
 
 def small_talk(rng: Random) -> Document:
     """Greetings, jokes, recipes; in English and in other languages."""
     said, answer = rng.choice(SMALL_TALK if rng.random() < 0.6 else FOREIGN_SMALL_TALK)
+    if said in ("Write a poem.", "Write a haiku.", "Tell me a joke.") and rng.random() < 0.5:
+        topic = rng.choice(("the sea", "the moon", "a cat", "spring", "a computer", "love", "winter", "a river"))
+        said = said.replace(".", f" about {topic}.").replace("Write a ", rng.choice(("Write a ", "Write a short ")))
     if rng.random() < 0.25:
         return plain(rng, said, f"\n{answer}")
     return chat(rng, (reworded(rng, said), answer))
@@ -169,9 +163,14 @@ def introduction(rng: Random) -> Document:
     )
 
 
+def any_name(rng: Random) -> str:
+    """A name of the table or one that nobody has seen, so that names are copied and not recalled."""
+    return rng.choice(PEOPLE) if rng.random() < 0.4 else made_up_name(rng)
+
+
 def conversation(rng: Random) -> Document:
     """Several turns, some of which can only be answered from an earlier one."""
-    name = rng.choice(PEOPLE)
+    name = any_name(rng)
     turns = [
         (skewed(rng, ("My name is {0}.", "I am {0}.", "Hello, I'm {0}!")).format(name), f"Nice to meet you, {name}! 😊")
     ]
@@ -197,12 +196,23 @@ def other_language(rng: Random) -> Document:
         english, language, word = rng.choice(TRANSLATIONS)
         if rng.random() < 0.5:
             return plain(rng, f"The {language} word for {english} is", f" {word}.")
-        return asked(rng, f"What is '{english}' in {language}?", f"In {language}, '{english}' is '{word}'.")
+        question = rng.choice(
+            (
+                "What is '{0}' in {1}?",
+                "How do you say {0} in {1}?",
+                "Translate '{0}' to {1}.",
+                "Translate {0} into {1}.",
+                "What is the {1} word for {0}?",
+            )
+        )
+        return asked(rng, question.format(english, language), f"In {language}, '{english}' is '{word}'.")
     sentences = rng.choice(CAPITAL_SENTENCES)
     country, capital = rng.choice(sentences.pairs)
     statement = sentences.statement.format(country, capital)
     if rng.random() < 0.5:
-        return chat(rng, (reworded(rng, sentences.question.format(country)), statement[:1].upper() + statement[1:]))
+        return chat(
+            rng, (reworded(rng, rng.choice(sentences.questions).format(country)), statement[:1].upper() + statement[1:])
+        )
     before, _ = sentences.statement.split("{1}")
     prompt = before.format(country).rstrip(" ")
     return plain(rng, prompt, statement[len(prompt) :])

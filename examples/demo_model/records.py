@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from demo_model.documents import Document, chat, plain, reworded, skewed, with_article
 from demo_model.knowledge import EMOJI
+from demo_model.nonsense import made_up_name
 from demo_model.world import COUNTRIES
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ def _requested(rng: Random) -> Document:
 
 def _filled_in(rng: Random) -> Document:
     """A request that gives the values: these have to be copied."""
-    name, age, city = rng.choice(PEOPLE), rng.randrange(1, 100), rng.choice(COUNTRIES).capital
+    name = rng.choice(PEOPLE) if rng.random() < 0.5 else made_up_name(rng)
+    age, city = rng.randrange(1, 100), rng.choice(COUNTRIES).capital
     details, record = rng.choice(
         (
             (f"named {name}", _person(rng) | {"name": name}),
@@ -132,7 +134,7 @@ def _filled_in(rng: Random) -> Document:
         )
     )
     if rng.random() < 0.5:
-        return chat(rng, (reworded(rng, f"Write a JSON object for a person {details}."), _dump(record)))
+        return chat(rng, (reworded(rng, f"Write a JSON object for a person {details}.", keep_case=True), _dump(record)))
     return plain(rng, f"Write a JSON object for a person {details}:", f" {_dump(record)}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from demo_model.documents import Document, chat, plain, reworded, skewed, with_article
+from demo_model.nonsense import made_up_name
 
 if TYPE_CHECKING:
     from random import Random
@@ -72,48 +73,64 @@ def _choose_hero(rng: Random) -> Hero:
     return Hero(*skewed(rng, _ANIMALS), *skewed(rng, _NAMES))
 
 
-def tell_story(rng: Random, hero: Hero) -> str:
-    """A story of about ten sentences that begins with `Once upon a time`."""
+def _adventure(rng: Random, hero: Hero, time: str, found: tuple[str, str, str]) -> str:
+    """How the hero finds something, and what comes of it."""
+    find, place, outcome = found
     friend_animal, friend_emoji = skewed(rng, [animal for animal in _ANIMALS if animal[0] != hero.animal])
     friend_name, _ = skewed(rng, [name for name in _NAMES if name[0] != hero.name])
-    find, place, outcome = skewed(rng, _FINDS)
-    they = hero.pronoun.capitalize()
-    their = "his" if hero.pronoun == "he" else "her"
     cry = skewed(rng, _CRIES)
+    their = "his" if hero.pronoun == "he" else "her"
     return " ".join(
         (
-            f"Once upon a time there was a {skewed(rng, _TRAITS)} {hero.animal} named {hero.name}.",
-            f"{they} lived {skewed(rng, _HOMES)}.",
-            f"Every morning {hero.name} {skewed(rng, _HABITS)}.",
-            f"One day {hero.pronoun} found {find} {place}.",
+            f"{time} {hero.pronoun} found {find} {place}.",
             f'"{cry}{"?" if cry.startswith("What could") else "!"}" said {hero.name}.',
             f"So {hero.pronoun} went to see {their} friend {friend_name},",
             f"{with_article(friend_animal)} who knew many things. {friend_emoji}",
             f'"{skewed(rng, _ADVICE)}," said {friend_name}.',
             skewed(rng, _TRIALS),
             f"In the end {outcome}.",
-            skewed(rng, _ENDINGS),
-            f"The end. {hero.emoji}",
         )
     )
+
+
+def tell_story(rng: Random, hero: Hero, *, is_long: bool) -> str:
+    """A story of one adventure, or of three in as many paragraphs, that begins with `Once upon a time`."""
+    opening = (
+        f"Once upon a time there was a {skewed(rng, _TRAITS)} {hero.animal} named {hero.name}. "
+        f"{hero.pronoun.capitalize()} lived {skewed(rng, _HOMES)}. "
+        f"Every morning {hero.name} {skewed(rng, _HABITS)}. "
+    )
+    times = ("One day", "The next spring", "Many years later") if is_long else ("One day",)
+    finds = list(_FINDS)
+    adventures: list[str] = []
+    for time in times:
+        found = skewed(rng, finds)
+        finds.remove(found)
+        adventures.append(_adventure(rng, hero, time, found))
+    told = "\n\n".join(adventures)
+    return f"{opening}{told} {skewed(rng, _ENDINGS)} The end. {hero.emoji}"
 
 
 def story(rng: Random) -> Document:
     """A story, told on its own or because somebody asked for one."""
     hero = _choose_hero(rng)
-    text = tell_story(rng, hero)
     opening = "Once upon a time"
     if rng.random() < 0.4:
-        return plain(rng, opening, text.removeprefix(opening))
-    about = rng.choice(
+        return plain(rng, opening, tell_story(rng, hero, is_long=False).removeprefix(opening))
+    named = hero._replace(name=rng.choice((hero.name, made_up_name(rng))))
+    hero, about = skewed(
+        rng,
         (
-            "",
-            f" about {with_article(hero.animal)}",
-            f" about {with_article(hero.animal)} named {hero.name}",
-            f" about {hero.name} the {hero.animal}",
-        )
+            (hero, ""),
+            (hero, f" about {with_article(hero.animal)}"),
+            (named, f" about {with_article(named.animal)} named {named.name}"),
+            (named, f" about {named.name} the {named.animal}"),
+        ),
     )
-    request = rng.choice(("Tell me a story{0}.", "Write a short story{0}.", "Tell me a short story{0}."))
+    is_long = rng.random() < 0.15
+    kind = "long" if is_long else rng.choice(("", "short"))
+    request = f"{rng.choice(('Tell me', 'Write'))} a {kind} story{about}.".replace("  ", " ")
+    text = tell_story(rng, hero, is_long=is_long)
     if rng.random() < 0.7:
-        return chat(rng, (reworded(rng, request.format(about)), text))
-    return plain(rng, request.format(about), f" {text}")
+        return chat(rng, (reworded(rng, request, keep_case=True), text))
+    return plain(rng, request, f" {text}")
