@@ -297,9 +297,14 @@ def _strings(name: str, value: str | Sequence[str] | None, max_bytes: int) -> tu
 
 def _check_pattern(pattern: str) -> None:
     try:
-        regex.compile(pattern)
+        compiled = regex.compile(pattern)
     except (regex.error, OverflowError, RecursionError) as error:
         raise ValueError(f"stop_regex {checks.shown(pattern)} is not a valid pattern: {error}") from None
+    if compiled.search("") is not None:
+        raise ValueError(
+            f"stop_regex {checks.shown(pattern)} matches the empty text, so that nothing would ever be generated; "
+            "write a pattern that needs at least one character"
+        )
 
 
 def _token_ids(value: Sequence[int] | None) -> tuple[int, ...]:

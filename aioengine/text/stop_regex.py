@@ -60,7 +60,7 @@ def compile_stop_regex(pattern: str) -> Pattern:
     """
     try:
         compiled = _compile(pattern)
-    except (regex.error, RecursionError) as error:
+    except (regex.error, OverflowError, RecursionError) as error:
         raise ValueError(f"stop_regex {pattern!r} is not a regular expression: {error}") from None
     if compiled.search("") is not None:
         raise ValueError(
