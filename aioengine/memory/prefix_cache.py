@@ -60,17 +60,14 @@ class Hold:
 class PrefixCache:
     """Match, lock, insert, unlock: the life of a request's pages. ``enabled`` False: pages without sharing."""
 
-    __slots__ = ("_allocator", "_tree", "enabled", "page_size")
+    __slots__ = ("_allocator", "_tree", "enabled", "num_pages", "page_size")
 
     def __init__(self, *, num_pages: int, page_size: int, enabled: bool = True) -> None:
+        self.num_pages = num_pages
         self.page_size = page_size
         self.enabled = enabled
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(page_size)
-
-    @property
-    def num_pages(self) -> int:
-        return self._allocator.num_pages
 
     @property
     def num_free(self) -> int:
@@ -146,7 +143,7 @@ class PrefixCache:
         hold.border = (index + 1) * size
 
     def unlock(self, hold: Hold) -> None:
-        """A request gives its pages up: computed ones stay cached, all others are free at once."""
+        """Give pages up: computed ones stay cached, all others are free at once. A second time changes nothing."""
         unfinished = hold.path[hold.num_ready :]
         for node in reversed(unfinished):
             self._tree.remove(node)
@@ -168,7 +165,7 @@ class PrefixCache:
         return len(evicted)
 
     def pin(self, token_ids: list[int]) -> Hold:
-        """Keep what is cached of ``token_ids`` until ``unpin``; its pages are not free in the meantime."""
+        """Keep what is cached of ``token_ids`` until ``unlock``; these pages are not free in the meantime."""
         path = self._tree.walk(token_ids, len(token_ids) // self.page_size) if self.enabled else []
         if path and path[-1].is_pending:
             path.pop()
@@ -178,10 +175,6 @@ class PrefixCache:
         hold.pages = [node.page for node in path]
         hold.num_ready = len(path)
         return hold
-
-    def unpin(self, hold: Hold) -> None:
-        """Undo one ``pin``; a second time changes nothing."""
-        self.unlock(hold)
 
     def check_integrity(self, holds: Iterable[Hold]) -> None:
         """Raises RuntimeError unless free, cached and owned pages add up, ``holds`` being all there are."""

@@ -1,8 +1,8 @@
 """Scheduler: ``schedule`` says what the next step computes, ``apply`` takes in what a step gave.
 
-Every step has one row for each running request that has something to compute: decode rows first, in the order of rank,
-then parts of prompts within the token budget. Steps may be launched before earlier ones are applied; a row whose
-request was preempted or ended in between is *late*, and its token is thrown away.
+Every plan has one row for each request that computes something in that step (``planner`` chooses them). Plans may be
+launched before earlier ones are applied. A row whose request was preempted or ended in between is *late*: its token is
+thrown away, and what it wrote lies in pages that are not its own any more, which whoever got them writes again.
 """
 
 from __future__ import annotations
@@ -11,56 +11,26 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import FinishCode, Stats, StepOutput
-from aioengine.scheduler.admission import Admission, Refusal
-from aioengine.scheduler.budget import TokenBudget
 from aioengine.scheduler.lifecycle import Lifecycle
-from aioengine.scheduler.plan import OpenedRow, Plan, Row, StepResult
+from aioengine.scheduler.planner import Flight, Planner
 from aioengine.scheduler.stopping import Finish, finish_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from aioengine.config import SchedulerSettings
-    from aioengine.memory.prefix_cache import Hold
     from aioengine.protocol.messages import Submit
-    from aioengine.scheduler.request import Request
-
-
-class Flight:
-    """A plan on its way: beside each row its request, and the pages that this held when the plan was made."""
-
-    __slots__ = ("holds", "plan", "requests")
-
-    def __init__(self) -> None:
-        self.plan = Plan([])
-        self.requests: list[Request] = []
-        self.holds: list[Hold] = []
-
-    def add(self, row: Row, request: Request) -> None:
-        """``request`` computes ``row``; its counts move on as if that were done."""
-        self.plan.rows.append(row)
-        self.requests.append(request)
-        self.holds.append(request.hold)
-        request.num_computed += row.count
-        if row.samples:
-            request.num_tokens += 1
-            request.holds_last = True
+    from aioengine.scheduler.plan import Plan, StepResult
 
 
 class Scheduler:
     """Decides, and keeps all state of the requests. It calls nobody and waits for nothing."""
 
     def __init__(self, settings: SchedulerSettings, *, num_pages: int, page_size: int) -> None:
-        if settings.max_running < 1 or settings.chunk_tokens < 1:
-            raise ValueError(
-                f"max_running ({settings.max_running}) and chunk_tokens ({settings.chunk_tokens}) must be at least 1"
-            )
-        self._max_running = settings.max_running
-        self._chunk_tokens = settings.chunk_tokens
         self._life = Lifecycle(settings, num_pages=num_pages, page_size=page_size)
         self._outbox = self._life.outbox
         self.cache = self._life.cache
-        self._admission = Admission(self.cache, settings.chunk_tokens)
+        self._planner = Planner(settings, self._life)
         self._flights: deque[Flight] = deque()  # launched, not yet applied
 
     # ------------------------------------------------------------ requests come and go
@@ -100,87 +70,13 @@ class Scheduler:
         """
         self._life.expire(now)
         flight = Flight()
-        num_preemptions = self._outbox.totals.num_preemptions
-        prompts = self._place_decodes(flight)
-        pages_are_short = self._outbox.totals.num_preemptions > num_preemptions
-        self._place_prompts(flight, prompts, None if pages_are_short else now)
+        self._planner.fill(flight, now)
         if not flight.requests:
             return None
         flight.plan.closed = self._life.closed
         self._life.closed = []
         self._flights.append(flight)
         return flight.plan
-
-    def _place_decodes(self, flight: Flight) -> list[Request]:
-        """One row for each request whose newest token the runner holds; returns the other running ones.
-
-        Pages are taken from the last of the running; so nobody who has a row already loses them.
-        """
-        prompts: list[Request] = []
-        rows, requests, holds = flight.plan.rows, flight.requests, flight.holds
-        for request in self._life.running:
-            if not request.holds_last:
-                prompts.append(request)
-                continue
-            start = request.num_computed
-            if start + 1 >= request.max_tokens:
-                continue  # its last token is on its way
-            hold = request.hold
-            if start < hold.room:
-                row = Row(request.uid, start, 1, True)
-            else:
-                page = self._grow(request)
-                if page is None:
-                    continue
-                row = Row(request.uid, start, 1, True, [], [page])
-            rows.append(row)
-            requests.append(request)
-            holds.append(hold)
-            request.num_computed = start + 1
-            request.num_tokens += 1
-        return prompts
-
-    def _grow(self, request: Request) -> int | None:
-        """A page for the next position, preempting others where none is left; None: ``request`` was the last itself."""
-        while (page := self.cache.grow(request.hold)) is None:
-            if self._life.preempt() is request:
-                return None
-        return page
-
-    def _place_prompts(self, flight: Flight, prompts: list[Request], admit_at: float | None) -> None:
-        """Share the rest of the step among the prompts: the first of the running, then the shorter, then new ones."""
-        budget = TokenBudget(self._chunk_tokens, len(flight.requests))
-        prompts[1:] = sorted(prompts[1:], key=lambda request: request.num_missing)
-        shares = [(request, budget.take_share(request.num_missing)) for request in prompts]
-        if admit_at is not None and self._life.waiting:
-            num_partial = sum(share < request.num_missing for request, share in shares)
-            for request in self._admit(budget, num_partial, admit_at):
-                flight.plan.opened.append(_opened_row(request))
-                shares.append((request, budget.take_share(request.num_missing)))
-        for request, share in shares:
-            count = share + budget.take_rest(request.num_missing - share)
-            if count:
-                flight.add(_prompt_row(request, count), request)
-
-    def _admit(self, budget: TokenBudget, num_partial: int, now: float) -> Iterable[Request]:
-        """Let waiting requests run, one by one; the caller takes the share of each from ``budget`` in between."""
-        running = self._life.running
-        if not budget.left or len(running) >= self._max_running:
-            return
-        for request in list(self._life.candidates()):
-            answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial)
-            if answer is Refusal.LATER:
-                continue
-            if isinstance(answer, Refusal):
-                if not running:
-                    self._life.end(request, Finish(FinishCode.FAILED, stage="schedule", message=_PINNED))
-                return
-            num_missing = request.num_tokens - len(answer.path) * self.cache.page_size
-            num_partial += num_missing > budget.left
-            self._life.admit(request, answer, now)
-            yield request
-            if not budget.left or len(running) >= self._max_running:
-                return
 
     # ------------------------------------------------------------ what a step gave
 
@@ -268,22 +164,3 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free, cached and owned pages add up. Cheap when nothing runs."""
         self._life.check_integrity()
-
-
-_PINNED = "the prompt does not fit beside the pinned pages of the KV pool; close a session or shorten the prompt"
-
-
-def _opened_row(request: Request) -> OpenedRow:
-    return OpenedRow(
-        request.uid,
-        request.submit.sampling,
-        request.num_prompt,
-        request.token_ids.copy(),
-        request.hold.pages.copy(),
-    )
-
-
-def _prompt_row(request: Request, count: int) -> Row:
-    start = request.num_computed
-    samples = start + count == request.num_tokens
-    return Row(request.uid, start, count, samples, request.token_ids[start : start + count])

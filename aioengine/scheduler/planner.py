@@ -1,0 +1,157 @@
+"""Planner: fills one step. It decides who computes what, and moves the counts of the requests on.
+
+Decode rows come first, in the order of rank, one for each running request whose newest token the runner holds; so they
+advance in every step, however long the prompts are. Then the token budget is shared out among the prompts that run,
+and among those of the queue that can be let in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.protocol.messages import FinishCode
+from aioengine.scheduler.admission import Admission, Refusal
+from aioengine.scheduler.budget import TokenBudget
+from aioengine.scheduler.plan import OpenedRow, Plan, Row
+from aioengine.scheduler.stopping import Finish
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aioengine.config import SchedulerSettings
+    from aioengine.memory.prefix_cache import Hold
+    from aioengine.scheduler.lifecycle import Lifecycle
+    from aioengine.scheduler.request import Request
+
+PINNED = "the prompt does not fit beside the pinned pages of the KV pool; close a session or shorten the prompt"
+
+
+class Flight:
+    """A plan on its way: beside each row its request, and the pages that this held when the plan was made."""
+
+    __slots__ = ("holds", "plan", "requests")
+
+    def __init__(self) -> None:
+        self.plan = Plan([])
+        self.requests: list[Request] = []
+        self.holds: list[Hold] = []
+
+    def add(self, row: Row, request: Request) -> None:
+        """``request`` computes ``row``; its counts move on as if that were done."""
+        self.plan.rows.append(row)
+        self.requests.append(request)
+        self.holds.append(request.hold)
+        request.num_computed += row.count
+        if row.samples:
+            request.num_tokens += 1
+            request.holds_last = True
+
+
+class Planner:
+    """Fills flights with rows; the only one who admits and preempts."""
+
+    __slots__ = ("_admission", "_chunk_tokens", "_life", "_max_running")
+
+    def __init__(self, settings: SchedulerSettings, life: Lifecycle) -> None:
+        if settings.max_running < 1 or settings.chunk_tokens < 1:
+            raise ValueError(
+                f"max_running ({settings.max_running}) and chunk_tokens ({settings.chunk_tokens}) must be at least 1"
+            )
+        self._max_running = settings.max_running
+        self._chunk_tokens = settings.chunk_tokens
+        self._life = life
+        self._admission = Admission(life.cache, settings.chunk_tokens)
+
+    def fill(self, flight: Flight, now: float) -> None:
+        """Everything that the next step computes. Where pages ran out nobody new is let in."""
+        num_preemptions = self._life.outbox.totals.num_preemptions
+        prompts = self._place_decodes(flight)
+        pages_are_short = self._life.outbox.totals.num_preemptions > num_preemptions
+        self._place_prompts(flight, prompts, None if pages_are_short else now)
+
+    def _place_decodes(self, flight: Flight) -> list[Request]:
+        """One row for each request whose newest token the runner holds; returns the other running ones.
+
+        Pages are taken from the last of the running; so nobody who has a row already loses them.
+        """
+        prompts: list[Request] = []
+        rows, requests, holds = flight.plan.rows, flight.requests, flight.holds
+        for request in self._life.running:
+            if not request.holds_last:
+                prompts.append(request)
+                continue
+            start = request.num_computed
+            if start + 1 >= request.max_tokens:
+                continue  # its last token is on its way
+            hold = request.hold
+            if start < hold.room:
+                row = Row(request.uid, start, 1, True)
+            else:
+                page = self._grow(request)
+                if page is None:
+                    continue
+                row = Row(request.uid, start, 1, True, [], [page])
+            rows.append(row)
+            requests.append(request)
+            holds.append(hold)
+            request.num_computed = start + 1
+            request.num_tokens += 1
+        return prompts
+
+    def _grow(self, request: Request) -> int | None:
+        """A page for the next position, preempting others where none is left; None: ``request`` was the last itself."""
+        while (page := self._life.cache.grow(request.hold)) is None:
+            if self._life.preempt() is request:
+                return None
+        return page
+
+    def _place_prompts(self, flight: Flight, prompts: list[Request], admit_at: float | None) -> None:
+        """Share the rest of the step among the prompts: the first of the running, then the shorter, then new ones."""
+        budget = TokenBudget(self._chunk_tokens, len(flight.requests))
+        prompts[1:] = sorted(prompts[1:], key=lambda request: request.num_missing)
+        shares = [(request, budget.take_share(request.num_missing)) for request in prompts]
+        if admit_at is not None and self._life.waiting:
+            num_partial = sum(share < request.num_missing for request, share in shares)
+            for request in self._admit(budget, num_partial, admit_at):
+                flight.plan.opened.append(_opened_row(request))
+                shares.append((request, budget.take_share(request.num_missing)))
+        for request, share in shares:
+            count = share + budget.take_rest(request.num_missing - share)
+            if count:
+                flight.add(_prompt_row(request, count), request)
+
+    def _admit(self, budget: TokenBudget, num_partial: int, now: float) -> Iterator[Request]:
+        """Let waiting requests run, one by one; the caller takes the share of each from ``budget`` in between."""
+        running = self._life.running
+        if not budget.left or len(running) >= self._max_running:
+            return
+        for request in list(self._life.candidates()):
+            answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial)
+            if answer is Refusal.LATER:
+                continue
+            if isinstance(answer, Refusal):
+                if not running:
+                    self._life.end(request, Finish(FinishCode.FAILED, stage="schedule", message=PINNED))
+                return
+            num_missing = request.num_tokens - len(answer.path) * self._life.cache.page_size
+            num_partial += num_missing > budget.left
+            self._life.admit(request, answer, now)
+            yield request
+            if not budget.left or len(running) >= self._max_running:
+                return
+
+
+def _opened_row(request: Request) -> OpenedRow:
+    return OpenedRow(
+        request.uid,
+        request.submit.sampling,
+        request.num_prompt,
+        request.token_ids.copy(),
+        request.hold.pages.copy(),
+    )
+
+
+def _prompt_row(request: Request, count: int) -> Row:
+    start = request.num_computed
+    samples = start + count == request.num_tokens
+    return Row(request.uid, start, count, samples, request.token_ids[start : start + count])
