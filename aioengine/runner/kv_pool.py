@@ -1,0 +1,46 @@
+"""The tensor behind the page ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.attention._base import kv_pool_shape
+
+if TYPE_CHECKING:
+    from aioengine.attention._base import AttentionShape
+
+
+class KVPool:
+    """Keys and values of all layers, by page: ``tensor`` in the layout of ``attention.kv_pool_shape``.
+
+    It starts as zeros, which the operating system gives page by page as they are written: a pool on the CPU costs
+    memory only as far as it is used.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        size = kv_pool_shape(shape, num_pages=num_pages, page_size=page_size)
+        self.tensor = torch.zeros(size, dtype=dtype, device=device)
+        self.num_pages = num_pages
+        self.page_size = page_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.nbytes
+
+    def release(self) -> None:
+        """Give the memory back; nothing may be computed after this."""
+        self.tensor.untyped_storage().resize_(0)
+
+    def clean(self, pages: list[int]) -> None:
+        """Make what is not a finite number in these pages zero.
+
+        Attention multiplies the unwritten slots of a page by zero, so what a failed request left there would spread to
+        the next one. Finite numbers stay as they are: pages of a shared prefix lose nothing.
+        """
+        indices = torch.tensor(pages, dtype=torch.int64, device=self.tensor.device)
+        for layer in self.tensor:  # one layer at a time bounds the copy
+            layer[:, indices] = layer[:, indices].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,56 @@
+"""What changes logits before sampling, one processor a file; ``PLUGIN`` of a module is its class.
+
+Processors work in place on fp32 logits and only touch the rows that use them, so that every other row stays as the
+model made it, bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.protocol.messages import Sampling
+
+ORDER = ("min_new_tokens", "penalties", "bias")
+"""The processors, in the order in which they are applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRow:
+    """A row of logits and the request that it belongs to.
+
+    index: its row in the logits. num_tokens: tokens before the one that is sampled now, prompt and output.
+    history: [at least num_tokens] int64, the tokens; None for a request that ``Sampling.has_penalties`` is false for.
+    """
+
+    index: int
+    sampling: Sampling
+    num_prompt: int
+    num_tokens: int
+    history: Tensor | None
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+
+class LogitsProcessor(Protocol):
+    """One instance for a sampler; it may keep scratch memory, but nothing about a request."""
+
+    def wants(self, sampling: Sampling) -> bool:
+        """Whether a request with these parameters ever needs it."""
+        ...
+
+    def apply(self, logits: Tensor, rows: list[LogitsRow]) -> None:
+        """Change ``rows`` of the logits [S, W] fp32 in place."""
+        ...
+
+
+def load() -> tuple[LogitsProcessor, ...]:
+    """The processors of ``ORDER``."""
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in ORDER]
+    return tuple(cast("LogitsProcessor", module.PLUGIN()) for module in modules)

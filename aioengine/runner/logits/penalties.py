@@ -1,0 +1,75 @@
+"""Frequency and presence penalties over the output, then the repetition penalty over prompt and output.
+
+The tokens of all rows are handled as one flat list of (row, id) pairs, of the length of the histories and not of the
+vocabulary. A pair that occurs several times is given the same new value each time, which does no harm.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.protocol.messages import Sampling
+    from aioengine.runner.logits import LogitsRow
+
+
+class Penalties:
+    """Keeps a table of counts of the shape of the logits, which is zero between calls."""
+
+    def __init__(self) -> None:
+        self._counts = torch.empty(0, 0)
+
+    def wants(self, sampling: Sampling) -> bool:
+        return sampling.has_penalties
+
+    def apply(self, logits: Tensor, rows: list[LogitsRow]) -> None:
+        counted = [
+            row
+            for row in rows
+            if row.num_output > 0 and (row.sampling.frequency_penalty or row.sampling.presence_penalty)
+        ]
+        if counted:
+            self._penalize_counts(logits, counted)
+        repeated = [row for row in rows if row.sampling.repetition_penalty != 1.0]
+        if repeated:
+            _penalize_repetition(logits, repeated)
+
+    def _penalize_counts(self, logits: Tensor, rows: list[LogitsRow]) -> None:
+        if self._counts.shape[0] < logits.shape[0] or self._counts.shape[1] != logits.shape[1]:
+            self._counts = torch.zeros_like(logits)
+        pairs, lengths = _pairs(rows, [row.num_prompt for row in rows])
+        self._counts.index_put_(pairs, torch.ones((), device=logits.device), accumulate=True)
+        counts = self._counts[pairs]
+        self._counts.index_put_(pairs, torch.zeros((), device=logits.device))
+        frequency = _spread([row.sampling.frequency_penalty for row in rows], lengths)
+        presence = _spread([row.sampling.presence_penalty for row in rows], lengths)
+        logits.index_put_(pairs, logits[pairs] - (frequency * counts + presence))
+
+
+def _penalize_repetition(logits: Tensor, rows: list[LogitsRow]) -> None:
+    pairs, lengths = _pairs(rows, [0] * len(rows))
+    penalty = _spread([row.sampling.repetition_penalty for row in rows], lengths)
+    values = logits[pairs]
+    logits.index_put_(pairs, torch.where(values < 0, values * penalty, values / penalty))
+
+
+def _pairs(rows: list[LogitsRow], starts: list[int]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Row indices and ids of the tokens from ``starts`` on, flat, and the number of them in each row."""
+    parts = [
+        row.history[start : row.num_tokens] for row, start in zip(rows, starts, strict=True) if row.history is not None
+    ]
+    ids = torch.cat(parts)
+    lengths = torch.tensor([len(part) for part in parts], device=ids.device)
+    indices = torch.tensor([row.index for row in rows], device=ids.device)
+    return (indices.repeat_interleave(lengths, output_size=len(ids)), ids), lengths
+
+
+def _spread(values: list[float], lengths: Tensor) -> Tensor:
+    return torch.tensor(values, device=lengths.device).repeat_interleave(lengths)
+
+
+PLUGIN = Penalties

@@ -1,0 +1,313 @@
+"""The device side of a step: a plan in, token ids out. ``build`` makes the runner that ``settings`` describe."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from aioengine import attention, models
+from aioengine.models._base import ModelOptions
+from aioengine.protocol.messages import Progress
+from aioengine.runner import logits as logits_processors
+from aioengine.runner import weights
+from aioengine.runner.capacity import Demand, fit_pages, free_memory, kv_bytes_per_token
+from aioengine.runner.inputs import InputBuilder
+from aioengine.runner.kv_pool import KVPool
+from aioengine.runner.rows import RowTable
+from aioengine.runner.sampler import FAILED, SampledRows, Sampler
+from aioengine.runner.vocabulary import num_token_ids
+from aioengine.scheduler.plan import StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionBackend, AttentionShape
+    from aioengine.config import Settings
+    from aioengine.models._base import Model
+    from aioengine.runner.inputs import StepRows
+    from aioengine.scheduler.plan import Plan, Row
+
+    Facts = dict[str, str | int | float | bool]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_NOT_FINITE = "the model gave numbers that are not finite for it; its weights or its dtype make it overflow"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceParts:
+    """What stands on the device once the weights are loaded."""
+
+    model: Model
+    attention: AttentionBackend
+    kv_pool: KVPool
+    vocab_size: int
+    context_length: int
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A launched step.
+
+    wanted: uids of the rows that sample, in the order of the plan. computed: uids of the rows that were computed.
+    sampled: those of them that gave a token. values: on the device, the tokens of ``sampled``, then 1 for each of
+    ``computed`` that is finite. failed: rows that were not computed.
+    """
+
+    wanted: list[int]
+    computed: list[int]
+    sampled: list[int]
+    values: Tensor
+    failed: dict[int, str]
+
+
+class ModelRunner:
+    """Computes plans, one after the other on the CPU, queued on a GPU.
+
+    A row that cannot be computed or sampled fails alone: its uid is in ``StepResult.failed`` whenever it is in a plan,
+    until it is closed.
+    """
+
+    def __init__(self, parts: DeviceParts, facts: Facts) -> None:
+        self.facts = facts
+        self._model = parts.model
+        self._attention = parts.attention
+        self._kv_pool = parts.kv_pool
+        self._device = parts.device
+        processors = logits_processors.load()
+        num_embeddings = parts.model.vocab_size
+        page_size = parts.kv_pool.page_size
+        self._table = RowTable(
+            max_row_pages=-(-parts.context_length // page_size) + 1,  # steps in flight may run past the end
+            num_pages=parts.kv_pool.num_pages,
+            num_embeddings=num_embeddings,
+            device=parts.device,
+            processors=processors,
+        )
+        self._inputs = InputBuilder(self._table, page_size=page_size, num_embeddings=num_embeddings)
+        self._sampler = Sampler(
+            vocab_size=min(parts.vocab_size, num_embeddings),
+            num_embeddings=num_embeddings,
+            device=parts.device,
+            processors=processors,
+        )
+        self._broken: dict[int, str] = {}
+        self._poisoned: set[int] = set()
+        self._is_closed = False
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Ticket:
+        """Begin the step. On the CPU it is also finished when this returns."""
+        if self._is_closed:
+            message = "the runner is closed"
+            raise RuntimeError(message)
+        self._change_requests(plan)
+        rows = self._read(plan.rows)
+        wanted = [row.uid for row in plan.rows if row.samples]
+        failed = (
+            {row.uid: self._broken[row.uid] for row in plan.rows if row.uid in self._broken} if self._broken else {}
+        )
+        computed = [request.uid for request in rows.requests]
+        if not computed:
+            return Ticket(wanted, [], [], torch.empty(0, dtype=torch.int64), failed)
+        sampled = [request.uid for request in rows.sampled_requests]
+        return Ticket(wanted, computed, sampled, self._compute(rows), failed)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for the step and give its tokens: the one copy from the device to the host."""
+        values: list[int] = ticket.values.tolist()
+        num_sampled = len(ticket.sampled)
+        token_ids, is_finite = values[:num_sampled], values[num_sampled:]
+        if not ticket.failed and FAILED not in token_ids and all(is_finite):
+            return StepResult(token_ids)
+        bad = [uid for uid, ok in zip(ticket.computed, is_finite, strict=True) if not ok]
+        bad += [uid for uid, token_id in zip(ticket.sampled, token_ids, strict=True) if token_id == FAILED]
+        for uid in bad:
+            self._break(uid, _NOT_FINITE)
+        self._poisoned.update(bad)
+        failed = {**ticket.failed, **dict.fromkeys(bad, _NOT_FINITE)}
+        token_of = {uid: i for uid, i in zip(ticket.sampled, token_ids, strict=True) if uid not in failed}
+        return StepResult([token_of.get(uid, FAILED) for uid in ticket.wanted], failed)
+
+    def close(self) -> None:
+        """Give the memory of the pool back. May be called twice; nothing can be launched after it."""
+        self._is_closed = True
+        self._kv_pool.release()
+
+    def _change_requests(self, plan: Plan) -> None:
+        for uid in plan.closed:
+            self._close(uid)
+        for opened in plan.opened:
+            self._close(opened.uid)
+            try:
+                self._table.open(opened)
+            except (ValueError, TypeError, OverflowError) as error:
+                self._break(opened.uid, f"cannot set it up: {error}")
+        for row in plan.rows:
+            request = self._table.requests.get(row.uid) if row.new_pages else None
+            if request is not None:
+                try:
+                    self._table.add_pages(request, row.new_pages)
+                except ValueError as error:
+                    self._break(row.uid, str(error))
+
+    def _close(self, uid: int) -> None:
+        self._broken.pop(uid, None)
+        if uid in self._poisoned:
+            self._poisoned.discard(uid)
+            self._kv_pool.clean(self._table.pages(uid))
+        self._table.close(uid)
+
+    def _break(self, uid: int, message: str) -> None:
+        self._broken.setdefault(uid, message)
+
+    def _read(self, rows: list[Row]) -> StepRows:
+        """The rows that can be computed; the others are broken from here on."""
+        requests = self._table.requests
+        live = [row for row in rows if row.uid in requests and row.uid not in self._broken]
+        columns = self._inputs.read(live)
+        if len(live) == len(rows) and self._inputs.is_valid(columns):
+            return columns
+        for uid, error in self._inputs.find_errors([row for row in rows if row.uid not in self._broken]).items():
+            self._break(uid, error)
+        return self._inputs.read([row for row in live if row.uid not in self._broken])
+
+    def _compute(self, rows: StepRows) -> Tensor:
+        """Forward and sampling of at least one row; gives ``Ticket.values``."""
+        batch = self._inputs.build(rows)
+        self._attention.prepare(batch)
+        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention)
+        # A bad number anywhere in a row has reached its last token through attention.
+        ends = torch.from_numpy(rows.counts.cumsum() - 1).to(self._device)
+        is_finite = hidden[ends].isfinite().all(-1).to(torch.int64)
+        if not rows.samples.any():
+            return is_finite
+        logits = self._model.compute_logits(hidden[batch.sample_rows])
+        requests, positions = rows.sampled_requests, rows.sampled_positions
+        records = self._table.sampling[rows.slots[rows.samples]]
+        token_ids = self._sampler.sample(logits, SampledRows(requests, positions, records))
+        self._table.write_tokens(requests, positions, token_ids)
+        return torch.cat([token_ids, is_finite])
+
+
+def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner:
+    """Load the model and take the KV pool.
+
+    Sets the number of torch's threads, so it belongs into a process of its own.
+
+    Raises:
+        ValueError: the model, its weights, the device or the dtype cannot be used, or the memory does not suffice; the
+            message says what would work.
+    """
+    started_at = time.monotonic()
+    torch.set_num_threads(settings.runner.num_threads)
+    device = _device(settings.runner.device)
+    dtype = _dtype(settings.model.dtype, device)
+    folder = Path(settings.model.path)
+    context_length = settings.model.context_length
+    model = models.build(_read_config(folder), ModelOptions(dtype=dtype, device=device, max_positions=context_length))
+    with torch.no_grad():
+        weights_bytes = weights.load(
+            model,
+            folder,
+            load_format=settings.model.load_format,
+            seed=settings.random_seed,
+            report=lambda done, total: report(Progress("loading weights", done, total, "B")),
+        )
+    shape = model.attention_shape
+    page_size = settings.memory.page_size
+    num_pages = _fit(settings, shape, dtype, device)
+    kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
+    facts: Facts = {
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "max_total_tokens": num_pages * page_size,
+        "dtype": settings.model.dtype,
+        "device": str(device),
+        "attention_backend": settings.runner.attention_backend,
+        "weights_bytes": weights_bytes,
+        "kv_pool_bytes": kv_pool.num_bytes,
+        "num_threads": torch.get_num_threads(),
+        "load_s": time.monotonic() - started_at,
+    }
+    parts = DeviceParts(
+        model=model,
+        attention=_attention(settings.runner.attention_backend, shape, kv_pool),
+        kv_pool=kv_pool,
+        vocab_size=_sampled_vocab_size(settings),
+        context_length=context_length,
+        device=device,
+    )
+    return ModelRunner(parts, facts)
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        message = f"device {name!r} is not there: torch sees no usable NVIDIA GPU; device='cpu' works"
+        raise ValueError(message)
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name not in DTYPES:
+        message = f"dtype {name!r} is not known; what works: {', '.join(DTYPES)}"
+        raise ValueError(message)
+    if DTYPES[name] == torch.float16 and device.type == "cpu":
+        message = "dtype 'float16' is not available on a CPU: it is slow there and overflows; use bfloat16 or float32"
+        raise ValueError(message)
+    return DTYPES[name]
+
+
+def _read_config(folder: Path) -> dict[str, object]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        message = f"cannot read {path}: {error.strerror}; a model folder of transformers has a config.json"
+        raise ValueError(message) from error
+    except ValueError as error:
+        message = f"{path} is not JSON: {error}"
+        raise ValueError(message) from error
+    if not isinstance(config, dict):
+        message = f"{path} must hold a JSON object, it holds a {type(config).__name__}"
+        raise ValueError(message)
+    return cast("dict[str, object]", config)
+
+
+def _sampled_vocab_size(settings: Settings) -> int:
+    """Ids beyond the tokenizer are padding of the model's vocabulary; without a tokenizer all may be sampled."""
+    path = settings.text.tokenizer_path
+    return settings.model.vocab_size if path is None else min(settings.model.vocab_size, num_token_ids(path))
+
+
+def _fit(settings: Settings, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> int:
+    context_length = settings.model.context_length
+    demand = Demand(
+        num_pages=settings.memory.num_pages,
+        page_size=settings.memory.page_size,
+        bytes_per_token=kv_bytes_per_token(shape, dtype),
+        context_length=context_length,
+        max_tokens=context_length * settings.scheduler.max_running,
+        fraction=settings.memory.mem_fraction_static,
+    )
+    return fit_pages(demand, free_bytes=free_memory(device))
+
+
+def _attention(name: str, shape: AttentionShape, kv_pool: KVPool) -> AttentionBackend:
+    known = sorted(module.name for module in pkgutil.iter_modules(attention.__path__) if module.name[0] != "_")
+    if name not in known:
+        message = f"attention_backend {name!r} is not known; what works: {', '.join(known)}"
+        raise ValueError(message)
+    module = importlib.import_module(f"{attention.__name__}.{name}")
+    return cast("AttentionBackend", module.PLUGIN(shape, kv_pool.tensor))

@@ -1,0 +1,50 @@
+"""Philox4x32-10, the counter-based generator behind every draw.
+
+One uniform number for each token, a pure function of (seed, position): the same request gives the same tokens in any
+batch, after a preemption and after a restart. The format, which must not change: key = the 64 bits of the seed (low
+word first), counter = (position low word, position high word, 0, 0), and the number is made of the first two words of
+the block, 27 and 26 bits, as a multiple of 2**-53 in [0, 1).
+
+Source: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+NUM_ROUNDS = 10
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
+_MASK = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+
+
+def philox(counter: Words, key: Words) -> Words:
+    """Blocks of four random words.
+
+    counter [4, R] and key [2, R] hold 32-bit words in 64-bit integers; so does the result [4, R].
+    """
+    even = counter[0::2]  # words 0 and 2 are multiplied, words 1 and 3 are mixed in
+    odd = counter[1::2]
+    for _ in range(NUM_ROUNDS):
+        product = even * _MULTIPLIERS
+        even = (product >> _SHIFT)[::-1] ^ odd ^ key
+        odd = (product & _MASK)[::-1]
+        key = (key + _KEY_STEPS) & _MASK
+    return np.stack((even[0], odd[0], even[1], odd[1]))
+
+
+def uniforms(seeds: Words, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """The number in [0, 1) that draws the token at ``positions[i]`` of a request with ``seeds[i]``."""
+    wide = positions.astype(np.uint64)
+    counter = np.zeros((4, len(seeds)), dtype=np.uint64)
+    counter[0] = wide & _MASK
+    counter[1] = wide >> _SHIFT
+    key = np.stack((seeds & _MASK, seeds >> _SHIFT))
+    words = philox(counter, key)
+    bits = (words[0] >> np.uint64(5) << np.uint64(26)) | (words[1] >> np.uint64(6))
+    numbers: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return numbers

@@ -1,0 +1,181 @@
+"""What the runner holds of each request: its last token, its page table, how it is sampled.
+
+A request has a slot of the tables from the step that opens it to the step that closes it. How it is sampled stands in
+one numpy record a slot, so that a step gathers its columns at once; the last token stays on the device, where the next
+step reads it without the host having seen it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from aioengine.runner.truncation import TOP_K_OFF
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.protocol.messages import Sampling
+    from aioengine.runner.logits import LogitsProcessor
+    from aioengine.scheduler.plan import OpenedRow
+
+    Ints = npt.NDArray[np.int64]
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: divided by less, logits could overflow."""
+
+SAMPLING_RECORD = np.dtype(
+    [
+        ("is_greedy", np.bool_),
+        ("is_truncated", np.bool_),  # by top-k, top-p or min-p
+        ("processors", np.int64),  # bit i: processor i of the tuple
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed", np.uint64),
+    ]
+)
+
+_NUM_SLOTS = 64  # to begin with; the tables double
+_SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class RequestRow:
+    """An open request. ``history``: its tokens on the device, [more than there are] int64, where penalties read it."""
+
+    uid: int
+    slot: int
+    sampling: Sampling
+    num_prompt: int
+    history: Tensor | None
+
+
+class RowTable:
+    """The open requests and their tables.
+
+    page_table: [slots, max_row_pages] int32 on the host, the first ``num_pages`` [slots] of a row are its own.
+    last_tokens: [slots] int64 on the device. sampling: [slots] of SAMPLING_RECORD.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_row_pages: int,
+        num_pages: int,
+        num_embeddings: int,
+        device: torch.device,
+        processors: tuple[LogitsProcessor, ...],
+    ) -> None:
+        self.requests: dict[int, RequestRow] = {}
+        self.page_table = np.zeros((_NUM_SLOTS, max_row_pages), dtype=np.int32)
+        self.num_pages = np.zeros(_NUM_SLOTS, dtype=np.int64)
+        self.last_tokens = torch.zeros(_NUM_SLOTS, dtype=torch.int64, device=device)
+        self.sampling = np.zeros(_NUM_SLOTS, dtype=SAMPLING_RECORD)
+        self._pool_pages = num_pages
+        self._num_embeddings = num_embeddings
+        self._processors = processors
+        self._free_slots = list(range(_NUM_SLOTS - 1, -1, -1))
+
+    def open(self, opened: OpenedRow) -> None:
+        """Learn a request (again).
+
+        Raises:
+            ValueError: a parameter or a token that would harm the rows beside it.
+        """
+        self._check(opened)
+        if not self._free_slots:
+            self._grow()
+        slot = self._free_slots.pop()
+        history = None
+        if opened.sampling.has_penalties:
+            history = torch.tensor([*opened.token_ids, *[0] * 64], dtype=torch.int64, device=self.last_tokens.device)
+        request = RequestRow(opened.uid, slot, opened.sampling, opened.num_prompt, history)
+        self.requests[opened.uid] = request
+        self.sampling[slot] = self._record(opened.sampling)
+        self.num_pages[slot] = 0
+        self.add_pages(request, opened.pages)
+
+    def close(self, uid: int) -> None:
+        """Forget a request; one that is not known is ignored."""
+        request = self.requests.pop(uid, None)
+        if request is not None:
+            self._free_slots.append(request.slot)
+
+    def pages(self, uid: int) -> list[int]:
+        """The page table of a request; empty for one that is not known."""
+        request = self.requests.get(uid)
+        return [] if request is None else self.page_table[request.slot, : self.num_pages[request.slot]].tolist()
+
+    def add_pages(self, request: RequestRow, pages: list[int]) -> None:
+        """Append to its page table.
+
+        Raises:
+            ValueError: more pages than the longest request can have, or a page that is not in the pool.
+        """
+        start = int(self.num_pages[request.slot])
+        end = start + len(pages)
+        if end > self.page_table.shape[1]:
+            message = f"{end} pages, but the longest request has {self.page_table.shape[1]}"
+            raise ValueError(message)
+        if pages and not (min(pages) >= 0 and max(pages) < self._pool_pages):
+            message = f"pages {pages} are not all in the pool of {self._pool_pages}"
+            raise ValueError(message)
+        self.page_table[request.slot, start:end] = pages
+        self.num_pages[request.slot] = end
+
+    def write_tokens(self, requests: list[RequestRow], positions: Ints, token_ids: Tensor) -> None:
+        """Remember the sampled tokens [S]; ``positions`` are their places in the requests."""
+        usable = token_ids.clamp(min=0)  # a row that failed has -1, which no embedding has
+        slots = torch.tensor([request.slot for request in requests], device=token_ids.device)
+        self.last_tokens.index_copy_(0, slots, usable)
+        for i, request in enumerate(requests):
+            if request.history is not None:
+                position = int(positions[i])
+                request.history = _with_room(request.history, position + 1)
+                request.history[position] = usable[i]
+
+    def _check(self, opened: OpenedRow) -> None:
+        sampling = opened.sampling
+        if len(sampling.bias_token_ids) != len(sampling.logit_bias):
+            message = f"{len(sampling.bias_token_ids)} bias_token_ids, but {len(sampling.logit_bias)} values"
+            raise ValueError(message)
+        ids = (*sampling.bias_token_ids, *sampling.suppressed_token_ids)
+        if sampling.has_penalties:
+            ids = (*ids, *opened.token_ids)
+        if ids and not (min(ids) >= 0 and max(ids) < self._num_embeddings):
+            wrong = next(i for i in ids if not 0 <= i < self._num_embeddings)
+            message = f"token id {wrong} is outside the vocabulary of {self._num_embeddings}"
+            raise ValueError(message)
+
+    def _record(self, sampling: Sampling) -> tuple[bool, bool, int, float, int, float, float, int]:
+        has_top_k = 0 < sampling.top_k < self._num_embeddings
+        return (
+            sampling.temperature < GREEDY_BELOW,
+            has_top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0,
+            sum(1 << i for i, processor in enumerate(self._processors) if processor.wants(sampling)),
+            sampling.temperature,
+            sampling.top_k if has_top_k else TOP_K_OFF,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seed & _SEED_MASK,
+        )
+
+    def _grow(self) -> None:
+        size = len(self.sampling)
+        self._free_slots = list(range(2 * size - 1, size - 1, -1))
+        self.page_table = np.concatenate([self.page_table, np.zeros_like(self.page_table)])
+        self.num_pages = np.concatenate([self.num_pages, np.zeros_like(self.num_pages)])
+        self.sampling = np.concatenate([self.sampling, np.zeros_like(self.sampling)])
+        self.last_tokens = torch.cat([self.last_tokens, torch.zeros_like(self.last_tokens)])
+
+
+def _with_room(history: Tensor, size: int) -> Tensor:
+    if size <= len(history):
+        return history
+    return torch.cat([history, history.new_zeros(max(len(history), size - len(history)))])

@@ -1,0 +1,155 @@
+"""From logits to token ids: processors, temperature, softmax, top-k, top-p, min-p, the draw.
+
+What a row gives is a function of its logits, its parameters, its seed and its position, bit for bit, whatever stands
+beside it: every operation on a row is either exact or done in an order that depends on the width alone. Rows that use
+no feature skip it; a batch of greedy rows is one pass over the logits.
+
+Shape letters: S rows that sample, V vocabulary that may be sampled, W row width of the scratch memory: a place for
+each id that a prompt may hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from aioengine.runner.logits import LogitsRow
+from aioengine.runner.philox import uniforms
+from aioengine.runner.truncation import BLOCK, Truncation, draw, draw_truncated
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.runner.logits import LogitsProcessor
+    from aioengine.runner.rows import RequestRow
+
+    Ints = npt.NDArray[np.int64]
+
+FAILED = -1
+"""The token id of a row whose logits are not numbers."""
+
+_CHUNK_ROWS = 32  # rows that are worked on at once: bounds the scratch memory, and stays near the caches
+_NUM_SEGMENTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The rows of a step that give a token.
+
+    positions: the place of the new token in its request. records: [S] of rows.SAMPLING_RECORD.
+    """
+
+    requests: list[RequestRow]
+    positions: Ints
+    records: npt.NDArray[np.void]
+
+    def chunks(self, indices: Ints) -> list[Ints]:
+        return [indices[i : i + _CHUNK_ROWS] for i in range(0, len(indices), _CHUNK_ROWS)]
+
+
+class Sampler:
+    """Draws tokens below ``vocab_size``; logits of ``num_embeddings`` may be wider, the rest is never drawn."""
+
+    def __init__(
+        self, *, vocab_size: int, num_embeddings: int, device: torch.device, processors: tuple[LogitsProcessor, ...]
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._width = -(-num_embeddings // BLOCK) * BLOCK
+        self._processors = processors
+        self._device = device
+        self._scratch = torch.empty(0, self._width, device=device)
+
+    def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """One token id for each row of the logits [S, >= V], as [S] int64 on their device; FAILED for a bad row."""
+        logits = logits[:, : self._vocab_size]
+        records = rows.records
+        is_plain = records["is_greedy"] & (records["processors"] == 0)
+        if is_plain.all():
+            return greedy(logits)
+        token_ids = torch.empty(len(records), dtype=torch.int64, device=self._device)
+        is_greedy, is_truncated = records["is_greedy"], records["is_truncated"]
+        for mask, method in (
+            (is_plain, self._plain),
+            (is_greedy & ~is_plain, self._processed),
+            (~is_greedy & ~is_truncated, self._drawn),
+            (~is_greedy & is_truncated, self._truncated),
+        ):
+            for chunk in rows.chunks(np.flatnonzero(mask)):
+                token_ids[self._tensor(chunk)] = method(logits, rows, chunk)
+        return token_ids
+
+    def _plain(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+        return greedy(logits[self._tensor(chunk)])
+
+    def _processed(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+        return greedy(self._process(logits, rows, chunk))
+
+    def _drawn(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+        p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
+        return draw(p_SW, self._uniforms(rows, chunk)).masked_fill_(is_bad_S, FAILED)
+
+    def _truncated(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+        p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
+        records = rows.records[chunk]
+        rules = Truncation(*(self._tensor(records[name]) for name in ("top_k", "top_p", "min_p")))
+        return draw_truncated(p_SW, self._uniforms(rows, chunk), rules).masked_fill_(is_bad_S, FAILED)
+
+    def _process(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+        """The logits of these rows after the processors, [S, W] fp32 in the scratch memory, -inf beyond V."""
+        if len(self._scratch) < len(chunk):
+            self._scratch = torch.empty(len(chunk), self._width, device=self._device)
+        scores_SW = self._scratch[: len(chunk)]
+        is_all = len(chunk) == len(logits)
+        scores_SW[:, : self._vocab_size].copy_(logits if is_all else logits[self._tensor(chunk)])
+        scores_SW[:, self._vocab_size :] = -torch.inf
+        bits = rows.records["processors"][chunk]
+        for i, processor in enumerate(self._processors):
+            users = np.flatnonzero(bits >> i & 1).tolist()
+            if users:
+                processor.apply(scores_SW, [_logits_row(rows, int(chunk[user]), user) for user in users])
+        return scores_SW
+
+    def _probabilities(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> tuple[Tensor, Tensor]:
+        """[S, W] fp32 in the scratch memory, and which rows have none, [S] bool (their entries are replaced)."""
+        p_SW = self._process(logits, rows, chunk)
+        p_SW.div_(self._tensor(rows.records["temperature"][chunk])[:, None])
+        torch.softmax(p_SW, -1, out=p_SW)
+        is_bad_S = p_SW[:, 0].isnan()  # one entry that is no number makes all entries of its row so
+        if bool(is_bad_S.any()):
+            p_SW[is_bad_S] = 1.0
+        return p_SW, is_bad_S
+
+    def _uniforms(self, rows: SampledRows, chunk: Ints) -> Tensor:
+        return self._tensor(uniforms(rows.records["seed"][chunk], rows.positions[chunk]))
+
+    def _tensor(self, column: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(column.copy()).to(self._device)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The first of the largest logits of each row [S, V], as [S] int64; FAILED where the largest is no finite number.
+
+    Maxima of segments first: torch's argmax reads a wide row an order of magnitude slower than its amax.
+    """
+    width = logits.shape[-1]
+    size = -(-width // _NUM_SEGMENTS)
+    whole = width // size
+    best = torch.unflatten(logits[:, : whole * size], -1, (whole, size)).amax(-1)
+    if whole * size < width:
+        best = torch.cat([best, logits[:, whole * size :].amax(-1, keepdim=True)], dim=-1)
+    segment = best.argmax(-1, keepdim=True)
+    places = segment * size + torch.arange(size, device=logits.device)
+    places.clamp_(max=width - 1)
+    inside = logits.gather(-1, places).argmax(-1, keepdim=True)
+    token_ids = places.gather(-1, inside)[:, 0]
+    is_good = best.gather(-1, segment)[:, 0].isfinite()
+    return token_ids.where(is_good, FAILED)
+
+
+def _logits_row(rows: SampledRows, row: int, index: int) -> LogitsRow:
+    request = rows.requests[row]
+    return LogitsRow(index, request.sampling, request.num_prompt, int(rows.positions[row]), request.history)

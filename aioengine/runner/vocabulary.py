@@ -1,0 +1,41 @@
+"""How many token ids a tokenizer knows: a model's vocabulary is often padded, and what is beyond is never sampled."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import msgspec
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+
+
+class _Model(msgspec.Struct):
+    """Unigram models have a list of pairs, all others a map from token to id."""
+
+    vocab: dict[str, int] | list[msgspec.Raw]
+
+
+class _Tokenizer(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_AddedToken] = []
+
+
+def num_token_ids(tokenizer_path: str) -> int:
+    """The largest id of the tokenizer.json in a folder (or of the file itself), plus one.
+
+    Raises:
+        ValueError: the file cannot be read, or is no tokenizer.json.
+    """
+    path = Path(tokenizer_path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
+    except (OSError, msgspec.MsgspecError) as error:
+        message = f"cannot read {file}: {error}"
+        raise ValueError(message) from error
+    vocab = tokenizer.model.vocab
+    ids = [len(vocab) - 1] if isinstance(vocab, list) else vocab.values()
+    return 1 + max(chain(ids, (token.id for token in tokenizer.added_tokens)), default=-1)

@@ -1,0 +1,86 @@
+"""Logits processors against transformers' own and against the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from aioengine.protocol.messages import Sampling
+from aioengine.runner import logits as logits_processors
+from aioengine.runner.logits import LogitsRow
+from aioengine.runner.logits.bias import Bias
+from aioengine.runner.logits.min_new_tokens import MinNewTokens
+from aioengine.runner.logits.penalties import Penalties
+
+WIDTH = 320
+
+
+def row(index: int, sampling: Sampling, tokens: list[int], num_prompt: int) -> LogitsRow:
+    history = torch.tensor([*tokens, 0, 0, 0])  # room at the end, which must not count
+    return LogitsRow(index, sampling, num_prompt, len(tokens), history)
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3)) * 4
+
+
+def test_order_of_the_processors() -> None:
+    kinds = [type(processor) for processor in logits_processors.load()]
+    assert kinds == [MinNewTokens, Penalties, Bias]
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.2, 2.0])
+def test_repetition_penalty_is_that_of_transformers(logits: torch.Tensor, penalty: float) -> None:
+    tokens = [[5, 6, 7, 7, 5], [1, 300, 2, 2, 2]]
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(tokens), logits[:2].clone())
+    sampling = Sampling(0, repetition_penalty=penalty)
+    before = logits.clone()
+    Penalties().apply(logits, [row(0, sampling, tokens[0], 3), row(1, sampling, tokens[1], 1)])
+    assert torch.equal(logits[:2], expected)
+    assert torch.equal(logits[2:], before[2:])
+
+
+def test_frequency_and_presence_count_output_tokens_alone(logits: torch.Tensor) -> None:
+    before = logits.clone()
+    penalties = Penalties()
+    for _ in range(2):  # the second time shows that nothing is left in the table of counts
+        logits.copy_(before)
+        penalties.apply(
+            logits,
+            [
+                row(1, Sampling(0, frequency_penalty=0.5, presence_penalty=0.25), [9, 9, 4, 4, 4, 8], 2),
+                row(3, Sampling(0, presence_penalty=-1.0), [1, 1, 2, 1], 2),
+                row(2, Sampling(0, frequency_penalty=2.0), [1, 1, 2, 1], 4),
+            ],
+        )
+        expected = before.clone()
+        expected[1, 4] -= 3 * 0.5 + 0.25
+        expected[1, 8] -= 0.5 + 0.25
+        expected[3, [1, 2]] += 1.0
+        assert torch.equal(logits, expected)
+
+
+def test_counts_come_before_repetition(logits: torch.Tensor) -> None:
+    logits[0, 4] = 1.0
+    sampling = Sampling(0, frequency_penalty=2.0, repetition_penalty=2.0)
+    Penalties().apply(logits, [row(0, sampling, [9, 4], 1)])
+    assert logits[0, 4] == (1.0 - 2.0) * 2.0  # negative by then, so it is multiplied
+
+
+def test_bias_and_suppression_touch_their_rows_alone(logits: torch.Tensor) -> None:
+    before = logits.clone()
+    Bias().apply(logits, [row(2, Sampling(0, bias_token_ids=(3, 0), logit_bias=(1.5, -100.0)), [1], 1)])
+    suppressing = Sampling(0, min_new_tokens=2, suppressed_token_ids=(10, 11))
+    MinNewTokens().apply(logits, [row(0, suppressing, [1, 2], 1), row(1, suppressing, [1, 2, 3], 1)])
+    expected = before.clone()
+    expected[2, 3] += 1.5
+    expected[2, 0] -= 100.0
+    expected[0, [10, 11]] = -torch.inf
+    assert torch.equal(logits, expected)
+
+
+def test_what_needs_no_processor() -> None:
+    plain = Sampling(0, temperature=0.7, top_p=0.5, min_new_tokens=5)
+    assert not any(processor.wants(plain) for processor in logits_processors.load())

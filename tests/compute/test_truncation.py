@@ -1,0 +1,114 @@
+"""top-k, top-p and min-p against the plain definition, on rows that take every path."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from aioengine.runner.truncation import TOP_K_OFF, Truncation, draw, draw_truncated, kept
+
+WIDTHS = (128, 10_240)  # all tokens are candidates; candidates come from blocks
+
+
+def naive_kept(p: np.ndarray, *, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Sort everything, largest first and by index among equals, and walk."""
+    order = np.argsort(-p, kind="stable")[:top_k]
+    whole = p[order].sum(dtype=np.float64) if top_k < len(p) else 1.0
+    keep = np.zeros(len(p), dtype=bool)
+    before = 0.0
+    for i in order:
+        if keep.any() and ((top_p < 1.0 and before >= top_p * whole) or p[i] < min_p * float(p.max())):
+            break
+        keep[i] = True
+        before += float(p[i])
+    return keep
+
+
+def rows_of_probabilities(width: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(width, generator=generator)
+    return {
+        "peaked": torch.softmax(noise * 6, -1),
+        "normal": torch.softmax(noise * 2, -1),
+        "flat": torch.softmax(noise * 0.1, -1),
+        "uniform": torch.softmax(noise * 0, -1),
+        "ties": torch.softmax((noise * 4).round() / 2, -1),
+        "coarse": torch.softmax((noise * 3).bfloat16().float(), -1),
+        "one": torch.softmax(noise * 1000, -1),
+    }
+
+
+RULES = [
+    (TOP_K_OFF, 0.9, 0.0),
+    (TOP_K_OFF, 0.05, 0.0),
+    (TOP_K_OFF, 0.999, 0.0),
+    (TOP_K_OFF, 1.0, 0.02),
+    (TOP_K_OFF, 1.0, 1.0),
+    (TOP_K_OFF, 1e-9, 0.0),
+    (1, 1.0, 0.0),
+    (2, 0.5, 0.0),
+    (50, 1.0, 0.0),
+    (50, 0.8, 0.1),
+    (256, 1.0, 0.0),
+    (300, 0.9, 0.0),
+    (5000, 0.95, 0.001),
+]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", rows_of_probabilities(64))
+def test_kept_set_is_the_defined_one(width: int, kind: str) -> None:
+    p = rows_of_probabilities(width)[kind].numpy()
+    for top_k, top_p, min_p in RULES:
+        expected = naive_kept(p, top_k=top_k, top_p=top_p, min_p=min_p)
+        found = kept(p, top_k=top_k, top_p=top_p, min_p=min_p)
+        # the histogram adds in another order: at a border two equal sums may differ in the last bit
+        assert abs(int(found.sum()) - int(expected.sum())) <= (1 if top_p < 1.0 else 0), (top_k, top_p, min_p)
+        assert (found <= expected).all() or (expected <= found).all()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", rows_of_probabilities(64))
+def test_draw_is_the_inverse_of_the_cumulated_mass_of_the_kept_set(width: int, kind: str) -> None:
+    p = rows_of_probabilities(width)[kind]
+    uniform = torch.tensor([0.0, 0.1, 0.5, 0.77, 1 - 2**-53], dtype=torch.float64)
+    for top_k, top_p, min_p in RULES:
+        num_rows = len(uniform)
+        rules = Truncation(
+            torch.full((num_rows,), top_k),
+            torch.full((num_rows,), top_p, dtype=torch.float64),
+            torch.full((num_rows,), min_p, dtype=torch.float64),
+        )
+        tokens = draw_truncated(p.repeat(num_rows, 1), uniform, rules).tolist()
+        keep = kept(p.numpy(), top_k=top_k, top_p=top_p, min_p=min_p)
+        mass = np.where(keep, p.numpy(), 0).cumsum(dtype=np.float64)
+        for u, token in zip(uniform.tolist(), tokens, strict=True):
+            assert keep[token]
+            assert p[token] > 0
+            before = mass[token] - float(p[token])
+            assert before - 1e-12 <= u * mass[-1] <= mass[token] + 1e-12, (top_k, top_p, min_p, u)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_plain_draw_walks_the_vocabulary(width: int) -> None:
+    p = torch.stack(list(rows_of_probabilities(width).values()))
+    for u in (0.0, 0.3, 0.999, 1 - 2**-53):
+        tokens = draw(p, torch.full((len(p),), u, dtype=torch.float64))
+        mass = p.double().cumsum(-1)
+        after = mass.gather(-1, tokens[:, None])[:, 0]
+        here = p.gather(-1, tokens[:, None])[:, 0].double()
+        target = u * mass[:, -1]
+        assert (here > 0).all()
+        assert (after >= target - 1e-6).all()
+        assert (after - here <= target + 1e-6).all()
+
+
+def test_fast_path_is_taken_for_ordinary_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        pytest.fail("the exact path was taken")
+
+    monkeypatch.setattr("aioengine.runner.truncation.kept", fail)
+    p = rows_of_probabilities(10_240)["peaked"][None]
+    rules = Truncation(torch.tensor([40]), torch.tensor([0.9]).double(), torch.tensor([0.0]).double())
+    draw_truncated(p, torch.tensor([0.5]).double(), rules)
