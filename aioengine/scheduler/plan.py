@@ -62,8 +62,8 @@ class Plan(Struct, array_like=True, gc=False):
 class StepResult(Struct, array_like=True, gc=False):
     """The sampled ids, one for each row with ``samples``, in the order of the plan.
 
-    ``failed`` maps the uid of a row that could not be sampled to what happened (its token id is -1): that request
-    ends alone.
+    ``failed`` maps the uid of a row that could not be computed or sampled to what happened (its token id, if it
+    samples, is -1): that request ends alone, and what stands in its pages is of no use to others.
     """
 
     token_ids: list[int]

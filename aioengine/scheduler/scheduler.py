@@ -91,14 +91,14 @@ class Scheduler:
             token_id = next(sampled, -1) if row.samples else -1
             if request.hold is not hold:
                 continue  # late
+            if row.uid in result.failed or (row.samples and token_id < 0):
+                message = result.failed.get(row.uid, "the runner gave no token")
+                self._life.end(request, Finish(FinishCode.FAILED, stage="sample", message=message))
+                continue
             end = row.start + row.count
             if end >= hold.border:
                 cache.insert(hold, request.token_ids, end)
             if not row.samples:
-                continue
-            if token_id < 0:
-                message = result.failed.get(row.uid, "the runner gave no token")
-                self._life.end(request, Finish(FinishCode.FAILED, stage="sample", message=message))
                 continue
             known = request.token_ids
             known.append(token_id)
