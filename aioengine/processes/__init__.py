@@ -1,0 +1,1 @@
+"""What each process runs. Started by ``supervision`` by name, never imported by it."""

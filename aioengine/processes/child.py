@@ -1,0 +1,134 @@
+"""The life of a child around its work: read the orders, be ready, say why it ended."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+import zmq
+
+from aioengine.processes.host import die_with_parent, ignore_terminal, name_process
+from aioengine.processes.uplink import Uplink, forward_logs
+from aioengine.protocol.codec import fingerprint
+from aioengine.protocol.messages import Failed, Ready
+from aioengine.protocol.orders import Orders
+from aioengine.transport.addresses import Listener
+from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from aioengine.protocol.service import Service
+
+_LINGER_S = 1.0
+_RETRY_S = 0.01
+
+
+class Child:
+    """A child's ends of all channels."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self.settings = orders.settings
+        self._context: Context = zmq.Context()
+        endpoint = orders.endpoints.scheduler if orders.role == "scheduler" else orders.endpoints.detokenizer
+        self.receiver = ZmqReceiver(self._context, Listener(endpoint, orders.listener_fd), orders.epoch)
+        self._senders: list[ZmqSender] = []
+        self.uplink = Uplink(self.connect(orders.endpoints.frontend))
+
+    def connect(self, endpoint: str) -> ZmqSender:
+        sender = ZmqSender(self._context, endpoint, self.orders.epoch)
+        self._senders.append(sender)
+        return sender
+
+    def tell_ready(self, facts: Mapping[str, str | int | float | bool]) -> None:
+        """Say that the loop begins. What lives by now is left out of garbage collections from here on."""
+        gc.collect()
+        gc.freeze()
+        text = msgspec.json.encode(dict(facts)).decode()
+        self.uplink.send([Ready(self.orders.role, os.getpid(), fingerprint(), text)])
+
+    def serve(self, service: Service, peer: str) -> None:
+        """Run ``service``, whose peer listens at ``peer``, until it stops or this process is asked to end."""
+        to_peer = self.connect(peer)
+        self.tell_ready(service.facts)
+        now = time.monotonic()
+        try:
+            while not service.is_stopped:
+                messages = self.receiver.receive(self._wait_s(service, now))
+                now = time.monotonic()
+                if messages:
+                    service.handle(messages, now)
+                outbox = service.step(now)
+                if outbox.to_peer:
+                    to_peer.send(outbox.to_peer)
+                if outbox.to_frontend:
+                    self.uplink.send(outbox.to_frontend)
+                self.uplink.flush()
+        except SystemExit:
+            service.close()
+            raise
+        service.close()
+
+    def _wait_s(self, service: Service, now: float) -> float:
+        """How long to wait for messages: not long while a slow reader holds back what we sent."""
+        wait_s = service.wait_s(now)
+        if wait_s:
+            for sender in self._senders:
+                if not sender.flush():
+                    wait_s = min(wait_s, _RETRY_S)
+        return wait_s
+
+    def close(self) -> None:
+        """Close all ends; what is on its way gets a moment."""
+        self.receiver.close()
+        for sender in self._senders:
+            sender.close(_LINGER_S)
+        self._context.term()
+
+
+def run_child(work: Callable[[Child], None]) -> NoReturn:
+    """Do ``work`` as the process that standard input says, and end the process.
+
+    An exception goes to the log file and to the frontend before the end.
+    """
+    faulthandler.enable()
+    ignore_terminal()
+    orders = _read_orders()
+    name_process(f"aioengine:{orders.role[:5]}")
+    die_with_parent(orders.parent_pid)
+    sys.path += [entry for entry in orders.import_path if entry not in sys.path]
+    child = Child(orders)
+    forward_logs(child.uplink, orders.settings.log_level)
+    code = 0
+    try:
+        work(child)
+    except SystemExit:
+        pass  # asked to end
+    except BaseException as error:
+        code = 1
+        traceback.print_exc()
+        failed = Failed(orders.role, type(error).__name__, str(error), traceback.format_exc())
+        child.uplink.send([failed])
+    child.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Libraries with threads of their own may hang in the interpreter's orderly end; nothing is left to be tidied.
+    os._exit(code)
+
+
+def _read_orders() -> Orders:
+    """The first line of standard input; what follows it is only ever its end."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(0, 65536)
+        if not part:
+            os._exit(1)  # the parent died first
+        line += part
+    return msgspec.json.decode(line, type=Orders)

@@ -1,0 +1,62 @@
+"""What the operating system does for a child: a name, an end together with its parent, a number of threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_MAX_NAME_BYTES = 15
+
+
+def name_process(name: str) -> None:
+    """Show ``name`` (its first 15 bytes) where the system lists processes by their short name. Linux alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:_MAX_NAME_BYTES], 0, 0, 0)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """See to it that this process ends when its parent does, in whatever way and whatever runs here at that moment.
+
+    A thread waits for the end of standard input, whose other end the parent alone holds. On Linux the kernel kills
+    this process as well, which needs no turn of the interpreter. Both take what this process started along.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        _end()  # the parent died before the kernel was told
+    threading.Thread(target=_wait_for_end, name="parent-watch", daemon=True).start()
+
+
+def ignore_terminal() -> None:
+    """Leave Ctrl-C to the parent; end quietly on SIGTERM, through ``SystemExit`` in the main thread."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
+
+
+def limit_threads(num_threads: int) -> None:
+    """Let libraries that are imported after this use so many threads. Here alone: the parent's environment stays."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ[variable] = str(num_threads)
+
+
+def _wait_for_end() -> None:
+    while os.read(0, 4096):
+        pass
+    _end()
+
+
+def _end() -> NoReturn:
+    """End now, with the whole process group where it is our own."""
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _leave(_number: int, _frame: object) -> NoReturn:
+    raise SystemExit(0)

@@ -1,0 +1,139 @@
+"""The text of one request while it is open, and the columns that a step's texts are collected in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.protocol.messages import Ended, FinishCode, Finished, Opened, TextChunks
+
+if TYPE_CHECKING:
+    from aioengine.processes.text_source import TextSource
+    from aioengine.text.pipeline import TextPipeline
+
+_NEVER = 1 << 62
+
+
+class ChunkColumns:
+    """The ``TextChunks`` of a step, while it grows."""
+
+    __slots__ = ("counts", "finished", "texts", "token_ids", "uids")
+
+    def __init__(self) -> None:
+        self.uids: list[int] = []
+        self.texts: list[str] = []
+        self.counts: list[int] = []
+        self.token_ids: list[int] = []
+        self.finished: list[Finished] = []
+
+    def as_message(self, num_open: int) -> TextChunks:
+        return TextChunks(self.uids, self.texts, self.counts, self.token_ids, self.finished, num_open)
+
+
+class OpenText:
+    """A request between its first token and its end.
+
+    Ids and text wait here until ``stream_interval`` ids are together (the first id does not wait), or for the end
+    where the request does not stream. Waiting ids are decoded together, unless each could complete a stop.
+    """
+
+    __slots__ = (
+        "_has_stops",
+        "_interval",
+        "_num_decoded",
+        "_num_wanted",
+        "_opened",
+        "_pipeline",
+        "_texts",
+        "_token_ids",
+        "num_preemptions",
+        "uid",
+    )
+
+    def __init__(self, opened: Opened) -> None:
+        rules = opened.text
+        self.uid = opened.uid
+        self.num_preemptions = 0
+        self._opened = opened
+        self._pipeline: TextPipeline | None = None
+        self._has_stops = bool(rules.stop or rules.stop_regex)
+        self._interval = max(1, rules.stream_interval) if rules.stream else _NEVER
+        self._num_wanted = 1 if rules.stream else _NEVER
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._num_decoded = 0  # of the ids that wait
+
+    def prepare(self, source: TextSource) -> None:
+        """Make the stages of its text. Raises what is wrong with its rules."""
+        self._pipeline = source.pipeline(self._opened.text)
+
+    @property
+    def matched(self) -> str | None:
+        """The stop that ended its text."""
+        return None if self._pipeline is None else self._pipeline.matched
+
+    def push(self, token_id: int, end: Ended | None, columns: ChunkColumns) -> bool:
+        """Take the next id; ``end`` is there when the scheduler ended it in this step. Whether a stop is complete.
+
+        Raises whatever decoding raises.
+        """
+        self._token_ids.append(token_id)
+        is_trimmed = (
+            end is not None
+            and end.code == FinishCode.STOP
+            and end.matched == token_id
+            and not self._opened.text.no_stop_trim
+        )
+        if is_trimmed:
+            self._decode(len(self._token_ids) - 1)
+            self._num_decoded += 1  # the id stays, without a text
+        elif self._has_stops:
+            self._decode(len(self._token_ids))
+            if self.matched is not None:
+                self._emit(columns)
+                return True
+        if len(self._token_ids) >= self._num_wanted and end is None:
+            self._decode(len(self._token_ids))
+            self._emit(columns)
+            self._num_wanted = self._interval
+        return False
+
+    def finish(self, columns: ChunkColumns) -> str | None:
+        """Give all that is left; the stop, should the last of the text complete one."""
+        self._decode(len(self._token_ids))
+        if self._pipeline is not None:
+            self._texts.append(self._pipeline.flush())
+        if self._token_ids or any(self._texts):
+            self._emit(columns)
+        return self.matched
+
+    def finished(
+        self, code: FinishCode, now: float, *, matched: int | str | None = None, stage: str = "", message: str = ""
+    ) -> Finished:
+        return Finished(
+            self.uid,
+            code,
+            matched,
+            stage,
+            message,
+            num_cached=self._opened.num_cached,
+            num_preemptions=self.num_preemptions,
+            admitted_at=self._opened.admitted_at,
+            first_token_at=self._opened.first_token_at,
+            ended_at=now,
+        )
+
+    def _decode(self, end: int) -> None:
+        """Decode the waiting ids up to ``end``."""
+        token_ids = self._token_ids[self._num_decoded : end]
+        self._num_decoded = end
+        if token_ids and self._pipeline is not None:
+            self._texts.append(self._pipeline.push(token_ids)[0])
+
+    def _emit(self, columns: ChunkColumns) -> None:
+        columns.uids.append(self.uid)
+        columns.texts.append("".join(self._texts))
+        columns.counts.append(len(self._token_ids))
+        columns.token_ids += self._token_ids
+        self._texts.clear()
+        self._token_ids.clear()
+        self._num_decoded = 0

@@ -1,0 +1,219 @@
+"""The scheduler process: requests come in, steps run, tokens go to the detokenizer."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from aioengine.processes.child import Child, run_child
+from aioengine.processes.host import limit_threads
+from aioengine.protocol.messages import (
+    Abort,
+    Control,
+    Ended,
+    FinishCode,
+    Message,
+    Progress,
+    Reply,
+    Stats,
+    StepOutput,
+    Submit,
+)
+from aioengine.protocol.service import HEARTBEAT_S, Outbox
+from aioengine.scheduler.core import RunnerFactory, SchedulerCore
+from aioengine.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from aioengine.config import Settings
+    from aioengine.scheduler.core import Runner
+
+logger = logging.getLogger(__name__)
+
+Facts = dict[str, str | int | float | bool]
+
+
+class SchedulerService:
+    """``SchedulerCore`` with words: messages in, messages out, no I/O."""
+
+    def __init__(self, core: SchedulerCore[Any], runner: Runner[Any], *, settings: Settings, facts: Facts) -> None:
+        self.is_stopped = False
+        self._core = core
+        self._runner = runner
+        self._settings = settings
+        self._facts = facts
+        self._refused: list[Ended] = []
+        self._replies: list[Message] = []
+        self._stats_sent_at = 0.0
+        self._was_busy = False
+        self._controls: dict[str, Callable[[], tuple[bool, str, str]]] = {
+            "flush_cache": self._flush_cache,
+            "pause": self._pause,
+            "continue": self._continue,
+            "server_info": self._server_info,
+            "collect_garbage": self._collect_garbage,
+            "freeze_gc": self._freeze_gc,
+            "stop": self._stop,
+        }
+
+    @property
+    def facts(self) -> Mapping[str, str | int | float | bool]:
+        return self._facts
+
+    def handle(self, messages: list[Message], now: float) -> None:
+        """Queue, abort, answer. What is wrong with one request ends that request alone."""
+        for message in messages:
+            match message:
+                case Submit():
+                    self._submit(message)
+                case Abort():
+                    self._core.abort(message.uids, message.code, message.message)
+                case Control():
+                    self._replies.append(self._control(message, now))
+                case _:
+                    logger.error("the scheduler has no use for a message %s", type(message).__name__)
+
+    def step(self, now: float) -> Outbox:
+        """One step where there is work, and what has to be said beside its tokens."""
+        to_peer: list[Message] = []
+        if self._refused:
+            to_peer.append(StepOutput([], [], ended=self._refused))
+            self._refused = []
+        output = self._core.step(now)
+        if output is not None:
+            to_peer.append(output)
+        to_frontend = self._replies
+        self._replies = []
+        if stats := self._due_stats(now):
+            to_frontend.append(stats)
+        return Outbox(to_peer, to_frontend)
+
+    def wait_s(self, now: float) -> float:
+        """0 while there is work, else until the next deadline or heartbeat."""
+        if self._core.has_work:
+            return 0.0
+        until = self._stats_sent_at + HEARTBEAT_S
+        deadline = self._core.next_deadline()
+        return max(0.0, (until if deadline is None else min(until, deadline)) - now)
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def _submit(self, submit: Submit) -> None:
+        try:
+            self._core.submit(submit)
+        except Exception as error:
+            logger.warning("request %d failed when it was queued", submit.uid, exc_info=True)
+            why = f"{type(error).__name__}: {error}"
+            self._refused.append(Ended(submit.uid, FinishCode.FAILED, stage="schedule", message=why))
+
+    def _due_stats(self, now: float) -> Stats | None:
+        """A snapshot at intervals while steps run, one when they end, and then heartbeats."""
+        is_busy = self._core.has_work
+        interval_s = self._settings.scheduler.stats_interval_s if is_busy else HEARTBEAT_S
+        has_become_idle = self._was_busy and not is_busy
+        self._was_busy = is_busy
+        if not has_become_idle and now - self._stats_sent_at < interval_s:
+            return None
+        self._stats_sent_at = now
+        return self._core.stats(now)
+
+    # ------------------------------------------------------------ control calls: success, message, data
+
+    def _control(self, control: Control, now: float) -> Reply:
+        action = self._controls.get(control.name)
+        if action is None:
+            known = ", ".join(self._controls)
+            return Reply(control.call_id, False, f"unknown control call {control.name!r}; there are {known}")
+        success, message, data = action()
+        self._stats_sent_at = min(self._stats_sent_at, now - HEARTBEAT_S)  # what it changed is seen with its reply
+        return Reply(control.call_id, success, message, data)
+
+    def _flush_cache(self) -> tuple[bool, str, str]:
+        stats = self._core.stats(0.0)
+        if stats.num_running or stats.num_waiting:
+            counts = f"{stats.num_running} requests run and {stats.num_waiting} wait"
+            return False, f"the cache is not flushed while requests use it: {counts}", ""
+        is_empty = self._core.flush_cache()
+        return is_empty, "" if is_empty else "some cached pages are still in use", ""
+
+    def _pause(self) -> tuple[bool, str, str]:
+        self._core.pause()
+        return True, "", ""
+
+    def _continue(self) -> tuple[bool, str, str]:
+        self._core.resume()
+        return True, "", ""
+
+    def _server_info(self) -> tuple[bool, str, str]:
+        stats = msgspec.structs.asdict(self._core.stats(time.monotonic()))
+        info = {"settings": self._settings, "facts": self._facts, "stats": stats}
+        return True, "", msgspec.json.encode(info).decode()
+
+    def _collect_garbage(self) -> tuple[bool, str, str]:
+        return True, f"{gc.collect()} objects collected", ""
+
+    def _freeze_gc(self) -> tuple[bool, str, str]:
+        gc.collect()
+        gc.freeze()
+        return True, f"{gc.get_freeze_count()} objects frozen", ""
+
+    def _stop(self) -> tuple[bool, str, str]:
+        self.is_stopped = True
+        return True, "", ""
+
+
+def build_service(settings: Settings, report: Callable[[Progress], None]) -> SchedulerService:
+    """Build the runner that the settings name, and the scheduler for as many pages as it has.
+
+    Raises:
+        ValueError: the factory's name or what it built cannot be used.
+        Exception: whatever the factory raises.
+    """
+    start = time.monotonic()
+    runner = load_factory(settings.runner.factory)(settings, report)
+    num_pages = runner.facts.get("num_pages")
+    if not isinstance(num_pages, int) or num_pages < 1:
+        raise ValueError(f"the runner of {settings.runner.factory!r} has {num_pages!r} pages; it needs at least 1")
+    page_size = settings.memory.page_size
+    scheduler = Scheduler(settings.scheduler, num_pages=num_pages, page_size=page_size)
+    core = SchedulerCore(scheduler, runner, settings.scheduler.depth, clock=time.monotonic)
+    facts: Facts = {
+        "page_size": page_size,
+        "max_total_tokens": num_pages * page_size,
+        "load_s": round(time.monotonic() - start, 3),
+        **runner.facts,
+    }
+    return SchedulerService(core, runner, settings=settings, facts=facts)
+
+
+def load_factory(name: str) -> RunnerFactory:
+    """The function of ``"module:function"``.
+
+    Raises:
+        ValueError: no such name, or it is not callable.
+        ImportError: the module, or something that it needs, could not be imported.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(f"runner factory {name!r} is not of the form 'module:function'")
+    module = importlib.import_module(module_name)
+    factory: RunnerFactory | None = vars(module).get(function_name)
+    if not callable(factory):
+        raise ValueError(f"runner factory {name!r}: module {module_name!r} has no function {function_name!r}")
+    return factory
+
+
+def work(child: Child) -> None:
+    limit_threads(child.settings.runner.num_threads)
+    child.serve(build_service(child.settings, child.uplink.report), child.orders.endpoints.detokenizer)
+
+
+def main() -> NoReturn:
+    run_child(work)

@@ -1,0 +1,85 @@
+"""What a child tells the frontend beside its results: progress, log records, that it is ready, why it ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from aioengine.protocol.messages import LogRecord, Message, Progress
+
+if TYPE_CHECKING:
+    from aioengine.transport.base import Sender
+
+_MAX_RECORDS_PER_S = 50.0
+_MAX_BURST = 200.0
+
+
+class Uplink:
+    """Sends to the frontend; other threads' messages wait for the main thread, since sockets belong to one thread."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self._thread = threading.get_ident()
+        self._pending: deque[Message] = deque(maxlen=1000)
+
+    def send(self, messages: list[Message]) -> None:
+        """From the main thread: these, after what waits."""
+        if self._pending:
+            messages = [*self._take_pending(), *messages]
+        self._sender.send(messages)
+
+    def report(self, progress: Progress) -> None:
+        """Tell of long work, from any thread."""
+        self.post(progress)
+
+    def post(self, message: Message) -> None:
+        """Send ``message`` now, or with the next round of the main thread."""
+        self._pending.append(message)
+        if threading.get_ident() == self._thread:
+            self.flush()
+
+    def flush(self) -> None:
+        """From the main thread: send what other threads have left."""
+        if self._pending:
+            self._sender.send(self._take_pending())
+
+    def _take_pending(self) -> list[Message]:
+        return [self._pending.popleft() for _ in range(len(self._pending))]
+
+
+class ForwardingHandler(logging.Handler):
+    """Hands records to the frontend's loggers of the same name, so many a second; the rest are counted."""
+
+    def __init__(self, uplink: Uplink) -> None:
+        super().__init__()
+        self._uplink = uplink
+        self._allowance = _MAX_BURST
+        self._refilled_at = time.monotonic()
+        self._num_dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now = time.monotonic()
+        self._allowance = min(_MAX_BURST, self._allowance + (now - self._refilled_at) * _MAX_RECORDS_PER_S)
+        self._refilled_at = now
+        if self._allowance < 1:
+            self._num_dropped += 1
+            return
+        self._allowance -= 1
+        text = self.format(record)
+        if self._num_dropped:
+            text += f" ({self._num_dropped} records before this one were too many at once and are left out)"
+            self._num_dropped = 0
+        self._uplink.post(LogRecord(record.name, record.levelno, text))
+
+
+def forward_logs(uplink: Uplink, level: str) -> ForwardingHandler:
+    """Send what the ``aioengine`` loggers say from ``level`` on to the frontend, and nowhere else."""
+    handler = ForwardingHandler(uplink)
+    logger = logging.getLogger("aioengine")
+    logger.setLevel(level.upper())
+    logger.propagate = False
+    logger.addHandler(handler)
+    return handler

@@ -1,0 +1,1 @@
+"""Who starts and watches the processes, and carries messages to and from them. They are named, never imported."""

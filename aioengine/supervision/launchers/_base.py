@@ -1,0 +1,79 @@
+"""What a launcher offers to the supervisor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aioengine.config import Settings
+    from aioengine.transport.base import AsyncReceiver, Sender
+
+
+class RunningChild(Protocol):
+    """One child after its start, running or ended."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the number of the signal that ended it."""
+        ...
+
+    def watch(self, on_exit: Callable[[], None]) -> None:
+        """Call ``on_exit`` on the running loop, once, when it has ended."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask it to end; harmless when it has."""
+        ...
+
+    def kill(self) -> None:
+        """End it; harmless when it has."""
+        ...
+
+    def reap(self, timeout_s: float) -> None:
+        """Wait for its end, blocking, so long at most; for when no loop can."""
+        ...
+
+    def log_lines(self) -> tuple[str, ...]:
+        """The last lines that it wrote."""
+        ...
+
+
+class Launcher(Protocol):
+    """Makes the channels and starts the children. Used once, on one loop; ``close`` comes after the children's end."""
+
+    def __init__(self, settings: Settings) -> None: ...
+
+    @property
+    def children(self) -> list[RunningChild]:
+        """Those that were started, also when ``launch`` failed half-way."""
+        ...
+
+    @property
+    def sender(self) -> Sender:
+        """To the scheduler; there after ``launch``."""
+        ...
+
+    @property
+    def receiver(self) -> AsyncReceiver:
+        """From all children; there after ``launch``."""
+        ...
+
+    async def launch(self) -> None:
+        """Start all children, without waiting until they are ready.
+
+        Raises:
+            EngineStartupError: one could not be started at all.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the channels and remove what was made; harmless when repeated."""
+        ...

@@ -1,0 +1,161 @@
+"""The children as tasks of the caller's loop: for tests and debugging, without any process.
+
+The services and the frames are the same as in processes; a step runs on the loop, which waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import secrets
+import time
+import traceback
+from typing import TYPE_CHECKING, Protocol, cast
+
+import msgspec
+
+from aioengine.protocol.codec import fingerprint
+from aioengine.protocol.messages import Failed, Progress, Ready
+from aioengine.protocol.orders import DETOKENIZER, SCHEDULER
+from aioengine.transport.local import LocalChannel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aioengine.config import Settings
+    from aioengine.protocol.service import Service
+    from aioengine.supervision.launchers._base import RunningChild
+    from aioengine.transport.local import LocalReceiver, LocalSender
+
+_SCHEDULER_MODULE = "aioengine.processes.scheduler_process"
+_DETOKENIZER_MODULE = "aioengine.processes.detokenizer_process"
+
+
+class _SchedulerModule(Protocol):
+    def build_service(self, settings: Settings, report: Callable[[Progress], None]) -> Service: ...
+
+
+class _DetokenizerModule(Protocol):
+    def build_service(self, settings: Settings) -> Service: ...
+
+
+class InlineChild:
+    """A service that runs as a task."""
+
+    def __init__(self, role: str, *, inbox: LocalReceiver, peer: LocalSender, frontend: LocalSender) -> None:
+        self.role = role
+        self.pid = os.getpid()
+        self._inbox = inbox
+        self._peer = peer
+        self._frontend = frontend
+        self._task: asyncio.Task[None] | None = None
+        self._exit_code: int | None = None
+        self._log: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._exit_code
+
+    def start(self, build: Callable[[], Service]) -> None:
+        self._task = asyncio.create_task(self._run(build), name=f"aioengine-{self.role}")
+
+    def watch(self, on_exit: Callable[[], None]) -> None:
+        if self._task is not None:
+            self._task.add_done_callback(lambda _: on_exit())
+
+    def terminate(self) -> None:
+        if self._task is not None and not self._task.get_loop().is_closed():
+            self._task.cancel()
+
+    def kill(self) -> None:
+        self.terminate()
+
+    def reap(self, timeout_s: float) -> None:
+        """A task ends with its loop; there is nothing to wait for."""
+
+    def log_lines(self) -> tuple[str, ...]:
+        return self._log
+
+    async def _run(self, build: Callable[[], Service]) -> None:
+        try:
+            service = build()
+            facts = msgspec.json.encode(dict(service.facts)).decode()
+            self._frontend.send([Ready(self.role, self.pid, fingerprint(), facts)])
+            try:
+                await self._serve(service)
+            finally:
+                service.close()
+            self._exit_code = 0
+        except asyncio.CancelledError:
+            self._exit_code = 0
+        except Exception as error:
+            self._exit_code = 1
+            text = traceback.format_exc()
+            self._log = tuple(text.splitlines())
+            self._frontend.send([Failed(self.role, type(error).__name__, str(error), text)])
+
+    async def _serve(self, service: Service) -> None:
+        now = time.monotonic()
+        while not service.is_stopped:
+            wait_s = service.wait_s(now)
+            messages = self._inbox.drain()
+            if not messages and wait_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    messages = await asyncio.wait_for(self._inbox.receive(), wait_s)
+            else:
+                await asyncio.sleep(0)
+            now = time.monotonic()
+            service.handle(messages, now)
+            outbox = service.step(now)
+            if outbox.to_peer:
+                self._peer.send(outbox.to_peer)
+            if outbox.to_frontend:
+                self._frontend.send(outbox.to_frontend)
+
+
+class InlineLauncher:
+    """Runs both services as tasks."""
+
+    def __init__(self, settings: Settings) -> None:
+        epoch = secrets.randbits(32)
+        self._settings = settings
+        self._to_frontend = LocalChannel(epoch)
+        self._to_scheduler = LocalChannel(epoch)
+        self._to_detokenizer = LocalChannel(epoch)
+        self.children: list[RunningChild] = []
+        self.sender = self._to_scheduler.sender()
+        self.receiver = self._to_frontend.receiver
+
+    async def launch(self) -> None:
+        frontend = self._to_frontend.sender()
+        settings = self._settings
+
+        def report(progress: Progress) -> None:
+            frontend.send([progress])
+
+        def build_scheduler() -> Service:
+            module = cast("_SchedulerModule", importlib.import_module(_SCHEDULER_MODULE))
+            return module.build_service(settings, report)
+
+        def build_detokenizer() -> Service:
+            module = cast("_DetokenizerModule", importlib.import_module(_DETOKENIZER_MODULE))
+            return module.build_service(settings)
+
+        scheduler = InlineChild(
+            SCHEDULER, inbox=self._to_scheduler.receiver, peer=self._to_detokenizer.sender(), frontend=frontend
+        )
+        detokenizer = InlineChild(
+            DETOKENIZER, inbox=self._to_detokenizer.receiver, peer=self._to_scheduler.sender(), frontend=frontend
+        )
+        self.children = [scheduler, detokenizer]
+        scheduler.start(build_scheduler)
+        detokenizer.start(build_detokenizer)
+
+    def close(self) -> None:
+        for channel in (self._to_frontend, self._to_scheduler, self._to_detokenizer):
+            channel.receiver.close()
+
+
+PLUGIN = InlineLauncher

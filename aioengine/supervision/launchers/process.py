@@ -1,0 +1,249 @@
+"""The children as processes: fresh interpreters that end with their parent and are heard of when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+import aioengine
+from aioengine.errors import EngineStartupError
+from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER, Endpoints, Orders
+from aioengine.transport.addresses import Listener, PrivateDirectory, listen
+from aioengine.transport.zmq import AsyncZmqReceiver, AsyncZmqSender, Context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aioengine.config import Settings
+    from aioengine.supervision.launchers._base import RunningChild
+
+_FRONTEND = "frontend"
+_EPOCH_BITS = 62
+_NUM_LOG_LINES = 20
+_MAX_LOG_BYTES = 8192
+"""Read from the end of a child's log."""
+
+
+class ProcessChild:
+    """A child process. Its standard input stays open as long as this object: its end is the child's end."""
+
+    def __init__(self, role: str, popen: subprocess.Popen[bytes], log_path: Path) -> None:
+        self.role = role
+        self.pid = popen.pid
+        self._popen = popen
+        self._log_path = log_path
+        self._unwatch: Callable[[], None] | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._popen.poll()
+
+    def watch(self, on_exit: Callable[[], None]) -> None:
+        """Call ``on_exit`` on the running loop when the process has ended: by its descriptor, else by a thread."""
+        loop = asyncio.get_running_loop()
+        try:
+            fd = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):
+            self._watch_by_thread(loop, on_exit)
+            return
+
+        def unwatch() -> None:
+            if not loop.is_closed():
+                loop.remove_reader(fd)
+            os.close(fd)
+
+        def ended() -> None:
+            self._stop_watching()
+            self._popen.wait()
+            on_exit()
+
+        self._unwatch = unwatch
+        loop.add_reader(fd, ended)
+
+    def terminate(self) -> None:
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def reap(self, timeout_s: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout_s)
+
+    def log_lines(self) -> tuple[str, ...]:
+        try:
+            with self._log_path.open("rb") as file:
+                file.seek(max(0, self._log_path.stat().st_size - _MAX_LOG_BYTES))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ()
+        return tuple(line for line in text.splitlines() if line.strip())[-_NUM_LOG_LINES:]
+
+    def close(self) -> None:
+        """Stop watching, and let go of its standard input, which ends it should it still run."""
+        self._stop_watching()
+        if self._popen.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._popen.stdin.close()
+
+    def _stop_watching(self) -> None:
+        unwatch, self._unwatch = self._unwatch, None
+        if unwatch is not None:
+            unwatch()
+
+    def _watch_by_thread(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
+        def wait() -> None:
+            self._popen.wait()
+            with contextlib.suppress(RuntimeError):  # the loop was closed before
+                loop.call_soon_threadsafe(on_exit)
+
+        threading.Thread(target=wait, name=f"aioengine-wait-{self.role}", daemon=True).start()
+
+
+class ProcessLauncher:
+    """Starts both children in processes of their own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.children: list[RunningChild] = []
+        self.sender: AsyncZmqSender
+        self.receiver: AsyncZmqReceiver
+        self._settings = settings
+        self._epoch = secrets.randbits(_EPOCH_BITS)
+        self._directory: PrivateDirectory | None = None
+        self._context: Context | None = None
+        self._processes: list[ProcessChild] = []
+        self._thread = SpawnThread()
+
+    async def launch(self) -> None:
+        try:
+            self._directory = PrivateDirectory()
+            listeners = {name: listen(self._directory.path, name) for name in (_FRONTEND, *ROLES)}
+        except OSError as error:
+            raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
+        self._context = zmq.Context()
+        self.receiver = AsyncZmqReceiver(self._context, listeners[_FRONTEND], self._epoch)
+        self.sender = AsyncZmqSender(self._context, listeners[SCHEDULER].endpoint, self._epoch)
+        future = self._thread.call(lambda: self._spawn_all(listeners))
+        try:
+            await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            # Starting takes milliseconds; whatever starts must be known to whoever cleans up.
+            future.exception(timeout=None)
+            raise
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.close()
+        self._thread.stop()
+        if self._context is not None:
+            self.receiver.close()
+            self.sender.close()
+            self._context.term()
+            self._context = None
+        if self._directory is not None:
+            self._directory.remove()
+
+    def _spawn_all(self, listeners: dict[str, Listener]) -> None:
+        endpoints = Endpoints(
+            frontend=listeners[_FRONTEND].endpoint,
+            scheduler=listeners[SCHEDULER].endpoint,
+            detokenizer=listeners[DETOKENIZER].endpoint,
+        )
+        try:
+            for role in ROLES:
+                orders = Orders(
+                    role=role,
+                    epoch=self._epoch,
+                    endpoints=endpoints,
+                    listener_fd=listeners[role].fd,
+                    parent_pid=os.getpid(),
+                    import_path=[os.path.abspath(entry) for entry in sys.path],
+                    settings=self._settings,
+                )
+                self._spawn(orders)
+        finally:
+            for role in ROLES:
+                os.close(listeners[role].fd)
+
+    def _spawn(self, orders: Orders) -> None:
+        assert self._directory is not None
+        bootstrap = Path(aioengine.__file__).parent / "processes" / "bootstrap.py"
+        log_path = Path(self._directory.path) / f"{orders.role}.log"
+        command = [sys.executable, "-P", str(bootstrap), f"aioengine::{orders.role}"]
+        try:
+            with log_path.open("ab") as log:
+                popen = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(orders.listener_fd,),
+                    start_new_session=True,  # Ctrl-C in the terminal is the parent's business
+                )
+        except OSError as error:
+            raise EngineStartupError(
+                f"the {orders.role} process could not be started with {sys.executable!r}: {error}"
+            ) from error
+        process = ProcessChild(orders.role, popen, log_path)
+        self._processes.append(process)
+        self.children.append(process)
+        assert popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at once, which its exit tells
+            popen.stdin.write(msgspec.json.encode(orders) + b"\n")
+            popen.stdin.flush()
+
+
+class SpawnThread:
+    """A thread that starts processes and then lives as long as they should.
+
+    The kernel ends a child when the thread that started it ends, and a program may start an engine from a thread of
+    any kind. Nor does the event loop wait here while a large process is duplicated.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def call(self, function: Callable[[], None]) -> Future[None]:
+        """Run ``function`` in the thread."""
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                function()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="aioengine-spawn", daemon=True)
+            self._thread.start()
+        self._calls.put(run)
+        return future
+
+    def stop(self) -> None:
+        """End the thread, and with it the processes that it started."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._calls.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+PLUGIN = ProcessLauncher

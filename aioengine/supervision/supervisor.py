@@ -1,0 +1,257 @@
+"""Supervisor: starts the children, carries messages, tells at once when one of them dies, and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import pkgutil
+import time
+from typing import TYPE_CHECKING, cast
+
+from msgspec import Struct
+
+from aioengine.errors import EngineDeadError, EngineError, EngineStalledError
+from aioengine.protocol.messages import Failed, LogRecord, Message, Progress, Ready, Stats, TextChunks, ToFrontend
+from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER
+from aioengine.supervision import launchers
+from aioengine.supervision.handshake import Handshake
+from aioengine.transport.base import BacklogFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aioengine.config import Settings
+    from aioengine.protocol.messages import ToScheduler
+    from aioengine.supervision.launchers._base import Launcher, RunningChild
+
+_KILL_WAIT_S = 1.0
+# Of the time that ``stop`` has, the children get this part to end by themselves.
+_POLITE_PART = 0.6
+
+
+class ProcessState(Struct, frozen=True):
+    """A child, as ``health()`` tells of it. Ages in seconds; None: not heard of, no step yet."""
+
+    role: str
+    pid: int
+    alive: bool
+    last_heartbeat_s: float | None
+    last_step_s: float | None
+
+
+class Supervisor:
+    """Owns the children of one engine, from ``start`` to ``stop``, on one loop.
+
+    ``on_messages`` gets what the children say (``TextChunks``, ``Stats``, ``Reply``), ``on_progress`` how far long
+    work has come; both on the loop. ``on_failure`` is called once, on the loop, when a child died after the start or
+    their messages could not be handled; the children are ended then, and ``stop`` is still to be called.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        launcher: str,
+        startup_timeout_s: float,
+        on_messages: Callable[[list[ToFrontend]], None],
+        on_failure: Callable[[EngineError], None],
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self._launcher = _load_launcher(launcher)(settings)
+        self._startup_timeout_s = startup_timeout_s
+        self._on_messages = on_messages
+        self._on_failure = on_failure
+        self._on_progress = on_progress
+        self._handshake: Handshake | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._outgoing: list[Message] = []
+        self._is_started = False
+        self._is_ended = False  # from the first failure, stop or kill on
+        self._exits: list[asyncio.Event] = []
+        self._heartbeats: dict[str, float] = {}
+        self._step_ended_at = 0.0
+
+    async def start(self) -> dict[str, object]:
+        """Start the children, wait until all are ready, and return what they run on. Once only.
+
+        Raises:
+            EngineStartupError: with a child's own error, message and traceback; none is left running then.
+        """
+        try:
+            await self._launcher.launch()
+            self._handshake = Handshake(ROLES)
+            self._pump = asyncio.create_task(self._run_pump(), name="aioengine-pump")
+            for child in self._launcher.children:
+                self._watch(child)
+            facts = await self._handshake.wait(self._startup_timeout_s)
+            self._is_started = True
+            return facts
+        except BaseException:
+            await self._end_children(polite_s=0.0)
+            await self._close()
+            raise
+
+    def send(self, messages: list[ToScheduler]) -> None:
+        """Send to the scheduler; what is sent in one round of the loop goes as one frame. Nothing after an end."""
+        if self._is_ended:
+            return
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing += messages
+
+    async def stop(self, timeout_s: float) -> None:
+        """End the children: ask, then kill; all within about ``timeout_s``. Harmless when repeated or never started."""
+        await self._end_children(polite_s=timeout_s * _POLITE_PART)
+        await self._close()
+
+    def kill_now(self) -> None:
+        """The same at once and without a loop, for the end of the interpreter and for forgotten engines."""
+        self._is_ended = True
+        children = self._launcher.children
+        for child in children:
+            child.kill()
+        for child in children:
+            child.reap(_KILL_WAIT_S)
+        if self._pump is not None and not self._pump.get_loop().is_closed():
+            self._pump.cancel()
+        self._launcher.close()
+
+    def processes(self) -> list[ProcessState]:
+        """Every child as it is now."""
+        now = time.monotonic()
+        return [self._state(child, now) for child in self._launcher.children]
+
+    def _state(self, child: RunningChild, now: float) -> ProcessState:
+        heartbeat = self._heartbeats.get(child.role)
+        has_stepped = child.role == SCHEDULER and self._step_ended_at > 0
+        return ProcessState(
+            role=child.role,
+            pid=child.pid,
+            alive=child.exit_code is None,
+            last_heartbeat_s=None if heartbeat is None else now - heartbeat,
+            last_step_s=now - self._step_ended_at if has_stepped else None,
+        )
+
+    # ------------------------------------------------------------ messages
+
+    def _flush(self) -> None:
+        messages, self._outgoing = self._outgoing, []
+        if self._is_ended or not messages:
+            return
+        try:
+            self._launcher.sender.send(messages)
+        except BacklogFullError as error:
+            self._fail(EngineStalledError(f"the scheduler process does not read its messages: {error}"))
+        except ValueError as error:
+            self._fail(EngineError(f"messages for the scheduler could not be sent: {error}"))
+
+    async def _run_pump(self) -> None:
+        """The only reader of what the children say. It ends with the engine, or the engine ends with it."""
+        receiver = self._launcher.receiver
+        try:
+            while True:
+                self._dispatch(await receiver.receive())
+        except Exception as error:
+            if self._handshake is not None:
+                self._handshake.broke(error)
+            failure = EngineError(f"messages of the engine's processes could not be handled: {error!r}")
+            failure.__cause__ = error
+            self._fail(failure)
+
+    def _dispatch(self, messages: list[Message]) -> None:
+        now = time.monotonic()
+        for_frontend: list[ToFrontend] = []
+        for message in messages:
+            match message:
+                case TextChunks():
+                    self._heartbeats[DETOKENIZER] = now
+                    for_frontend.append(message)
+                case Stats():
+                    self._heartbeats[SCHEDULER] = now
+                    self._step_ended_at = message.step_ended_at
+                    for_frontend.append(message)
+                case Progress():
+                    self._tell_handshake(message)
+                    self._on_progress(message)
+                case Ready() | Failed():
+                    self._heartbeats[message.role] = now
+                    self._tell_handshake(message)
+                case LogRecord():
+                    logging.getLogger(message.logger).log(message.level, "%s", message.message)
+                case _:
+                    for_frontend.append(cast("ToFrontend", message))
+        if for_frontend and not self._is_ended:
+            self._on_messages(for_frontend)
+
+    def _tell_handshake(self, message: Ready | Failed | Progress) -> None:
+        if self._handshake is not None and not self._handshake.is_over:
+            self._handshake.take(message)
+
+    # ------------------------------------------------------------ ends
+
+    def _watch(self, child: RunningChild) -> None:
+        exited = asyncio.Event()
+        self._exits.append(exited)
+
+        def on_exit() -> None:
+            exited.set()
+            if self._is_ended or self._handshake is None:
+                return
+            if not self._is_started:
+                self._handshake.child_ended(child)
+                return
+            self._fail(
+                EngineDeadError(child.role, pid=child.pid, exit_code=child.exit_code, log_lines=child.log_lines())
+            )
+
+        child.watch(on_exit)
+
+    def _fail(self, error: EngineError) -> None:
+        """The engine is over: end what still runs, and say why, once."""
+        if self._is_ended or not self._is_started:
+            return
+        self._is_ended = True
+        for child in self._launcher.children:
+            child.kill()
+        self._on_failure(error)
+
+    async def _end_children(self, polite_s: float) -> None:
+        self._is_ended = True
+        children = self._launcher.children
+        if polite_s > 0:
+            for child in children:
+                child.terminate()
+            await self._wait_for_exits(polite_s)
+        for child in children:
+            child.kill()
+        await self._wait_for_exits(_KILL_WAIT_S)
+        for child in children:
+            child.reap(0.0)
+
+    async def _wait_for_exits(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for exited in self._exits:
+                    await exited.wait()
+
+    async def _close(self) -> None:
+        pump, self._pump = self._pump, None
+        if pump is not None:
+            pump.cancel()
+            await asyncio.wait([pump])
+        self._launcher.close()
+
+
+def _load_launcher(name: str) -> Callable[[Settings], Launcher]:
+    """The launcher called ``name``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    names = [module.name for module in pkgutil.iter_modules(launchers.__path__) if not module.name.startswith("_")]
+    if name not in names:
+        raise ValueError(f"launcher must be one of {', '.join(sorted(names))}, not {name!r}")
+    module = importlib.import_module(f"aioengine.supervision.launchers.{name}")
+    return cast("Callable[[Settings], Launcher]", module.PLUGIN)

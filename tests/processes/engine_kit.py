@@ -1,0 +1,154 @@
+"""Settings and a small frontend for tests with real children and a fake runner."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
+
+from aioengine.config import (
+    MemorySettings,
+    ModelSettings,
+    RunnerSettings,
+    SchedulerSettings,
+    Settings,
+    TextSettings,
+)
+from aioengine.protocol.messages import (
+    Control,
+    Finished,
+    Limits,
+    Progress,
+    Reply,
+    Sampling,
+    Stats,
+    Submit,
+    TextChunks,
+    TextRules,
+    ToFrontend,
+)
+from aioengine.supervision.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aioengine.errors import EngineError
+
+T = TypeVar("T")
+
+FAKE = "aioengine.testing.fake_runner:build"
+
+
+def fake_settings(
+    *, factory: str = FAKE, tokenizer_path: str | None = None, **options: str | int | float | bool
+) -> Settings:
+    """Settings for a small pool and the fake runner."""
+    return Settings(
+        model=ModelSettings(path="none", dtype="float32", load_format="dummy", context_length=4096, vocab_size=1000),
+        memory=MemorySettings(page_size=16, num_pages=512, mem_fraction_static=0.5),
+        scheduler=SchedulerSettings(
+            max_running=64, chunk_tokens=256, context_length=4096, policy="fcfs", prefix_cache=True, depth=1
+        ),
+        runner=RunnerSettings(
+            factory=factory, device="cpu", attention_backend="torch", num_threads=1, options=dict(options)
+        ),
+        text=TextSettings(tokenizer_path=tokenizer_path),
+        random_seed=1,
+        log_level="error",
+    )
+
+
+class Frontend:
+    """A supervisor, and what it heard."""
+
+    def __init__(
+        self, settings: Settings | None = None, *, launcher: str = "process", startup_timeout_s: float = 30.0
+    ) -> None:
+        self.heard: list[ToFrontend] = []
+        self.failures: list[EngineError] = []
+        self.progress: list[Progress] = []
+        self.news = asyncio.Event()
+        self.supervisor = Supervisor(
+            settings or fake_settings(),
+            launcher=launcher,
+            startup_timeout_s=startup_timeout_s,
+            on_messages=self._on_messages,
+            on_failure=self._on_failure,
+            on_progress=self.progress.append,
+        )
+
+    async def __aenter__(self) -> Frontend:
+        await self.supervisor.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.supervisor.stop(5.0)
+
+    def submit(self, uid: int, *, num_tokens: int = 8, text: TextRules | None = None, num_prompt: int = 5) -> None:
+        prompt = [(uid * 7 + index) % 900 for index in range(num_prompt)]
+        submit = Submit(uid, prompt, Sampling(seed=uid), Limits(num_tokens), text or TextRules())
+        self.supervisor.send([submit])
+
+    async def finished(self, uid: int, timeout_s: float = 10.0) -> Finished:
+        """The end of a request."""
+        return await self._wait(lambda: self._finished(uid), timeout_s)
+
+    async def call(self, name: str, call_id: int = 1) -> Reply:
+        """The answer to a control call."""
+        self.supervisor.send([Control(call_id, name)])
+        return await self._wait(
+            lambda: next((one for one in self.heard if isinstance(one, Reply) and one.call_id == call_id), None), 10.0
+        )
+
+    async def failure(self, timeout_s: float = 5.0) -> EngineError:
+        return await self._wait(lambda: self.failures[0] if self.failures else None, timeout_s)
+
+    async def idle_stats(self) -> Stats:
+        """A snapshot in which nothing runs or waits."""
+        self.heard.clear()
+        return await self._wait(lambda: next((one for one in self.heard if _is_idle(one)), None), 10.0)
+
+    def token_ids(self, uid: int) -> list[int]:
+        """All output ids of a request so far."""
+        ids: list[int] = []
+        for chunks in self.heard:
+            if isinstance(chunks, TextChunks):
+                start = 0
+                for owner, count in zip(chunks.uids, chunks.counts, strict=True):
+                    if owner == uid:
+                        ids += chunks.token_ids[start : start + count]
+                    start += count
+        return ids
+
+    def text(self, uid: int) -> str:
+        """All text of a request so far."""
+        return "".join(
+            text
+            for chunks in self.heard
+            if isinstance(chunks, TextChunks)
+            for owner, text in zip(chunks.uids, chunks.texts, strict=True)
+            if owner == uid
+        )
+
+    def _finished(self, uid: int) -> Finished | None:
+        ends = [end for one in self.heard if isinstance(one, TextChunks) for end in one.finished if end.uid == uid]
+        assert len(ends) < 2
+        return ends[0] if ends else None
+
+    async def _wait(self, look: Callable[[], T | None], timeout_s: float) -> T:
+        async with asyncio.timeout(timeout_s):
+            while (found := look()) is None:
+                self.news.clear()
+                await self.news.wait()
+        return found
+
+    def _on_messages(self, messages: list[ToFrontend]) -> None:
+        self.heard += messages
+        self.news.set()
+
+    def _on_failure(self, error: EngineError) -> None:
+        self.failures.append(error)
+        self.news.set()
+
+
+def _is_idle(message: ToFrontend) -> TypeGuard[Stats]:
+    return isinstance(message, Stats) and message.num_running == 0 and message.num_waiting == 0
