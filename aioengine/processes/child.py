@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
-from aioengine.processes.host import die_with_parent, ignore_terminal, name_process
+from aioengine.processes.host import die_with_parent, handle_signals, name_process
 from aioengine.processes.uplink import Uplink, forward_logs
 from aioengine.protocol.codec import fingerprint
 from aioengine.protocol.messages import Failed, Ready
@@ -33,12 +33,14 @@ _RETRY_S = 0.01
 class Child:
     """A child's ends of all channels."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: Orders, wake_fd: int) -> None:
         self.orders = orders
         self.settings = orders.settings
         self._context: Context = zmq.Context()
         endpoint = orders.endpoints.scheduler if orders.role == "scheduler" else orders.endpoints.detokenizer
-        self.receiver = ZmqReceiver(self._context, Listener(endpoint, orders.listener_fd), orders.epoch)
+        self.receiver = ZmqReceiver(
+            self._context, Listener(endpoint, orders.listener_fd), orders.epoch, wake_fd=wake_fd
+        )
         self._senders: list[ZmqSender] = []
         self.uplink = Uplink(self.connect(orders.endpoints.frontend))
 
@@ -99,12 +101,12 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
     An exception goes to the log file and to the frontend before the end.
     """
     faulthandler.enable()
-    ignore_terminal()
+    wake_fd = handle_signals()
     orders = _read_orders()
     name_process(f"aioengine:{orders.role[:5]}")
     die_with_parent(orders.parent_pid)
     sys.path += [entry for entry in orders.import_path if entry not in sys.path]
-    child = Child(orders)
+    child = Child(orders, wake_fd)
     forward_logs(child.uplink, orders.settings.log_level)
     code = 0
     try:

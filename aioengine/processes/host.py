@@ -33,10 +33,17 @@ def die_with_parent(parent_pid: int) -> None:
     threading.Thread(target=_wait_for_end, name="parent-watch", daemon=True).start()
 
 
-def ignore_terminal() -> None:
-    """Leave Ctrl-C to the parent; end quietly on SIGTERM, through ``SystemExit`` in the main thread."""
+def handle_signals() -> int:
+    """Leave Ctrl-C to the parent; end quietly on SIGTERM, through ``SystemExit`` in the main thread.
+
+    Returns a descriptor that can be read once a signal has come: a wait that began just then would not hear of it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    return reading
 
 
 def limit_threads(num_threads: int) -> None:

@@ -50,7 +50,7 @@ class Uplink:
         return [self._pending.popleft() for _ in range(len(self._pending))]
 
 
-class ForwardingHandler(logging.Handler):
+class ForwardedLogs(logging.Handler):
     """Hands records to the frontend's loggers of the same name, so many a second; the rest are counted."""
 
     def __init__(self, uplink: Uplink) -> None:
@@ -75,9 +75,9 @@ class ForwardingHandler(logging.Handler):
         self._uplink.post(LogRecord(record.name, record.levelno, text))
 
 
-def forward_logs(uplink: Uplink, level: str) -> ForwardingHandler:
+def forward_logs(uplink: Uplink, level: str) -> ForwardedLogs:
     """Send what the ``aioengine`` loggers say from ``level`` on to the frontend, and nowhere else."""
-    handler = ForwardingHandler(uplink)
+    handler = ForwardedLogs(uplink)
     logger = logging.getLogger("aioengine")
     logger.setLevel(level.upper())
     logger.propagate = False

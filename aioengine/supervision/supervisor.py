@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import logging
-import pkgutil
 import time
 from typing import TYPE_CHECKING, cast
 
 from msgspec import Struct
 
+from aioengine import plugins
 from aioengine.errors import EngineDeadError, EngineError, EngineStalledError
 from aioengine.protocol.messages import Failed, LogRecord, Message, Progress, Ready, Stats, TextChunks, ToFrontend
 from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER
-from aioengine.supervision import launchers
 from aioengine.supervision.handshake import Handshake
 from aioengine.transport.base import BacklogFullError
 
@@ -59,7 +57,7 @@ class Supervisor:
         on_failure: Callable[[EngineError], None],
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self._launcher = _load_launcher(launcher)(settings)
+        self._launcher: Launcher = plugins.load("supervision/launchers", launcher)(settings)
         self._startup_timeout_s = startup_timeout_s
         self._on_messages = on_messages
         self._on_failure = on_failure
@@ -242,16 +240,3 @@ class Supervisor:
             pump.cancel()
             await asyncio.wait([pump])
         self._launcher.close()
-
-
-def _load_launcher(name: str) -> Callable[[Settings], Launcher]:
-    """The launcher called ``name``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    names = [module.name for module in pkgutil.iter_modules(launchers.__path__) if not module.name.startswith("_")]
-    if name not in names:
-        raise ValueError(f"launcher must be one of {', '.join(sorted(names))}, not {name!r}")
-    module = importlib.import_module(f"aioengine.supervision.launchers.{name}")
-    return cast("Callable[[Settings], Launcher]", module.PLUGIN)

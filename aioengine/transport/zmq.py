@@ -178,8 +178,12 @@ class _PullSocket:
 class ZmqReceiver:
     """The end that reads, for a thread that does nothing else."""
 
-    def __init__(self, context: Context, listener: Listener, epoch: int) -> None:
+    def __init__(self, context: Context, listener: Listener, epoch: int, *, wake_fd: int | None = None) -> None:
+        """``wake_fd``: a descriptor that ends a wait when it can be read, for news of another kind."""
         self._pull = _PullSocket(context, listener, epoch)
+        self._watched: list[tuple[zmq.Socket[bytes] | int, int]] = [(self._pull.socket, zmq.POLLIN)]
+        if wake_fd is not None:
+            self._watched.append((wake_fd, zmq.POLLIN))
 
     @property
     def num_bad_frames(self) -> int:
@@ -191,7 +195,7 @@ class ZmqReceiver:
         if messages or timeout_s == 0:
             return messages
         timeout_ms = -1 if timeout_s is None else math.ceil(timeout_s * 1000)
-        zmq.zmq_poll([(self._pull.socket, zmq.POLLIN)], timeout_ms)
+        zmq.zmq_poll(self._watched, timeout_ms)
         return self._pull.drain()
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-import aioengine
 from aioengine.errors import EngineStartupError
 from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER, Endpoints, Orders
 from aioengine.transport.addresses import Listener, PrivateDirectory, listen
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from aioengine.config import Settings
     from aioengine.supervision.launchers._base import RunningChild
 
+_BOOTSTRAP = Path(__file__).resolve().parents[2] / "processes" / "bootstrap.py"
 _FRONTEND = "frontend"
 _EPOCH_BITS = 62
 _NUM_LOG_LINES = 20
@@ -179,9 +179,8 @@ class ProcessLauncher:
 
     def _spawn(self, orders: Orders) -> None:
         assert self._directory is not None
-        bootstrap = Path(aioengine.__file__).parent / "processes" / "bootstrap.py"
         log_path = Path(self._directory.path) / f"{orders.role}.log"
-        command = [sys.executable, "-P", str(bootstrap), f"aioengine::{orders.role}"]
+        command = [sys.executable, "-P", str(_BOOTSTRAP), f"aioengine::{orders.role}"]
         try:
             with log_path.open("ab") as log:
                 popen = subprocess.Popen(
