@@ -45,7 +45,7 @@ FLOORS = {
         "torch flashinfer safetensors numpy msgspec",
         "asyncio",
     ),
-    "3": Floor(("processes",), "0 1 2 2' 2t", "torch zmq uvloop msgspec tokenizers"),
+    "3": Floor(("processes",), "0 1 2 2' 2t", "torch zmq uvloop msgspec"),
     "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop"),
     "4": Floor(
         (

@@ -1,41 +1,33 @@
-"""Makes the text stages of requests, from a tokenizer folder that is read once."""
+"""Makes the text stages of requests, from a tokenizer that is read once."""
 
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING, cast
 
 from aioengine.text.detokenizer import Decode, make_detokenizer
 from aioengine.text.pipeline import TextPipeline
 from aioengine.text.stop import StopMatcher
 from aioengine.text.token_table import TokenizerFile, TokenTable, read_token_table
+from aioengine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from aioengine.protocol.messages import TextRules
-
-_FILE_NAME = "tokenizer.json"
 
 
 class TextSource:
     """The stages of a request's text, by its rules; None in place of them where there is no tokenizer."""
 
     def __init__(self, tokenizer_path: str | None) -> None:
-        """Read ``tokenizer.json`` of the folder ``tokenizer_path``.
+        """Read the tokenizer in the folder ``tokenizer_path``.
 
         Raises:
-            OSError: there is no such file, or it cannot be read.
-            ValueError: it does not hold a tokenizer.
+            ValueError: there is none, or its files cannot be read.
         """
-        self._file: Path | None = None
+        self._tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
         self._sources: dict[bool, TokenTable | Decode] = {}
-        if tokenizer_path is not None:
-            path = Path(tokenizer_path)
-            self._file = path if path.is_file() else path / _FILE_NAME
-            self._source(skip_special_tokens=True)
+        if self._tokenizer is not None:
+            self._source(self._tokenizer, skip_special_tokens=True)
 
     def pipeline(self, rules: TextRules) -> TextPipeline | None:
         """The stages of a new request.
@@ -43,30 +35,20 @@ class TextSource:
         Raises:
             ValueError: a stop of the rules cannot be used.
         """
-        if self._file is None:
+        if self._tokenizer is None:
             return None
-        source = self._source(skip_special_tokens=rules.skip_special_tokens)
+        source = self._source(self._tokenizer, skip_special_tokens=rules.skip_special_tokens)
         stops = None
         if rules.stop or rules.stop_regex:
             stops = StopMatcher(rules.stop, rules.stop_regex, no_stop_trim=rules.no_stop_trim)
         return TextPipeline(make_detokenizer(source, rules.context_token_ids), stops)
 
-    def _source(self, *, skip_special_tokens: bool) -> TokenTable | Decode:
+    def _source(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TokenTable | Decode:
+        """What decodes, with special tokens or without: a table, or the tokenizer where a table is too little."""
         source = self._sources.get(skip_special_tokens)
         if source is None:
-            source = self._sources[skip_special_tokens] = self._read(skip_special_tokens=skip_special_tokens)
+            facts = cast("TokenizerFile", tokenizer.decoding_facts())
+            table = read_token_table(facts, skip_special_tokens=skip_special_tokens)
+            source = table if table is not None else partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+            self._sources[skip_special_tokens] = source
         return source
-
-    def _read(self, *, skip_special_tokens: bool) -> TokenTable | Decode:
-        assert self._file is not None
-        data = self._file.read_bytes()
-        try:
-            table = read_token_table(
-                msgspec.json.decode(data, type=TokenizerFile), skip_special_tokens=skip_special_tokens
-            )
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{self._file} is not a tokenizer file: {error}") from error
-        if table is not None:
-            return table
-        decode = Tokenizer.from_buffer(data).decode
-        return partial(decode, skip_special_tokens=skip_special_tokens)

@@ -15,7 +15,6 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import msgspec
-import zmq
 
 from aioengine.errors import EngineStartupError
 from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER, Endpoints, Orders
@@ -132,7 +131,7 @@ class ProcessLauncher:
             listeners = {name: listen(self._directory.path, name) for name in (_FRONTEND, *ROLES)}
         except OSError as error:
             raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
-        self._context = zmq.Context()
+        self._context = Context()
         self.receiver = AsyncZmqReceiver(self._context, listeners[_FRONTEND], self._epoch)
         self.sender = AsyncZmqSender(self._context, listeners[SCHEDULER].endpoint, self._epoch)
         future = self._thread.call(lambda: self._spawn_all(listeners))
