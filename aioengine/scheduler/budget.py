@@ -1,9 +1,9 @@
 """TokenBudget: how many tokens a step computes, and how several prompts share them.
 
-Decode rows come first, one token each and all of them in every step. What is left belongs to the prompts: the one that
-runs longest may take half, each further one half of what is then left, and whatever nobody asked for goes back to them
-in the same order. So a long prompt moves on in every step, a short one that arrives behind it need not wait for its
-end, and the tokens of the step are used up.
+Decode rows come first, one token each and all of them in every step. What is left belongs to the prompts, in turn: one
+that can be finished takes what it needs, any other one half of what is left, and whatever nobody asked for goes back to
+them in the same order. So a long prompt moves on in every step, a short one that arrives behind it need not wait for
+its end, and the tokens of the step are used up.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class TokenBudget:
         self.left = max(chunk_tokens - num_decodes, chunk_tokens // 8, 1)
 
     def take_share(self, wanted: int) -> int:
-        """Up to half of what is left."""
-        return self._take(min(wanted, max(self.left // 2, LEAST_SHARE)))
+        """All that is wanted if there is so much, else half of what is left."""
+        return self._take(wanted if wanted <= self.left else max(self.left // 2, LEAST_SHARE))
 
     def take_rest(self, wanted: int) -> int:
         """Up to all that is left."""

@@ -1,48 +1,38 @@
-"""Whoever has most of its prompt in the prefix cache goes first, among the next few in the queue of equal priority.
+"""Whoever has most of its prompt in the prefix cache goes first, among requests that came at about the same time.
 
-Good where many conversations compete for a cache that cannot hold them all. The front of the queue can be overtaken
-only ``MAX_OVERTAKEN`` times, so nothing starves.
+Good where many conversations compete for a cache that cannot hold them all. Requests that arrived in the same ten
+seconds (a level of priority counting as ten seconds, as in ``fcfs``) are equals; who came earlier is never overtaken
+by who came later than that, so nothing starves.
 """
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from aioengine.scheduler.policies.fcfs import HEAD_START_S
 from aioengine.scheduler.queue_order import NumCached, head_start_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from aioengine.scheduler.request import Request
 
+SAME_TIME_S = 10.0
 WINDOW = 32  # requests looked at in a step; each costs a look into the cache
-MAX_OVERTAKEN = 64  # steps
 
 
 class LongestPrefixPolicy:
-    """By cached tokens within a window, by arrival beyond it."""
-
-    def __init__(self) -> None:
-        self._front_uid = -1
-        self._num_overtaken = 0
+    """By arrival in steps of ten seconds, then by cached tokens; by arrival alone beyond the window."""
 
     def key(self, request: Request) -> tuple[float, ...]:
         return (head_start_key(request, HEAD_START_S),)
 
     def candidates(self, waiting: Sequence[Request], num_cached: NumCached) -> Iterable[Request]:
-        front = waiting[0]
-        if front.uid != self._front_uid:
-            self._front_uid, self._num_overtaken = front.uid, 0
-        self._num_overtaken += 1
-        if self._num_overtaken > MAX_OVERTAKEN:
-            return waiting
-        return self._by_cached(waiting, num_cached)
+        def place(request: Request) -> tuple[float, int]:
+            return head_start_key(request, HEAD_START_S) // SAME_TIME_S, -num_cached(request)
 
-    def _by_cached(self, waiting: Sequence[Request], num_cached: NumCached) -> Iterator[Request]:
-        yield from sorted(waiting[:WINDOW], key=lambda request: (-request.submit.priority, -num_cached(request)))
-        yield from islice(waiting, WINDOW, None)
+        return chain(sorted(waiting[:WINDOW], key=place), islice(waiting, WINDOW, None))
 
 
 PLUGIN = LongestPrefixPolicy

@@ -1,0 +1,56 @@
+"""The page allocator."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.memory.pages import PageAllocator
+
+
+def test_a_pool_has_at_least_one_page() -> None:
+    with pytest.raises(ValueError, match="num_pages must be at least 1, not 0"):
+        PageAllocator(0)
+
+
+def test_pages_are_handed_out_in_order_and_the_last_returned_first() -> None:
+    pages = PageAllocator(5)
+    assert pages.allocate(3) == [0, 1, 2]
+    pages.free([1])
+    assert pages.allocate(2) == [1, 3]
+    assert pages.num_free == 1
+
+
+def test_more_than_there_are_takes_none() -> None:
+    pages = PageAllocator(2)
+    with pytest.raises(ValueError, match="3 pages were asked for and 2 are free"):
+        pages.allocate(3)
+    assert pages.num_free == 2
+
+
+def test_no_page_is_asked_for() -> None:
+    pages = PageAllocator(2)
+    assert pages.allocate(0) == []
+    assert pages.num_free == 2
+
+
+def test_pages_given_back_twice_are_noticed() -> None:
+    pages = PageAllocator(2)
+    with pytest.raises(ValueError, match="given back twice"):
+        pages.free([0])
+
+
+@given(st.lists(st.integers(-3, 5), max_size=40))
+def test_nobody_shares_a_page_and_none_is_lost(changes: list[int]) -> None:
+    pages = PageAllocator(8)
+    taken: list[int] = []
+    for change in changes:
+        if 0 <= change <= pages.num_free:
+            taken += pages.allocate(change)
+        elif change < 0:
+            given_back, taken = taken[change:], taken[:change]
+            pages.free(given_back)
+        assert len(set(taken)) == len(taken)
+        assert set(taken) <= set(range(8))
+        assert pages.num_free + len(taken) == 8

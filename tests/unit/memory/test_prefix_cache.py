@@ -1,0 +1,332 @@
+"""The prefix cache against a naive model, and its promises one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from aioengine.memory.prefix_cache import NEVER, Hold, Match, PrefixCache
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+def open_(cache: PrefixCache, token_ids: list[int]) -> Hold:
+    return cache.lock(token_ids, cache.match(token_ids))
+
+
+def computed(cache: PrefixCache, token_ids: list[int]) -> Hold:
+    hold = open_(cache, token_ids)
+    cache.insert(hold, token_ids, len(token_ids))
+    return hold
+
+
+def num_matched(cache: PrefixCache, token_ids: list[int]) -> int:
+    return len(cache.match(token_ids).path) * cache.page_size
+
+
+def test_what_was_computed_is_found_up_to_the_last_token_but_one() -> None:
+    cache = PrefixCache(num_pages=8, page_size=2)
+    cache.unlock(computed(cache, [1, 2, 3, 4, 5]))
+    assert num_matched(cache, [1, 2, 3, 4, 5]) == 4
+    assert num_matched(cache, [1, 2, 3, 4]) == 2
+    assert num_matched(cache, [1, 2, 3]) == 2
+    assert num_matched(cache, [1, 2]) == 0
+    assert num_matched(cache, [1]) == 0
+    assert num_matched(cache, [9, 2, 3, 4, 5]) == 0
+
+
+def test_pages_are_found_one_by_one_while_their_request_runs() -> None:
+    cache = PrefixCache(num_pages=8, page_size=2)
+    prompt = [1, 2, 3, 4, 5, 6]
+    hold = open_(cache, prompt)
+    for done, found in [(1, 0), (2, 1), (3, 1), (5, 2)]:
+        cache.insert(hold, prompt, done)
+        match = cache.match([*prompt, 7])
+        assert len(match.path) == found
+        assert match.pending is not None
+        assert hold.border == 2 * (found + 1)
+    cache.insert(hold, prompt, 6)
+    assert len(cache.match([*prompt, 7]).path) == 3
+    assert cache.match([*prompt, 7]).pending is None
+
+
+def test_pending_pages_vanish_with_their_request() -> None:
+    cache = PrefixCache(num_pages=8, page_size=2)
+    hold = open_(cache, [1, 2, 3, 4, 5])
+    cache.insert(hold, [1, 2, 3, 4, 5], 2)
+    pending = cache.match([1, 2, 3, 4, 5]).pending
+    assert pending is not None
+    cache.unlock(hold)
+    assert not pending.is_pending
+    assert cache.match([1, 2, 3, 4, 5]).pending is None
+    assert num_matched(cache, [1, 2, 3, 4, 5]) == 2
+    assert cache.num_free == 8
+    assert cache.num_cached == 1
+
+
+def test_a_page_computed_twice_is_cached_once_and_leaks_nothing() -> None:
+    cache = PrefixCache(num_pages=8, page_size=2)
+    first, second = open_(cache, [1]), open_(cache, [1])
+    cache.insert(first, [1, 2, 3, 4], 4 if cache.grow(first) is not None else 0)
+    cache.grow(second)
+    cache.insert(second, [1, 2, 3, 4], 4)
+    assert cache.num_cached == 2
+    assert second.num_owned == 2
+    cache.grow(second)
+    cache.insert(second, [1, 2, 3, 4, 5, 6], 6)
+    assert num_matched(cache, [1, 2, 3, 4, 5, 6, 7]) == 6
+    cache.check_integrity([first, second])
+    cache.unlock(first)
+    cache.check_integrity([second])
+    cache.unlock(second)
+    cache.check_integrity([])
+    assert cache.num_free == 8
+    assert cache.num_cached == 3
+
+
+def test_a_page_that_another_request_computes_is_taken_up_when_it_is_ready() -> None:
+    cache = PrefixCache(num_pages=8, page_size=2)
+    hold = open_(cache, [1])
+    other = open_(cache, [1, 2, 3])
+    cache.insert(hold, [1, 2], 2)
+    assert hold.num_ready == 0
+    cache.insert(other, [1, 2, 3], 3)
+    cache.insert(hold, [1, 2], 2)
+    assert hold.num_ready == 1
+    cache.unlock(hold)
+    cache.unlock(other)
+    cache.check_integrity([])
+    assert cache.num_free == 8
+
+
+def test_locking_more_than_there_is_changes_nothing() -> None:
+    cache = PrefixCache(num_pages=4, page_size=2)
+    cache.unlock(computed(cache, [1, 2, 3, 4]))
+    running = open_(cache, [9, 9, 9])
+    wanted = [1, 2, 5, 6, 7, 8]
+    match = cache.match(wanted)
+    assert cache.num_available(match) == 1
+    with pytest.raises(ValueError, match="2 pages were asked for and 1 can be had"):
+        cache.lock(wanted, match)
+    assert num_matched(cache, wanted) == 2
+    assert cache.num_free == 2
+    cache.check_integrity([running])
+
+
+def test_growing_evicts_what_nobody_uses_and_then_says_no() -> None:
+    cache = PrefixCache(num_pages=3, page_size=1)
+    cache.unlock(computed(cache, [1, 2]))
+    hold = open_(cache, [5])
+    assert cache.grow(hold) is not None
+    assert num_matched(cache, [1, 2, 3]) == 1
+    assert cache.grow(hold) is not None
+    assert cache.grow(hold) is None
+    assert hold.room == 3
+    cache.check_integrity([hold])
+
+
+def test_a_match_is_never_evicted_for_its_own_request() -> None:
+    cache = PrefixCache(num_pages=4, page_size=1)
+    cache.unlock(computed(cache, [1, 2, 3]))
+    hold = open_(cache, [1, 2, 3, 4])
+    assert hold.num_ready == 3
+    assert len(set(hold.pages)) == 4
+
+
+def test_pinned_pages_stay_and_are_not_free() -> None:
+    cache = PrefixCache(num_pages=4, page_size=2)
+    cache.unlock(computed(cache, [1, 2, 3, 4, 5]))
+    pin = cache.pin([1, 2, 3, 4, 9])
+    assert cache.num_free == 2
+    assert cache.evict(4) == 0
+    cache.unlock(pin)
+    cache.unlock(pin)
+    assert cache.num_free == 4
+    assert cache.evict(4) == 2
+    cache.check_integrity([])
+
+
+def test_a_pin_leaves_out_what_is_still_being_computed() -> None:
+    cache = PrefixCache(num_pages=4, page_size=2)
+    hold = open_(cache, [1, 2, 3, 4])
+    assert cache.pin([1, 2, 3, 4]).pages == []
+    cache.insert(hold, [1, 2, 3, 4], 2)
+    assert len(cache.pin([1, 2, 3, 4]).pages) == 1
+
+
+def test_switched_off_it_shares_nothing() -> None:
+    cache = PrefixCache(num_pages=4, page_size=2, enabled=False)
+    hold = open_(cache, [1, 2, 3])
+    assert hold.border == NEVER
+    assert cache.match([1, 2, 3]) == Match([], None)
+    assert cache.pin([1, 2, 3]).pages == []
+    cache.unlock(hold)
+    assert cache.num_free == 4
+    assert cache.num_cached == 0
+
+
+def test_a_lost_page_is_noticed() -> None:
+    cache = PrefixCache(num_pages=4, page_size=2)
+    hold = open_(cache, [1, 2, 3])
+    with pytest.raises(RuntimeError, match="3, not 4"):
+        cache.check_integrity([])
+    cache.check_integrity([hold])
+
+
+def test_a_long_prompt_takes_time_in_proportion() -> None:
+    """100,000 tokens on 6,250 pages, five times over: quick enough to stand inside a step."""
+    cache = PrefixCache(num_pages=32_000, page_size=16)
+    for number in range(5):
+        prompt = [number, *range(99_999)]
+        cache.unlock(computed(cache, prompt))
+        assert num_matched(cache, prompt) == 99_984
+    assert cache.num_cached == 5 * 6250
+    assert cache.evict(32_000) == 5 * 6250
+
+
+# ------------------------------------------------------------ the naive model
+
+
+@dataclass
+class Sharer:
+    """A request of the model: its tokens, how many are computed, and its pages."""
+
+    token_ids: list[int]
+    hold: Hold
+    num_computed: int = 0
+
+
+@dataclass
+class Known:
+    """A cached prefix of the model: who uses it, and when it was given up last."""
+
+    num_locks: int = 0
+    given_up: int = 0
+
+
+@dataclass
+class Naive:
+    """The cache as a flat table of prefixes, searched from end to end for everything."""
+
+    known: dict[tuple[int, ...], Known] = field(default_factory=dict[tuple[int, ...], Known])
+    time: int = 0
+
+    def leaf_to_evict(self) -> tuple[int, ...] | None:
+        free = [prefix for prefix, entry in self.known.items() if entry.num_locks == 0]
+        leaves = [one for one in free if not any(len(other) > len(one) and other[: len(one)] == one for other in free)]
+        return min(leaves, key=lambda one: (self.known[one].given_up, -len(one)), default=None)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Requests come, are computed in parts, decode and go; what the pages hold is kept page by page."""
+
+    @initialize(num_pages=st.integers(4, 16), page_size=st.integers(1, 3))
+    def start(self, num_pages: int, page_size: int) -> None:
+        self.cache = PrefixCache(num_pages=num_pages, page_size=page_size)
+        self.page_size = page_size
+        self.sharers: list[Sharer] = []
+        self.content: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to its end
+        self.naive = Naive()
+
+    def expected(self, token_ids: list[int]) -> int:
+        """Pages of the longest known prefix, by looking at all of them."""
+        most = (len(token_ids) - 1) // self.page_size
+        count = 0
+        while count < most and tuple(token_ids[: (count + 1) * self.page_size]) in self.naive.known:
+            count += 1
+        return count
+
+    @rule(token_ids=TOKENS)
+    def arrive(self, token_ids: list[int]) -> None:
+        match = self.cache.match(token_ids)
+        assert len(match.path) == self.expected(token_ids)
+        for index, node in enumerate(match.path):
+            assert self.content[node.page] == tuple(token_ids[: (index + 1) * self.page_size])
+        missing = self.cache.pages_for(len(token_ids)) - len(match.path)
+        if missing > self.cache.num_available(match):
+            return
+        for index in range(len(match.path)):
+            self.naive.known[tuple(token_ids[: (index + 1) * self.page_size])].num_locks += 1
+        self.evict_in_model(missing)
+        sharer = Sharer(list(token_ids), self.cache.lock(token_ids, match), len(match.path) * self.page_size)
+        self.sharers.append(sharer)
+
+    def evict_in_model(self, num_wanted: int) -> None:
+        num_known = len(self.naive.known)
+        num_unready = sum(len(sharer.hold.path) - sharer.hold.num_ready for sharer in self.sharers)
+        num_owned = sum(sharer.hold.num_owned for sharer in self.sharers)
+        num_free = self.cache.num_pages - num_known - num_unready - num_owned
+        for _ in range(num_wanted - num_free):
+            leaf = self.naive.leaf_to_evict()
+            assert leaf is not None
+            del self.naive.known[leaf]
+
+    @precondition(lambda self: self.sharers)
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        sharer = data.draw(st.sampled_from(self.sharers))
+        if sharer.num_computed == len(sharer.token_ids):
+            return
+        end = data.draw(st.integers(sharer.num_computed + 1, len(sharer.token_ids)))
+        for position in range(sharer.num_computed, end):
+            self.content[sharer.hold.pages[position // self.page_size]] = tuple(sharer.token_ids[: position + 1])
+        sharer.num_computed = end
+        before = sharer.hold.num_ready
+        self.cache.insert(sharer.hold, sharer.token_ids, end)
+        for index in range(before, sharer.hold.num_ready):
+            prefix = tuple(sharer.token_ids[: (index + 1) * self.page_size])
+            self.naive.known.setdefault(prefix, Known()).num_locks += 1
+        assert sharer.hold.num_ready <= end // self.page_size
+
+    @precondition(lambda self: self.sharers)
+    @rule(data=st.data(), token_id=st.integers(0, 1))
+    def decode(self, data: st.DataObject, token_id: int) -> None:
+        sharer = data.draw(st.sampled_from(self.sharers))
+        if len(sharer.token_ids) == sharer.hold.room:
+            could = self.cache.num_free > 0
+            if could:
+                self.evict_in_model(1)
+            assert (self.cache.grow(sharer.hold) is not None) == could
+            if not could:
+                return
+        sharer.token_ids.append(token_id)
+
+    @precondition(lambda self: self.sharers)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        sharer = self.sharers.pop(data.draw(st.integers(0, len(self.sharers) - 1)))
+        self.naive.time += 1
+        for index in range(sharer.hold.num_ready):
+            entry = self.naive.known[tuple(sharer.token_ids[: (index + 1) * self.page_size])]
+            entry.num_locks -= 1
+            entry.given_up = self.naive.time
+        self.cache.unlock(sharer.hold)
+
+    @rule(count=st.integers(1, 4))
+    def evict(self, count: int) -> None:
+        evicted = self.cache.evict(count)
+        for _ in range(evicted):
+            leaf = self.naive.leaf_to_evict()
+            assert leaf is not None
+            del self.naive.known[leaf]
+        assert evicted == count or self.naive.leaf_to_evict() is None
+
+    @invariant()
+    def pages_add_up(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        holds = [sharer.hold for sharer in self.sharers]
+        self.cache.check_integrity(holds)
+        num_unready = sum(len(hold.path) - hold.num_ready for hold in holds)
+        assert self.cache.num_cached == len(self.naive.known) + num_unready
+        num_used = sum(entry.num_locks > 0 for entry in self.naive.known.values())
+        num_owned = sum(hold.num_owned for hold in holds)
+        assert self.cache.num_free == self.cache.num_pages - num_used - num_unready - num_owned
+
+
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestCache = CacheMachine.TestCase

@@ -1,0 +1,126 @@
+"""The radix tree: finding, locking, and the order of eviction."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from aioengine.memory.radix import Node, RadixTree
+
+
+def grow(tree: RadixTree, token_ids: list[int], first_page: int) -> list[Node]:
+    """Add what is missing of ``token_ids`` and return the whole path, unlocked."""
+    path: list[Node] = []
+    parent = tree.root
+    for index, key in enumerate(tree.keys(token_ids)):
+        node = parent.children.get(key)
+        if node is None:
+            node = tree.add(parent, key, first_page + index)
+        else:
+            tree.lock([node])
+        path.append(node)
+        parent = node
+    tree.unlock(path)
+    return path
+
+
+def evict_all(tree: RadixTree) -> list[int]:
+    pages: list[int] = []
+    while (page := tree.evict()) is not None:
+        pages.append(page)
+    return pages
+
+
+def test_a_page_has_at_least_one_token() -> None:
+    with pytest.raises(ValueError, match="page_size must be at least 1, not 0"):
+        RadixTree(0)
+
+
+def test_keys_are_the_full_pages() -> None:
+    tree = RadixTree(2)
+    assert list(tree.keys([1, 2, 3, 4, 5])) == [(1, 2), (3, 4)]
+    assert list(tree.keys([1, 2, 3, 4, 5, 6], 1)) == [(3, 4), (5, 6)]
+    assert list(tree.keys([1])) == []
+
+
+def test_walk_finds_the_longest_known_prefix() -> None:
+    tree = RadixTree(2)
+    grow(tree, [1, 2, 3, 4], 0)
+    grow(tree, [1, 2, 9, 9], 10)
+    assert [node.page for node in tree.walk([1, 2, 3, 4, 5], 9)] == [0, 1]
+    assert [node.page for node in tree.walk([1, 2, 9, 9], 9)] == [0, 11]
+    assert [node.page for node in tree.walk([1, 2, 3, 4], 1)] == [0]
+    assert tree.walk([1, 2], 0) == []
+    assert tree.walk([2, 1], 9) == []
+
+
+def test_walk_stops_at_the_first_pending_page() -> None:
+    tree = RadixTree(1)
+    path = grow(tree, [1, 2, 3], 0)
+    path[1].is_pending = True
+    assert tree.walk([1, 2, 3], 9) == path[:2]
+
+
+def test_the_leaf_unlocked_longest_ago_goes_first() -> None:
+    tree = RadixTree(1)
+    grow(tree, [1, 2, 3], 0)
+    grow(tree, [1, 7], 10)
+    assert evict_all(tree) == [2, 1, 11, 0]
+    assert tree.num_nodes == 0
+
+
+def test_use_moves_a_path_to_the_end_of_the_order() -> None:
+    tree = RadixTree(1)
+    first = grow(tree, [1, 2], 0)
+    grow(tree, [5, 6], 10)
+    tree.lock(first)
+    tree.unlock(first)
+    assert evict_all(tree) == [11, 10, 1, 0]
+
+
+def test_locked_pages_stay() -> None:
+    tree = RadixTree(1)
+    path = grow(tree, [1, 2, 3], 0)
+    tree.lock(path[:2])
+    assert tree.num_unlocked == 1
+    assert evict_all(tree) == [2]
+    tree.lock(path[:2])
+    tree.unlock(path[:2])
+    assert tree.evict() is None
+    tree.unlock(path[:2])
+    assert evict_all(tree) == [1, 0]
+
+
+def test_a_removed_node_is_not_pending_for_those_who_wait() -> None:
+    tree = RadixTree(1)
+    node = tree.add(tree.root, (1,), 0)
+    node.is_pending = True
+    tree.remove(node)
+    assert not node.is_pending
+    assert tree.walk([1], 1) == []
+    assert tree.num_nodes == 0
+
+
+def test_only_leaves_are_removed() -> None:
+    tree = RadixTree(1)
+    parent = tree.add(tree.root, (1,), 0)
+    tree.add(parent, (2,), 1)
+    with pytest.raises(ValueError, match="no leaf"):
+        tree.remove(parent)
+
+
+def test_eviction_does_not_slow_down_with_the_tree() -> None:
+    """Sixteen times the pages take about sixteen times as long; a scan for each page would take 256 times."""
+
+    def seconds(num_paths: int) -> float:
+        tree = RadixTree(1)
+        for number in range(num_paths):
+            grow(tree, [number, *range(50)], number * 51)
+        started = time.perf_counter()
+        evicted = evict_all(tree)
+        assert len(evicted) == num_paths * 51
+        return time.perf_counter() - started
+
+    small = min(seconds(40) for _ in range(3))
+    assert seconds(640) < 100 * small

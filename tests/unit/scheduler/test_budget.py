@@ -1,0 +1,42 @@
+"""How the tokens of a step are shared."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.scheduler.budget import LEAST_SHARE, TokenBudget
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "num_decodes", "left"), [(512, 0, 512), (512, 100, 412), (512, 500, 64), (4, 9, 1)]
+)
+def test_prompts_move_on_however_many_decode(chunk_tokens: int, num_decodes: int, left: int) -> None:
+    assert TokenBudget(chunk_tokens, num_decodes).left == left
+
+
+def test_a_long_prompt_leaves_half_to_those_behind_it() -> None:
+    budget = TokenBudget(512, 0)
+    assert budget.take_share(10_000) == 256
+    assert budget.take_share(100) == 100
+    assert budget.take_share(10_000) == 78
+    assert budget.take_rest(10_000) == 78
+    assert budget.left == 0
+
+
+def test_what_can_be_finished_is_not_cut() -> None:
+    budget = TokenBudget(100, 0)
+    assert budget.take_share(100) == 100
+    assert budget.take_share(1) == 0
+
+
+@given(st.integers(1, 600), st.lists(st.integers(1, 900), max_size=12))
+def test_the_budget_is_used_up_and_not_exceeded(chunk_tokens: int, wanted: list[int]) -> None:
+    budget = TokenBudget(chunk_tokens, 0)
+    shares = [budget.take_share(want) for want in wanted]
+    shares = [share + budget.take_rest(want - share) for want, share in zip(wanted, shares, strict=True)]
+    assert sum(shares) == min(sum(wanted), chunk_tokens)
+    assert all(0 <= share <= want for share, want in zip(shares, wanted, strict=True))
+    if wanted:
+        assert shares[0] >= min(wanted[0], max(chunk_tokens // 2, LEAST_SHARE), chunk_tokens)

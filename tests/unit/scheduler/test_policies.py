@@ -1,0 +1,70 @@
+"""In which order the policies ask the waiting requests in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine import plugins
+from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
+from aioengine.scheduler.policies.longest_prefix import WINDOW
+from aioengine.scheduler.queue_order import Policy
+from aioengine.scheduler.request import Request
+
+
+def request_of(uid: int, arrived_at: float, *, priority: int = 0, deadline: float | None = None) -> Request:
+    limits = Limits(max_new_tokens=4, deadline=deadline)
+    submit = Submit(uid, [1], Sampling(seed=0), limits, TextRules(), priority, arrived_at)
+    return Request(submit, number=uid, max_tokens=5)
+
+
+def asked(name: str, requests: list[Request], num_cached: Callable[[Request], int] = lambda _: 0) -> list[int]:
+    policy: Policy = plugins.load("scheduler/policies", name)()
+    waiting = sorted(requests, key=lambda request: (*policy.key(request), request.uid))
+    return [request.uid for request in policy.candidates(waiting, num_cached)]
+
+
+@pytest.mark.parametrize("name", plugins.names("scheduler/policies"))
+def test_equals_go_in_the_order_of_arrival(name: str) -> None:
+    assert asked(name, [request_of(uid, 0.1 * uid) for uid in (3, 1, 2)]) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", plugins.names("scheduler/policies"))
+def test_higher_priority_is_sooner(name: str) -> None:
+    requests = [request_of(1, 0.0), request_of(2, 1.0, priority=-1), request_of(3, 2.0, priority=5)]
+    assert asked(name, requests) == [3, 1, 2]
+
+
+@pytest.mark.parametrize("name", plugins.names("scheduler/policies"))
+def test_who_waits_long_enough_is_overtaken_by_nobody(name: str) -> None:
+    requests = [request_of(1, 0.0, priority=-1), *(request_of(uid, 2000.0, priority=1) for uid in range(2, 80))]
+    assert asked(name, requests, lambda request: request.uid)[0] == 1
+
+
+def test_priority_asks_the_nearest_deadline_first_among_equals() -> None:
+    requests = [request_of(1, 0.0), request_of(2, 0.1, deadline=50.0), request_of(3, 0.2, deadline=40.0)]
+    assert asked("priority", requests) == [3, 2, 1]
+    assert asked("fcfs", requests) == [1, 2, 3]
+
+
+def test_longest_prefix_asks_the_most_cached_first_within_its_window() -> None:
+    requests = [request_of(uid, uid / 10) for uid in range(1, WINDOW + 3)]
+    order = asked("longest_prefix", requests, lambda request: request.uid if request.uid % 2 else 0)
+    assert order[:2] == [WINDOW - 1, WINDOW - 3]
+    assert order[-2:] == [WINDOW + 1, WINDOW + 2]
+    assert sorted(order) == [request.uid for request in requests]
+
+
+def test_longest_prefix_reorders_only_what_came_at_about_the_same_time() -> None:
+    requests = [request_of(1, 0.0), request_of(2, 9.0), request_of(3, 11.0), request_of(4, 12.0)]
+    assert asked("longest_prefix", requests, lambda request: request.uid) == [2, 1, 4, 3]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e5), st.integers(-3, 3)), min_size=2, max_size=20))
+def test_every_policy_asks_everybody_once(arrivals: list[tuple[float, int]]) -> None:
+    requests = [request_of(uid, at, priority=priority) for uid, (at, priority) in enumerate(arrivals)]
+    for name in plugins.names("scheduler/policies"):
+        assert sorted(asked(name, requests)) == list(range(len(requests)))

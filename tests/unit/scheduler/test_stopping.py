@@ -1,0 +1,53 @@
+"""When a request ends by a token, and which are refused at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from aioengine.protocol.messages import FinishCode, Limits, Sampling, Submit, TextRules
+from aioengine.scheduler.request import Request
+from aioengine.scheduler.stopping import Finish, finish_of, refusal_of
+
+
+def request_with(output: list[int], limits: Limits) -> Request:
+    submit = Submit(1, [10, 11], Sampling(seed=0), limits, TextRules())
+    request = Request(submit, number=1, max_tokens=2 + limits.max_new_tokens)
+    request.token_ids += output
+    return request
+
+
+@pytest.mark.parametrize(
+    ("output", "limits", "finish"),
+    [
+        ([5], Limits(max_new_tokens=3, stop_token_ids=(7,)), None),
+        ([5, 7], Limits(max_new_tokens=3, stop_token_ids=(6, 7)), Finish(FinishCode.STOP, 7)),
+        ([5, 5, 5], Limits(max_new_tokens=3, stop_token_ids=(7,)), Finish(FinishCode.LENGTH)),
+        ([5, 5, 7], Limits(max_new_tokens=3, stop_token_ids=(7,)), Finish(FinishCode.STOP, 7)),
+        ([7], Limits(max_new_tokens=3), None),
+        ([7], Limits(max_new_tokens=3, min_new_tokens=1, stop_token_ids=(7,)), None),
+        ([7, 7], Limits(max_new_tokens=3, min_new_tokens=1, stop_token_ids=(7,)), Finish(FinishCode.STOP, 7)),
+        ([7], Limits(max_new_tokens=1, min_new_tokens=1, stop_token_ids=(7,)), Finish(FinishCode.LENGTH)),
+        ([0], Limits(max_new_tokens=3, stop_token_ids=(0,)), Finish(FinishCode.STOP, 0)),
+    ],
+)
+def test_a_stop_token_beats_the_length_and_waits_for_the_minimum(
+    output: list[int], limits: Limits, finish: Finish | None
+) -> None:
+    assert finish_of(request_with(output, limits)) == finish
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_new", "code", "words"),
+    [
+        (7, 1, None, ""),
+        (8, 1, FinishCode.TOO_LARGE, "the prompt has 8 tokens, the KV pool holds 8"),
+        (20, 1, FinishCode.TOO_LARGE, "the prompt has 20 tokens, the context holds 16"),
+        (0, 1, FinishCode.FAILED, "no tokens"),
+        (3, 0, FinishCode.LENGTH, ""),
+    ],
+)
+def test_what_cannot_begin_is_refused(num_prompt: int, max_new: int, code: FinishCode | None, words: str) -> None:
+    submit = Submit(1, [1] * num_prompt, Sampling(seed=0), Limits(max_new_tokens=max_new), TextRules())
+    refusal = refusal_of(submit, context_length=16, pool_tokens=8)
+    assert (refusal.code if refusal else None) == code
+    assert words in (refusal.message if refusal else "")

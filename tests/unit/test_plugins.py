@@ -1,0 +1,50 @@
+"""Plug-ins are found by name, and only the chosen file is imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from aioengine import plugins
+from aioengine.scheduler.policies.fcfs import FirstComePolicy
+
+
+def test_names_are_the_files_of_the_folder() -> None:
+    assert plugins.names("scheduler/policies") == ["fcfs", "longest_prefix", "priority"]
+
+
+def test_load_gives_the_plugin() -> None:
+    assert plugins.load("scheduler/policies", "fcfs") is FirstComePolicy
+
+
+def test_an_unknown_name_is_told_with_the_names_that_exist() -> None:
+    with pytest.raises(ValueError, match="no plug-in 'fcsf'; did you mean 'fcfs'"):
+        plugins.load("scheduler/policies", "fcsf")
+    with pytest.raises(ValueError, match=r"no plug-in 'xyz' \(there are: fcfs, longest_prefix, priority\)"):
+        plugins.load("scheduler/policies", "xyz")
+
+
+@pytest.fixture
+def folder_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder with one good plug-in, one that cannot be imported, and a shared file."""
+    import aioengine
+
+    folder = tmp_path / "sample_plugins"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "good.py").write_text("PLUGIN = 'good'\n")
+    (folder / "broken.py").write_text("import a_package_that_nobody_has\n")
+    (folder / "_shared.py").write_text("raise RuntimeError\n")
+    monkeypatch.setattr(aioengine, "__path__", [*aioengine.__path__, str(tmp_path)])
+    yield "sample_plugins"
+    for name in [name for name in sys.modules if name.startswith("aioengine.sample_plugins")]:
+        del sys.modules[name]
+
+
+def test_a_broken_plugin_harms_no_other(folder_of_plugins: str) -> None:
+    assert plugins.names(folder_of_plugins) == ["broken", "good"]
+    assert plugins.load(folder_of_plugins, "good") == "good"
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):
+        plugins.load(folder_of_plugins, "broken")
