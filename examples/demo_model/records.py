@@ -122,17 +122,13 @@ def _filled_in(rng: Random) -> Document:
     """A request that gives the values: these have to be copied."""
     name = rng.choice(PEOPLE) if rng.random() < 0.5 else made_up_name(rng)
     age, city = rng.randrange(1, 100), rng.choice(COUNTRIES).capital
-    details, record = rng.choice(
-        (
-            (f"named {name}", _person(rng) | {"name": name}),
-            (f"named {name} who is {age} years old", {"name": name, "age": age}),
-            (f"named {name} who lives in {city}", {"name": name, "city": city}),
-            (
-                f"named {name} who is {age} years old and lives in {city}",
-                {"name": name, "age": age, "city": city},
-            ),
-        )
+    choices: tuple[tuple[str, Record], ...] = (
+        (f"named {name}", _person(rng) | {"name": name}),
+        (f"named {name} who is {age} years old", {"name": name, "age": age}),
+        (f"named {name} who lives in {city}", {"name": name, "city": city}),
+        (f"named {name} who is {age} years old and lives in {city}", {"name": name, "age": age, "city": city}),
     )
+    details, record = rng.choice(choices)
     if rng.random() < 0.5:
         return chat(rng, (reworded(rng, f"Write a JSON object for a person {details}.", keep_case=True), _dump(record)))
     return plain(rng, f"Write a JSON object for a person {details}:", f" {_dump(record)}")
