@@ -119,9 +119,9 @@ class Scheduler:
 
         Whether the runner has read a plan that could not be launched is unknown; what it closed is closed again.
         """
-        is_newest = plan is self._flights[-1].plan
+        num_later = len(self._flights) - 1 - self._place_of(plan)
         flight = self._take_flight(plan)
-        if is_newest:
+        if num_later == 0:
             self._life.closed = plan.closed + self._life.closed
         finish = Finish(FinishCode.FAILED, stage="forward", message=message)
         for request, hold in zip(flight.requests, flight.holds, strict=True):
@@ -133,10 +133,14 @@ class Scheduler:
         return self._outbox.take([], [])
 
     def _take_flight(self, plan: Plan) -> Flight:
-        for flight in self._flights:
+        flight = self._flights[self._place_of(plan)]
+        self._flights.remove(flight)
+        return flight
+
+    def _place_of(self, plan: Plan) -> int:
+        for place, flight in enumerate(self._flights):
             if flight.plan is plan:
-                self._flights.remove(flight)
-                return flight
+                return place
         raise ValueError("this plan is not in flight; each plan is applied or failed exactly once")
 
     # ------------------------------------------------------------ figures

@@ -1,0 +1,357 @@
+"""SchedulerCore, promise by promise."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from aioengine.config import SchedulerSettings
+from aioengine.protocol.messages import Ended, FinishCode, Limits, StepOutput
+from aioengine.scheduler.core import MAX_FAILURES, SchedulerCore
+from aioengine.scheduler.plan import Plan
+from aioengine.scheduler.scheduler import Scheduler
+from aioengine.testing.fake_runner import FakeRunner, FakeTicket
+from aioengine.testing.faults import Faults, InjectedFault
+from tests.core.core_world import MODEL, NO_EOS, World, settings_of, submit_of
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
+
+
+def world_of(
+    *, depth: int = 0, num_pages: int = 64, faults: Faults | None = None, **changes: int | str | bool
+) -> World:
+    return World(settings_of(depth=depth, **changes), num_pages, 4, NO_EOS, faults)
+
+
+def code_of(world: World, uid: int) -> tuple[FinishCode, int | str | None]:
+    return world.ended[uid].code, world.ended[uid].matched
+
+
+# ------------------------------------------------------------ steps
+
+
+def test_an_idle_core_has_nothing_to_do() -> None:
+    world = world_of()
+    assert not world.core.has_work
+    assert world.step() is None
+    assert world.core.next_deadline() is None
+
+
+def test_depth_is_how_many_steps_are_in_flight_beside_the_newest() -> None:
+    for depth in (0, 1, 2):
+        world = world_of(depth=depth)
+        world.submit(submit_of(1, [1, 2, 3]))
+        outputs = [world.step() for _ in range(depth + 1)]
+        assert outputs[:-1] == [None] * depth
+        assert outputs[-1] is not None
+        assert len(world.runner.plans) == depth + 1
+
+
+def test_a_negative_depth_is_refused() -> None:
+    world = world_of()
+    with pytest.raises(ValueError, match="depth must be 0 or more, not -1"):
+        SchedulerCore(world.scheduler, world.runner, -1)
+
+
+@pytest.mark.parametrize("field", ["max_running", "chunk_tokens"])
+def test_settings_without_room_are_refused(field: str) -> None:
+    settings = msgspec.structs.replace(settings_of(), **{field: 0})
+    with pytest.raises(ValueError, match=r"must be at least 1"):
+        Scheduler(settings, num_pages=4, page_size=4)
+
+
+def test_the_first_output_of_a_request_opens_it() -> None:
+    world = world_of(chunk_tokens=4)
+    world.now = 5.0
+    world.submit(submit_of(1, list(range(10)), limits=Limits(max_new_tokens=2)))
+    outputs = [world.step() for _ in range(4)]
+    assert [output.uids if output else None for output in outputs] == [[], [], [1], [1]]
+    third, fourth = outputs[2], outputs[3]
+    assert third is not None
+    assert fourth is not None
+    assert [(one.uid, one.num_cached, one.admitted_at, one.first_token_at) for one in third.opened] == [
+        (1, 0, 5.0, 7.0)
+    ]
+    assert fourth.ended == [Ended(1, FinishCode.LENGTH)]
+
+
+def test_a_clock_dates_what_is_collected() -> None:
+    settings = settings_of()
+    runner = FakeRunner(MODEL, num_pages=8, page_size=4)
+    core: SchedulerCore[FakeTicket] = SchedulerCore(
+        Scheduler(settings, num_pages=8, page_size=4), runner, 0, clock=lambda: 77.0
+    )
+    core.submit(submit_of(1, [1, 2]))
+    output = core.step(70.0)
+    assert output is not None
+    assert (output.opened[0].admitted_at, output.opened[0].first_token_at) == (70.0, 77.0)
+    assert core.stats(78.0).step_ended_at == 77.0
+
+
+def test_plans_can_travel() -> None:
+    world = world_of(num_pages=30)
+    world.submit(*[submit_of(uid, [uid, 1, 2], limits=Limits(max_new_tokens=60)) for uid in range(4)])
+    world.run()
+    codec = msgspec.msgpack.Decoder(Plan)
+    assert any(plan.closed for plan in world.runner.plans)
+    for plan in world.runner.plans:
+        assert codec.decode(msgspec.msgpack.encode(plan)) == plan
+
+
+def test_two_worlds_plan_the_same() -> None:
+    plans: list[list[Plan]] = []
+    for _ in range(2):
+        world = world_of(num_pages=30, depth=1)
+        world.submit(*[submit_of(uid, [1] * uid + [2], limits=Limits(max_new_tokens=40)) for uid in range(9)])
+        world.run()
+        plans.append(world.runner.plans)
+    assert plans[0] == plans[1]
+
+
+def test_decode_rows_come_first_and_carry_no_tokens() -> None:
+    world = world_of(chunk_tokens=8, num_pages=200)
+    world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=50)))
+    world.step()
+    world.submit(submit_of(2, [3] * 300))
+    for _ in range(10):
+        world.step()
+        first, second = world.runner.plans[-1].rows
+        assert (first.uid, first.count, first.token_ids, first.samples) == (1, 1, [], True)
+        assert (second.uid, second.count, second.samples) == (2, 7, False)
+
+
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
+    world = world_of(chunk_tokens=64, num_pages=2000)
+    world.submit(submit_of(1, [1] * 3000), submit_of(2, [2] * 3000), submit_of(3, [3] * 20, arrived_at=1.0))
+    for _ in range(3):
+        world.step()
+    assert 3 in world.opened
+    assert all(plan.num_tokens == 64 for plan in world.runner.plans[:2])
+
+
+# ------------------------------------------------------------ ends
+
+
+def test_max_new_tokens_zero_ends_at_once_without_computing() -> None:
+    world = world_of()
+    world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=0)))
+    assert world.core.has_work
+    world.run()
+    assert code_of(world, 1) == (FinishCode.LENGTH, None)
+    assert not world.runner.plans
+    world.check_all_over()
+
+
+def test_what_can_never_fit_is_refused_and_harms_nobody() -> None:
+    world = world_of(context_length=128)
+    world.submit(
+        submit_of(1, [1] * 5000),
+        submit_of(2, [1, 2]),
+        submit_of(3, [1] * 128),
+        submit_of(4, []),
+        submit_of(5, [1] * 127),
+    )
+    world.run()
+    assert [world.ended[uid].code for uid in (1, 2, 3, 4, 5)] == [
+        FinishCode.TOO_LARGE,
+        FinishCode.LENGTH,
+        FinishCode.TOO_LARGE,
+        FinishCode.FAILED,
+        FinishCode.LENGTH,
+    ]
+    assert "128" in world.ended[3].message
+    assert world.ended[4].stage == "schedule"
+    assert len(world.outputs[5]) == 1
+    stats = world.core.stats(0.0)
+    assert (stats.num_finished, stats.num_aborted) == (2, 3)
+
+
+def test_a_uid_cannot_be_alive_twice() -> None:
+    world = world_of()
+    world.submit(submit_of(1, [1, 2]))
+    with pytest.raises(ValueError, match="uid 1 was submitted twice"):
+        world.core.submit(submit_of(1, [1, 2]))
+
+
+def test_unknown_uids_are_no_news() -> None:
+    world = world_of()
+    world.abort([5, 6])
+    assert not world.core.has_work
+
+
+@DEPTHS
+@pytest.mark.parametrize("num_steps", range(7))
+@pytest.mark.parametrize("code", [FinishCode.ABORT, FinishCode.STOP, FinishCode.SHUTDOWN, FinishCode.FAILED])
+def test_an_abort_frees_all_pages_at_once_in_every_state(depth: int, num_steps: int, code: FinishCode) -> None:
+    world = world_of(depth=depth, chunk_tokens=4, max_running=2)
+    world.submit(*[submit_of(uid, [uid] * 10, limits=Limits(max_new_tokens=30)) for uid in range(4)])
+    for _ in range(num_steps):
+        world.step()
+    world.core.abort([0, 1, 2, 3], code, "why")
+    assert world.core.stats(0.0).num_free_pages == 64
+    world.run()
+    assert world.ended == ({} if code is FinishCode.STOP else world.ended)
+    if code is not FinishCode.STOP:
+        assert [(one.code, one.message) for one in world.ended.values()] == [(code, "why")] * 4
+    world.core.check_integrity()
+
+
+@DEPTHS
+def test_a_running_request_keeps_its_text_at_the_deadline(depth: int) -> None:
+    world = world_of(depth=depth)
+    world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=99, deadline=10.0)))
+    assert world.core.next_deadline() == 10.0
+    world.run()
+    assert code_of(world, 1) == (FinishCode.DEADLINE, "total")
+    assert len(world.outputs[1]) == 10 - depth
+    world.check_all_over()
+
+
+def test_expired_waiting_requests_are_never_computed() -> None:
+    world = world_of(max_running=1)
+    world.submit(
+        submit_of(1, [1], limits=Limits(max_new_tokens=20)),
+        submit_of(2, [2], limits=Limits(max_new_tokens=1, queue_deadline=5.0)),
+        submit_of(3, [3], limits=Limits(max_new_tokens=1, first_token_deadline=6.0)),
+        submit_of(4, [4], limits=Limits(max_new_tokens=1, deadline=7.0)),
+        submit_of(5, [5], limits=Limits(max_new_tokens=1, queue_deadline=50.0)),
+    )
+    world.run()
+    assert code_of(world, 2) == (FinishCode.DEADLINE, "queue")
+    assert code_of(world, 3) == (FinishCode.DEADLINE, "first_token")
+    assert code_of(world, 4) == (FinishCode.DEADLINE, "total")
+    assert code_of(world, 5) == (FinishCode.LENGTH, None)
+    assert {row.uid for plan in world.runner.plans for row in plan.rows} == {1, 5}
+    world.check_all_over()
+
+
+# ------------------------------------------------------------ failures
+
+
+def run_with_arrivals(world: World) -> None:
+    for uid in range(10, 30):
+        world.step()
+        world.submit(submit_of(uid, [uid]))
+
+
+@DEPTHS
+@pytest.mark.parametrize("hook", ["raise_at", "collect_raise_at"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(depth: int, hook: str, step: int) -> None:
+    world = world_of(depth=depth, faults=Faults(**{hook: step}))
+    world.submit(*[submit_of(uid, [uid, 1], limits=Limits(max_new_tokens=20)) for uid in range(3)])
+    for _ in range(step + depth):
+        world.step()
+    world.submit(submit_of(9, [9, 1], limits=Limits(max_new_tokens=20)))
+    world.run()
+    for uid in range(3):
+        assert world.ended[uid].code is FinishCode.FAILED
+        assert world.ended[uid].stage == "forward"
+        assert world.ended[uid].message.startswith("InjectedFault: ")
+    assert world.ended[9].code is FinishCode.LENGTH
+    world.check_all_over()
+
+
+@DEPTHS
+@pytest.mark.parametrize("hook", ["raise_at", "collect_raise_at"])
+def test_failing_again_and_again_is_raised(depth: int, hook: str) -> None:
+    world = world_of(depth=depth, faults=Faults(**{hook: 2, "raise_times": 99}))
+    world.submit(*[submit_of(uid, [uid]) for uid in range(3)])
+    with pytest.raises(InjectedFault):
+        run_with_arrivals(world)
+    assert len(world.runner.plans) >= MAX_FAILURES
+
+
+def test_failures_with_successes_between_them_are_not_counted_together() -> None:
+    world = world_of(faults=Faults(raise_at=2, raise_times=MAX_FAILURES - 1))
+    for uid in range(12):
+        world.submit(submit_of(uid, [uid], limits=Limits(max_new_tokens=2)))
+        world.step()
+    world.run()
+    assert sum(ended.code is FinishCode.FAILED for ended in world.ended.values()) >= MAX_FAILURES - 1
+    world.check_all_over()
+
+
+@DEPTHS
+def test_a_failed_row_ends_alone(depth: int) -> None:
+    world = world_of(depth=depth, faults=Faults(fail_row_at=3))
+    world.submit(*[submit_of(uid, [uid], limits=Limits(max_new_tokens=9)) for uid in range(3)])
+    world.run()
+    assert [world.ended[uid].code for uid in range(3)] == [FinishCode.FAILED, FinishCode.LENGTH, FinishCode.LENGTH]
+    assert world.ended[0].stage == "sample"
+    assert world.ended[0].message == "as asked for by fail_row_at=3"
+    world.check_all_over()
+
+
+def test_a_plan_is_applied_once() -> None:
+    world = world_of()
+    world.submit(submit_of(1, [1, 2]))
+    world.step()
+    with pytest.raises(ValueError, match="not in flight"):
+        world.scheduler.fail(world.runner.plans[0], "again")
+
+
+# ------------------------------------------------------------ control
+
+
+@DEPTHS
+def test_paused_it_launches_nothing_but_keeps_time(depth: int) -> None:
+    world = world_of(depth=depth)
+    world.submit(
+        submit_of(1, [1], limits=Limits(max_new_tokens=30)),
+        submit_of(2, [2], limits=Limits(max_new_tokens=30, deadline=8.0)),
+    )
+    for _ in range(4):
+        world.step()
+    world.core.pause()
+    num_plans = len(world.runner.plans)
+    world.run()
+    assert len(world.runner.plans) == num_plans
+    assert len(world.outputs[1]) == num_plans
+    world.now = world.core.next_deadline() or 0.0
+    world.step()
+    assert code_of(world, 2) == (FinishCode.DEADLINE, "total")
+    world.core.resume()
+    world.run()
+    world.check_all_over()
+
+
+def test_flush_drops_what_nobody_uses() -> None:
+    world = world_of()
+    world.submit(submit_of(1, [1] * 9, limits=Limits(max_new_tokens=1)))
+    world.run()
+    world.submit(submit_of(2, [2] * 9, limits=Limits(max_new_tokens=50)))
+    world.step()
+    assert world.core.stats(0.0).num_cached_pages == 4
+    assert not world.core.flush_cache()
+    assert world.core.stats(0.0).num_cached_pages == 2
+    world.run()
+    assert world.core.flush_cache()
+    assert world.core.stats(0.0).num_cached_pages == 0
+    world.check_all_over()
+
+
+def test_stats_count() -> None:
+    world = world_of(max_running=2)
+    world.submit(*[submit_of(uid, [uid] * 5, limits=Limits(max_new_tokens=3)) for uid in range(3)])
+    world.step()
+    stats = world.core.stats(9.0)
+    assert (stats.sent_at, stats.num_running, stats.num_waiting, stats.num_steps) == (9.0, 2, 1, 1)
+    assert (stats.num_pages, stats.num_free_pages) == (64, 60)
+    world.run()
+    stats = world.core.stats(9.0)
+    assert (stats.prompt_tokens, stats.output_tokens, stats.num_finished, stats.num_aborted) == (15, 9, 3, 0)
+    assert stats.num_free_pages == 64
+
+
+def test_outputs_travel() -> None:
+    world = world_of()
+    world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=1)))
+    output = world.step()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) == output
+
+
+def test_settings_name_the_policy() -> None:
+    settings: SchedulerSettings = settings_of(policy="fastest")
+    with pytest.raises(ValueError, match="no plug-in 'fastest'"):
+        Scheduler(settings, num_pages=4, page_size=4)

@@ -1,0 +1,96 @@
+"""When pages run out: who is preempted, that nothing is lost by it, and that it does not go to and fro."""
+
+from __future__ import annotations
+
+import pytest
+
+from aioengine.protocol.messages import Limits
+from aioengine.scheduler.preemption import STEPS_AHEAD, STEPS_AHEAD_AGAIN
+from tests.core.core_world import NO_EOS, World, settings_of, submit_of
+
+LONG = Limits(max_new_tokens=200)
+
+
+def world_of(num_pages: int, *, depth: int = 0, **changes: int | str | bool) -> World:
+    return World(settings_of(depth=depth, **changes), num_pages, 4, NO_EOS)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_youngest_is_preempted_and_loses_nothing(depth: int) -> None:
+    world = world_of(60, depth=depth)
+    world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, arrived_at=uid) for uid in range(4)])
+    world.run()
+    world.check_all_over()
+    assert world.preempted
+    assert 0 not in world.preempted
+    assert world.preempted[0] == 3
+    assert next(iter(world.ended)) == 0
+    assert world.core.stats(0.0).num_preemptions == len(world.preempted)
+
+
+def test_lower_priority_is_preempted_first() -> None:
+    world = world_of(60)
+    world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, priority=uid, arrived_at=uid) for uid in range(4)])
+    world.run()
+    world.check_all_over()
+    assert world.preempted[0] == 0
+    assert 3 not in world.preempted
+
+
+def test_what_was_computed_is_found_again_while_there_is_room() -> None:
+    """The pages of the preempted one are cached; of them only those are computed again that others needed."""
+    world = world_of(60)
+    world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, arrived_at=uid) for uid in range(2)])
+    while not world.preempted:
+        world.step()
+    known = 3 + len(world.outputs[1])
+    world.abort([0])
+    while len(world.runner.plans[-1].opened) == 0:
+        world.step()
+    plan = world.runner.plans[-1]
+    assert plan.rows[-1].uid == 1
+    assert plan.opened[0].token_ids == [1, 1, 2, *world.outputs[1][: known - 3]]
+    assert known - 8 <= plan.rows[-1].start < known
+    world.run()
+    world.check_all_over()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_nobody_is_preempted_soon_after_an_admission(page_size: int) -> None:
+    world = World(settings_of(max_running=8), 400 // page_size, page_size, NO_EOS)
+    world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, arrived_at=uid) for uid in range(6)])
+    ran: dict[int, int] = {}
+    steps_between: list[int] = []
+    resumed: set[int] = set()
+    while world.core.has_work:
+        output = world.step()
+        plan = world.runner.plans[-1]
+        for uid in output.preempted if output else []:
+            steps_between.append(ran.pop(uid))
+            resumed.add(uid)
+        for row in plan.rows:
+            ran[row.uid] = ran.get(row.uid, 0) + 1
+    world.check_all_over()
+    assert steps_between
+    assert min(steps_between) >= min(STEPS_AHEAD, STEPS_AHEAD_AGAIN)
+
+
+def test_a_request_preempted_before_its_first_token_is_told_with_it() -> None:
+    """A long prompt of low priority is thrown out in the middle by one that decodes."""
+    world = world_of(40, chunk_tokens=2)
+    world.submit(submit_of(1, [1, 2, 3], limits=Limits(max_new_tokens=140), priority=1))
+    for _ in range(4):
+        world.step()
+    world.submit(submit_of(2, list(range(50)) + list(range(40)), limits=Limits(max_new_tokens=4), arrived_at=1.0))
+    world.run()
+    world.check_all_over()
+    assert world.preempted.count(2) == world.core.stats(0.0).num_preemptions
+
+
+def test_a_request_that_fills_the_pool_alone_gets_to_its_end() -> None:
+    world = world_of(10)
+    world.submit(submit_of(1, [1, 2, 3], limits=Limits(max_new_tokens=500)))
+    world.run()
+    assert len(world.outputs[1]) == 37
+    assert not world.preempted
+    assert world.core.stats(0.0).num_free_pages == 10
