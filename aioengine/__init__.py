@@ -1,1 +1,130 @@
-"""An asyncio-native LLM inference engine."""
+"""aioengine: an asyncio-native LLM inference engine that you import.
+
+    from aioengine import AsyncEngine
+
+    async with AsyncEngine(model_path="...") as engine:
+        answer = await engine.async_generate("Once upon a time", {"max_new_tokens": 64})
+        async for chunk in engine.async_generate("Once upon a time", stream=True):
+            print(chunk["text"], end="", flush=True)
+
+``Engine`` is the same for synchronous code. The way of a request, file by file:
+
+| step | file : function | what moves |
+|---|---|---|
+| 1 | ``engine.AsyncEngine.async_generate``, ``asks`` | arguments -> a checked ``Ask`` |
+| 2 | ``frontend.Frontend.open``, ``calls`` | the call is registered; a ``stream.Generation`` reads it |
+| 3 | ``feeder.Feeder``, ``encoder``, ``tokenizer`` | text -> token ids -> ``protocol.messages.Submit`` |
+| 4 | ``processes.scheduler_process``, ``scheduler.core.SchedulerCore.step`` | ``Submit`` -> a request that waits |
+| 5 | ``scheduler.scheduler``, ``memory.prefix_cache`` | a ``Plan`` (rows), pages |
+| 6 | ``runner.model_runner`` | ``Plan`` -> tensors -> ``StepResult`` |
+| 7 | ``text.pipeline`` in ``processes.detokenizer_process`` | ids -> text, stops; one ``TextChunks`` for each step |
+| 8 | ``router.Router.deliver``, ``outputs.RowStream`` | every chunk to the slot of its row, merged if unread |
+| 9 | ``stream.Generation.__anext__``, ``answers`` | what is new, as the public dict |
+
+Importing this package is cheap: its names are imported when they are first used, torch never.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aioengine.answers import Answer, BatchOutput, Chunk, FinishReason, MetaInfo, Timings
+    from aioengine.asks import RequestOptions
+    from aioengine.engine import AsyncEngine
+    from aioengine.errors import (
+        EngineClosedError,
+        EngineDeadError,
+        EngineDrainingError,
+        EngineError,
+        EngineOverloadedError,
+        EngineStalledError,
+        EngineStartupError,
+        RequestError,
+        RequestTooLargeError,
+        UnknownParameterError,
+        UnsupportedSchemaError,
+        WrongLoopError,
+    )
+    from aioengine.info import Health, ModelInfo, Outcome, ServerInfo
+    from aioengine.params import SamplingParams
+    from aioengine.stream import Generation
+    from aioengine.sync import ChunkIterator, Engine
+    from aioengine.utils import async_stream_and_merge, stream_and_merge, trim_overlap
+
+_HOMES = {
+    "aioengine.answers": ("Answer", "BatchOutput", "Chunk", "FinishReason", "MetaInfo", "Timings"),
+    "aioengine.asks": ("RequestOptions",),
+    "aioengine.engine": ("AsyncEngine",),
+    "aioengine.errors": (
+        "EngineClosedError",
+        "EngineDeadError",
+        "EngineDrainingError",
+        "EngineError",
+        "EngineOverloadedError",
+        "EngineStalledError",
+        "EngineStartupError",
+        "RequestError",
+        "RequestTooLargeError",
+        "UnknownParameterError",
+        "UnsupportedSchemaError",
+        "WrongLoopError",
+    ),
+    "aioengine.info": ("Health", "ModelInfo", "Outcome", "ServerInfo"),
+    "aioengine.params": ("SamplingParams",),
+    "aioengine.stream": ("Generation",),
+    "aioengine.sync": ("ChunkIterator", "Engine"),
+    "aioengine.utils": ("async_stream_and_merge", "stream_and_merge", "trim_overlap"),
+}
+
+__all__ = [
+    "Answer",
+    "AsyncEngine",
+    "BatchOutput",
+    "Chunk",
+    "ChunkIterator",
+    "Engine",
+    "EngineClosedError",
+    "EngineDeadError",
+    "EngineDrainingError",
+    "EngineError",
+    "EngineOverloadedError",
+    "EngineStalledError",
+    "EngineStartupError",
+    "FinishReason",
+    "Generation",
+    "Health",
+    "MetaInfo",
+    "ModelInfo",
+    "Outcome",
+    "RequestError",
+    "RequestOptions",
+    "RequestTooLargeError",
+    "SamplingParams",
+    "ServerInfo",
+    "Timings",
+    "UnknownParameterError",
+    "UnsupportedSchemaError",
+    "WrongLoopError",
+    "__version__",
+    "async_stream_and_merge",
+    "stream_and_merge",
+    "trim_overlap",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used."""
+    for home, names in _HOMES.items():
+        if name in names:
+            value: object = getattr(import_module(home), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,290 @@
+"""The public dicts: chunks of a stream, whole answers, batches of them, and why a request ended.
+
+Everything here is built from what a row of the engine knows; nothing here waits, counts or decides.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NotRequired, SupportsIndex, TypedDict, cast, overload
+
+from msgspec import Struct
+
+from aioengine.errors import EngineError, RequestError, RequestTooLargeError
+from aioengine.protocol.messages import FinishCode, Finished
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+WEIGHT_VERSION = "default"
+
+
+class FinishReason(dict[str, str | int | None]):
+    """Why a request ended: ``{"type": "stop", "matched": ...}``, ``{"type": "length", "length": N}``,
+    ``{"type": "abort", "message": ...}``, ``{"type": "deadline", "which": ...}`` or ``{"type": "shutdown"}``.
+
+    It also compares equal to its type string and prints as it; ``["matched"]`` is None where nothing matched.
+    """
+
+    def __missing__(self, key: str) -> None:
+        if key != "matched":
+            raise KeyError(key)
+
+    def __eq__(self, other: object) -> bool:
+        return self["type"] == other if isinstance(other, str) else super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:  # type: ignore[override]  # equal to its type string, so hashed like it
+        return hash(self["type"])
+
+    def __str__(self) -> str:
+        return str(self["type"])
+
+
+class Timings(TypedDict):
+    """Where the time of a finished request went, in seconds. The first five add up to ``total_s``.
+
+    ``first_token_s`` is from the call to the first token, None where there was none.
+    """
+
+    tokenize_s: float
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    deliver_s: float
+    first_token_s: float | None
+    total_s: float
+
+
+class MetaInfo(TypedDict):
+    """What is known about a request beside its output. The keys that are not required come with its end."""
+
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    weight_version: str
+    dp_rank: int | None
+    seed: int
+    cached_tokens: NotRequired[int]
+    cached_tokens_details: NotRequired[dict[str, int]]
+    num_preemptions: NotRequired[int]
+    num_retractions: NotRequired[int]
+    e2e_latency: NotRequired[float]
+    timings: NotRequired[Timings]
+
+
+class Answer(TypedDict):
+    """The whole output of one request."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Chunk(TypedDict):
+    """A piece of a stream: what is new since the chunk before, and where it starts (in characters and tokens).
+
+    ``index`` is there in batches and with ``n`` > 1: the row that this chunk belongs to.
+    """
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    text_offset: int
+    token_offset: int
+    index: NotRequired[int]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class MetaColumns(list[MetaInfo]):
+    """The ``meta_info`` of a batch; a key gives the list of its values, one for each row (None where it is not there).
+
+    The entry of a row that failed (``return_exceptions=True``) is its exception.
+    """
+
+    @overload
+    def __getitem__(self, key: SupportsIndex) -> MetaInfo: ...
+    @overload
+    def __getitem__(self, key: slice) -> MetaColumns: ...
+    @overload
+    def __getitem__(
+        self, key: Literal["prompt_tokens", "completion_tokens", "cached_tokens", "num_preemptions", "seed"]
+    ) -> list[int]: ...
+    @overload
+    def __getitem__(self, key: Literal["finish_reason"]) -> list[FinishReason]: ...
+    @overload
+    def __getitem__(self, key: Literal["id"]) -> list[str]: ...
+    @overload
+    def __getitem__(self, key: str) -> object: ...
+    def __getitem__(self, key: SupportsIndex | slice | str) -> object:
+        if isinstance(key, str):
+            return _column(self, key)
+        return MetaColumns(super().__getitem__(key)) if isinstance(key, slice) else super().__getitem__(key)
+
+
+class BatchOutput(list[Answer]):
+    """The answers of a batch, in the order of its prompts (with ``n`` samples: all of a prompt, then the next).
+
+    A list of dicts that also takes a column name: ``outs["text"]`` is the list of texts and
+    ``outs["meta_info"]["completion_tokens"]`` the list of counts. With ``return_exceptions=True`` an entry may be the
+    exception of its row, in columns too.
+    """
+
+    @overload
+    def __getitem__(self, key: SupportsIndex) -> Answer: ...
+    @overload
+    def __getitem__(self, key: slice) -> BatchOutput: ...
+    @overload
+    def __getitem__(self, key: Literal["text"]) -> list[str]: ...
+    @overload
+    def __getitem__(self, key: Literal["output_ids", "prompt_token_ids"]) -> list[list[int]]: ...
+    @overload
+    def __getitem__(self, key: Literal["meta_info"]) -> MetaColumns: ...
+    @overload
+    def __getitem__(self, key: str) -> object: ...
+    def __getitem__(self, key: SupportsIndex | slice | str) -> object:
+        if isinstance(key, str):
+            column = _column(self, key)
+            return MetaColumns(cast("list[MetaInfo]", column)) if key == "meta_info" else column
+        return BatchOutput(super().__getitem__(key)) if isinstance(key, slice) else super().__getitem__(key)
+
+
+def _column(rows: Iterable[object], key: str) -> list[object]:
+    """One key of every row; a row that is an exception stands for itself.
+
+    Raises KeyError for a key that no row has.
+    """
+    entries = list(rows)
+    dicts = [cast("dict[str, object]", entry) for entry in entries if isinstance(entry, dict)]
+    if dicts and not any(key in entry for entry in dicts):
+        raise KeyError(key)
+    return [cast("dict[str, object]", entry).get(key) if isinstance(entry, dict) else entry for entry in entries]
+
+
+class RowFacts(Struct, gc=False):
+    """What a row's dicts need to know beside its output. ``index`` None: the only row of its call.
+
+    ``called_at`` is the time of the call, ``tokenize_s`` how long its prompt took to become ids. ``shows_prompt``:
+    its dicts carry ``prompt_token_ids``.
+    """
+
+    rid: str
+    index: int | None
+    seed: int
+    called_at: float
+    tokenize_s: float = 0.0
+    prompt_token_ids: list[int] = []
+    shows_prompt: bool = False
+
+
+class Piece(Struct, gc=False):
+    """Text and ids of one row with the offset of their beginning; ``finished`` with its last piece.
+
+    ``delivered_at``: when the end of the row came to the frontend.
+    """
+
+    text: str
+    token_ids: list[int]
+    text_offset: int
+    token_offset: int
+    finished: Finished | None
+    delivered_at: float
+
+
+def chunk(facts: RowFacts, piece: Piece) -> Chunk:
+    """The public form of a piece of a stream."""
+    made: Chunk = {
+        "text": piece.text,
+        "output_ids": piece.token_ids,
+        "meta_info": _meta_info(facts, piece),
+        "text_offset": piece.text_offset,
+        "token_offset": piece.token_offset,
+    }
+    if facts.index is not None:
+        made["index"] = facts.index
+    if facts.shows_prompt:
+        made["prompt_token_ids"] = facts.prompt_token_ids
+    return made
+
+
+def answer(facts: RowFacts, piece: Piece) -> Answer:
+    """The public form of a row that was read as a whole."""
+    made: Answer = {"text": piece.text, "output_ids": piece.token_ids, "meta_info": _meta_info(facts, piece)}
+    if facts.shows_prompt:
+        made["prompt_token_ids"] = facts.prompt_token_ids
+    return made
+
+
+def _meta_info(facts: RowFacts, piece: Piece) -> MetaInfo:
+    num_output = piece.token_offset + len(piece.token_ids)
+    made: MetaInfo = {
+        "id": facts.rid,
+        "finish_reason": None,
+        "prompt_tokens": len(facts.prompt_token_ids),
+        "completion_tokens": num_output,
+        "reasoning_tokens": 0,
+        "weight_version": WEIGHT_VERSION,
+        "dp_rank": None,
+        "seed": facts.seed,
+    }
+    finished = piece.finished
+    if finished is not None:
+        made["finish_reason"] = finish_reason(finished, num_output)
+        made["cached_tokens"] = finished.num_cached
+        made["cached_tokens_details"] = {"device": finished.num_cached, "host": 0}
+        made["num_preemptions"] = made["num_retractions"] = finished.num_preemptions
+        made["e2e_latency"] = piece.delivered_at - facts.called_at
+        made["timings"] = _timings(facts, finished, piece.delivered_at)
+    return made
+
+
+def _timings(facts: RowFacts, finished: Finished, delivered_at: float) -> Timings:
+    """Every stage ends where the next begins; one that was never reached ends with the request."""
+    ended_at = min(max(finished.ended_at, facts.called_at + facts.tokenize_s), delivered_at)
+    begun_at = facts.called_at + facts.tokenize_s
+    admitted_at = ended_at if finished.admitted_at is None else min(max(finished.admitted_at, begun_at), ended_at)
+    first_token_at = ended_at if finished.first_token_at is None else min(finished.first_token_at, ended_at)
+    return {
+        "tokenize_s": facts.tokenize_s,
+        "queue_s": admitted_at - facts.called_at - facts.tokenize_s,
+        "prefill_s": first_token_at - admitted_at,
+        "decode_s": ended_at - first_token_at,
+        "deliver_s": delivered_at - ended_at,
+        "first_token_s": None if finished.first_token_at is None else first_token_at - facts.called_at,
+        "total_s": delivered_at - facts.called_at,
+    }
+
+
+def finish_reason(finished: Finished, num_output: int) -> FinishReason:
+    """The public words for the end of a request that has an answer (see ``error`` for those that have none)."""
+    match finished.code:
+        case FinishCode.STOP:
+            return FinishReason(type="stop", matched=finished.matched)
+        case FinishCode.LENGTH:
+            return FinishReason(type="length", length=num_output)
+        case FinishCode.DEADLINE:
+            return FinishReason(type="deadline", which=finished.matched)
+        case FinishCode.SHUTDOWN:
+            return FinishReason(type="shutdown", message=finished.message or "the engine was drained or shut down")
+        case FinishCode.ABORT:
+            return FinishReason(type="abort", message=finished.message or "aborted by the caller")
+        case _:
+            cause = error(finished)
+            return FinishReason(type="abort", message=str(cause), err_type=type(cause).__name__)
+
+
+def error(finished: Finished) -> RequestTooLargeError | RequestError | None:
+    """The exception that a request ends with, or None where it has an answer, be it a partial one."""
+    if finished.code is FinishCode.TOO_LARGE:
+        return RequestTooLargeError(finished.message)
+    if finished.code is FinishCode.FAILED:
+        return RequestError(finished.stage, finished.message)
+    return None
+
+
+RowError = EngineError | ValueError | TypeError
+"""What one row of a call may end with instead of an answer."""

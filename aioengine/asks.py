@@ -1,0 +1,245 @@
+"""What a caller asks for, checked at the call: prompts, sampling parameters and the options of a request.
+
+Pure: whatever needs the tokenizer or the engine's state comes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, TypedDict, cast
+
+from msgspec import Struct
+
+from aioengine import checks
+from aioengine.params import SamplingParams
+
+Messages = Sequence[Mapping[str, object]]
+"""A conversation: dicts with ``role`` and ``content``, as chat templates read them."""
+
+Sampled = SamplingParams | Mapping[str, object]
+"""Sampling parameters as callers write them."""
+
+BatchSampled = Sampled | Sequence[Sampled | None]
+"""Sampling parameters of a batch: one for all, or one for each prompt."""
+
+Texts = list[str] | tuple[str, ...]
+TokenIds = list[int] | tuple[int, ...]
+BatchIds = list[list[int]] | list[tuple[int, ...]] | tuple[list[int], ...]
+Chats = list[list[dict[str, object]]] | list[list[dict[str, str]]] | list[Messages] | tuple[Messages, ...]
+
+MAX_TIMEOUT_S: Final = 1e9
+MAX_RID_BYTES: Final = 512
+MAX_PRIORITY: Final = 2**63 - 1
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keyword arguments of every call that generates.
+
+    rid: an id for ``abort_request`` and the logs, unique among live requests; a batch takes a list, or one from which
+        ``rid_0``, ``rid_1`` ... are made, as ``n`` samples do. None: one is drawn.
+    priority: higher runs sooner (with ``schedule_policy="priority"``).
+    timeout, queue_timeout, first_token_timeout: seconds from the call until its end, until it is admitted, until its
+        first token. One that runs out ends the request with reason ``deadline`` and what there is.
+    return_exceptions: rows of a batch that fail give their exception instead of ending the call.
+    return_prompt_token_ids: answers and chunks carry ``prompt_token_ids``.
+    """
+
+    rid: str | Sequence[str] | None
+    priority: int | None
+    timeout: float | None
+    queue_timeout: float | None
+    first_token_timeout: float | None
+    return_exceptions: bool
+    return_prompt_token_ids: bool
+
+
+class TextPrompt(Struct, frozen=True, gc=False):
+    """Text to be tokenized. ``num_bytes``: of its UTF-8."""
+
+    text: str
+    num_bytes: int
+
+
+class ChatPrompt(Struct, frozen=True):
+    """A conversation to be put through the model's chat template, then tokenized without special tokens."""
+
+    messages: Messages
+
+
+class IdsPrompt(Struct, frozen=True, gc=False):
+    """Token ids."""
+
+    token_ids: list[int]
+
+
+Prompt = TextPrompt | ChatPrompt | IdsPrompt
+
+
+class Ask(Struct, frozen=True, kw_only=True):
+    """A checked call: ``params`` has one entry, or one for each prompt; ``n`` samples of each prompt.
+
+    ``rids``: ids of the prompts where the caller gave a list; ``rid``: of the whole call where it gave one.
+    Timeouts are in seconds from the call.
+    """
+
+    prompts: list[Prompt]
+    params: list[SamplingParams]
+    is_batch: bool
+    is_stream: bool = False
+    rid: str | None = None
+    rids: list[str] | None = None
+    priority: int = 0
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+    first_token_timeout_s: float | None = None
+    returns_exceptions: bool = False
+    shows_prompt: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        return self.params[0].n if self.params else 1
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.prompts) * self.num_samples
+
+    @property
+    def gives_batch(self) -> bool:
+        return self.is_batch or self.num_samples > 1
+
+    def params_of(self, prompt: int) -> SamplingParams:
+        return self.params[prompt if len(self.params) > 1 else 0]
+
+
+def to_generate(
+    prompt: object, sampling_params: object, input_ids: object, *, stream: object, options: Mapping[str, object]
+) -> Ask:
+    """Check a call of ``generate``.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value.
+    """
+    if prompt is not None and input_ids is not None:
+        raise ValueError("prompt and input_ids are both given; give one of them")
+    if prompt is None and input_ids is None:
+        raise ValueError("prompt and input_ids are both missing; give one of them")
+    if prompt is not None:
+        is_batch = not isinstance(prompt, str)
+        texts = checks.items("prompt", prompt, checks.MAX_COUNT) if is_batch else [prompt]
+        return _ask([_text_prompt(text) for text in texts], sampling_params, is_batch, stream, options)
+    rows = checks.items("input_ids", input_ids, checks.MAX_COUNT)
+    is_batch = bool(rows) and isinstance(rows[0], list | tuple)
+    prompts = [_ids_prompt(row) for row in rows] if is_batch else [_ids_prompt(input_ids)]
+    return _ask(prompts, sampling_params, is_batch, stream, options)
+
+
+def to_chat(messages: object, sampling_params: object, *, stream: object, options: Mapping[str, object]) -> Ask:
+    """Check a call of ``chat``: one conversation, or a list of them.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value.
+    """
+    rows = checks.items("messages", messages, checks.MAX_COUNT)
+    is_batch = bool(rows) and isinstance(rows[0], list | tuple)
+    prompts = [_chat_prompt(row) for row in (rows if is_batch else [rows])]
+    return _ask(prompts, sampling_params, is_batch, stream, options)
+
+
+def _ask(
+    prompts: Sequence[Prompt], sampling_params: object, is_batch: bool, stream: object, options: Mapping[str, object]
+) -> Ask:
+    for name in options:
+        if name not in RequestOptions.__optional_keys__:
+            hint = checks.did_you_mean(name, RequestOptions.__optional_keys__)
+            raise TypeError(f"unexpected argument {name!r}: not supported{hint}")
+    rid: object = options.get("rid")
+    has_list = isinstance(rid, list | tuple)
+    priority = options.get("priority")
+    return Ask(
+        prompts=list(prompts),
+        params=_params(sampling_params, len(prompts), is_batch),
+        is_batch=is_batch,
+        is_stream=checks.switch("stream", stream),
+        rid=None if rid is None or has_list else _rid(rid),
+        rids=_rids(options.get("rid"), len(prompts), is_batch) if has_list else None,
+        priority=0 if priority is None else checks.whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY),
+        timeout_s=_timeout("timeout", options),
+        queue_timeout_s=_timeout("queue_timeout", options),
+        first_token_timeout_s=_timeout("first_token_timeout", options),
+        returns_exceptions=checks.switch("return_exceptions", options.get("return_exceptions", False)),
+        shows_prompt=checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False)),
+    )
+
+
+def _params(value: object, num_prompts: int, is_batch: bool) -> list[SamplingParams]:
+    """One for all prompts, or one for each; their ``n`` must agree, since it gives the answers their places."""
+    if not isinstance(value, list | tuple):
+        return [SamplingParams.parse(cast("Sampled | None", value))]
+    given = cast("Sequence[Sampled | None]", value)
+    if not is_batch:
+        raise TypeError("sampling_params is a list, but there is one prompt; give a list of prompts, or one dict")
+    if len(given) != num_prompts:
+        raise ValueError(f"sampling_params has {len(given)} entries for {num_prompts} prompts; give one for each")
+    found = [SamplingParams.parse(entry) for entry in given]
+    if len({entry.n for entry in found}) > 1:
+        raise ValueError(f"n must be the same in all sampling_params of a batch, got {[entry.n for entry in found]}")
+    return found
+
+
+def _text_prompt(value: object) -> TextPrompt:
+    if not isinstance(value, str):
+        raise checks.wrong_type("prompt", "a string or a list of strings", value)
+    if not value:
+        raise ValueError("prompt is empty; give at least one character, or input_ids")
+    if value.isascii():
+        return TextPrompt(value, len(value))
+    try:
+        return TextPrompt(value, len(value.encode()))
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt has a lone surrogate at position {error.start}, which is no character: "
+            f"{checks.shown(value[max(0, error.start - 10) : error.start + 10])}"
+        ) from None
+
+
+def _ids_prompt(value: object) -> IdsPrompt:
+    """Ids of any kind of integer; those outside the vocabulary are found by the engine, which knows it."""
+    given = checks.items("input_ids", value, checks.MAX_COUNT)
+    if not given:
+        raise ValueError("input_ids is empty; give at least one token id")
+    if set(map(type, given)) == {int}:
+        return IdsPrompt(cast("list[int]", given))
+    return IdsPrompt([checks.whole("input_ids entries", entry, 0) for entry in given])
+
+
+def _chat_prompt(value: object) -> ChatPrompt:
+    given = checks.items("messages", value, checks.MAX_COUNT)
+    if not given:
+        raise ValueError("messages is empty; give at least one dict with role and content")
+    for position, message in enumerate(given):
+        if not isinstance(message, Mapping):
+            raise checks.wrong_type(f"messages[{position}]", "a dict with role and content", message)
+        if not isinstance(cast("Mapping[object, object]", message).get("role"), str):
+            raise ValueError(f"messages[{position}] has no role, got {checks.shown(cast('object', message))}")
+    return ChatPrompt([dict(message) for message in cast("Messages", given)])
+
+
+def _rid(value: object) -> str:
+    found = checks.text("rid", value, max_bytes=MAX_RID_BYTES)
+    if not found:
+        raise ValueError("rid is empty; leave it out to have one drawn")
+    return found
+
+
+def _rids(value: object, num_prompts: int, is_batch: bool) -> list[str]:
+    found = [_rid(entry) for entry in checks.items("rid", value, checks.MAX_COUNT)]
+    if not is_batch:
+        raise TypeError("rid is a list, but there is one prompt; give a list of prompts, or one rid")
+    if len(found) != num_prompts:
+        raise ValueError(f"rid has {len(found)} entries for {num_prompts} prompts; give one for each")
+    return found
+
+
+def _timeout(name: str, options: Mapping[str, object]) -> float | None:
+    value = options.get(name)
+    return None if value is None else checks.number(name, value, 0, MAX_TIMEOUT_S, above=True)

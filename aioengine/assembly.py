@@ -1,0 +1,50 @@
+"""From a config to a blueprint: find the model, read its files and this machine's facts, answer every "auto"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine import machine, model_folder
+from aioengine.resolve import resolve
+from aioengine.startup import Blueprint
+from aioengine.supervision.supervisor import Supervisor
+from aioengine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from aioengine.config import EngineConfig
+    from aioengine.frontend import Processes
+    from aioengine.startup import Events
+
+
+def blueprint_of(config: EngineConfig) -> Blueprint:
+    """Read what is needed to start. May block for as long as a download takes: not for the loop's thread.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be served as asked.
+    """
+    wishes = config.model
+    path = model_folder.locate(
+        wishes.path, revision=wishes.revision, download_dir=wishes.download_dir, progress=bool(config.progress)
+    )
+    facts = model_folder.read_facts(path, wishes.tokenizer_path)
+    settings = resolve(config, facts, machine.device_facts())
+    tokenizer_path = settings.text.tokenizer_path
+
+    def make_processes(events: Events) -> Processes:
+        return Supervisor(
+            settings,
+            launcher="process",
+            startup_timeout_s=config.supervision.startup_timeout_s,
+            on_messages=events.on_messages,
+            on_failure=events.on_failure,
+            on_progress=events.on_progress,
+        )
+
+    return Blueprint(
+        settings=settings,
+        queue=config.queue,
+        eos_token_ids=facts.eos_token_ids,
+        stream_interval=config.stream_interval,
+        load_tokenizer=None if tokenizer_path is None else lambda: Tokenizer(tokenizer_path),
+        make_processes=make_processes,
+    )

@@ -1,0 +1,191 @@
+"""The calls that are open: their ids, how many may wait, and how their rows are named.
+
+Everything here stands under the engine's lock and never waits.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError, EngineOverloadedError
+from aioengine.outputs import CallOutput
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from aioengine.asks import Ask
+    from aioengine.config import QueueConfig
+
+MIN_RETRY_S: Final = 0.1
+MAX_RETRY_S: Final = 60.0
+
+
+class Call:
+    """One call of the user while it is open: what it asked for, and how far its rows have been begun.
+
+    Attributes:
+        num_begun: rows that were begun, in order. num_prompt_tokens: of those, for the bound on queued tokens.
+        aborted: positions that were aborted before they were begun.
+        is_encoding: a part of its prompts is on the tokenizer's thread.
+    """
+
+    __slots__ = (
+        "aborted", "ask", "called_at", "is_encoding", "num_begun", "num_prompt_tokens", "output", "reserved", "rid",
+        "timer",
+    )  # fmt: skip
+
+    def __init__(self, ask: Ask, rid: str, called_at: float) -> None:
+        self.ask = ask
+        self.rid = rid
+        self.called_at = called_at
+        self.output = CallOutput(
+            rid,
+            ask.num_rows,
+            is_stream=ask.is_stream,
+            is_batch=ask.gives_batch,
+            returns_exceptions=ask.returns_exceptions,
+        )
+        self.num_begun = 0
+        self.num_prompt_tokens = 0
+        self.aborted: set[int] = set()
+        self.is_encoding = False
+        self.reserved: list[str] = []
+        self.timer: asyncio.TimerHandle | None = None
+
+    def row_rid(self, position: int) -> str:
+        """The id of a row: the call's own, or with the number of its prompt, then of its sample, behind it."""
+        ask = self.ask
+        prompt, sample = divmod(position, ask.num_samples)
+        rid = ask.rids[prompt] if ask.rids is not None else f"{self.rid}_{prompt}" if ask.is_batch else self.rid
+        return f"{rid}_{sample}" if ask.num_samples > 1 else rid
+
+    def names(self) -> dict[str, Name]:
+        """The ids that the caller gave, or the one that was drawn; those of its rows are found through these."""
+        ask, samples = self.ask, self.ask.num_samples
+        of_samples = (1,) if samples > 1 else ()
+        of_rows = (samples, *of_samples) if ask.is_batch and ask.rids is None else of_samples
+        found = {self.rid: Name(self, range(ask.num_rows), of_rows)}
+        for prompt, rid in enumerate(ask.rids or ()):
+            if rid in found:
+                raise ValueError(f"rid {rid!r} stands for two prompts of this batch; give each its own")
+            found[rid] = Name(self, range(prompt * samples, (prompt + 1) * samples), of_samples)
+        return found
+
+
+class Name(NamedTuple):
+    """What an id means: these rows of this call. ``widths``: the rows that ``id_0``, and then ``id_0_0``, mean."""
+
+    call: Call
+    rows: range
+    widths: tuple[int, ...]
+
+    def part(self, number: str) -> Name | None:
+        """What the id with ``_number`` behind it means."""
+        if not self.widths or not number.isdecimal() or str(int(number)) != number:
+            return None
+        rows = self.rows[int(number) * self.widths[0] :][: self.widths[0]]
+        return Name(self.call, rows, self.widths[1:]) if rows else None
+
+
+class Calls:
+    """All open calls. Refuses new ones when the engine cannot take them."""
+
+    def __init__(self, queue: QueueConfig, *, max_running: int, max_total_tokens: int) -> None:
+        self.by_output: dict[CallOutput, Call] = {}
+        self.failure: EngineError | None = None
+        self.is_draining = False
+        self._names: dict[str, Name] = {}
+        self._queue = queue
+        self._max_running = max_running
+        self._max_total_tokens = max_total_tokens
+        self._num_prompt_tokens = 0
+        self._closed_at = 0.0
+        self._close_interval_s = MIN_RETRY_S
+
+    def open(self, ask: Ask, called_at: float) -> Call:
+        """Register a call.
+
+        Raises:
+            EngineError: the engine is dead, closed, draining or overloaded.
+            ValueError: an id is in use.
+        """
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+        if self.is_draining:
+            raise EngineDrainingError("the engine is draining and takes no new requests")
+        self._check_room()
+        call = Call(ask, ask.rid or uuid.uuid4().hex, called_at)
+        names = call.names()
+        self._check_free(names)
+        self._names |= names
+        call.reserved = list(names)
+        self.by_output[call.output] = call
+        return call
+
+    def _check_room(self) -> None:
+        """What runs does not wait: the bounds are on top of what can run at once."""
+        num_waiting = len(self.by_output) - self._max_running
+        tokens_waiting = self._num_prompt_tokens - self._max_total_tokens
+        if num_waiting >= self._queue.max_requests:
+            what = f"{num_waiting} calls wait (max_queued_requests={self._queue.max_requests})"
+        elif tokens_waiting >= self._queue.max_tokens:
+            what = f"{tokens_waiting} prompt tokens wait (max_queued_tokens={self._queue.max_tokens})"
+        else:
+            return
+        retry_after = min(MAX_RETRY_S, max(MIN_RETRY_S, self._close_interval_s * max(1, num_waiting) / 2))
+        raise EngineOverloadedError(f"the engine is overloaded: {what}; try again later", retry_after=retry_after)
+
+    def add_prompt(self, call: Call, num_tokens: int) -> None:
+        call.num_prompt_tokens += num_tokens
+        self._num_prompt_tokens += num_tokens
+
+    def find(self, rid: str) -> Name | None:
+        """The rows that an id means: one that was given or drawn, or one made from it with ``_0``, ``_1`` ..."""
+        return _find(self._names, rid)
+
+    def _check_free(self, names: dict[str, Name]) -> None:
+        """Neither a new id nor one made from it may mean a live request, and the other way round."""
+        taken = [name for name in names if self.find(name) is not None]
+        if any(name.widths for name in names.values()):
+            taken += [name for name in self._names if _find(names, name) is not None]
+        if taken:
+            raise ValueError(f"rid {taken[0]!r} is in use by a live request; choose another, or wait for its end")
+
+    def close(self, call: Call, now: float) -> None:
+        """The call is over; its ids are free again."""
+        if self.by_output.pop(call.output, None) is None:
+            return
+        for name in call.reserved:
+            del self._names[name]
+        self._num_prompt_tokens -= call.num_prompt_tokens
+        if call.timer is not None:
+            call.timer.cancel()
+        if self._closed_at:
+            self._close_interval_s += 0.1 * (now - self._closed_at - self._close_interval_s)
+        self._closed_at = now
+
+
+def _find(names: dict[str, Name], rid: str) -> Name | None:
+    found = names.get(rid)
+    if found is None:
+        base, _, number = rid.rpartition("_")
+        parent = _find(names, base) if base else None
+        return None if parent is None else parent.part(number)
+    return found
+
+
+def not_started() -> EngineClosedError:
+    return EngineClosedError("the engine was not started: use `async with AsyncEngine(...)`, or `await engine.start()`")
+
+
+def forked(owner: int) -> EngineClosedError:
+    return EngineClosedError(
+        f"this engine belongs to process {owner}, and this process ({os.getpid()}) is a fork of it; "
+        "make an engine in the process that uses it"
+    )
+
+
+def closed() -> EngineClosedError:
+    return EngineClosedError("the engine was shut down; make a new one")

@@ -1,0 +1,60 @@
+"""Questions and orders to the scheduler process, each answered by one reply."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from aioengine.errors import EngineStalledError
+from aioengine.protocol.messages import Control, Reply
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aioengine.errors import EngineError
+
+CONTROL_TIMEOUT_S: Final = 60.0
+
+Value = str | int | float | bool | None
+
+
+class Controls:
+    """The questions on their way. Belongs to the engine's loop."""
+
+    def __init__(self, send: Callable[[list[Control]], None]) -> None:
+        self._send = send
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._num_asked = 0
+
+    async def ask(self, name: str, arguments: dict[str, Value] | None = None) -> Reply:
+        """Ask, and wait for the answer.
+
+        Raises:
+            EngineStalledError: none came in time.
+            EngineError: the engine died, or was shut down, before it came.
+        """
+        self._num_asked += 1
+        call_id = self._num_asked
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = answer
+        try:
+            self._send([Control(call_id, name, arguments or {})])
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                return await answer
+        except TimeoutError:
+            raise EngineStalledError(
+                f"the scheduler did not answer {name!r} within {CONTROL_TIMEOUT_S:g} s; see health()"
+            ) from None
+        finally:
+            del self._waiting[call_id]
+
+    def answer(self, reply: Reply) -> None:
+        waiting = self._waiting.get(reply.call_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
+
+    def fail(self, error: EngineError) -> None:
+        """No answer will come any more."""
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(error)

@@ -1,0 +1,147 @@
+"""Prompts to token ids, off the loop's thread.
+
+What is asked for in one iteration of the loop, or while the thread is busy, is encoded together. Long prompts have a
+thread of their own, so that short ones never wait behind them. The tokenizer releases the interpreter while it works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from aioengine.asks import ChatPrompt, IdsPrompt, Prompt, TextPrompt
+from aioengine.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aioengine.asks import Messages
+
+LONG_BYTES = 64 * 1024
+"""A batch of short prompts ends here, and a prompt above it is long."""
+
+
+class PromptTokenizer(Protocol):
+    """What of a tokenizer is needed here; it must serve several threads at once."""
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
+
+    def apply_chat_template(self, messages: Messages, *, add_generation_prompt: bool = True) -> str | list[int]: ...
+
+
+Encoded = list[int] | ValueError | RequestError
+"""The ids of a prompt, or why it has none."""
+
+
+class Job(NamedTuple):
+    """Prompts to encode; ``done`` gets their ids, in order, on the loop."""
+
+    prompts: Sequence[Prompt]
+    done: Callable[[list[Encoded], float], None]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(prompt.num_bytes for prompt in self.prompts if isinstance(prompt, TextPrompt))
+
+
+class Lane:
+    """One thread and the jobs that wait for it."""
+
+    def __init__(self, name: str, encode: Callable[[list[Job]], list[list[Encoded]]]) -> None:
+        self._encode = encode
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"aioengine-{name}")
+        self._waiting: deque[Job] = deque()
+        self._is_busy = False
+
+    def add(self, job: Job) -> None:
+        self._waiting.append(job)
+        if not self._is_busy:
+            self._is_busy = True
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        if not self._waiting:
+            self._is_busy = False
+            return
+        jobs = [self._waiting.popleft()]
+        num_bytes = jobs[0].num_bytes
+        while self._waiting and num_bytes < LONG_BYTES:
+            jobs.append(self._waiting.popleft())
+            num_bytes += jobs[-1].num_bytes
+        begun_at = time.monotonic()
+        work = asyncio.get_running_loop().run_in_executor(self._thread, self._encode, jobs)
+        work.add_done_callback(lambda done: self._finish(jobs, begun_at, done))
+
+    def _finish(self, jobs: list[Job], begun_at: float, work: asyncio.Future[list[list[Encoded]]]) -> None:
+        if work.cancelled():
+            return
+        self._next()
+        seconds = time.monotonic() - begun_at
+        for job, encoded in zip(jobs, work.result(), strict=True):
+            job.done(encoded, seconds)
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class Encoder:
+    """The two lanes. Belongs to the engine's loop."""
+
+    def __init__(self, tokenizer: PromptTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._short = Lane("encode", self._encode_jobs)
+        self._long = Lane("encode-long", self._encode_jobs)
+
+    def encode(self, job: Job) -> None:
+        (self._long if job.num_bytes > LONG_BYTES else self._short).add(job)
+
+    def close(self) -> None:
+        self._short.close()
+        self._long.close()
+
+    # ------------------------------------------------------------ on the threads
+
+    def _encode_jobs(self, jobs: list[Job]) -> list[list[Encoded]]:
+        prompts = [prompt for job in jobs for prompt in job.prompts]
+        encoded = iter(self._encode(prompts))
+        return [[next(encoded) for _ in job.prompts] for job in jobs]
+
+    def _encode(self, prompts: list[Prompt]) -> list[Encoded]:
+        """All texts with special tokens in one batch, all chats without in another."""
+        found: list[Encoded] = [[] for _ in prompts]
+        for is_chat in (False, True):
+            texts: dict[int, str] = {}
+            for place, prompt in enumerate(prompts):
+                if isinstance(prompt, IdsPrompt):
+                    found[place] = prompt.token_ids
+                elif isinstance(prompt, ChatPrompt) is is_chat:
+                    rendered = self._render(prompt)
+                    if isinstance(rendered, str):
+                        texts[place] = rendered
+                    else:
+                        found[place] = rendered
+            for place, ids in zip(texts, self._encode_texts(list(texts.values()), not is_chat), strict=True):
+                found[place] = ids
+        return found
+
+    def _render(self, prompt: TextPrompt | ChatPrompt) -> str | list[int] | ValueError:
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
+        try:
+            return self._tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True)
+        except Exception as error:  # templates are code of the model's author: whatever they raise is this chat's
+            return ValueError(f"the chat template refused the messages: {error}")
+
+    def _encode_texts(self, texts: list[str], specials: bool) -> list[Encoded]:
+        if not texts:
+            return []
+        try:
+            return list(self._tokenizer.encode_batch(texts, add_special_tokens=specials))
+        except Exception as error:  # one bad text fails alone
+            if len(texts) == 1:
+                return [RequestError("tokenize", f"{type(error).__name__}: {error}")]
+            return [self._encode_texts([text], specials)[0] for text in texts]

@@ -1,0 +1,377 @@
+"""AsyncEngine: the engine for one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
+
+from aioengine import asks, calls, info
+from aioengine.answers import Answer
+from aioengine.args import engine_config
+from aioengine.assembly import blueprint_of
+from aioengine.errors import WrongLoopError
+from aioengine.info import TokenizerManager
+from aioengine.progress import ProgressBars
+from aioengine.startup import start_frontend
+from aioengine.stream import Generation, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Self, Unpack
+
+    from aioengine.answers import BatchOutput
+    from aioengine.asks import Ask, BatchIds, BatchSampled, Chats, Messages, RequestOptions, Sampled, Texts, TokenIds
+    from aioengine.config import EngineConfig
+    from aioengine.errors import EngineError
+    from aioengine.frontend import Frontend, Processes
+    from aioengine.info import Health, ModelInfo, Outcome, PauseMode, ServerInfo
+    from aioengine.startup import Blueprint
+    from aioengine.tokenizer import Tokenizer
+
+
+class AsyncEngine:
+    """An LLM inference engine for asyncio. Everything heavy runs in processes of its own.
+
+    ``async with AsyncEngine(model_path=...) as engine`` starts it on the running loop and shuts it down at the end;
+    ``await engine.start()`` and ``await engine.shutdown()`` do the same. It belongs to that loop: a call from another
+    raises ``WrongLoopError`` (``Engine`` serves any loop and thread). Without a ``model_path`` it runs the small demo
+    model of the package. ``aioengine.args.ARGUMENTS`` lists all arguments.
+
+    Raises:
+        TypeError: an argument that does not exist, or a value of the wrong type.
+        ValueError: a value outside its range.
+    """
+
+    def __init__(self, model_path: str | None = None, **arguments: object) -> None:
+        config = engine_config(model_path, arguments)
+        self._init(lambda: blueprint_of(config), config.progress)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """An engine of a config that was made by ``args.engine_config`` or by hand."""
+        return cls.from_blueprint(lambda: blueprint_of(config), progress=config.progress)
+
+    @classmethod
+    def from_blueprint(cls, prepare: Callable[[], Blueprint], *, progress: bool | None = False) -> Self:
+        """An engine of other parts than a model folder's, as ``aioengine.testing`` makes them."""
+        engine = cls.__new__(cls)
+        engine._init(prepare, progress)
+        return engine
+
+    def _init(self, prepare: Callable[[], Blueprint], progress: bool | None) -> None:
+        self._pid = os.getpid()
+        self._prepare = prepare
+        self._progress = progress
+        self._frontend: Frontend | None = None
+        self._lock = asyncio.Lock()
+        self._stopping: asyncio.Task[None] | None = None
+        self._finalizer: weakref.finalize[..., AsyncEngine] | None = None
+        self._is_closed = False
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Start the processes and load the model. Does nothing where that was done.
+
+        Raises:
+            EngineStartupError: it could not start; nothing is left behind.
+            EngineClosedError: it was shut down.
+        """
+        async with self._lock:
+            if self._frontend is not None:
+                self._running()
+                return
+            self._check_usable()
+            bars = ProgressBars(self._progress)
+            try:
+                frontend = await start_frontend(self._prepare, bars.show)
+            finally:
+                bars.close()
+            self._frontend = frontend
+            self._finalizer = weakref.finalize(self, _kill_quietly, frontend.parts.processes, self._pid)
+            if self._is_closed:
+                await self._stop(frontend)
+                raise calls.closed()
+
+    async def shutdown(self) -> None:
+        """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; harmless twice."""
+        self._is_closed = True
+        frontend = self._frontend
+        if frontend is None or os.getpid() != self._pid:
+            return
+        if frontend.loop.is_closed():
+            frontend.parts.processes.kill_now()
+            self._forget_finalizer()
+            return
+        self._check_loop(frontend)
+        if self._stopping is None:
+            self._stopping = asyncio.get_running_loop().create_task(self._stop(frontend))
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, frontend: Frontend) -> None:
+        await frontend.stop()
+        self._forget_finalizer()
+
+    def _forget_finalizer(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    def __del__(self) -> None:
+        if self._frontend is not None and not self._is_closed and os.getpid() == self._pid:
+            warnings.warn(f"{self!r} was not shut down", ResourceWarning, stacklevel=1, source=self)
+
+    def __repr__(self) -> str:
+        return f"<AsyncEngine {self.health()['state']}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine cannot be pickled or copied: it owns processes; make one where it is needed")
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise calls.forked(self._pid)
+        if self._is_closed:
+            raise calls.closed()
+
+    def _check_loop(self, frontend: Frontend) -> None:
+        try:
+            is_own = asyncio.get_running_loop() is frontend.loop
+        except RuntimeError:
+            is_own = False
+        if not is_own:
+            raise WrongLoopError(
+                "an AsyncEngine belongs to the event loop on which it was started, and this is another one (or none); "
+                "use Engine to call from several loops and threads"
+            )
+
+    def _running(self) -> Frontend:
+        """The started engine, for a caller on its loop."""
+        self._check_usable()
+        if self._frontend is None:
+            raise calls.not_started()
+        self._check_loop(self._frontend)
+        return self._frontend
+
+    def _anywhere(self) -> Frontend:
+        """The started engine, for a caller on any thread."""
+        self._check_usable()
+        if self._frontend is None:
+            raise calls.not_started()
+        return self._frontend
+
+    # ------------------------------------------------------------ generate
+
+    @overload
+    def async_generate(
+        self,
+        prompt: str | None = None,
+        sampling_params: Sampled | None = None,
+        input_ids: TokenIds | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[Answer]: ...
+    @overload
+    def async_generate(
+        self,
+        prompt: Texts,
+        sampling_params: BatchSampled | None = None,
+        input_ids: None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[BatchOutput]: ...
+    @overload
+    def async_generate(
+        self,
+        prompt: None = None,
+        sampling_params: BatchSampled | None = None,
+        *,
+        input_ids: BatchIds,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[BatchOutput]: ...
+    @overload
+    def async_generate(
+        self,
+        prompt: str | Texts | None = None,
+        sampling_params: BatchSampled | None = None,
+        input_ids: TokenIds | BatchIds | None = None,
+        *,
+        stream: Literal[True],
+        **options: Unpack[RequestOptions],
+    ) -> Stream: ...
+    def async_generate(
+        self,
+        prompt: object = None,
+        sampling_params: object = None,
+        input_ids: object = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+        """Generate from a prompt or its token ids; a list of either is a batch.
+
+        The request is on its way when this returns. Await the result for the whole answer (a dict; a ``BatchOutput``
+        for a batch or ``n`` > 1, which the types do not show for a single prompt), or, with ``stream=True``, iterate
+        over its chunks. ``sampling_params`` is a ``SamplingParams`` or a dict of its fields; a batch takes one, or a
+        list with one for each prompt. ``options`` are described at ``RequestOptions``.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong.
+            EngineOverloadedError, EngineDrainingError, EngineClosedError, EngineDeadError: it cannot be taken.
+            WrongLoopError: this is not the engine's event loop.
+
+        Awaiting it raises ``RequestTooLargeError`` where the prompt does not fit, ``RequestError`` where this request
+        alone failed, and ``EngineDeadError`` where the engine died.
+        """
+        return self._open(asks.to_generate(prompt, sampling_params, input_ids, stream=stream, options=options))
+
+    @overload
+    def async_chat(
+        self,
+        messages: Messages,
+        sampling_params: Sampled | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[Answer]: ...
+    @overload
+    def async_chat(
+        self,
+        messages: Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[BatchOutput]: ...
+    @overload
+    def async_chat(
+        self,
+        messages: Messages | Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: Literal[True],
+        **options: Unpack[RequestOptions],
+    ) -> Stream: ...
+    def async_chat(
+        self,
+        messages: object,
+        sampling_params: object = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+        """Answer a conversation (dicts with ``role`` and ``content``), put through the model's chat template.
+
+        A list of conversations is a batch. Everything else is as in ``async_generate``; a model without a template
+        raises ValueError when the generation is awaited.
+        """
+        return self._open(asks.to_chat(messages, sampling_params, stream=stream, options=options))
+
+    def _open(self, ask: Ask) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+        frontend = self._running()
+        reader = frontend.open(ask)
+        if ask.is_stream:
+            return Stream(reader, home=frontend.loop, is_bound=True, owner=self)
+        return Generation[Answer](reader, home=frontend.loop, is_bound=True, owner=self)
+
+    # ------------------------------------------------------------ orders
+
+    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
+        """End a live request, or all; they finish with reason ``abort`` and the output so far.
+
+        ``rid`` may be that of a call, of one prompt of a batch (``x_2``) or of one sample. An unknown one is no
+        error. May be called from any thread.
+        """
+        self._anywhere().abort_request(rid, abort_all)
+
+    async def flush_cache(self) -> Outcome:
+        """Empty the prefix cache; refused, with a false outcome, while requests run or wait."""
+        return await info.order(self._running(), "flush_cache")
+
+    async def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
+        """Compute nothing more until ``continue_generation``; new calls wait.
+
+        ``mode``: "abort" ends what runs and waits, "in_place" keeps it as it is.
+        """
+        return await info.pause(self._running(), mode)
+
+    async def continue_generation(self) -> Outcome:
+        """Go on after ``pause_generation``."""
+        return await info.order(self._running(), "continue")
+
+    async def freeze_gc(self) -> None:
+        """Leave everything that lives now out of later garbage collections, here and in the scheduler process."""
+        await info.freeze_gc(self._running())
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take nothing new and wait for what runs. After ``timeout`` seconds end the rest with reason ``shutdown``.
+
+        Returns whether everything finished by itself. New calls raise ``EngineDrainingError`` from now on.
+        """
+        return await self._running().drain(timeout)
+
+    # ------------------------------------------------------------ what can be watched
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; it needs no torch. Raises ValueError with ``skip_tokenizer_init``."""
+        return info.tokenizer(self._anywhere())
+
+    @property
+    def tokenizer_manager(self) -> TokenizerManager:
+        """The old home of ``tokenizer`` and ``abort_request``."""
+        return TokenizerManager(self._anywhere())
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine takes or finishes requests."""
+        return self.health()["state"] in {"running", "draining"}
+
+    def stats(self) -> dict[str, int]:
+        """Counters, as the scheduler pushed them last; may be called from any thread."""
+        return self._anywhere().stats()
+
+    def health(self) -> Health:
+        """The state of the engine and of its processes; may be called at any time, from any thread."""
+        if self._frontend is None:
+            state = "closed" if self._is_closed else "starting" if self._lock.locked() else "closed"
+            return {"state": state, "processes": []}
+        return info.health(self._frontend)
+
+    def get_all_child_pids(self) -> list[int]:
+        """The ids of the engine's processes that are alive."""
+        return [] if self._frontend is None else info.child_pids(self._frontend)
+
+    async def get_server_info(self) -> ServerInfo:
+        """The settings that the engine came to, the sizes of its pools, and the scheduler's state."""
+        return await info.server_info(self._running())
+
+    async def get_model_info(self) -> ModelInfo:
+        """The model that is served."""
+        return info.model_info(self._running())
+
+    async def wait_failed(self) -> EngineError | None:
+        """Wait until the engine dies and return what happened; None once it was shut down."""
+        return await self._running().wait_failed()
+
+
+def _kill_quietly(processes: Processes, pid: int) -> None:
+    """At the end of the interpreter, or of the engine object. A fork of this process has no say."""
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            processes.kill_now()

@@ -1,0 +1,284 @@
+"""From calls to rows: prompts become ids, ids become ``Submit`` messages, a bounded number of them at a time."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
+
+from aioengine import params as wire
+from aioengine.answers import RowFacts
+from aioengine.asks import IdsPrompt, TextPrompt
+from aioengine.encoder import Encoder, Job
+from aioengine.errors import RequestTooLargeError
+from aioengine.protocol.messages import FinishCode, Finished, Submit
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Sequence
+
+    from aioengine.answers import RowError
+    from aioengine.asks import Prompt
+    from aioengine.calls import Call, Calls
+    from aioengine.encoder import Encoded
+    from aioengine.outputs import RowStream
+    from aioengine.params import SamplingParams
+    from aioengine.router import Router
+
+CONTEXT_IDS: Final = 16
+"""Ids of the prompt that travel to the detokenizer, so that the first output is decoded in its place."""
+
+SEED_BITS: Final = 63
+SEED_MASK: Final = (1 << SEED_BITS) - 1
+
+
+class PromptRules(Struct, frozen=True, kw_only=True):
+    """What prompts and their parameters are checked against.
+
+    ``max_token_bytes``: the longest token of the vocabulary, in bytes: text of more than ``context_length`` times that
+    cannot fit, whatever it is. None: nothing is known about it.
+    """
+
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    eos_token_ids: tuple[int, ...]
+    stream_interval: int
+    random_seed: int
+    max_rows_in_flight: int
+    max_token_bytes: int | None = None
+
+
+class Feeder:
+    """Begins the rows of calls. Belongs to the engine's loop, except ``check``."""
+
+    def __init__(
+        self,
+        rules: PromptRules,
+        *,
+        encoder: Encoder | None,
+        lock: threading.Lock,
+        calls: Calls,
+        router: Router,
+        submit: Callable[[list[Submit]], None],
+        settle: Callable[[Call], None],
+    ) -> None:
+        """``settle`` is told of every call after rows of it were begun; it may be over already."""
+        self._rules = rules
+        self._encoder = encoder
+        self._lock = lock
+        self._calls = calls
+        self._router = router
+        self._submit = submit
+        self._settle = settle
+        self._num_uids = 0
+        self._num_seeds = 0
+
+    def check(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        """What can be known at the call, from any thread.
+
+        Raises ValueError: ids outside the vocabulary; text, or rules about text, without a tokenizer.
+        """
+        rules = self._rules
+        for entry in params:
+            wire.sampling(entry, seed=0, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids)
+            if self._encoder is None and (entry.stop or entry.stop_regex):
+                raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
+        for prompt in prompts:
+            if isinstance(prompt, IdsPrompt):
+                _check_vocabulary(prompt.token_ids, rules.vocab_size)
+            elif self._encoder is None:
+                raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
+
+    def feed(self, call: Call) -> None:
+        """Begin as many rows of the call as may be in flight."""
+        output, ask = call.output, call.ask
+        while not call.is_encoding and not output.is_over:
+            with self._lock:
+                room = self._rules.max_rows_in_flight - output.num_held
+                output.wants_feed = room <= 0
+            first = call.num_begun // ask.num_samples
+            if room <= 0 or first == len(ask.prompts):
+                return
+            prompts = ask.prompts[first : first + max(1, room // ask.num_samples)]
+            ready = [self._ids_if_known(prompt) for prompt in prompts]
+            known = [entry for entry in ready if entry is not None]
+            if len(known) == len(ready):
+                self._begin(call, known, 0.0)
+            elif self._encoder is not None:
+                call.is_encoding = True
+                self._encoder.encode(Job(prompts, partial(self._encoded, call, ready)))
+
+    def _ids_if_known(self, prompt: Prompt) -> Encoded | None:
+        """The ids of a prompt that needs no tokenizer, or why it can have none."""
+        rules = self._rules
+        if isinstance(prompt, IdsPrompt):
+            return prompt.token_ids
+        if (
+            isinstance(prompt, TextPrompt)
+            and rules.max_token_bytes is not None
+            and prompt.num_bytes > rules.context_length * rules.max_token_bytes
+        ):
+            least = prompt.num_bytes // rules.max_token_bytes
+            return RequestTooLargeError(
+                f"the prompt has {prompt.num_bytes} bytes, at least {least} tokens, and does not fit the context of "
+                f"{rules.context_length} tokens"
+            )
+        return None
+
+    def _encoded(self, call: Call, ready: list[Encoded | None], encoded: list[Encoded], seconds: float) -> None:
+        call.is_encoding = False
+        if not call.output.is_over:
+            self._begin(call, [new if old is None else old for old, new in zip(ready, encoded, strict=True)], seconds)
+            self.feed(call)
+
+    def _begin(self, call: Call, encoded: Sequence[Encoded], tokenize_s: float) -> None:
+        submits: list[Submit] = []
+        with self._lock:
+            for ids in encoded:
+                for _ in range(call.ask.num_samples):
+                    if not call.output.is_over:
+                        self._begin_row(call, ids, tokenize_s, submits)
+            call.output.begin()
+        if submits:
+            self._submit(submits)
+        self._settle(call)
+
+    def _begin_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:
+        position, ask = call.num_begun, call.ask
+        call.num_begun += 1
+        prompt, sample = divmod(position, ask.num_samples)
+        params = ask.params_of(prompt)
+        ids = encoded if isinstance(encoded, list) else []
+        facts = RowFacts(
+            rid=call.row_rid(position),
+            index=position if ask.gives_batch else None,
+            seed=self._seed(params, sample),
+            called_at=call.called_at,
+            tokenize_s=tokenize_s,
+            prompt_token_ids=ids,
+            shows_prompt=ask.shows_prompt,
+        )
+        row = call.output.add_row(position, facts)
+        if not isinstance(encoded, list):
+            _refuse(row, encoded)
+        elif position in call.aborted:
+            _end(row, FinishCode.ABORT)
+        elif expired := expired_deadline(call):
+            _end(row, FinishCode.DEADLINE, matched=expired)
+        else:
+            self._submit_row(call, row, params, submits)
+
+    def _submit_row(self, call: Call, row: RowStream, params: SamplingParams, submits: list[Submit]) -> None:
+        rules, ask, facts = self._rules, call.ask, row.facts
+        ids = facts.prompt_token_ids
+        try:
+            if not ids:
+                raise ValueError("the prompt has no tokens")
+            max_new_tokens = wire.output_limit(
+                params, len(ids), context_length=rules.context_length, max_total_tokens=rules.max_total_tokens
+            )
+        except ValueError as error:
+            _refuse(row, error)
+            return
+        if max_new_tokens == 0:
+            _end(row, FinishCode.LENGTH)
+            return
+        stops = wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids)
+        deadlines = deadlines_of(call)
+        row.uid = self._num_uids
+        self._num_uids += 1
+        self._calls.add_prompt(call, len(ids))
+        self._router.rows[row.uid] = row
+        submits.append(
+            Submit(
+                uid=row.uid,
+                prompt_token_ids=ids,
+                sampling=wire.sampling(
+                    params, seed=facts.seed, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids
+                ),
+                limits=wire.limits(
+                    params,
+                    max_new_tokens=max_new_tokens,
+                    stop_token_ids=stops,
+                    deadline=deadlines.get("total"),
+                    queue_deadline=deadlines.get("queue"),
+                    first_token_deadline=deadlines.get("first_token"),
+                ),
+                text=wire.text_rules(
+                    params,
+                    context_token_ids=ids[-CONTEXT_IDS:],
+                    stream=ask.is_stream,
+                    stream_interval=rules.stream_interval,
+                ),
+                priority=ask.priority,
+                arrived_at=call.called_at,
+            )
+        )
+
+    def _seed(self, params: SamplingParams, sample: int) -> int:
+        """The caller's seed, or one drawn from the engine's seed and a counter; sample i has i more."""
+        if params.sampling_seed is None:
+            if sample == 0:
+                self._num_seeds += 1
+            seed = _scrambled(self._rules.random_seed + self._num_seeds)
+        else:
+            seed = int(params.sampling_seed)
+        return (seed + sample) & SEED_MASK
+
+
+def end_unbegun(call: Call, code: FinishCode, *, matched: str | None = None, error: RowError | None = None) -> None:
+    """End the rows that were not begun, in their places. Under the lock."""
+    output = call.output
+    for position in range(call.num_begun, call.ask.num_rows):
+        facts = RowFacts(
+            rid=call.row_rid(position),
+            index=position if call.ask.gives_batch else None,
+            seed=0,
+            called_at=call.called_at,
+            shows_prompt=call.ask.shows_prompt,
+        )
+        _end(output.add_row(position, facts), code, matched=matched, error=error)
+    call.num_begun = call.ask.num_rows
+
+
+def deadlines_of(call: Call) -> dict[str, float]:
+    """The deadlines of a call as absolute times, by the words that name them in a finish reason."""
+    ask = call.ask
+    timeouts = {"total": ask.timeout_s, "queue": ask.queue_timeout_s, "first_token": ask.first_token_timeout_s}
+    return {which: call.called_at + seconds for which, seconds in timeouts.items() if seconds is not None}
+
+
+def expired_deadline(call: Call) -> str | None:
+    """Which deadline has passed for a row that was not begun."""
+    now = time.monotonic()
+    return next((which for which, deadline in deadlines_of(call).items() if deadline <= now), None)
+
+
+def _refuse(row: RowStream, error: RowError) -> None:
+    is_too_large = isinstance(error, RequestTooLargeError)
+    _end(row, FinishCode.TOO_LARGE if is_too_large else FinishCode.FAILED, error=error)
+
+
+def _end(row: RowStream, code: FinishCode, *, matched: str | None = None, error: RowError | None = None) -> None:
+    """End a row that never reached the scheduler."""
+    now = time.monotonic()
+    message = "" if error is None else str(error)
+    finished = Finished(uid=-1, code=code, matched=matched, stage="tokenize", message=message, ended_at=now)
+    row.output.end_row(row, finished, now, error)
+
+
+def _check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {vocab_size - 1}")
+
+
+def _scrambled(value: int) -> int:
+    """A bijection of 64 bits (the finalizer of SplitMix64), so that neighbouring counts give unrelated seeds."""
+    value = (value * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (value ^ (value >> 31)) >> (64 - SEED_BITS)

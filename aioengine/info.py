@@ -1,0 +1,191 @@
+"""What an engine tells about itself: health, settings, the model. Plain data, JSON-serialisable."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, cast
+
+import msgspec
+
+from aioengine import __version__
+from aioengine.answers import WEIGHT_VERSION
+from aioengine.errors import EngineClosedError, EngineStalledError
+
+if TYPE_CHECKING:
+    from aioengine.frontend import Frontend
+    from aioengine.protocol.messages import Reply
+    from aioengine.tokenizer import Tokenizer
+
+
+PauseMode = Literal["abort", "in_place"]
+
+
+class Outcome(NamedTuple):
+    """How an order to the engine went; true where it was carried out."""
+
+    success: bool
+    message: str
+
+    def __bool__(self) -> bool:
+        return self.success
+
+
+class ProcessHealth(TypedDict):
+    """One process of the engine; times are seconds since its last sign of life and its last finished step."""
+
+    role: str
+    pid: int
+    alive: bool
+    last_heartbeat_s: float | None
+    last_step_s: float | None
+
+
+class Health(TypedDict):
+    """``state``: "starting", "running", "draining", "stalled", "recovering", "dead" or "closed"."""
+
+    state: str
+    processes: list[ProcessHealth]
+
+
+class ModelInfo(TypedDict):
+    """What is served."""
+
+    model_path: str
+    tokenizer_path: str | None
+    is_generation: bool
+    weight_version: str
+    load_format: str
+    dtype: str
+    context_length: int
+    vocab_size: int
+
+
+class ServerInfo(TypedDict):
+    """The settings that the engine came to, and what the processes told about what they run on."""
+
+    status: str
+    version: str
+    model_path: str
+    max_total_num_tokens: int
+    max_req_input_len: int
+    settings: dict[str, object]
+    facts: dict[str, object]
+    internal_states: list[dict[str, object]]
+
+
+class TokenizerManager:
+    """The old home of the tokenizer and of ``abort_request``."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's tokenizer."""
+        return tokenizer(self._frontend)
+
+    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
+        """End a live request, or all."""
+        self._frontend.abort_request(rid, abort_all)
+
+
+def state(frontend: Frontend) -> str:
+    """The word for how the engine is."""
+    failure = frontend.failure
+    if failure is None:
+        return "draining" if frontend.calls.is_draining else "running"
+    if isinstance(failure, EngineClosedError):
+        return "closed"
+    return "stalled" if isinstance(failure, EngineStalledError) else "dead"
+
+
+def health(frontend: Frontend) -> Health:
+    """How the engine and each of its processes are."""
+    return {
+        "state": state(frontend),
+        "processes": [
+            {
+                "role": process.role,
+                "pid": process.pid,
+                "alive": process.alive,
+                "last_heartbeat_s": process.last_heartbeat_s,
+                "last_step_s": process.last_step_s,
+            }
+            for process in frontend.parts.processes.processes()
+        ],
+    }
+
+
+def child_pids(frontend: Frontend) -> list[int]:
+    """The processes that are alive."""
+    processes = frontend.parts.processes.processes()
+    return [process.pid for process in processes if process.alive]
+
+
+def model_info(frontend: Frontend) -> ModelInfo:
+    """The model of the engine."""
+    settings = frontend.parts.settings
+    return {
+        "model_path": settings.model.path,
+        "tokenizer_path": settings.text.tokenizer_path,
+        "is_generation": True,
+        "weight_version": WEIGHT_VERSION,
+        "load_format": settings.model.load_format,
+        "dtype": settings.model.dtype,
+        "context_length": settings.model.context_length,
+        "vocab_size": settings.model.vocab_size,
+    }
+
+
+async def server_info(frontend: Frontend) -> ServerInfo:
+    """The engine's settings and its scheduler's own words."""
+    reply = await frontend.controls.ask("server_info")
+    parts = frontend.parts
+    told: object = json.loads(reply.data) if reply.data else {}
+    return {
+        "status": "ready" if frontend.failure is None else state(frontend),
+        "version": __version__,
+        "model_path": parts.settings.model.path,
+        "max_total_num_tokens": parts.max_total_tokens,
+        "max_req_input_len": min(parts.settings.model.context_length, parts.max_total_tokens) - 1,
+        "settings": cast("dict[str, object]", msgspec.to_builtins(parts.settings)),
+        "facts": dict(parts.facts),
+        "internal_states": [cast("dict[str, object]", told)],
+    }
+
+
+async def order(frontend: Frontend, name: str) -> Outcome:
+    """Have the scheduler do something."""
+    return outcome(await frontend.controls.ask(name))
+
+
+async def pause(frontend: Frontend, mode: PauseMode) -> Outcome:
+    """Hold the scheduler, and with "abort" end what it has."""
+    if mode not in ("abort", "in_place"):
+        raise ValueError(f"mode must be 'abort' or 'in_place', got {mode!r}")
+    if mode == "abort":
+        frontend.abort_all()
+    return await order(frontend, "pause")
+
+
+async def freeze_gc(frontend: Frontend) -> None:
+    """Leave what lives now out of garbage collections, here and in the scheduler process."""
+    gc.collect()
+    gc.freeze()
+    await order(frontend, "freeze_gc")
+
+
+def outcome(reply: Reply) -> Outcome:
+    return Outcome(reply.success, reply.message)
+
+
+def tokenizer(frontend: Frontend) -> Tokenizer:
+    """The engine's tokenizer.
+
+    Raises:
+        ValueError: the engine was started without one.
+    """
+    if frontend.parts.tokenizer is None:
+        raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
+    return frontend.parts.tokenizer

@@ -1,0 +1,39 @@
+"""Progress bars of long work in the children, on stderr and only where somebody looks at it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from aioengine.protocol.messages import Progress
+
+
+class ProgressBars:
+    """One bar for each label, until its work is done. ``is_shown`` None: only where stderr is a terminal."""
+
+    def __init__(self, is_shown: bool | None) -> None:
+        self.is_shown = sys.stderr.isatty() if is_shown is None else is_shown
+        self._bars: dict[str, tqdm[NoReturn]] = {}
+
+    def show(self, progress: Progress) -> None:
+        """Draw how far the work is."""
+        if not self.is_shown:
+            return
+        bar = self._bars.get(progress.label)
+        if bar is None:
+            bar = tqdm(desc=progress.label, total=progress.total, unit=progress.unit, file=sys.stderr, leave=False)
+            self._bars[progress.label] = bar
+        bar.total = progress.total
+        bar.update(progress.done - bar.n)
+        if progress.done >= progress.total:
+            del self._bars[progress.label]
+            bar.close()
+
+    def close(self) -> None:
+        """Remove what is left, also after a start that failed."""
+        for bar in self._bars.values():
+            bar.close()
+        self._bars.clear()

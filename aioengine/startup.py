@@ -1,0 +1,105 @@
+"""From a blueprint to a running engine: the tokenizer loads while the processes start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from msgspec import Struct
+
+from aioengine.config import QueueConfig, Settings
+from aioengine.errors import EngineError, EngineStartupError
+from aioengine.frontend import STOP_TIMEOUT_S, Frontend, Processes, Running
+from aioengine.protocol.messages import Progress, ToFrontend
+from aioengine.tokenizer import Tokenizer
+
+
+class Events(Struct, frozen=True):
+    """What the processes tell, always on the engine's loop."""
+
+    on_messages: Callable[[list[ToFrontend]], None]
+    on_failure: Callable[[EngineError], None]
+    on_progress: Callable[[Progress], None]
+
+
+class Blueprint(Struct, frozen=True, kw_only=True):
+    """What an engine will be made of. ``load_tokenizer`` may block; None: token ids only."""
+
+    settings: Settings
+    queue: QueueConfig
+    eos_token_ids: tuple[int, ...]
+    stream_interval: int
+    load_tokenizer: Callable[[], Tokenizer] | None
+    make_processes: Callable[[Events], Processes]
+
+
+class _Inbox:
+    """Takes what the processes tell; what came before there is a frontend waits for it."""
+
+    def __init__(self) -> None:
+        self.frontend: Frontend | None = None
+        self._messages: list[ToFrontend] = []
+        self._failure: EngineError | None = None
+
+    def on_messages(self, messages: list[ToFrontend]) -> None:
+        if self.frontend is None:
+            self._messages += messages
+        else:
+            self.frontend.on_messages(messages)
+
+    def on_failure(self, error: EngineError) -> None:
+        self._failure = error
+        if self.frontend is not None:
+            self.frontend.fail(error)
+
+    def connect(self, frontend: Frontend) -> None:
+        self.frontend = frontend
+        frontend.on_messages(self._messages)
+        if self._failure is not None:
+            raise self._failure
+
+
+async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
+    """Start an engine on the running loop. ``prepare`` reads files, and may download them, on a thread.
+
+    Where it fails or is cancelled half-way, nothing is left behind.
+
+    Raises:
+        ValueError, TypeError: the model folder or an argument cannot be served.
+        EngineStartupError: a process could not start.
+    """
+    inbox = _Inbox()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="aioengine-start")
+    loop = asyncio.get_running_loop()
+    processes: Processes | None = None
+    try:
+        blueprint = await loop.run_in_executor(thread, prepare)
+        processes = blueprint.make_processes(Events(inbox.on_messages, inbox.on_failure, on_progress))
+        load = blueprint.load_tokenizer
+        loading = None if load is None else loop.run_in_executor(thread, load)
+        facts = await processes.start()
+        max_total_tokens = facts.get("max_total_tokens")
+        if not isinstance(max_total_tokens, int):
+            raise EngineStartupError(f"the scheduler process did not tell the size of its KV pool: {facts!r}")
+        frontend = Frontend(
+            Running(
+                settings=blueprint.settings,
+                queue=blueprint.queue,
+                eos_token_ids=blueprint.eos_token_ids,
+                stream_interval=blueprint.stream_interval,
+                facts=facts,
+                max_total_tokens=max_total_tokens,
+                processes=processes,
+                tokenizer=None if loading is None else await loading,
+            )
+        )
+        inbox.connect(frontend)
+    except BaseException:
+        if processes is not None:
+            processes.kill_now()
+            await processes.stop(STOP_TIMEOUT_S)
+        raise
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
+    return frontend

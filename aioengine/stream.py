@@ -1,0 +1,201 @@
+"""Generation: what ``async_generate`` returns, to be awaited or iterated."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from aioengine.errors import WrongLoopError
+from aioengine.outputs import EndOfOutput, Reader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from types import TracebackType
+    from typing import Self
+
+    from aioengine.answers import Chunk
+
+Result = TypeVar("Result", covariant=True)
+
+
+class Generation(Coroutine[object, None, Result]):
+    """One call to the engine, on its way since it was made.
+
+    Await it for the whole answer (a dict, or a ``BatchOutput`` for batches and ``n`` > 1); awaiting again gives the
+    same. With ``stream=True`` iterate it instead, once, with ``async for``; ``await`` then gives the generation itself
+    as soon as the engine has taken the request. It is a coroutine too, for ``asyncio.create_task``, ``gather``,
+    ``wait_for`` and ``asyncio.run``.
+
+    Leaving early aborts the request and frees its memory: ``aclose()``, the end of ``async with``, cancelling the
+    task that waits, or dropping the last reference (which ``break`` does where nothing else holds it). To end it from
+    another task and keep what there is, call ``abort()``.
+    """
+
+    __slots__ = ("__weakref__", "_drivers", "_home", "_is_bound", "_is_iterated", "_owner", "_reader")
+
+    def __init__(self, reader: Reader, *, home: asyncio.AbstractEventLoop, is_bound: bool, owner: object) -> None:
+        """``home`` is the engine's loop; where ``is_bound``, no other loop may use this. ``owner`` is kept alive."""
+        self._reader = reader
+        self._home = home
+        self._is_bound = is_bound
+        self._owner = owner
+        self._is_iterated = False
+        self._drivers: dict[asyncio.Task[object] | None, Generator[object, None, Result]] = {}
+
+    @property
+    def rid(self) -> str:
+        """The id of the call, the caller's own or a drawn one."""
+        return self._reader.rid
+
+    def abort(self) -> None:
+        """End the request now; it finishes with reason ``abort`` and the output so far. Harmless after the end."""
+        self._reader.abort()
+
+    async def aclose(self) -> None:
+        """Leave: nothing more will be read. Does not wait for anything; harmless after the end."""
+        self._reader.leave()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._reader.leave()
+
+    def __del__(self) -> None:
+        self._reader.drop()
+
+    # ------------------------------------------------------------ async for
+
+    def __aiter__(self) -> Self:
+        """Iterate a stream.
+
+        Raises:
+            TypeError: without ``stream=True``.
+            RuntimeError: it was iterated before.
+        """
+        self._need_stream()
+        if self._is_iterated:
+            raise RuntimeError("a generation can be iterated once; its chunks are not kept")
+        self._is_iterated = True
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk: everything that came since the last one.
+
+        Raises:
+            WrongLoopError: on another loop than the engine's (``AsyncEngine``).
+            EngineError, ValueError: what the request ended with, where it has no answer.
+        """
+        self._need_stream()
+        while True:
+            try:
+                chunk = self._reader.take()
+            except EndOfOutput:
+                raise StopAsyncIteration from None
+            if chunk is not None:
+                return chunk
+            await self._changed()
+
+    def _need_stream(self) -> None:
+        if not self._reader.is_stream:
+            raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
+
+    # ------------------------------------------------------------ await
+
+    def __await__(self) -> Generator[object, None, Result]:
+        return self._outcome().__await__()
+
+    async def _outcome(self) -> Result:
+        if self._reader.is_stream:
+            while not self._reader.begun():
+                await self._changed(for_begin=True)
+            return cast("Result", self)
+        while (result := self._reader.result()) is None:
+            await self._changed()
+        return cast("Result", result)
+
+    async def _changed(self, *, for_begin: bool = False) -> None:
+        """Wait until there may be something new. A reader that is cancelled here leaves for good."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        wake: Callable[[], None] = partial(_resolve, future)
+        if loop is not self._home:
+            if self._is_bound:
+                raise WrongLoopError(
+                    "this generation belongs to the event loop on which its AsyncEngine was started; "
+                    "use Engine to call from several loops"
+                )
+            wake = partial(_resolve_elsewhere, loop, future)
+        if not self._reader.wait(wake, for_begin=for_begin):
+            return
+        try:
+            await future
+        except BaseException:
+            self._reader.leave()
+            raise
+
+    # ------------------------------------------------------------ the coroutine protocol, one driver for each task
+
+    def send(self, value: None) -> object:
+        driver = self._driver()
+        try:
+            return driver.send(value)
+        except BaseException:
+            self._forget_driver()
+            raise
+
+    def throw(
+        self,
+        typ: type[BaseException] | BaseException,
+        val: BaseException | object = None,
+        tb: TracebackType | None = None,
+    ) -> object:
+        error = typ if isinstance(typ, BaseException) else val if isinstance(val, BaseException) else typ()
+        driver = self._driver()
+        try:
+            return driver.throw(error if tb is None else error.with_traceback(tb))
+        except StopIteration:
+            self._forget_driver()
+            raise
+        except BaseException:  # cancelled, perhaps before the first step, when no wait was there to notice
+            self._forget_driver()
+            self._reader.leave()
+            raise
+
+    def close(self) -> None:
+        for driver in self._drivers.values():
+            driver.close()
+        self._drivers.clear()
+        self._reader.leave()
+
+    def _driver(self) -> Generator[object, None, Result]:
+        task = asyncio.current_task()
+        driver = self._drivers.get(task)
+        if driver is None:
+            driver = self._drivers[task] = self.__await__()
+        return driver
+
+    def _forget_driver(self) -> None:
+        self._drivers.pop(asyncio.current_task(), None)
+
+
+class Stream(Generation["Stream"]):
+    """The type of a ``Generation`` with ``stream=True``: awaiting it gives itself."""
+
+    __slots__ = ()
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _resolve_elsewhere(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+    """Wake a reader on another loop; one whose loop is closed will never read again."""
+    with contextlib.suppress(RuntimeError):  # closed
+        loop.call_soon_threadsafe(_resolve, future)

@@ -1,0 +1,455 @@
+"""Engine: the engine for scripts, threads and notebooks, with a loop of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
+
+from aioengine import asks, calls, info
+from aioengine.answers import Answer
+from aioengine.args import engine_config
+from aioengine.assembly import blueprint_of
+from aioengine.frontend import STOP_TIMEOUT_S
+from aioengine.info import TokenizerManager
+from aioengine.outputs import EndOfOutput
+from aioengine.portal import Portal
+from aioengine.progress import ProgressBars
+from aioengine.startup import start_frontend
+from aioengine.stream import Generation, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Self, Unpack
+
+    from aioengine.answers import BatchOutput, Chunk
+    from aioengine.asks import Ask, BatchIds, BatchSampled, Chats, Messages, RequestOptions, Sampled, Texts, TokenIds
+    from aioengine.config import EngineConfig
+    from aioengine.frontend import Frontend
+    from aioengine.info import Health, ModelInfo, Outcome, PauseMode, ServerInfo
+    from aioengine.outputs import Reader
+    from aioengine.startup import Blueprint
+    from aioengine.tokenizer import Tokenizer
+
+
+class ChunkIterator(Iterator["Chunk"]):
+    """The chunks of a stream, for ``for``. Leaving the loop and dropping this aborts the request, as ``close`` does."""
+
+    def __init__(self, reader: Reader, owner: object) -> None:
+        """``owner`` is kept alive."""
+        self._reader = reader
+        self._owner = owner
+
+    @property
+    def rid(self) -> str:
+        """The id of the call."""
+        return self._reader.rid
+
+    def __next__(self) -> Chunk:
+        while True:
+            try:
+                chunk = self._reader.take()
+            except EndOfOutput:
+                raise StopIteration from None
+            if chunk is not None:
+                return chunk
+            wait_for_news(self._reader)
+
+    def abort(self) -> None:
+        """End the request now; what there is can still be read, with reason ``abort``."""
+        self._reader.abort()
+
+    def close(self) -> None:
+        """Leave: nothing more will be read. Harmless after the end, and twice."""
+        self._reader.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._reader.drop()
+
+
+def wait_for_news(reader: Reader) -> None:
+    """Block this thread until there may be something new. A reader that is interrupted here leaves for good."""
+    gate = threading.Lock()
+    gate.acquire()
+    try:
+        if reader.wait(gate.release):
+            gate.acquire()
+    except BaseException:
+        reader.leave()
+        raise
+
+
+class Engine:
+    """An LLM inference engine for synchronous code; every method is a call into one event loop on its own thread.
+
+    It starts when it is made, and is shut down by ``with``, by ``shutdown()``, or at the end of the program. Any
+    number of threads may call it at once. Its ``async_`` methods may be awaited on any event loop, also on several
+    one after the other. Without a ``model_path`` it runs the small demo model of the package.
+    ``aioengine.args.ARGUMENTS`` lists all arguments.
+
+    Raises:
+        TypeError: an argument that does not exist, or a value of the wrong type.
+        ValueError: a value outside its range, a model that cannot be served.
+        EngineStartupError: a process could not start; nothing is left behind.
+    """
+
+    def __init__(self, model_path: str | None = None, **arguments: object) -> None:
+        config = engine_config(model_path, arguments)
+        self._init(lambda: blueprint_of(config), config.progress)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """An engine of a config that was made by ``args.engine_config`` or by hand."""
+        return cls.from_blueprint(lambda: blueprint_of(config), progress=config.progress)
+
+    @classmethod
+    def from_blueprint(cls, prepare: Callable[[], Blueprint], *, progress: bool | None = False) -> Self:
+        """An engine of other parts than a model folder's, as ``aioengine.testing`` makes them."""
+        engine = cls.__new__(cls)
+        engine._init(prepare, progress)
+        return engine
+
+    def _init(self, prepare: Callable[[], Blueprint], progress: bool | None) -> None:
+        self._pid = os.getpid()
+        bars = ProgressBars(progress)
+        self._portal = Portal("aioengine")
+        try:
+            self._frontend = self._portal.call(start_frontend(prepare, bars.show))
+        except BaseException:
+            self._portal.close()
+            raise
+        finally:
+            bars.close()
+        self._finalizer = weakref.finalize(self, _end, self._portal, self._frontend, self._pid)
+
+    # ------------------------------------------------------------ life
+
+    def shutdown(self) -> None:
+        """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; harmless twice."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        finalizer: weakref.finalize[..., Engine] | None = self.__dict__.get("_finalizer")
+        if finalizer is not None and finalizer.alive and os.getpid() == self._pid:
+            warnings.warn("an Engine was not shut down", ResourceWarning, stacklevel=1, source=self)
+
+    def __repr__(self) -> str:
+        return f"<Engine {info.state(self._frontend)}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine cannot be pickled or copied: it owns processes; make one where it is needed")
+
+    def _running(self) -> Frontend:
+        if os.getpid() != self._pid:
+            raise calls.forked(self._pid)
+        if not self._finalizer.alive:
+            raise calls.closed()
+        return self._frontend
+
+    # ------------------------------------------------------------ generate
+
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        sampling_params: Sampled | None = None,
+        input_ids: TokenIds | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> Answer: ...
+    @overload
+    def generate(
+        self,
+        prompt: Texts,
+        sampling_params: BatchSampled | None = None,
+        input_ids: None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> BatchOutput: ...
+    @overload
+    def generate(
+        self,
+        prompt: None = None,
+        sampling_params: BatchSampled | None = None,
+        *,
+        input_ids: BatchIds,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> BatchOutput: ...
+    @overload
+    def generate(
+        self,
+        prompt: str | Texts | None = None,
+        sampling_params: BatchSampled | None = None,
+        input_ids: TokenIds | BatchIds | None = None,
+        *,
+        stream: Literal[True],
+        **options: Unpack[RequestOptions],
+    ) -> ChunkIterator: ...
+    def generate(
+        self,
+        prompt: object = None,
+        sampling_params: object = None,
+        input_ids: object = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Answer | BatchOutput | ChunkIterator:
+        """Generate from a prompt or its token ids, and wait for the answer; a list of either is a batch.
+
+        With ``stream=True`` returns an iterator over the chunks, at once. Arguments and errors are those of
+        ``AsyncEngine.async_generate``. Ctrl-C aborts this call alone.
+        """
+        return self._wait(asks.to_generate(prompt, sampling_params, input_ids, stream=stream, options=options))
+
+    @overload
+    def async_generate(
+        self,
+        prompt: str | None = None,
+        sampling_params: Sampled | None = None,
+        input_ids: TokenIds | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[Answer]: ...
+    @overload
+    def async_generate(
+        self,
+        prompt: Texts,
+        sampling_params: BatchSampled | None = None,
+        input_ids: None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[BatchOutput]: ...
+    @overload
+    def async_generate(
+        self,
+        prompt: None = None,
+        sampling_params: BatchSampled | None = None,
+        *,
+        input_ids: BatchIds,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[BatchOutput]: ...
+    @overload
+    def async_generate(
+        self,
+        prompt: str | Texts | None = None,
+        sampling_params: BatchSampled | None = None,
+        input_ids: TokenIds | BatchIds | None = None,
+        *,
+        stream: Literal[True],
+        **options: Unpack[RequestOptions],
+    ) -> Stream: ...
+    def async_generate(
+        self,
+        prompt: object = None,
+        sampling_params: object = None,
+        input_ids: object = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+        """As ``AsyncEngine.async_generate``, to be awaited or iterated on any event loop."""
+        return self._open(asks.to_generate(prompt, sampling_params, input_ids, stream=stream, options=options))
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: Sampled | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> Answer: ...
+    @overload
+    def chat(
+        self,
+        messages: Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> BatchOutput: ...
+    @overload
+    def chat(
+        self,
+        messages: Messages | Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: Literal[True],
+        **options: Unpack[RequestOptions],
+    ) -> ChunkIterator: ...
+    def chat(
+        self,
+        messages: object,
+        sampling_params: object = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Answer | BatchOutput | ChunkIterator:
+        """Answer a conversation, put through the model's chat template; a list of them is a batch."""
+        return self._wait(asks.to_chat(messages, sampling_params, stream=stream, options=options))
+
+    @overload
+    def async_chat(
+        self,
+        messages: Messages,
+        sampling_params: Sampled | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[Answer]: ...
+    @overload
+    def async_chat(
+        self,
+        messages: Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[BatchOutput]: ...
+    @overload
+    def async_chat(
+        self,
+        messages: Messages | Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: Literal[True],
+        **options: Unpack[RequestOptions],
+    ) -> Stream: ...
+    def async_chat(
+        self,
+        messages: object,
+        sampling_params: object = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+        """As ``AsyncEngine.async_chat``, to be awaited or iterated on any event loop."""
+        return self._open(asks.to_chat(messages, sampling_params, stream=stream, options=options))
+
+    def _wait(self, ask: Ask) -> Answer | BatchOutput | ChunkIterator:
+        reader = self._running().open(ask)
+        if ask.is_stream:
+            return ChunkIterator(reader, self)
+        try:
+            while (result := reader.result()) is None:
+                wait_for_news(reader)
+        except BaseException:
+            reader.leave()
+            raise
+        return result
+
+    def _open(self, ask: Ask) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+        frontend = self._running()
+        reader = frontend.open(ask)
+        if ask.is_stream:
+            return Stream(reader, home=frontend.loop, is_bound=False, owner=self)
+        return Generation[Answer](reader, home=frontend.loop, is_bound=False, owner=self)
+
+    # ------------------------------------------------------------ orders
+
+    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
+        """End a live request, or all; they finish with reason ``abort`` and the output so far.
+
+        ``rid`` may be that of a call, of one prompt of a batch (``x_2``) or of one sample. An unknown one is no error.
+        """
+        self._running().abort_request(rid, abort_all)
+
+    def flush_cache(self) -> Outcome:
+        """Empty the prefix cache; refused, with a false outcome, while requests run or wait."""
+        return self._portal.call(info.order(self._running(), "flush_cache"))
+
+    def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
+        """Compute nothing more until ``continue_generation``; new calls wait.
+
+        ``mode``: "abort" ends what runs and waits, "in_place" keeps it as it is.
+        """
+        return self._portal.call(info.pause(self._running(), mode))
+
+    def continue_generation(self) -> Outcome:
+        """Go on after ``pause_generation``."""
+        return self._portal.call(info.order(self._running(), "continue"))
+
+    def freeze_gc(self) -> None:
+        """Leave everything that lives now out of later garbage collections, here and in the scheduler process."""
+        self._portal.call(info.freeze_gc(self._running()))
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take nothing new and wait for what runs. After ``timeout`` seconds end the rest with reason ``shutdown``.
+
+        Returns whether everything finished by itself. New calls raise ``EngineDrainingError`` from now on.
+        """
+        return self._portal.call(self._running().drain(timeout))
+
+    # ------------------------------------------------------------ what can be watched
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; it needs no torch. Raises ValueError with ``skip_tokenizer_init``."""
+        return info.tokenizer(self._running())
+
+    @property
+    def tokenizer_manager(self) -> TokenizerManager:
+        """The old home of ``tokenizer`` and ``abort_request``."""
+        return TokenizerManager(self._running())
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine takes or finishes requests."""
+        return info.state(self._frontend) in {"running", "draining"}
+
+    def stats(self) -> dict[str, int]:
+        """Counters, as the scheduler pushed them last."""
+        return self._running().stats()
+
+    def health(self) -> Health:
+        """The state of the engine and of its processes; may be called at any time."""
+        return info.health(self._frontend)
+
+    def get_all_child_pids(self) -> list[int]:
+        """The ids of the engine's processes that are alive."""
+        return info.child_pids(self._frontend)
+
+    def get_server_info(self) -> ServerInfo:
+        """The settings that the engine came to, the sizes of its pools, and the scheduler's state."""
+        return self._portal.call(info.server_info(self._running()))
+
+    def get_model_info(self) -> ModelInfo:
+        """The model that is served."""
+        return info.model_info(self._running())
+
+
+def _end(portal: Portal, frontend: Frontend, pid: int) -> None:
+    """Shutdown, for the method, for the end of the program and for forgotten engines. A fork has no say."""
+    if os.getpid() != pid:
+        return
+    if portal.is_current:  # a forgotten engine, collected on its own thread
+        frontend.parts.processes.kill_now()
+    else:
+        portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)
+    portal.close()

@@ -1,0 +1,238 @@
+"""A stand-in for all processes of an engine: one loop, no subprocess, every message under the test's eyes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from aioengine.config import (
+    MemorySettings,
+    ModelSettings,
+    QueueConfig,
+    RunnerSettings,
+    SchedulerSettings,
+    Settings,
+    TextSettings,
+)
+from aioengine.engine import AsyncEngine
+from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Reply, Stats, Submit, TextChunks
+from aioengine.startup import Blueprint, Events
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from aioengine.protocol.messages import ToScheduler
+
+EOS = 256
+VOCAB_SIZE = 260
+CONTEXT_LENGTH = 512
+
+
+class CodePoints:
+    """A tokenizer whose ids are the bytes of the text."""
+
+    eos_token_id = EOS
+    bos_token_id = None
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+        self.delay_s = 0.0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        self.batches.append(list(texts))
+        time.sleep(self.delay_s)
+        if "\x00unencodable" in texts:
+            raise RuntimeError("this text breaks the tokenizer")
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+    ) -> str:
+        if messages[0]["role"] == "nobody":
+            raise ValueError("unknown role")
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+
+
+class State(NamedTuple):
+    """What ``processes()`` tells."""
+
+    role: str
+    pid: int
+    alive: bool
+    last_heartbeat_s: float | None = None
+    last_step_s: float | None = None
+
+
+class Request:
+    """A request as the stand-in holds it."""
+
+    def __init__(self, submit: Submit) -> None:
+        self.submit = submit
+        self.num_output = 0
+
+    def next_token(self) -> int:
+        """A letter that depends on the prompt, the seed and the position."""
+        prompt = self.submit.prompt_token_ids
+        seed = self.submit.sampling.seed if self.submit.sampling.temperature else 0
+        return 97 + (sum(prompt) + seed + self.num_output) % 26
+
+
+class Double:
+    """Gives every live request one token in every step, and a step in every turn of the loop unless ``is_held``."""
+
+    def __init__(self, events: Events) -> None:
+        self.events = events
+        self.live: dict[int, Request] = {}
+        self.submits: list[Submit] = []
+        self.aborts: list[Abort] = []
+        self.controls: list[Control] = []
+        self.is_held = False
+        self.is_deaf = False
+        self.is_stopped = False
+        self.num_kills = 0
+        self.step_s = 0.0
+        self.max_live = 0
+        self._is_stepping = False
+
+    async def start(self) -> dict[str, object]:
+        return {"num_pages": 64, "page_size": 16, "max_total_tokens": 1024}
+
+    def send(self, messages: list[ToScheduler]) -> None:
+        for message in messages:
+            if isinstance(message, Submit):
+                self.submits.append(message)
+                self.live[message.uid] = Request(message)
+                self.max_live = max(self.max_live, len(self.live))
+            elif isinstance(message, Abort):
+                self.aborts.append(message)
+                if not self.is_deaf:
+                    self.end([uid for uid in message.uids if uid in self.live], message.code)
+            else:
+                self.controls.append(message)
+                if not self.is_deaf:
+                    reply = Reply(message.call_id, message.name != "flush_cache" or not self.live, "", '{"a": 1}')
+                    asyncio.get_running_loop().call_soon(self.events.on_messages, [reply])
+        self._step_soon()
+
+    def end(self, uids: Sequence[int], code: FinishCode, message: str = "") -> None:
+        """End requests, a moment later."""
+        finished = [Finished(uid, code, stage="forward", message=message, ended_at=time.monotonic()) for uid in uids]
+        for uid in uids:
+            del self.live[uid]
+        if finished:
+            chunks = TextChunks([], [], [], [], finished, len(self.live))
+            asyncio.get_running_loop().call_soon(self.events.on_messages, [chunks])
+
+    def step(self) -> None:
+        """One token for everybody."""
+        requests = list(self.live.items())
+        finished: list[Finished] = []
+        uids: list[int] = []
+        token_ids: list[int] = []
+        for uid, request in requests:
+            token_ids.append(request.next_token())
+            uids.append(uid)
+            request.num_output += 1
+            if request.num_output == request.submit.limits.max_new_tokens:
+                now = time.monotonic()
+                arrived_at = request.submit.arrived_at
+                finished.append(
+                    Finished(
+                        uid, FinishCode.LENGTH, admitted_at=arrived_at, first_token_at=arrived_at, ended_at=now,
+                        num_cached=1,
+                    )
+                )  # fmt: skip
+                del self.live[uid]
+        texts = [chr(token_id) for token_id in token_ids]
+        stats = Stats(time.monotonic(), len(self.live), 0, 64, 64, 0, 0, 1, 0, 0, 0, 0, 0)
+        self.events.on_messages([TextChunks(uids, texts, [1] * len(uids), token_ids, finished, len(self.live)), stats])
+
+    def _step_soon(self) -> None:
+        if not self._is_stepping and self.live and not self.is_held:
+            self._is_stepping = True
+            asyncio.get_running_loop().call_later(self.step_s, self._turn)
+
+    def _turn(self) -> None:
+        self._is_stepping = False
+        if not self.is_held and not self.is_stopped and self.live:
+            self.step()
+        self._step_soon()
+
+    def resume(self) -> None:
+        self.is_held = False
+        self._step_soon()
+
+    async def stop(self, timeout_s: float) -> None:
+        self.is_stopped = True
+
+    def kill_now(self) -> None:
+        self.num_kills += 1
+        self.is_stopped = True
+
+    def processes(self) -> list[State]:
+        return [State("scheduler", 11, not self.is_stopped), State("detokenizer", 12, not self.is_stopped)]
+
+
+class World:
+    """An engine and its stand-in."""
+
+    def __init__(self, *, max_running: int = 8, queue: QueueConfig | None = None, with_tokenizer: bool = True) -> None:
+        self.tokenizer = CodePoints()
+        self.doubles: list[Double] = []
+        self._max_running = max_running
+        self._queue = queue or QueueConfig()
+        self._with_tokenizer = with_tokenizer
+        self.engine = AsyncEngine.from_blueprint(self.blueprint)
+
+    @property
+    def double(self) -> Double:
+        return self.doubles[-1]
+
+    def blueprint(self) -> Blueprint:
+        return Blueprint(
+            settings=settings(self._max_running),
+            queue=self._queue,
+            eos_token_ids=(EOS,),
+            stream_interval=1,
+            load_tokenizer=(lambda: self.tokenizer) if self._with_tokenizer else None,
+            make_processes=self._make,
+        )
+
+    def _make(self, events: Events) -> Double:
+        self.doubles.append(Double(events))
+        return self.double
+
+
+def settings(max_running: int) -> Settings:
+    return Settings(
+        model=ModelSettings(
+            path="double", dtype="none", load_format="dummy", context_length=CONTEXT_LENGTH, vocab_size=VOCAB_SIZE
+        ),
+        memory=MemorySettings(page_size=16, num_pages=64, mem_fraction_static=0.5),
+        scheduler=SchedulerSettings(
+            max_running=max_running,
+            chunk_tokens=512,
+            context_length=CONTEXT_LENGTH,
+            policy="fcfs",
+            prefix_cache=True,
+            depth=0,
+        ),
+        runner=RunnerSettings(factory="double", device="cpu", attention_backend="torch", num_threads=1),
+        text=TextSettings(tokenizer_path=None),
+        random_seed=7,
+        log_level="error",
+    )
+
+
+def expected_text(prompt: str, length: int, seed: int = 0) -> str:
+    """What the stand-in answers at temperature 0, or with ``seed``."""
+    start = sum(prompt.encode()) + seed
+    return "".join(chr(97 + (start + position) % 26) for position in range(length))
