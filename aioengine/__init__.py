@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         UnsupportedSchemaError,
         WrongLoopError,
     )
-    from aioengine.info import Health, ModelInfo, Outcome, ServerInfo
+    from aioengine.info import Health, ModelInfo, Outcome, __version__
     from aioengine.params import SamplingParams
     from aioengine.stream import Generation
     from aioengine.sync import ChunkIterator, Engine
@@ -71,7 +71,7 @@ _HOMES = {
         "UnsupportedSchemaError",
         "WrongLoopError",
     ),
-    "aioengine.info": ("Health", "ModelInfo", "Outcome", "ServerInfo"),
+    "aioengine.info": ("Health", "ModelInfo", "Outcome", "__version__"),
     "aioengine.params": ("SamplingParams",),
     "aioengine.stream": ("Generation",),
     "aioengine.sync": ("ChunkIterator", "Engine"),
@@ -102,7 +102,6 @@ __all__ = [
     "RequestOptions",
     "RequestTooLargeError",
     "SamplingParams",
-    "ServerInfo",
     "Timings",
     "UnknownParameterError",
     "UnsupportedSchemaError",
@@ -112,8 +111,6 @@ __all__ = [
     "stream_and_merge",
     "trim_overlap",
 ]
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:

@@ -126,11 +126,13 @@ def to_generate(
     if prompt is not None:
         is_batch = not isinstance(prompt, str)
         texts = checks.items("prompt", prompt, checks.MAX_COUNT) if is_batch else [prompt]
-        return _ask([_text_prompt(text) for text in texts], sampling_params, is_batch, stream, options)
+        return _ask(
+            [_text_prompt(text) for text in texts], sampling_params, is_batch=is_batch, stream=stream, options=options
+        )
     rows = checks.items("input_ids", input_ids, checks.MAX_COUNT)
     is_batch = bool(rows) and isinstance(rows[0], list | tuple)
     prompts = [_ids_prompt(row) for row in rows] if is_batch else [_ids_prompt(input_ids)]
-    return _ask(prompts, sampling_params, is_batch, stream, options)
+    return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
 def to_chat(messages: object, sampling_params: object, *, stream: object, options: Mapping[str, object]) -> Ask:
@@ -142,11 +144,11 @@ def to_chat(messages: object, sampling_params: object, *, stream: object, option
     rows = checks.items("messages", messages, checks.MAX_COUNT)
     is_batch = bool(rows) and isinstance(rows[0], list | tuple)
     prompts = [_chat_prompt(row) for row in (rows if is_batch else [rows])]
-    return _ask(prompts, sampling_params, is_batch, stream, options)
+    return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
 def _ask(
-    prompts: Sequence[Prompt], sampling_params: object, is_batch: bool, stream: object, options: Mapping[str, object]
+    prompts: Sequence[Prompt], sampling_params: object, *, is_batch: bool, stream: object, options: Mapping[str, object]
 ) -> Ask:
     for name in options:
         if name not in RequestOptions.__optional_keys__:

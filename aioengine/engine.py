@@ -14,7 +14,7 @@ from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.assembly import blueprint_of
 from aioengine.errors import WrongLoopError
-from aioengine.info import TokenizerManager
+from aioengine.info import TokenizerNamespace
 from aioengine.progress import ProgressBars
 from aioengine.startup import start_frontend
 from aioengine.stream import Generation, Stream
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aioengine.config import EngineConfig
     from aioengine.errors import EngineError
     from aioengine.frontend import Frontend, Processes
-    from aioengine.info import Health, ModelInfo, Outcome, PauseMode, ServerInfo
+    from aioengine.info import Health, ModelInfo, Outcome, PauseMode
     from aioengine.startup import Blueprint
     from aioengine.tokenizer import Tokenizer
 
@@ -333,9 +333,9 @@ class AsyncEngine:
         return info.tokenizer(self._anywhere())
 
     @property
-    def tokenizer_manager(self) -> TokenizerManager:
+    def tokenizer_manager(self) -> TokenizerNamespace:
         """The old home of ``tokenizer`` and ``abort_request``."""
-        return TokenizerManager(self._anywhere())
+        return TokenizerNamespace(self._anywhere())
 
     @property
     def is_alive(self) -> bool:
@@ -344,7 +344,7 @@ class AsyncEngine:
 
     def stats(self) -> dict[str, int]:
         """Counters, as the scheduler pushed them last; may be called from any thread."""
-        return self._anywhere().stats()
+        return info.stats(self._anywhere())
 
     def health(self) -> Health:
         """The state of the engine and of its processes; may be called at any time, from any thread."""
@@ -357,7 +357,7 @@ class AsyncEngine:
         """The ids of the engine's processes that are alive."""
         return [] if self._frontend is None else info.child_pids(self._frontend)
 
-    async def get_server_info(self) -> ServerInfo:
+    async def get_server_info(self) -> dict[str, object]:
         """The settings that the engine came to, the sizes of its pools, and the scheduler's state."""
         return await info.server_info(self._running())
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict, cast
 
 import msgspec
 
-from aioengine import __version__
 from aioengine.answers import WEIGHT_VERSION
 from aioengine.errors import EngineClosedError, EngineStalledError
 
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Reply
     from aioengine.tokenizer import Tokenizer
 
+
+__version__: Final = "0.1.0"
 
 PauseMode = Literal["abort", "in_place"]
 
@@ -61,20 +62,7 @@ class ModelInfo(TypedDict):
     vocab_size: int
 
 
-class ServerInfo(TypedDict):
-    """The settings that the engine came to, and what the processes told about what they run on."""
-
-    status: str
-    version: str
-    model_path: str
-    max_total_num_tokens: int
-    max_req_input_len: int
-    settings: dict[str, object]
-    facts: dict[str, object]
-    internal_states: list[dict[str, object]]
-
-
-class TokenizerManager:
+class TokenizerNamespace:
     """The old home of the tokenizer and of ``abort_request``."""
 
     def __init__(self, frontend: Frontend) -> None:
@@ -117,6 +105,28 @@ def health(frontend: Frontend) -> Health:
     }
 
 
+def stats(frontend: Frontend) -> dict[str, int]:
+    """The last counters of the scheduler, with the frontend's own. From any thread."""
+    last = frontend.last_stats
+    return {
+        "num_running": last.num_running if last else 0,
+        "num_waiting": last.num_waiting if last else 0,
+        "num_streams": sum(output.num_open for output in list(frontend.calls.by_output)),
+        "num_detokenizing": frontend.router.num_detokenizing,
+        "num_pages": last.num_pages if last else 0,
+        "num_free_pages": last.num_free_pages if last else 0,
+        "num_cached_pages": last.num_cached_pages if last else 0,
+        "num_preemptions": last.num_preemptions if last else 0,
+        "num_restarts": 0,
+        "num_steps": last.num_steps if last else 0,
+        "prompt_tokens": last.prompt_tokens if last else 0,
+        "cached_tokens": last.cached_tokens if last else 0,
+        "output_tokens": last.output_tokens if last else 0,
+        "num_finished": last.num_finished if last else 0,
+        "num_aborted": last.num_aborted if last else 0,
+    }
+
+
 def child_pids(frontend: Frontend) -> list[int]:
     """The processes that are alive."""
     processes = frontend.parts.processes.processes()
@@ -138,7 +148,7 @@ def model_info(frontend: Frontend) -> ModelInfo:
     }
 
 
-async def server_info(frontend: Frontend) -> ServerInfo:
+async def server_info(frontend: Frontend) -> dict[str, object]:
     """The engine's settings and its scheduler's own words."""
     reply = await frontend.controls.ask("server_info")
     parts = frontend.parts

@@ -14,7 +14,7 @@ from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.assembly import blueprint_of
 from aioengine.frontend import STOP_TIMEOUT_S
-from aioengine.info import TokenizerManager
+from aioengine.info import TokenizerNamespace
 from aioengine.outputs import EndOfOutput
 from aioengine.portal import Portal
 from aioengine.progress import ProgressBars
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aioengine.asks import Ask, BatchIds, BatchSampled, Chats, Messages, RequestOptions, Sampled, Texts, TokenIds
     from aioengine.config import EngineConfig
     from aioengine.frontend import Frontend
-    from aioengine.info import Health, ModelInfo, Outcome, PauseMode, ServerInfo
+    from aioengine.info import Health, ModelInfo, Outcome, PauseMode
     from aioengine.outputs import Reader
     from aioengine.startup import Blueprint
     from aioengine.tokenizer import Tokenizer
@@ -414,9 +414,9 @@ class Engine:
         return info.tokenizer(self._running())
 
     @property
-    def tokenizer_manager(self) -> TokenizerManager:
+    def tokenizer_manager(self) -> TokenizerNamespace:
         """The old home of ``tokenizer`` and ``abort_request``."""
-        return TokenizerManager(self._running())
+        return TokenizerNamespace(self._running())
 
     @property
     def is_alive(self) -> bool:
@@ -425,7 +425,7 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """Counters, as the scheduler pushed them last."""
-        return self._running().stats()
+        return info.stats(self._running())
 
     def health(self) -> Health:
         """The state of the engine and of its processes; may be called at any time."""
@@ -435,7 +435,7 @@ class Engine:
         """The ids of the engine's processes that are alive."""
         return info.child_pids(self._frontend)
 
-    def get_server_info(self) -> ServerInfo:
+    def get_server_info(self) -> dict[str, object]:
         """The settings that the engine came to, the sizes of its pools, and the scheduler's state."""
         return self._portal.call(info.server_info(self._running()))
 

@@ -23,6 +23,11 @@ INNER_IMPORT_SHARE = 0.02
 
 EXCEPTIONS: dict[tuple[str, str], int] = {
     ("base classes", "errors.py:UnknownParameterError"): 2,  # the contract: callers may catch it as either
+    # the two faces have the methods of the contract, and overloads for their types
+    ("class lines", "engine.py:AsyncEngine"): 334,
+    ("class lines", "sync.py:Engine"): 351,
+    ("methods", "engine.py:AsyncEngine"): 29,
+    ("methods", "sync.py:Engine"): 25,
 }
 """(rule, place) -> the size that is put up with."""
 

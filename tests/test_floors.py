@@ -49,8 +49,9 @@ FLOORS = {
     "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop"),
     "4": Floor(
         (
-            "utils > sync > engine > assembly > startup > frontend > feeder > router, controls, encoder, calls, sessions "
-            "> stream > outputs > asks, args, answers, info, portal, progress",
+            "utils > sync > engine > assembly, info > startup > frontend > call_life > feeder "
+            "> router, controls, encoder, calls, sessions > stream > outputs > asks, args, answers "
+            "> portal, progress",
         ),
         "0 1 1' 2' 2t 3s",
         "anyio uvloop msgspec tqdm",

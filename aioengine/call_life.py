@@ -1,0 +1,186 @@
+"""The life of a call between its registration and its end: begun, aborted, left, expired, failed.
+
+Everything here runs on the engine's loop and never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Final
+
+from aioengine.feeder import Feeder, deadlines_of, end_unbegun, expired_deadline
+from aioengine.protocol.messages import Abort, FinishCode, Finished
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+    from aioengine.calls import Call, Calls
+    from aioengine.encoder import Encoder
+    from aioengine.errors import EngineError
+    from aioengine.feeder import PromptRules
+    from aioengine.outputs import CallOutput
+    from aioengine.protocol.messages import Submit
+    from aioengine.router import Router
+
+BACKSTOP_S: Final = 0.5
+"""How long the scheduler has to end a request at its deadline before the frontend does it."""
+
+
+class CallLife:
+    """What may happen to open calls.
+
+    Attributes:
+        idle: set when a call ended and none is open.
+    """
+
+    def __init__(
+        self,
+        rules: PromptRules,
+        *,
+        encoder: Encoder | None,
+        lock: threading.Lock,
+        calls: Calls,
+        router: Router,
+        send: Callable[[list[Submit] | list[Abort]], None],
+    ) -> None:
+        self.idle = asyncio.Event()
+        self.feeder = Feeder(
+            rules, encoder=encoder, lock=lock, calls=calls, router=router, submit=send, settle=self.settle
+        )
+        self._lock = lock
+        self._calls = calls
+        self._router = router
+        self._send = send
+
+    def begin(self, call: Call) -> None:
+        if self._calls.failure is not None:
+            self.fail(call, self._calls.failure)
+            return
+        deadlines = deadlines_of(call)
+        if deadlines:
+            self._set_timer(call, min(deadlines.values()))
+        self.feeder.feed(call)
+        self.settle(call)  # a batch of nothing is over at once
+
+    def feed(self, output: CallOutput) -> None:
+        call = self._calls.by_output.get(output)
+        if call is not None:
+            self.feeder.feed(call)
+
+    def settle(self, call: Call) -> None:
+        """Close a call that is over, and free the rows that it leaves behind."""
+        output = call.output
+        if not output.is_over:
+            return
+        with self._lock:
+            uids = [row.uid for row in output.live.values()]
+            output.live.clear()
+            self._calls.close(call, time.monotonic())
+            is_idle = not self._calls.by_output
+        self._forget(uids)
+        if is_idle:
+            self.idle.set()
+
+    def _forget(self, uids: list[int]) -> None:
+        """Nobody wants these rows any more."""
+        for uid in uids:
+            self._router.rows.pop(uid, None)
+        if uids:
+            self._send([Abort(uids)])
+
+    def leave(self, output: CallOutput) -> None:
+        with self._lock:
+            output.is_left = True
+            output.ready.clear()
+            output.wake()
+        call = self._calls.by_output.get(output)
+        if call is not None:
+            self.settle(call)
+
+    def abort(self, output: CallOutput) -> None:
+        call = self._calls.by_output.get(output)
+        if call is not None:
+            self._end_call(call, FinishCode.ABORT)
+
+    def end_all(self, code: FinishCode) -> None:
+        for call in list(self._calls.by_output.values()):
+            self._end_call(call, code)
+
+    def abort_rid(self, rid: str) -> None:
+        name = self._calls.find(rid)
+        if name is None:
+            return
+        call, rows, _ = name
+        if len(rows) == call.ask.num_rows:
+            self._end_call(call, FinishCode.ABORT)
+            return
+        live = call.output.live
+        call.aborted.update(position for position in rows if position >= call.num_begun)
+        uids = [live[position].uid for position in rows if position in live]
+        if uids:
+            self._send([Abort(uids)])
+
+    def _end_call(self, call: Call, code: FinishCode, matched: str | None = None) -> None:
+        """End all its rows, with what they have: those that the scheduler has through it, the others here."""
+        uids = [row.uid for row in call.output.live.values()]
+        with self._lock:
+            end_unbegun(call, code, matched=matched)
+            call.output.begin()
+        if uids:
+            self._send([Abort(uids, code)])
+        self.settle(call)
+
+    def fail(self, call: Call, error: EngineError) -> None:
+        output = call.output
+        with self._lock:
+            if output.returns_exceptions and not output.is_over:
+                now = time.monotonic()
+                for row in list(output.live.values()):
+                    finished = Finished(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
+                    output.end_row(row, finished, now, error)
+                end_unbegun(call, FinishCode.FAILED, error=error)
+                output.begin()
+            else:
+                output.fail(error)
+        self.settle(call)
+
+    # ------------------------------------------------------------ time
+
+    def _set_timer(self, call: Call, when: float) -> None:
+        call.timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self._expire, call)
+
+    def _expire(self, call: Call) -> None:
+        """End the rows that were not begun in time; what the scheduler has, it ends itself, or is given up later."""
+        which = expired_deadline(call)
+        now = time.monotonic()
+        deadlines = deadlines_of(call)
+        if which is not None and call.num_begun < call.ask.num_rows:
+            with self._lock:
+                end_unbegun(call, FinishCode.DEADLINE, matched=which)
+                call.output.begin()
+        total = deadlines.get("total")
+        if total is not None and now >= total + BACKSTOP_S:
+            self._give_up(call)
+        self.settle(call)
+        if call.output in self._calls.by_output:
+            later = [when for when in deadlines.values() if when > now]
+            if total is not None:
+                later.append(total + BACKSTOP_S)
+            if later:
+                self._set_timer(call, min(later))
+
+    def _give_up(self, call: Call) -> None:
+        """The scheduler did not end these rows at their deadline: they end here, with what they have."""
+        now = time.monotonic()
+        with self._lock:
+            rows = list(call.output.live.values())
+            for row in rows:
+                finished = Finished(row.uid, FinishCode.DEADLINE, "total", ended_at=now)
+                call.output.end_row(row, finished, now)
+        uids = [row.uid for row in rows]
+        for uid in uids:
+            self._router.rows.pop(uid, None)
+        if uids:
+            self._send([Abort(uids, FinishCode.DEADLINE)])
