@@ -20,7 +20,7 @@ from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Re
 from aioengine.startup import Blueprint, Events
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from aioengine.protocol.messages import ToScheduler
 
@@ -236,3 +236,10 @@ def expected_text(prompt: str, length: int, seed: int = 0) -> str:
     """What the stand-in answers at temperature 0, or with ``seed``."""
     start = sum(prompt.encode()) + seed
     return "".join(chr(97 + (start + position) % 26) for position in range(length))
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Let the loop run until ``condition`` holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  # what is waited for has no event
+            await asyncio.sleep(0.001)

@@ -1,0 +1,211 @@
+"""The ways to call: whole and streaming, one prompt and many, samples, and what coroutines are used for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+
+import anyio
+import pytest
+
+from aioengine.answers import BatchOutput
+from aioengine.config import QueueConfig
+from tests.engine.engine_double import World, expected_text, until
+
+GREEDY = {"temperature": 0, "max_new_tokens": 6}
+
+
+async def test_await_gives_the_whole_answer(world: World) -> None:
+    out = await world.engine.async_generate("hello", GREEDY)
+    assert out["text"] == expected_text("hello", 6)
+    assert out["output_ids"] == list(expected_text("hello", 6).encode())
+    info = out["meta_info"]
+    assert info["finish_reason"] == "length"
+    assert info["finish_reason"] == {"type": "length", "length": 6}
+    assert (info["prompt_tokens"], info["completion_tokens"], info["cached_tokens"]) == (5, 6, 1)
+    assert "index" not in out
+    json.dumps(out)
+
+
+async def test_await_twice_gives_the_same(world: World) -> None:
+    generation = world.engine.async_generate("hello", GREEDY)
+    assert await generation is await generation
+
+
+async def test_stream_gives_deltas_with_offsets(world: World) -> None:
+    text, ids, num_chunks = "", list[int](), 0
+    async for chunk in world.engine.async_generate("hello", GREEDY, stream=True):
+        assert (chunk["text_offset"], chunk["token_offset"]) == (len(text), len(ids))
+        text += chunk["text"]
+        ids += chunk["output_ids"]
+        num_chunks += 1
+        assert chunk["meta_info"]["completion_tokens"] == len(ids)
+        assert (chunk["meta_info"]["finish_reason"] is None) == (len(ids) < 6)
+    assert text == expected_text("hello", 6)
+    assert num_chunks == 6
+
+
+async def test_await_of_a_stream_gives_the_stream(world: World) -> None:
+    stream = await world.engine.async_generate("hello", GREEDY, stream=True)
+    assert "".join([chunk["text"] async for chunk in stream]) == expected_text("hello", 6)
+    assert await stream is stream
+
+
+async def test_a_stream_is_iterated_once(world: World) -> None:
+    stream = world.engine.async_generate("hello", GREEDY, stream=True)
+    assert len([chunk async for chunk in stream]) == 6
+    with pytest.raises(RuntimeError, match="once"):
+        aiter(stream)
+
+
+async def test_iterating_a_whole_answer_is_a_type_error(world: World) -> None:
+    generation = world.engine.async_generate("hello", GREEDY)
+    with pytest.raises(TypeError, match="stream=True"):
+        async for _ in generation:
+            pass
+    assert (await generation)["text"] == expected_text("hello", 6)
+
+
+async def test_the_request_starts_at_the_call(world: World) -> None:
+    generation = world.engine.async_generate("hello", GREEDY)
+    await until(lambda: bool(world.double.submits) and not world.double.live)
+    assert (await generation)["text"] == expected_text("hello", 6)
+
+
+async def test_token_ids_instead_of_text(world: World) -> None:
+    ids = list(b"hello")
+    by_ids = await world.engine.async_generate(input_ids=ids, sampling_params=GREEDY, return_prompt_token_ids=True)
+    assert by_ids["text"] == expected_text("hello", 6)
+    assert by_ids["prompt_token_ids"] == ids
+    batch = await world.engine.async_generate(None, GREEDY, input_ids=[ids, list(b"x")])
+    assert batch["text"] == [expected_text("hello", 6), expected_text("x", 6)]
+
+
+async def test_chat_goes_through_the_template(world: World) -> None:
+    out = await world.engine.async_chat([{"role": "user", "content": "hi"}], GREEDY)
+    assert out["text"] == expected_text("<user>hi<assistant>", 6)
+    both = await world.engine.async_chat(
+        [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]], GREEDY
+    )
+    assert both["text"] == [expected_text(f"<user>{word}<assistant>", 6) for word in ("hi", "ho")]
+
+
+class TestBatches:
+    async def test_answers_in_the_order_of_the_prompts(self, world: World) -> None:
+        prompts = [f"prompt {number}" for number in range(30)]
+        outs = await world.engine.async_generate(prompts, GREEDY)
+        assert isinstance(outs, BatchOutput)
+        assert outs["text"] == [expected_text(prompt, 6) for prompt in prompts]
+        assert outs["meta_info"]["completion_tokens"] == [6] * 30
+        assert [out["text"] for out in outs] == outs["text"]
+
+    async def test_one_set_of_parameters_for_each_prompt(self, world: World) -> None:
+        params = [{"temperature": 0, "max_new_tokens": length} for length in (1, 2, 3)]
+        outs = await world.engine.async_generate(["a", "b", "c"], params)
+        assert outs["text"] == ["t", "uv", "vwx"]
+
+    async def test_a_batch_of_one_and_of_none(self, world: World) -> None:
+        assert (await world.engine.async_generate(["a"], GREEDY))["text"] == [expected_text("a", 6)]
+        assert await world.engine.async_generate([], GREEDY) == []
+        assert [chunk async for chunk in world.engine.async_generate([], GREEDY, stream=True)] == []
+
+    async def test_chunks_of_a_batch_have_an_index(self, world: World) -> None:
+        texts = ["", "", ""]
+        ends = []
+        async for chunk in world.engine.async_generate(["a", "b", "c"], GREEDY, stream=True):
+            assert chunk["text_offset"] == len(texts[chunk["index"]])
+            texts[chunk["index"]] += chunk["text"]
+            if chunk["meta_info"]["finish_reason"] is not None:
+                ends.append(chunk["index"])
+        assert texts == [expected_text(prompt, 6) for prompt in "abc"]
+        assert sorted(ends) == [0, 1, 2]
+
+    async def test_rows_are_fed_lazily(self) -> None:
+        """A batch of any size is taken, also where hardly anything may wait."""
+        here = World(max_running=4, queue=QueueConfig(max_requests=1, max_tokens=100))
+        async with here.engine as engine:
+            outs = await engine.async_generate(["x" * 20] * 200, GREEDY)
+            assert outs["text"] == [expected_text("x" * 20, 6)] * 200
+            assert here.double.max_live <= 8
+
+    async def test_a_reader_that_does_not_read_holds_the_rest_of_its_batch_back(self) -> None:
+        here = World(max_running=4)
+        async with here.engine as engine:
+            stream = engine.async_generate(["x"] * 100, GREEDY, stream=True)
+            await until(lambda: bool(here.double.submits) and not here.double.live)
+            assert len(here.double.submits) == 8
+            chunks = [chunk async for chunk in stream]
+            assert len({chunk["index"] for chunk in chunks}) == 100
+
+
+class TestSamples:
+    async def test_samples_stand_together_and_have_seeds_of_their_own(self, world: World) -> None:
+        params = {"max_new_tokens": 3, "n": 3, "sampling_seed": 5}
+        outs = await world.engine.async_generate(["a", "b"], params)
+        assert outs["text"] == [expected_text(prompt, 3, seed=5 + sample) for prompt in "ab" for sample in range(3)]
+        assert outs["meta_info"]["seed"] == [5, 6, 7, 5, 6, 7]
+        assert world.tokenizer.batches == [["a", "b"]]
+
+    async def test_samples_of_one_prompt_are_a_list(self, world: World) -> None:
+        outs = await world.engine.async_generate("a", {**GREEDY, "n": 2}, rid="x")
+        assert isinstance(outs, BatchOutput)
+        assert outs["meta_info"]["id"] == ["x_0", "x_1"]
+
+    async def test_drawn_seeds_differ_and_are_reported(self, world: World) -> None:
+        outs = await world.engine.async_generate(["a"] * 20, {"max_new_tokens": 3})
+        seeds = outs["meta_info"]["seed"]
+        assert len(set(seeds)) == 20
+        again = await world.engine.async_generate("a", {"max_new_tokens": 3, "sampling_seed": seeds[4]})
+        assert again["text"] == outs[4]["text"]
+
+    async def test_drawn_seeds_come_from_the_seed_of_the_engine(self, world: World) -> None:
+        first = await world.engine.async_generate("a", GREEDY)
+        other = World()
+        async with other.engine as engine:
+            assert (await engine.async_generate("b", GREEDY))["meta_info"]["seed"] == first["meta_info"]["seed"]
+
+
+class TestAsCoroutine:
+    async def test_it_is_a_coroutine(self, world: World) -> None:
+        generation = world.engine.async_generate("a", GREEDY)
+        assert isinstance(generation, Coroutine)
+        assert asyncio.iscoroutine(generation)
+        await generation
+
+    async def test_create_task_and_gather(self, world: World) -> None:
+        task = asyncio.create_task(world.engine.async_generate("a", GREEDY))
+        outs = await asyncio.gather(*(world.engine.async_generate(prompt, GREEDY) for prompt in "bcd"))
+        assert [out["text"] for out in outs] == [expected_text(prompt, 6) for prompt in "bcd"]
+        assert (await task)["text"] == expected_text("a", 6)
+
+    async def test_two_tasks_of_one_generation(self, world: World) -> None:
+        generation = world.engine.async_generate("a", GREEDY)
+        first, second = asyncio.create_task(generation), asyncio.create_task(generation)
+        assert await first is await second
+
+    async def test_wait_for_timeout_and_shield(self, world: World) -> None:
+        assert (await asyncio.wait_for(world.engine.async_generate("a", GREEDY), 5))["text"] == expected_text("a", 6)
+        async with asyncio.timeout(5):
+            await asyncio.shield(world.engine.async_generate("a", GREEDY))
+
+    async def test_task_group(self, world: World) -> None:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(world.engine.async_generate(prompt, GREEDY)) for prompt in "abc"]
+        assert [task.result()["text"] for task in tasks] == [expected_text(prompt, 6) for prompt in "abc"]
+
+    async def test_anyio_task_group_around_a_stream(self, world: World) -> None:
+        texts: list[str] = []
+
+        async def read(prompt: str) -> None:
+            async for chunk in world.engine.async_generate(prompt, GREEDY, stream=True):
+                texts.append(chunk["text"])  # noqa: PERF401  # the scope must be left between chunks
+
+        async with anyio.create_task_group() as group:
+            for prompt in "abc":
+                group.start_soon(read, prompt)
+        assert sorted("".join(texts)) == sorted("".join(expected_text(prompt, 6) for prompt in "abc"))
+
+    async def test_a_task_of_a_stream_gives_the_stream(self, world: World) -> None:
+        stream = await asyncio.create_task(world.engine.async_generate("a", GREEDY, stream=True))
+        assert "".join([chunk["text"] async for chunk in stream]) == expected_text("a", 6)
