@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NoReturn
 
+from aioengine.errors import RequestError
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import limit_threads
 from aioengine.processes.open_text import ChunkColumns, OpenText
@@ -43,6 +44,11 @@ class DetokenizerService:
         self._to_abort: list[int] = []
         self._chunks: list[Message] = []
         self._sent_at = 0.0
+
+    @property
+    def num_remembered(self) -> int:
+        """Requests that ended here and of whose end the scheduler may still tell."""
+        return len(self._stopped)
 
     def handle(self, messages: list[Message], now: float) -> None:
         for message in messages:
@@ -127,7 +133,7 @@ class DetokenizerService:
 
     def _fail(self, request: OpenText, error: Exception, columns: ChunkColumns, now: float) -> None:
         """Something in its own text went wrong: this request ends, the others go on."""
-        message = f"{type(error).__name__}: {error}"
+        message = error.cause if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
         columns.finished.append(request.finished(FinishCode.FAILED, now, stage=_STAGE, message=message))
         self._forget(request.uid)
 

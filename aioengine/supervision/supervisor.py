@@ -81,8 +81,7 @@ class Supervisor:
             await self._launcher.launch()
             self._handshake = Handshake(ROLES)
             self._pump = asyncio.create_task(self._run_pump(), name="aioengine-pump")
-            for child in self._launcher.children:
-                self._watch(child)
+            self._watch_children()
             facts = await self._handshake.wait(self._startup_timeout_s)
             self._is_started = True
             return facts
@@ -189,6 +188,11 @@ class Supervisor:
 
     # ------------------------------------------------------------ ends
 
+    def _watch_children(self) -> None:
+        """Hear of the end of every child; those that are watched already are left out."""
+        for child in self._launcher.children[len(self._exits) :]:
+            self._watch(child)
+
     def _watch(self, child: RunningChild) -> None:
         exited = asyncio.Event()
         self._exits.append(exited)
@@ -217,6 +221,7 @@ class Supervisor:
 
     async def _end_children(self, polite_s: float) -> None:
         self._is_ended = True
+        self._watch_children()  # a start that was cancelled half-way had not come to this
         children = self._launcher.children
         if polite_s > 0:
             for child in children:

@@ -1,0 +1,292 @@
+"""The detokenizer without its process: what each ``StepOutput`` becomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from aioengine.errors import RequestError
+from aioengine.processes import text_source
+from aioengine.processes.detokenizer_process import DetokenizerService, build_service
+from aioengine.processes.text_source import TextSource
+from aioengine.protocol.messages import (
+    Abort,
+    Ended,
+    FinishCode,
+    Finished,
+    Message,
+    Opened,
+    StepOutput,
+    TextChunks,
+    TextRules,
+)
+from aioengine.text.stop_regex import RegexSearch
+from aioengine.text.token_table import TokenTable
+from aioengine.tokenizer import Tokenizer
+from tests.processes.engine_kit import fake_settings
+
+DEMO = Path(text_source.__file__).parents[1] / "demo"
+TOKENIZER = Tokenizer(DEMO)
+NOW = 100.0
+
+
+class Steps:
+    """A service, and what it said about each request."""
+
+    def __init__(self, tokenizer_path: str | None = str(DEMO)) -> None:
+        self.service = DetokenizerService(TextSource(tokenizer_path))
+        self.sent: list[TextChunks] = []
+        self.aborted: list[int] = []
+
+    def open(self, uid: int, rules: TextRules | None = None) -> None:
+        self.give(StepOutput([], [], [Opened(uid, rules or TextRules(), 3, 1.0, 2.0)]))
+
+    def give(self, *outputs: StepOutput) -> TextChunks | None:
+        """What the outputs gave."""
+        self.service.handle(list[Message](outputs), NOW)
+        outbox = self.service.step(NOW)
+        for message in outbox.to_peer:
+            assert isinstance(message, Abort)
+            assert message.code == FinishCode.STOP
+            self.aborted += message.uids
+        chunks = [message for message in outbox.to_frontend if isinstance(message, TextChunks)]
+        chunks = [one for one in chunks if one.uids or one.finished]
+        self.sent += chunks
+        return chunks[-1] if chunks else None
+
+    def token(self, uid: int, token_id: int, end: Ended | None = None) -> TextChunks | None:
+        return self.give(StepOutput([uid], [token_id], ended=[] if end is None else [end]))
+
+    def text(self, uid: int) -> str:
+        return "".join(
+            text for one in self.sent for owner, text in zip(one.uids, one.texts, strict=True) if owner == uid
+        )
+
+    def ids(self, uid: int) -> list[int]:
+        found: list[int] = []
+        for one in self.sent:
+            start = 0
+            for owner, count in zip(one.uids, one.counts, strict=True):
+                found += one.token_ids[start : start + count] if owner == uid else []
+                start += count
+            assert start == len(one.token_ids)
+        return found
+
+    def end(self, uid: int) -> Finished:
+        (end,) = [end for one in self.sent for end in one.finished if end.uid == uid]
+        return end
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def play(steps: Steps, uid: int, token_ids: list[int], code: FinishCode = FinishCode.LENGTH) -> None:
+    """All tokens of a request, the last with its end."""
+    for token_id in token_ids[:-1]:
+        steps.token(uid, token_id)
+    steps.token(uid, token_ids[-1], Ended(uid, code))
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        TextRules(),
+        TextRules(stream=False),
+        TextRules(stream_interval=3),
+        TextRules(stop=("never in it",)),
+        TextRules(stop=("never",), stream=False),
+        TextRules(stop_regex=("never",), stream_interval=2),
+    ],
+)
+def test_text_and_ids_are_the_same_however_they_are_sent(rules: TextRules) -> None:
+    text = "The capital of Japan is Tokyo. 東京 \U0001f600!"
+    steps = Steps()
+    steps.open(1, rules)
+    play(steps, 1, ids_of(text))
+    assert steps.text(1) == text
+    assert steps.ids(1) == ids_of(text)
+    assert steps.end(1) == Finished(
+        1, FinishCode.LENGTH, num_cached=3, admitted_at=1.0, first_token_at=2.0, ended_at=NOW
+    )
+    assert steps.aborted == []
+
+
+def test_chunks_leave_as_often_as_asked_for_and_the_first_at_once() -> None:
+    sizes: dict[str, list[int]] = {}
+    rules = {"each": TextRules(), "third": TextRules(stream_interval=3), "whole": TextRules(stream=False)}
+    for name, rule in rules.items():
+        steps = Steps()
+        steps.open(1, rule)
+        play(steps, 1, list(range(50, 60)))
+        sizes[name] = [count for one in steps.sent for count in one.counts]
+    assert sizes == {"each": [1] * 10, "third": [1, 3, 3, 3], "whole": [10]}
+
+
+def test_one_message_for_a_step_whatever_is_in_it() -> None:
+    steps = Steps()
+    outputs = StepOutput(
+        [1, 2, 3], ids_of("a") * 3, [Opened(uid, TextRules(), 0, 1.0, 2.0) for uid in (1, 2, 3)], [2],
+        [Ended(3, FinishCode.LENGTH), Ended(9, FinishCode.DEADLINE, "queue")],
+    )  # fmt: skip
+    chunks = steps.give(outputs)
+    assert chunks is not None
+    assert (chunks.uids, chunks.texts, chunks.counts) == ([1, 2, 3], ["a"] * 3, [1, 1, 1])
+    assert [(end.uid, end.code, end.matched) for end in chunks.finished] == [
+        (3, FinishCode.LENGTH, None),
+        (9, FinishCode.DEADLINE, "queue"),
+    ]
+    assert chunks.num_open == 2
+    assert steps.end(9).first_token_at is None
+    steps.give(StepOutput([], [], ended=[Ended(2, FinishCode.ABORT)]))
+    assert steps.end(2).num_preemptions == 1
+
+
+def test_a_stop_string_ends_the_request_at_once() -> None:
+    steps = Steps()
+    steps.open(1, TextRules(stop=("Tokyo",)))
+    token_ids = ids_of("The capital is Tokyo, a city")
+    for token_id in token_ids:
+        steps.token(1, token_id)  # the scheduler goes on until it hears of the stop
+    assert steps.text(1) == "The capital is "
+    assert TOKENIZER.decode(steps.ids(1)).startswith("The capital is Tokyo")
+    assert not TOKENIZER.decode(steps.ids(1)[:-1]).endswith("Tokyo")
+    assert (steps.end(1).code, steps.end(1).matched) == (FinishCode.STOP, "Tokyo")
+    assert steps.aborted == [1]
+    steps.give(StepOutput([], [], ended=[Ended(1, FinishCode.LENGTH)]))  # it ended by itself before it heard
+    assert steps.end(1).code == FinishCode.STOP
+
+
+def test_a_stop_beats_the_length_on_the_same_token() -> None:
+    steps = Steps()
+    steps.open(1, TextRules(stop=("b",), no_stop_trim=True, stream=False))
+    steps.token(1, *ids_of("a"))
+    steps.token(1, *ids_of("b"), Ended(1, FinishCode.LENGTH))
+    assert (steps.end(1).code, steps.end(1).matched) == (FinishCode.STOP, "b")
+    assert steps.text(1) == "ab"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stop", [(), ("never",)])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_stop_token_is_an_output_id_but_no_text_unless_kept(stream: bool, stop: tuple[str, ...], keeps: bool) -> None:
+    steps = Steps()
+    token_ids = ids_of("one two")
+    steps.open(1, TextRules(stop=stop, no_stop_trim=keeps, stream=stream))
+    for token_id in token_ids[:-1]:
+        steps.token(1, token_id)
+    steps.token(1, token_ids[-1], Ended(1, FinishCode.STOP, token_ids[-1]))
+    assert steps.ids(1) == token_ids
+    assert steps.text(1) == TOKENIZER.decode(token_ids if keeps else token_ids[:-1])
+    assert steps.end(1).matched == token_ids[-1]
+
+
+def test_what_was_held_back_leaves_with_an_abort() -> None:
+    steps = Steps()
+    steps.open(1, TextRules(stop=("ab",)))
+    steps.token(1, *ids_of("a"))
+    assert steps.text(1) == ""
+    steps.give(StepOutput([], [], ended=[Ended(1, FinishCode.ABORT, message="by wish")]))
+    assert steps.text(1) == "a"
+    assert (steps.end(1).code, steps.end(1).message) == (FinishCode.ABORT, "by wish")
+
+
+def test_a_bad_request_fails_alone() -> None:
+    steps = Steps()
+    steps.open(1, TextRules(stop_regex=("(",)))
+    steps.open(2)
+    for token_id in ids_of("some text"):
+        steps.give(StepOutput([1, 2], [token_id, token_id]))
+    steps.give(StepOutput([], [], ended=[Ended(2, FinishCode.LENGTH)]))
+    assert (steps.end(1).code, steps.end(1).stage) == (FinishCode.FAILED, "detokenize")
+    assert "'('" in steps.end(1).message
+    assert steps.aborted == [1]
+    assert (steps.text(2), steps.end(2).code) == ("some text", FinishCode.LENGTH)
+
+
+def test_a_stop_pattern_that_takes_too_long_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(self: RegexSearch, text: str) -> NoReturn:
+        raise RequestError("detokenize", "the pattern took too long")
+
+    monkeypatch.setattr(RegexSearch, "search", search)
+    steps = Steps()
+    steps.open(1, TextRules(stop_regex=("a",)))
+    steps.token(1, 60)
+    assert (steps.end(1).stage, steps.end(1).message) == ("detokenize", "the pattern took too long")
+
+
+@pytest.mark.parametrize("when", ["push", "flush"])
+def test_a_failure_of_decoding_ends_that_request_alone(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps()
+    bad = 777
+
+    def lookup(self: TokenTable, token_id: int) -> str:
+        if token_id == bad:
+            raise RuntimeError("no such thing")
+        return "x"
+
+    monkeypatch.setattr(TokenTable, "__missing__", lookup)
+    monkeypatch.setattr(TokenTable, "__getitem__", TokenTable.__missing__)
+    steps.open(1, TextRules(stream=when == "push"))
+    steps.open(2)
+    steps.give(StepOutput([1, 2], [bad, 3]))
+    steps.give(StepOutput([], [], ended=[Ended(1, FinishCode.LENGTH), Ended(2, FinishCode.LENGTH)]))
+    failed = steps.end(1)
+    assert (failed.code, failed.stage, failed.message) == (
+        FinishCode.FAILED,
+        "detokenize",
+        "RuntimeError: no such thing",
+    )
+    assert steps.aborted == [1]
+    assert (steps.text(2), steps.end(2).code) == ("x", FinishCode.LENGTH)
+
+
+def test_without_a_tokenizer_ids_pass_through() -> None:
+    steps = Steps(None)
+    steps.open(1)
+    play(steps, 1, [5, 6, 7])
+    assert steps.ids(1) == [5, 6, 7]
+    assert steps.text(1) == ""
+
+
+def test_the_context_of_the_prompt_is_not_text_and_special_tokens_are_skipped_or_not() -> None:
+    special = TOKENIZER.eos_token_id
+    assert special is not None
+    token_ids = [*ids_of(" world"), special]
+    for skips, expected in (
+        (True, " world"),
+        (False, " world" + TOKENIZER.decode([special], skip_special_tokens=False)),
+    ):
+        steps = Steps()
+        steps.open(1, TextRules(context_token_ids=tuple(ids_of("Hello")), skip_special_tokens=skips))
+        play(steps, 1, token_ids)
+        assert steps.text(1) == expected
+
+
+def test_a_silent_detokenizer_shows_that_it_lives() -> None:
+    service = DetokenizerService(TextSource(None))
+    service.handle([StepOutput([], [], [Opened(1, TextRules(), 0, 1.0, 1.0)])], NOW)
+    assert service.step(NOW).to_frontend == [TextChunks([], [], [], [], num_open=1)]
+    assert service.step(NOW + 0.9).to_frontend == []
+    assert 0 < service.wait_s(NOW + 0.9) < 0.2
+    assert service.step(NOW + 1.1).to_frontend == [TextChunks([], [], [], [], num_open=1)]
+
+
+def test_many_requests_leave_nothing_behind() -> None:
+    steps = Steps()
+    for uid in range(20_000):
+        steps.open(uid, TextRules(stop=("a",), stream=False))
+        steps.token(uid, *ids_of("a"))
+    service = steps.service
+    assert len(steps.aborted) == 20_000
+    assert service.num_remembered < 17_000
+    chunks = steps.give(StepOutput([], [], ended=[Ended(19_999, FinishCode.LENGTH), Ended(1, FinishCode.LENGTH)]))
+    assert chunks is not None
+    assert chunks.num_open == 0
+
+
+def test_a_missing_tokenizer_is_told_by_its_place(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        build_service(fake_settings(tokenizer_path=str(tmp_path)))

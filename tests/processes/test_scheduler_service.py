@@ -1,0 +1,196 @@
+"""The scheduler's service without its process: requests, control calls, snapshots, when to wake."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+import pytest
+
+from aioengine.processes.scheduler_process import SchedulerService, build_service, load_factory
+from aioengine.protocol.messages import (
+    Abort,
+    Control,
+    Ended,
+    FinishCode,
+    Limits,
+    Message,
+    Progress,
+    Reply,
+    Sampling,
+    Stats,
+    StepOutput,
+    Submit,
+    TextRules,
+)
+from aioengine.scheduler.core import SchedulerCore
+from tests.processes.engine_kit import FAKE, fake_settings
+
+M = TypeVar("M")
+
+
+class Loop:
+    """A service, called as its process would call it, at times that the test says."""
+
+    def __init__(self, **options: str | int | float | bool) -> None:
+        self.service: SchedulerService = build_service(fake_settings(**options), self.ignore)  # type: ignore[arg-type]
+        self.outputs: list[StepOutput] = []
+        self.said: list[Message] = []
+
+    def ignore(self, progress: Progress) -> None: ...
+
+    def give(self, now: float, *messages: Message) -> None:
+        """One round of the loop."""
+        self.service.handle(list(messages), now)
+        outbox = self.service.step(now)
+        self.outputs += [message for message in outbox.to_peer if isinstance(message, StepOutput)]
+        self.said += outbox.to_frontend
+
+    def run(self, now: float) -> None:
+        """Rounds until there is nothing to do."""
+        while self.service.wait_s(now) == 0:
+            self.give(now)
+
+    def ends(self) -> dict[int, Ended]:
+        return {end.uid: end for output in self.outputs for end in output.ended}
+
+    def of(self, kind: type[M]) -> list[M]:
+        return [message for message in self.said if isinstance(message, kind)]
+
+    def call(self, name: str, now: float = 1.0, **arguments: Any) -> Reply:
+        self.give(now, Control(len(self.said), name, arguments))
+        return self.of(Reply)[-1]
+
+
+def submit(uid: int, *, limits: Limits | None = None, num_prompt: int = 5) -> Submit:
+    return Submit(uid, list(range(num_prompt)), Sampling(seed=1), limits or Limits(4), TextRules())
+
+
+def test_requests_run_to_their_ends() -> None:
+    loop = Loop()
+    loop.give(1.0, submit(1), submit(2), Abort([2]))
+    loop.run(1.0)
+    assert {uid: end.code for uid, end in loop.ends().items()} == {1: FinishCode.LENGTH, 2: FinishCode.ABORT}
+    assert sum(output.uids.count(1) for output in loop.outputs) == 4
+
+
+def test_a_request_that_cannot_be_queued_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SchedulerCore[Any].submit
+
+    def refuse_second(self: SchedulerCore[Any], one: Submit) -> None:
+        if one.uid == 2:
+            raise KeyError("broken")
+        plain(self, one)
+
+    monkeypatch.setattr(SchedulerCore, "submit", refuse_second)
+    loop = Loop()
+    loop.give(1.0, submit(1), submit(2), submit(3))
+    loop.run(1.0)
+    failed = loop.ends().pop(2)
+    assert (failed.code, failed.stage, failed.message) == (FinishCode.FAILED, "schedule", "KeyError: 'broken'")
+    assert {loop.ends()[uid].code for uid in (1, 3)} == {FinishCode.LENGTH}
+
+
+def test_snapshots_come_at_intervals_on_going_idle_and_as_heartbeats() -> None:
+    loop = Loop()
+    loop.give(1.0)
+    assert len(loop.of(Stats)) == 1  # the first sign of life
+    loop.give(1.05, submit(1, limits=Limits(100)))
+    loop.give(1.06)
+    assert len(loop.of(Stats)) == 1
+    loop.give(1.11)
+    assert (len(loop.of(Stats)), loop.of(Stats)[-1].num_running) == (2, 1)
+    loop.run(1.12)
+    assert (len(loop.of(Stats)), loop.of(Stats)[-1].num_running) == (3, 0)
+    assert loop.of(Stats)[-1].num_free_pages == 512
+    assert loop.service.wait_s(1.12) == pytest.approx(1.0)
+    loop.give(2.0)
+    assert len(loop.of(Stats)) == 3
+    loop.give(2.2)
+    assert len(loop.of(Stats)) == 4
+
+
+def test_it_wakes_for_deadlines_also_while_paused() -> None:
+    loop = Loop()
+    assert loop.call("pause", 1.0).success
+    loop.give(1.0, submit(1, limits=Limits(4, deadline=1.5)))
+    loop.run(1.0)
+    assert loop.service.wait_s(1.0) == pytest.approx(0.5)
+    loop.give(1.6)
+    assert (loop.ends()[1].code, loop.ends()[1].matched) == (FinishCode.DEADLINE, "total")
+    loop.give(1.6, submit(2))
+    assert loop.call("continue", 1.6).success
+    loop.run(1.6)
+    assert loop.ends()[2].code == FinishCode.LENGTH
+
+
+def test_the_cache_is_flushed_only_while_nothing_runs_or_waits() -> None:
+    loop = Loop()
+    loop.call("pause")
+    loop.give(1.0, submit(1, num_prompt=40))
+    refused = loop.call("flush_cache")
+    assert (refused.success, refused.message) == (
+        False,
+        "the cache is not flushed while requests use it: 0 requests run and 1 wait",
+    )
+    loop.call("continue")
+    loop.run(1.0)
+    assert loop.of(Stats)[-1].num_cached_pages > 0
+    assert loop.call("flush_cache").success
+    assert loop.of(Stats)[-1].num_cached_pages == 0
+
+
+def test_control_calls_are_answered_and_unknown_ones_named() -> None:
+    loop = Loop()
+    info = json.loads(loop.call("server_info").data)
+    assert info["settings"]["memory"]["page_size"] == 16
+    assert info["facts"]["num_pages"] == 512
+    assert info["stats"]["num_running"] == 0
+    assert "objects" in loop.call("collect_garbage").message
+    assert "objects" in loop.call("freeze_gc").message
+    unknown = loop.call("flush_cash")
+    assert not unknown.success
+    assert "unknown control call 'flush_cash'; there are flush_cache, pause, continue" in unknown.message
+    assert not loop.service.is_stopped
+    assert loop.call("stop").success
+    assert loop.service.is_stopped
+
+
+def test_a_runner_that_fails_again_and_again_ends_the_service() -> None:
+    loop = Loop(raise_at=1, raise_times=100)
+
+    def go_on() -> None:
+        for uid in range(5):
+            loop.give(1.0, submit(uid))
+            loop.run(1.0)
+
+    with pytest.raises(RuntimeError, match="raise_at=1"):
+        go_on()
+    assert loop.ends()[0].code == FinishCode.FAILED
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("nothing", ValueError, "'nothing' is not of the form 'module:function'"),
+        ("json:nothing", ValueError, "module 'json' has no function 'nothing'"),
+        ("json:__doc__", ValueError, "no function"),
+        ("no_such_module:build", ModuleNotFoundError, "no_such_module"),
+    ],
+)
+def test_a_wrong_factory_is_told_by_its_name(name: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        load_factory(name)
+
+
+def build_without_pages(settings: object, report: object) -> Any:
+    class Runner:
+        facts = {"num_pages": 0}  # noqa: RUF012
+
+    return Runner()
+
+
+def test_a_runner_without_pages_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 0 pages; it needs at least 1"):
+        build_service(fake_settings(factory=f"{__name__}:build_without_pages"), print)
+    assert callable(load_factory(FAKE))

@@ -1,0 +1,382 @@
+"""Children as processes and as tasks: start, work, death, failing starts, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import pytest
+import uvloop
+
+from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
+from aioengine.processes import text_source
+from aioengine.protocol.messages import Abort, FinishCode, Limits, Progress, Sampling, TextRules
+from aioengine.supervision import handshake
+from aioengine.testing.fake_runner import FakeModel, reference_output
+from tests.processes.engine_kit import Frontend, fake_settings
+
+DEMO = str(Path(text_source.__file__).parents[1] / "demo")
+
+process = pytest.mark.process
+launchers = pytest.mark.parametrize("launcher", ["inline", pytest.param("process", marks=process)])
+factory_of = f"{__name__}:{{}}".format
+
+
+def children_of(frontend: Frontend) -> list[psutil.Process]:
+    return [psutil.Process(state.pid) for state in frontend.supervisor.processes()]
+
+
+def directories() -> set[Path]:
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
+    return set(base.glob("aioengine-*"))
+
+
+@launchers
+async def test_requests_stream_to_their_ends(launcher: str) -> None:
+    async with Frontend(fake_settings(tokenizer_path=DEMO), launcher=launcher) as frontend:
+        for uid in range(20):
+            frontend.submit(uid, num_tokens=10, text=TextRules(stream=uid % 2 == 0))
+        for uid in range(20):
+            end = await frontend.finished(uid)
+            assert end.code == FinishCode.LENGTH
+            assert len(frontend.token_ids(uid)) == 10
+            assert end.admitted_at is not None
+            assert end.admitted_at <= (end.first_token_at or 0) <= end.ended_at
+        assert frontend.text(0) != ""
+        stats = await frontend.idle_stats()
+        assert stats.num_free_pages == stats.num_pages
+        assert stats.output_tokens == 200
+        scheduler, detokenizer = frontend.supervisor.processes()
+        assert (scheduler.role, detokenizer.role) == ("scheduler", "detokenizer")
+        assert scheduler.alive
+        assert detokenizer.alive
+        assert 0 <= (scheduler.last_heartbeat_s or 0) < 3
+        assert scheduler.last_step_s is not None
+    assert frontend.failures == []
+
+
+@launchers
+async def test_the_launchers_give_the_same_tokens(launcher: str) -> None:
+    async with Frontend(fake_settings(), launcher=launcher) as frontend:
+        frontend.submit(3)
+        await frontend.finished(3)
+        prompt = [(3 * 7 + index) % 900 for index in range(5)]
+        model = FakeModel(vocab_size=1000)
+        assert frontend.token_ids(3) == reference_output(prompt, Sampling(seed=3), Limits(8), model)
+
+
+@launchers
+async def test_aborts_and_stop_strings_free_the_request(launcher: str) -> None:
+    async with Frontend(fake_settings(tokenizer_path=DEMO), launcher=launcher) as frontend:
+        frontend.submit(1, num_tokens=3000, text=TextRules(stop=("a", "e", "i", "o", "u")))
+        frontend.submit(2, num_tokens=3000)
+        frontend.supervisor.send([Abort([2])])
+        assert (await frontend.finished(1)).code == FinishCode.STOP
+        assert (await frontend.finished(2)).code == FinishCode.ABORT
+        stats = await frontend.idle_stats()
+        assert stats.num_free_pages == stats.num_pages
+
+
+@launchers
+async def test_control_calls_are_answered(launcher: str) -> None:
+    async with Frontend(launcher=launcher) as frontend:
+        assert (await frontend.call("flush_cache", 1)).success
+        assert "unknown control call" in (await frontend.call("nonsense", 2)).message
+
+
+async def test_messages_of_one_round_of_the_loop_are_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Frontend(launcher="inline") as frontend:
+        frames: list[int] = []
+        sender = frontend.supervisor._launcher.sender
+        plain = type(sender).send
+        monkeypatch.setattr(type(sender), "send", lambda own, sent: (frames.append(len(sent)), plain(own, sent))[1])
+        for uid in range(5):
+            frontend.submit(uid)
+        assert frames == []
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert frames[0] == 5
+        for uid in range(5):
+            await frontend.finished(uid)
+
+
+# ---------------------------------------------------------------- death
+
+
+@process
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_a_killed_child_is_an_error_within_a_second(role: str, kind: str) -> None:
+    async def main() -> tuple[EngineError, float]:
+        async with Frontend(fake_settings(step_time_s=0.02)) as frontend:
+            frontend.submit(1, num_tokens=1000)
+            states = {state.role: state for state in frontend.supervisor.processes()}
+            os.kill(states[role].pid, signal.SIGKILL)
+            start = time.monotonic()
+            error = await frontend.failure()
+            took_s = time.monotonic() - start
+            other = next(state for name, state in states.items() if name != role)
+            while psutil.pid_exists(other.pid) and frontend.supervisor.processes() and time.monotonic() < start + 1:
+                await asyncio.sleep(0.005)
+                if not any(state.alive for state in frontend.supervisor.processes()):
+                    break
+            assert not any(state.alive for state in frontend.supervisor.processes())
+            frontend.submit(2)  # harmless
+        assert len(frontend.failures) == 1
+        return error, took_s
+
+    factory = uvloop.new_event_loop if kind == "uvloop" else asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        error, took_s = runner.run(main())
+    assert isinstance(error, EngineDeadError)
+    assert (error.role, error.signal) == (role, signal.SIGKILL)
+    assert took_s < 1.0
+
+
+@launchers
+async def test_an_exception_in_the_loop_of_a_child_is_told_with_its_traceback(launcher: str) -> None:
+    async with Frontend(fake_settings(raise_at=3, raise_times=1000), launcher=launcher) as frontend:
+        for uid in range(5):
+            frontend.submit(uid, num_tokens=100)
+            await asyncio.sleep(0.02)
+        error = await frontend.failure()
+    assert isinstance(error, EngineDeadError)
+    assert (error.role, error.exit_code) == ("scheduler", 1)
+    assert any("InjectedFault" in line for line in error.log_lines)
+    assert "InjectedFault" in str(error)
+
+
+@process
+async def test_a_child_that_exits_without_a_word_is_told(tmp_path: Path) -> None:
+    async with Frontend(fake_settings(exit_at=2, exit_code=7)) as frontend:
+        frontend.submit(1, num_tokens=100)
+        error = await frontend.failure()
+    assert isinstance(error, EngineDeadError)
+    assert (error.exit_code, error.signal) == (7, None)
+    assert "exited with code 7" in str(error)
+
+
+@process
+async def test_without_descriptors_of_processes_a_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, flags: int = 0) -> NoReturn:
+        raise OSError("not here")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    async with Frontend() as frontend:
+        os.kill(frontend.supervisor.processes()[1].pid, signal.SIGKILL)
+        assert isinstance(await frontend.failure(1.0), EngineDeadError)
+
+
+async def test_a_failure_of_the_frontend_s_own_reading_is_an_error_and_no_silence() -> None:
+    async with Frontend(launcher="inline") as frontend:
+        frontend.heard = None  # type: ignore[assignment]
+        frontend.submit(1)
+        error = await frontend.failure()
+        assert "could not be handled" in str(error)
+        assert isinstance(error.__cause__, TypeError)
+
+
+# ---------------------------------------------------------------- failing starts
+
+
+def build_badly(settings: object, report: object) -> NoReturn:
+    raise MemoryError("the pool needs 12 GiB, there are 3")
+
+
+def build_without_end(settings: object, report: object) -> NoReturn:
+    report(Progress("weights", 3, 7, "shards"))  # type: ignore[operator]
+    time.sleep(100)
+    sys.exit(1)
+
+
+def build_and_vanish(settings: object, report: object) -> NoReturn:
+    print("a last word")
+    os._exit(3)
+
+
+@launchers
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (factory_of("build_badly"), ["MemoryError: the pool needs 12 GiB, there are 3", "in build_badly"]),
+        (factory_of("nowhere"), ["ValueError", "has no function 'nowhere'"]),
+        ("no_such_module:build", ["ModuleNotFoundError", "no_such_module"]),
+    ],
+)
+async def test_a_failing_start_raises_the_child_s_own_message(launcher: str, factory: str, words: list[str]) -> None:
+    before = directories()
+    frontend = Frontend(fake_settings(factory=factory), launcher=launcher)
+    with pytest.raises(EngineStartupError) as caught:
+        await frontend.supervisor.start()
+    for word in ["the scheduler process could not start", *words]:
+        assert word in str(caught.value)
+    assert not any(state.alive for state in frontend.supervisor.processes())
+    assert directories() == before
+    assert frontend.failures == []
+    await frontend.supervisor.stop(1.0)
+
+
+@process
+async def test_a_child_that_vanishes_while_it_starts_is_told_with_its_last_lines() -> None:
+    with pytest.raises(EngineStartupError, match=r"ended with code 3 while it started\n  scheduler: a last word"):
+        await Frontend(fake_settings(factory=factory_of("build_and_vanish"))).supervisor.start()
+
+
+@process
+async def test_a_start_that_takes_too_long_ends_and_says_how_far_it_came() -> None:
+    frontend = Frontend(fake_settings(factory=factory_of("build_without_end")), startup_timeout_s=1.0)
+    with pytest.raises(
+        EngineStartupError,
+        match=r"the scheduler process was not ready within startup_timeout=1 .*weights: 3 of 7 shards",
+    ):
+        await frontend.supervisor.start()
+    assert frontend.progress == [Progress("weights", 3, 7, "shards")]
+    assert not any(state.alive for state in frontend.supervisor.processes())
+
+
+@process
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.2])
+async def test_a_cancelled_start_leaves_nothing(after_s: float) -> None:
+    before = directories()
+    frontend = Frontend(fake_settings(factory=factory_of("build_without_end")))
+    starting = asyncio.create_task(frontend.supervisor.start())
+    await asyncio.sleep(after_s)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not any(state.alive for state in frontend.supervisor.processes())
+    assert directories() == before
+
+
+async def test_another_version_of_the_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "fingerprint", lambda: "ours")
+    with pytest.raises(EngineStartupError, match="runs another version of aioengine: its protocol is .*, ours ours"):
+        await Frontend(launcher="inline").supervisor.start()
+
+
+def test_an_unknown_launcher_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no plug-in 'proces'; did you mean 'process'"):
+        asyncio.run(Frontend(launcher="proces").supervisor.start())
+
+
+# ---------------------------------------------------------------- ends
+
+
+@launchers
+async def test_the_end_is_quick_and_quiet_and_may_be_repeated(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
+    before = directories()
+    frontend = Frontend(fake_settings(step_time_s=0.01), launcher=launcher)
+    await frontend.supervisor.stop(1.0)
+    await frontend.supervisor.start()
+    children = children_of(frontend)
+    frontend.submit(1, num_tokens=1000)
+    await asyncio.sleep(0.05)
+    start = time.monotonic()
+    await frontend.supervisor.stop(5.0)
+    assert time.monotonic() - start < 1.0
+    await frontend.supervisor.stop(5.0)
+    frontend.supervisor.kill_now()
+    frontend.submit(2)
+    if launcher == "process":
+        assert not any(child.is_running() for child in children)
+    assert [state.alive for state in frontend.supervisor.processes()] == [False, False]
+    assert directories() == before
+    assert frontend.failures == []
+    assert capfd.readouterr() == ("", "")
+
+
+@process
+async def test_a_child_that_does_not_listen_is_killed() -> None:
+    frontend = Frontend()
+    await frontend.supervisor.start()
+    for child in children_of(frontend):
+        child.send_signal(signal.SIGSTOP)
+    start = time.monotonic()
+    await frontend.supervisor.stop(0.5)
+    assert time.monotonic() - start < 1.5
+    assert not any(state.alive for state in frontend.supervisor.processes())
+
+
+@process
+def test_an_engine_can_be_ended_without_its_loop() -> None:
+    before = directories()
+
+    async def begin() -> Frontend:
+        frontend = Frontend()
+        await frontend.supervisor.start()
+        return frontend
+
+    frontend = asyncio.run(begin())
+    assert all(state.alive for state in frontend.supervisor.processes())
+    frontend.supervisor.kill_now()
+    frontend.supervisor.kill_now()
+    assert not any(state.alive for state in frontend.supervisor.processes())
+    assert directories() == before
+
+
+@process
+async def test_starting_and_stopping_many_times_leaves_nothing() -> None:
+    async def cycle() -> None:
+        async with Frontend() as frontend:
+            frontend.submit(1)
+            await frontend.finished(1)
+
+    def holdings() -> tuple[int, int, int]:
+        own = psutil.Process()
+        return own.num_fds(), own.num_threads(), len(own.children(recursive=True))
+
+    before_directories = directories()
+    await cycle()
+    before = holdings()
+    for _ in range(5):
+        await asyncio.gather(*(cycle() for _ in range(4)))
+    after = holdings()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+    assert directories() == before_directories
+
+
+# ---------------------------------------------------------------- what children say
+
+
+def build_and_log(settings: object, report: object) -> object:
+    logger = logging.getLogger("aioengine.runner")
+    for number in range(1000):
+        logger.error("line %d", number)
+    logging.getLogger("somebody.else").error("not forwarded")
+    print("to nobody's terminal")
+    from aioengine.testing.fake_runner import build
+
+    return build(settings, report)  # type: ignore[arg-type]
+
+
+@process
+async def test_log_records_come_from_the_parent_s_loggers_and_not_too_many(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with Frontend(fake_settings(factory=factory_of("build_and_log"))):
+        pass
+    lines = [record.getMessage() for record in caplog.records if record.name == "aioengine.runner"]
+    assert lines[:2] == ["line 0", "line 1"]
+    assert 200 <= len(lines) < 300
+    assert {record.name for record in caplog.records} <= {"aioengine.runner", "asyncio"}
+    assert capfd.readouterr() == ("", "")
+
+
+@process
+async def test_an_idle_engine_rests() -> None:
+    async with Frontend() as frontend:
+        frontend.submit(1)
+        await frontend.finished(1)
+        processes = [psutil.Process(), *children_of(frontend)]
+        await asyncio.sleep(0.2)
+        before = [sum(one.cpu_times()[:2]) for one in processes]
+        await asyncio.sleep(2.0)
+        used = [sum(one.cpu_times()[:2]) - start for one, start in zip(processes, before, strict=True)]
+    assert sum(used) < 0.08  # ticks of 10 ms; a loop that spins takes 2 seconds
