@@ -83,6 +83,11 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
+def id_of(letter: str) -> int:
+    (token_id,) = ids_of(letter)
+    return token_id
+
+
 def play(steps: Steps, uid: int, token_ids: list[int], code: FinishCode = FinishCode.LENGTH) -> None:
     """All tokens of a request, the last with its end."""
     for token_id in token_ids[:-1]:
@@ -162,8 +167,8 @@ def test_a_stop_string_ends_the_request_at_once() -> None:
 def test_a_stop_beats_the_length_on_the_same_token() -> None:
     steps = Steps()
     steps.open(1, TextRules(stop=("b",), no_stop_trim=True, stream=False))
-    steps.token(1, *ids_of("a"))
-    steps.token(1, *ids_of("b"), Ended(1, FinishCode.LENGTH))
+    steps.token(1, id_of("a"))
+    steps.token(1, id_of("b"), Ended(1, FinishCode.LENGTH))
     assert (steps.end(1).code, steps.end(1).matched) == (FinishCode.STOP, "b")
     assert steps.text(1) == "ab"
 
@@ -186,7 +191,7 @@ def test_a_stop_token_is_an_output_id_but_no_text_unless_kept(stream: bool, stop
 def test_what_was_held_back_leaves_with_an_abort() -> None:
     steps = Steps()
     steps.open(1, TextRules(stop=("ab",)))
-    steps.token(1, *ids_of("a"))
+    steps.token(1, id_of("a"))
     assert steps.text(1) == ""
     steps.give(StepOutput([], [], ended=[Ended(1, FinishCode.ABORT, message="by wish")]))
     assert steps.text(1) == "a"
@@ -278,7 +283,7 @@ def test_many_requests_leave_nothing_behind() -> None:
     steps = Steps()
     for uid in range(20_000):
         steps.open(uid, TextRules(stop=("a",), stream=False))
-        steps.token(uid, *ids_of("a"))
+        steps.token(uid, id_of("a"))
     service = steps.service
     assert len(steps.aborted) == 20_000
     assert service.num_remembered < 17_000

@@ -1,0 +1,227 @@
+"""Children beside every kind of parent: killed ones, threads that end, odd folders, terminals, foreign files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import zmq
+
+from aioengine.processes.host import limit_threads
+from aioengine.transport.addresses import PrivateDirectory
+from tests.processes.engine_kit import Frontend, fake_settings
+from tests.source import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.process
+
+PARENT = """
+import asyncio, sys
+sys.path.append({root!r})
+from tests.processes.engine_kit import Frontend
+
+async def main():
+    async with Frontend() as frontend:
+        frontend.submit(1)
+        await frontend.finished(1)
+        print(*(state.pid for state in frontend.supervisor.processes()), flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+
+asyncio.run(main())
+"""
+
+
+class Parent:
+    """A program of its own that runs an engine until it reads a line."""
+
+    def __init__(self, directory: Path, *, cwd: Path | None = None, **environment: str) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-P", "-c", PARENT.format(root=str(ROOT))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(directory), **environment},
+            start_new_session=True,
+        )
+        assert self.popen.stdout is not None
+        self.children = [psutil.Process(int(pid)) for pid in self.popen.stdout.readline().split()]
+        assert len(self.children) == 2, self.popen.communicate()
+
+    def end(self) -> tuple[str, str]:
+        """Let it end by itself; what it wrote."""
+        written = self.popen.communicate("\n", timeout=20)
+        assert self.popen.returncode == 0, written
+        return written
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A short place for the private directories: sockets have paths of limited length."""
+    with tempfile.TemporaryDirectory(prefix="aio-", dir="/tmp") as place:
+        yield Path(place)
+
+
+def gone_within(children: list[psutil.Process], timeout_s: float) -> bool:
+    _, alive = psutil.wait_procs(children, timeout=timeout_s)
+    return not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_children_end_with_a_parent_that_is_killed(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = Parent(base)
+    parent.popen.kill()
+    parent.popen.communicate()
+    assert gone_within(parent.children, 2.0)
+    assert len(list(base.iterdir())) == 1
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    PrivateDirectory().remove()
+    assert list(base.iterdir()) == []
+
+
+def test_children_that_do_not_run_python_end_with_their_parent(base: Path) -> None:
+    """Stopped ones cannot watch their standard input; the kernel ends them all the same."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux tells children of their parent's death")
+    parent = Parent(base)
+    for child in parent.children:
+        child.suspend()
+    parent.popen.kill()
+    parent.popen.communicate()
+    assert gone_within(parent.children, 2.0)
+
+
+def test_nothing_is_printed_at_a_normal_end_and_the_children_bear_names(base: Path) -> None:
+    parent = Parent(base)
+    names = [" ".join(child.cmdline()) for child in parent.children]
+    assert names[0].endswith("aioengine::scheduler")
+    assert names[1].endswith("aioengine::detokenizer")
+    short = [Path(f"/proc/{child.pid}/comm").read_text().strip() for child in parent.children]
+    assert short == ["aioengine:sched", "aioengine:detok"]
+    assert parent.end() == ("", "")
+    assert gone_within(parent.children, 1.0)
+    assert list(base.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_the_terminal_s_signals_are_the_parent_s_alone(base: Path, number: signal.Signals) -> None:
+    parent = Parent(base)
+    for child in parent.children:
+        assert os.getpgid(child.pid) != os.getpgid(parent.popen.pid)
+        if number == signal.SIGINT:
+            child.send_signal(number)
+    time.sleep(0.3)
+    assert all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in parent.children)
+    os.killpg(parent.popen.pid, number)
+    parent.popen.communicate(timeout=20)
+    assert gone_within(parent.children, 2.0)
+
+
+def test_files_of_the_working_directory_are_never_imported(base: Path, tmp_path: Path) -> None:
+    for name in ("queue", "msgspec", "zmq", "aioengine", "logging", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    parent = Parent(base, cwd=tmp_path)
+    assert parent.end() == ("", "")
+
+
+def test_long_paths_are_no_obstacle(tmp_path: Path) -> None:
+    long = tmp_path / ("long" * 30)
+    long.mkdir(parents=True)
+    assert len(str(long)) > zmq.IPC_PATH_MAX_LEN
+    parent = Parent(long, TMPDIR=str(long))
+    assert parent.end() == ("", "")
+    assert list(long.iterdir()) == []
+
+
+async def test_channels_work_where_no_socket_has_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    for unix in ("abstract names", "no unix sockets"):
+        with monkeypatch.context() as patched:
+            if unix == "abstract names":
+                patched.setattr(zmq, "IPC_PATH_MAX_LEN", 5)
+            else:
+                patched.delattr("socket.AF_UNIX")
+                patched.setattr("aioengine.transport.addresses.socket.AF_UNIX", 9999, raising=False)
+            async with Frontend() as frontend:
+                frontend.submit(1)
+                await frontend.finished(1)
+
+
+def test_children_outlive_the_thread_that_started_them(base: Path) -> None:
+    started: list[Frontend] = []
+
+    async def begin() -> None:
+        frontend = Frontend()
+        await frontend.supervisor.start()
+        started.append(frontend)
+
+    thread = threading.Thread(target=lambda: asyncio.run(begin()))
+    thread.start()
+    thread.join()
+    (frontend,) = started
+    time.sleep(0.5)
+    assert [state.alive for state in frontend.supervisor.processes()] == [True, True]
+    frontend.supervisor.kill_now()
+    assert [state.alive for state in frontend.supervisor.processes()] == [False, False]
+
+
+async def test_garbage_on_the_channels_is_outlived(caplog: pytest.LogCaptureFixture) -> None:
+    async with Frontend() as frontend:
+        launcher = frontend.supervisor._launcher
+        directory = launcher._directory.path  # type: ignore[attr-defined]
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        for name in ("scheduler", "detokenizer", "frontend"):
+            with context.socket(zmq.PUSH) as stranger:
+                stranger.connect(f"ipc://{directory}/{name}")
+                for data in (b"", b"\x01", b"\x01\x92\x05\x90", b"GET / HTTP/1.1", os.urandom(1000)):
+                    stranger.send(data)
+                stranger.setsockopt(zmq.LINGER, 1000)
+        context.term()
+        await asyncio.sleep(0.1)
+        frontend.submit(1)
+        await frontend.finished(1)
+        assert [state.alive for state in frontend.supervisor.processes()] == [True, True]
+        with contextlib.suppress(TimeoutError):
+            await frontend.idle_stats()
+    told = [record for record in caplog.records if "dropped a frame" in record.getMessage()]
+    assert len(told) == 3
+    assert frontend.failures == []
+
+
+async def test_the_host_is_as_it_was() -> None:
+    def state() -> list[object]:
+        return [
+            {number: signal.getsignal(number) for number in signal.valid_signals()},
+            dict(os.environ),
+            list(sys.path),
+            asyncio.get_running_loop().get_exception_handler(),
+            asyncio.get_event_loop_policy(),
+            sys.excepthook,
+        ]
+
+    before = state()
+    async with Frontend(fake_settings()) as frontend:
+        frontend.submit(1)
+        await frontend.finished(1)
+        assert state() == before
+    assert state() == before
+
+
+def test_the_number_of_threads_is_told_to_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+        monkeypatch.setenv(name, "7")
+    limit_threads(3)
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert os.environ["MKL_NUM_THREADS"] == "3"
