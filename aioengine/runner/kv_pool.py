@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,25 +17,30 @@ if TYPE_CHECKING:
 class KVPool:
     """Keys and values of all layers, by page: ``tensor`` in the layout of ``attention.kv_pool_shape``.
 
-    It starts as zeros, which the operating system gives page by page as they are written: a pool on the CPU costs
-    memory only as far as it is used.
+    It starts as zeros. On the CPU these come from the operating system, page by page as they are written: a pool costs
+    time and memory only as far as it is used.
     """
 
     def __init__(
         self, shape: AttentionShape, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         size = kv_pool_shape(shape, num_pages=num_pages, page_size=page_size)
-        self.tensor = torch.zeros(size, dtype=dtype, device=device)
         self.num_pages = num_pages
         self.page_size = page_size
-
-    @property
-    def num_bytes(self) -> int:
-        return self.tensor.nbytes
+        self.num_bytes = math.prod(size) * dtype.itemsize
+        self._memory: mmap.mmap | None = None
+        if device.type == "cpu":
+            self._memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(size)
+        else:
+            self.tensor = torch.zeros(size, dtype=dtype, device=device)
 
     def release(self) -> None:
         """Give the memory back; nothing may be computed after this."""
-        self.tensor.untyped_storage().resize_(0)
+        if self._memory is None:
+            self.tensor.untyped_storage().resize_(0)
+        else:
+            self._memory.madvise(mmap.MADV_DONTNEED)
 
     def clean(self, pages: list[int]) -> None:
         """Make what is not a finite number in these pages zero.
