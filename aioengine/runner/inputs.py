@@ -10,7 +10,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from aioengine.attention._base import ForwardBatch
 
@@ -28,25 +27,18 @@ if TYPE_CHECKING:
 class StepRows:
     """The rows of a step as columns of length R, and the tokens that the plan names, one after the other.
 
-    num_known: tokens that the plan names of a row: ``counts``, or one less where only the device knows the last.
+    token_ends: where the tokens of a row end among those of the step. num_known: tokens that the plan names of a row:
+    ``counts``, or one less where only the device knows the last.
     """
 
     requests: list[RequestRow]
     slots: Ints
     starts: Ints
     counts: Ints
+    token_ends: Ints
     samples: npt.NDArray[np.bool_]
     num_known: Ints
     known_ids: Ints
-
-    @property
-    def sampled_requests(self) -> list[RequestRow]:
-        return [request for request, samples in zip(self.requests, self.samples.tolist(), strict=True) if samples]
-
-    @property
-    def sampled_positions(self) -> Ints:
-        """Where the new tokens go in their requests, [S]."""
-        return (self.starts + self.counts)[self.samples]
 
 
 class InputBuilder:
@@ -60,25 +52,28 @@ class InputBuilder:
     def read(self, rows: list[Row]) -> StepRows:
         """The columns of these rows, whose requests must be open."""
         requests = [self._table.requests[row.uid] for row in rows]
-        num_known = np.array([len(row.token_ids) for row in rows], dtype=np.int64)
+        counts = np.array([row.count for row in rows], dtype=np.int64)
+        num_known = [len(row.token_ids) for row in rows]
         return StepRows(
             requests,
             np.array([request.slot for request in requests], dtype=np.int64),
             np.array([row.start for row in rows], dtype=np.int64),
-            np.array([row.count for row in rows], dtype=np.int64),
+            counts,
+            counts.cumsum(),
             np.array([row.samples for row in rows], dtype=np.bool_),
-            num_known,
-            np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, int(num_known.sum())),
+            np.array(num_known, dtype=np.int64),
+            np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, sum(num_known)),
         )
 
     def is_valid(self, rows: StepRows) -> bool:
         """Whether all rows can be computed; ``find_errors`` says which cannot."""
         missing = rows.counts - rows.num_known
-        ends = rows.starts + rows.counts
-        room = self._table.num_pages[rows.slots] * self._page_size
-        are_rows_valid = (rows.counts > 0) & (rows.starts >= 0) & (missing >= 0) & (missing <= 1) & (ends <= room)
+        room = self._table.num_pages[rows.slots] * self._page_size - rows.starts - rows.counts
+        # none of these may be negative: their signs are looked at together
+        signs = (rows.counts - 1) | rows.starts | missing | (1 - missing) | room
         ids = rows.known_ids
-        return bool(are_rows_valid.all()) and not (ids.size and (ids.min() < 0 or ids.max() >= self._num_embeddings))
+        are_ids_valid = not ids.size or (ids.min() >= 0 and ids.max() < self._num_embeddings)
+        return bool(are_ids_valid and (not signs.size or signs.min() >= 0))
 
     def find_errors(self, rows: list[Row]) -> dict[int, str]:
         """What is wrong with each row that cannot be computed, by uid."""
@@ -99,40 +94,41 @@ class InputBuilder:
 
     def build(self, rows: StepRows) -> ForwardBatch:
         """The tensors of valid rows, at least one."""
-        ends = rows.counts.cumsum()
+        upload, page_size = self._table.upload, self._page_size
         kv_lengths = rows.starts + rows.counts
-        num_pages = -(-int(kv_lengths.max()) // self._page_size)
+        num_pages = -(-int(kv_lengths.max()) // page_size)
         page_table_RP = self._table.page_table[rows.slots, :num_pages]
-        if ends[-1] == len(ends):
-            row_of_token, positions = np.arange(len(ends)), rows.starts
+        num_tokens = int(rows.token_ends[-1])
+        if num_tokens == len(rows.requests):
+            row_of_token, positions = np.arange(num_tokens), rows.starts
         else:
-            row_of_token = np.repeat(np.arange(len(ends)), rows.counts)
-            positions = np.arange(ends[-1]) + np.repeat(kv_lengths - ends, rows.counts)
-        pages = page_table_RP[row_of_token, positions // self._page_size].astype(np.int64)
+            row_of_token = np.repeat(np.arange(len(rows.requests)), rows.counts)
+            positions = np.arange(num_tokens) + np.repeat(kv_lengths - rows.token_ends, rows.counts)
+        page_places = positions // page_size
+        slot_mapping = positions + (page_table_RP[row_of_token, page_places] - page_places) * page_size
         return ForwardBatch(
-            input_ids=self._input_ids(rows, ends),
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(pages * self._page_size + positions % self._page_size),
-            page_table=self._tensor(page_table_RP),
+            input_ids=self._input_ids(rows, num_tokens),
+            positions=upload(positions),
+            slot_mapping=upload(slot_mapping),
+            page_table=upload(page_table_RP),
             query_lengths=rows.counts.tolist(),
             kv_lengths=kv_lengths.tolist(),
-            sample_rows=self._tensor(ends[rows.samples] - 1),
+            sample_rows=upload(rows.token_ends[rows.samples] - 1),
         )
 
-    def _input_ids(self, rows: StepRows, ends: Ints) -> Tensor:
+    def _input_ids(self, rows: StepRows, num_tokens: int) -> Tensor:
+        upload = self._table.upload
+        if len(rows.known_ids) == num_tokens:
+            return upload(rows.known_ids)
         held = np.flatnonzero(rows.num_known < rows.counts)  # rows whose last token the device holds
-        if not held.size:
-            return self._tensor(rows.known_ids)
-        held_ids = self._table.last_tokens[self._tensor(rows.slots[held])]
+        held_ids = self._table.last_tokens[upload(rows.slots[held])]
         if not rows.known_ids.size:
             return held_ids  # decode rows alone
-        is_known = np.ones(ends[-1], dtype=np.bool_)
-        is_known[ends[held] - 1] = False
-        ids = np.zeros(ends[-1], dtype=np.int64)
+        places = rows.token_ends[held] - 1
+        is_known = np.ones(num_tokens, dtype=np.bool_)
+        is_known[places] = False
+        ids = np.zeros(num_tokens, dtype=np.int64)
         ids[is_known] = rows.known_ids
-        input_ids = self._tensor(ids)
-        input_ids[self._tensor(ends[held] - 1)] = held_ids
+        input_ids = upload(ids)
+        input_ids[upload(places)] = held_ids
         return input_ids
-
-    def _tensor(self, column: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(column).to(self._table.last_tokens.device)

@@ -21,7 +21,7 @@ from aioengine.runner.capacity import Demand, fit_pages, free_memory, kv_bytes_p
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.rows import RowTable
-from aioengine.runner.sampler import FAILED, SampledRows, Sampler
+from aioengine.runner.sampler import FAILED, Sampler
 from aioengine.runner.vocabulary import num_token_ids
 from aioengine.scheduler.plan import StepResult
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aioengine.config import Settings
     from aioengine.models._base import Model
     from aioengine.runner.inputs import StepRows
+    from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.scheduler.plan import Plan, Row
 
     Facts = dict[str, str | int | float | bool]
@@ -59,14 +60,14 @@ class DeviceParts:
 class Ticket:
     """A launched step.
 
-    wanted: uids of the rows that sample, in the order of the plan. computed: uids of the rows that were computed.
-    sampled: those of them that gave a token. values: on the device, the tokens of ``sampled``, then 1 for each of
-    ``computed`` that is finite. failed: rows that were not computed.
+    wanted: uids of the rows that sample, in the order of the plan. sampled: those that were computed. silent: uids of
+    the computed rows that do not sample. values: on the device, a token for each of ``sampled``, then for each of
+    ``silent`` 0 or, where its numbers are bad, FAILED. failed: rows that were not computed.
     """
 
     wanted: list[int]
-    computed: list[int]
     sampled: list[int]
+    silent: list[int]
     values: Tensor
     failed: dict[int, str]
 
@@ -117,27 +118,29 @@ class ModelRunner:
         failed = (
             {row.uid: self._broken[row.uid] for row in plan.rows if row.uid in self._broken} if self._broken else {}
         )
-        computed = [request.uid for request in rows.requests]
-        if not computed:
+        if not rows.requests:
             return Ticket(wanted, [], [], torch.empty(0, dtype=torch.int64), failed)
-        sampled = [request.uid for request in rows.sampled_requests]
-        return Ticket(wanted, computed, sampled, self._compute(rows), failed)
+        sampled = rows.requests
+        silent: list[RequestRow] = []
+        if not rows.samples.all():
+            sampled, silent = [], []
+            for request, samples in zip(rows.requests, rows.samples.tolist(), strict=True):
+                (sampled if samples else silent).append(request)
+        values = self._compute(rows, sampled)
+        return Ticket(wanted, [each.uid for each in sampled], [each.uid for each in silent], values, failed)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for the step and give its tokens: the one copy from the device to the host."""
         values: list[int] = ticket.values.tolist()
-        num_sampled = len(ticket.sampled)
-        token_ids, is_finite = values[:num_sampled], values[num_sampled:]
-        if not ticket.failed and FAILED not in token_ids and all(is_finite):
-            return StepResult(token_ids)
-        bad = [uid for uid, ok in zip(ticket.computed, is_finite, strict=True) if not ok]
-        bad += [uid for uid, token_id in zip(ticket.sampled, token_ids, strict=True) if token_id == FAILED]
+        if FAILED not in values and not ticket.failed:
+            return StepResult(values[: len(ticket.sampled)])
+        value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True))
+        bad = [uid for uid, value in value_of.items() if value == FAILED]
         for uid in bad:
             self._break(uid, _NOT_FINITE)
         self._poisoned.update(bad)
         failed = {**ticket.failed, **dict.fromkeys(bad, _NOT_FINITE)}
-        token_of = {uid: i for uid, i in zip(ticket.sampled, token_ids, strict=True) if uid not in failed}
-        return StepResult([token_of.get(uid, FAILED) for uid in ticket.wanted], failed)
+        return StepResult([value_of.get(uid, FAILED) for uid in ticket.wanted], failed)
 
     def close(self) -> None:
         """Give the memory of the pool back. May be called twice; nothing can be launched after it."""
@@ -182,22 +185,26 @@ class ModelRunner:
             self._break(uid, error)
         return self._inputs.read([row for row in live if row.uid not in self._broken])
 
-    def _compute(self, rows: StepRows) -> Tensor:
+    def _compute(self, rows: StepRows, sampled: list[RequestRow]) -> Tensor:
         """Forward and sampling of at least one row; gives ``Ticket.values``."""
         batch = self._inputs.build(rows)
         self._attention.prepare(batch)
         hidden = self._model.forward(batch.input_ids, batch.positions, self._attention)
+        if len(sampled) == len(batch.input_ids):
+            return self._sample(hidden, self._table.sampled(sampled, rows.slots, rows.starts + rows.counts))
         # A bad number anywhere in a row has reached its last token through attention.
-        ends = torch.from_numpy(rows.counts.cumsum() - 1).to(self._device)
-        is_finite = hidden[ends].isfinite().all(-1).to(torch.int64)
-        if not rows.samples.any():
-            return is_finite
-        logits = self._model.compute_logits(hidden[batch.sample_rows])
-        requests, positions = rows.sampled_requests, rows.sampled_positions
-        records = self._table.sampling[rows.slots[rows.samples]]
-        token_ids = self._sampler.sample(logits, SampledRows(requests, positions, records))
-        self._table.write_tokens(requests, positions, token_ids)
-        return torch.cat([token_ids, is_finite])
+        ends = self._table.upload(rows.token_ends[~rows.samples] - 1)
+        silent = torch.where(hidden[ends].isfinite().all(-1), 0, FAILED)
+        if not sampled:
+            return silent
+        slots, positions = rows.slots[rows.samples], (rows.starts + rows.counts)[rows.samples]
+        token_ids = self._sample(hidden[batch.sample_rows], self._table.sampled(sampled, slots, positions))
+        return torch.cat([token_ids, silent])
+
+    def _sample(self, hidden: Tensor, rows: SampledRows) -> Tensor:
+        token_ids = self._sampler.sample(self._model.compute_logits(hidden), rows)
+        self._table.write_tokens(rows, token_ids)
+        return token_ids
 
 
 def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner:

@@ -48,3 +48,41 @@ def uniforms(seeds: Words, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.f
     bits = (words[0] >> np.uint64(5) << np.uint64(26)) | (words[1] >> np.uint64(6))
     numbers: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
     return numbers
+
+
+class UniformTable:
+    """The numbers of the next positions of each slot, made ``AHEAD`` at a time: a step's own would cost as much."""
+
+    AHEAD = 16
+
+    def __init__(self) -> None:
+        self._numbers = np.zeros((0, self.AHEAD))
+        self._starts = np.zeros(0, dtype=np.int64)
+        self._seeds = np.zeros(0, dtype=np.uint64)
+
+    def take(
+        self, slots: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
+        """``uniforms(seeds, positions)``. A slot may be given to another request at any time."""
+        self._make_room(int(slots.max()) + 1)
+        offsets = positions - self._starts[slots]
+        is_stale = (offsets < 0) | (offsets >= self.AHEAD) | (self._seeds[slots] != seeds)
+        if is_stale.any():
+            self._refill(slots[is_stale], seeds[is_stale], positions[is_stale])
+            offsets = positions - self._starts[slots]
+        numbers: npt.NDArray[np.float64] = self._numbers[slots, offsets]
+        return numbers
+
+    def _refill(self, slots: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]) -> None:
+        ahead = (positions[:, None] + np.arange(self.AHEAD)).ravel()
+        self._numbers[slots] = uniforms(seeds.repeat(self.AHEAD), ahead).reshape(-1, self.AHEAD)
+        self._starts[slots] = positions
+        self._seeds[slots] = seeds
+
+    def _make_room(self, num_slots: int) -> None:
+        have = len(self._starts)
+        if num_slots > have:
+            more = max(num_slots, 2 * have) - have
+            self._numbers = np.concatenate([self._numbers, np.zeros((more, self.AHEAD))])
+            self._starts = np.concatenate([self._starts, np.full(more, -self.AHEAD)])
+            self._seeds = np.concatenate([self._seeds, np.zeros(more, dtype=np.uint64)])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from aioengine.runner.truncation import TOP_K_OFF
+from aioengine.runner.upload import upload_to
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -30,6 +31,7 @@ GREEDY_BELOW = 1e-5
 
 SAMPLING_RECORD = np.dtype(
     [
+        ("is_plain", np.bool_),  # greedy, and no processor
         ("is_greedy", np.bool_),
         ("is_truncated", np.bool_),  # by top-k, top-p or min-p
         ("processors", np.int64),  # bit i: processor i of the tuple
@@ -56,6 +58,16 @@ class RequestRow:
     history: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The S rows of a step that give a token. ``positions``: the place of the new token in its request."""
+
+    requests: list[RequestRow]
+    slots: Ints
+    positions: Ints
+    records: npt.NDArray[np.void]  # of SAMPLING_RECORD
+
+
 class RowTable:
     """The open requests and their tables.
 
@@ -77,6 +89,7 @@ class RowTable:
         self.num_pages = np.zeros(_NUM_SLOTS, dtype=np.int64)
         self.last_tokens = torch.zeros(_NUM_SLOTS, dtype=torch.int64, device=device)
         self.sampling = np.zeros(_NUM_SLOTS, dtype=SAMPLING_RECORD)
+        self.upload = upload_to(device)
         self._pool_pages = num_pages
         self._num_embeddings = num_embeddings
         self._processors = processors
@@ -129,14 +142,19 @@ class RowTable:
         self.page_table[request.slot, start:end] = pages
         self.num_pages[request.slot] = end
 
-    def write_tokens(self, requests: list[RequestRow], positions: Ints, token_ids: Tensor) -> None:
-        """Remember the sampled tokens [S]; ``positions`` are their places in the requests."""
+    def sampled(self, requests: list[RequestRow], slots: Ints, positions: Ints) -> SampledRows:
+        """These requests as rows that sample."""
+        return SampledRows(requests, slots, positions, self.sampling[slots])
+
+    def write_tokens(self, rows: SampledRows, token_ids: Tensor) -> None:
+        """Remember the sampled tokens [S] of these rows."""
         usable = token_ids.clamp(min=0)  # a row that failed has -1, which no embedding has
-        slots = torch.tensor([request.slot for request in requests], device=token_ids.device)
-        self.last_tokens.index_copy_(0, slots, usable)
-        for i, request in enumerate(requests):
+        self.last_tokens[self.upload(rows.slots)] = usable
+        if not rows.records["processors"].any():
+            return
+        for i, request in enumerate(rows.requests):
             if request.history is not None:
-                position = int(positions[i])
+                position = int(rows.positions[i])
                 request.history = _with_room(request.history, position + 1)
                 request.history[position] = usable[i]
 
@@ -153,12 +171,15 @@ class RowTable:
             message = f"token id {wrong} is outside the vocabulary of {self._num_embeddings}"
             raise ValueError(message)
 
-    def _record(self, sampling: Sampling) -> tuple[bool, bool, int, float, int, float, float, int]:
+    def _record(self, sampling: Sampling) -> tuple[bool, bool, bool, int, float, int, float, float, int]:
         has_top_k = 0 < sampling.top_k < self._num_embeddings
+        is_greedy = sampling.temperature < GREEDY_BELOW
+        processors = sum(1 << i for i, processor in enumerate(self._processors) if processor.wants(sampling))
         return (
-            sampling.temperature < GREEDY_BELOW,
+            is_greedy and not processors,
+            is_greedy,
             has_top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0,
-            sum(1 << i for i, processor in enumerate(self._processors) if processor.wants(sampling)),
+            processors,
             sampling.temperature,
             sampling.top_k if has_top_k else TOP_K_OFF,
             sampling.top_p,

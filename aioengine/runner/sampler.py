@@ -10,22 +10,22 @@ each id that a prompt may hold.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from aioengine.runner.logits import LogitsRow
-from aioengine.runner.philox import uniforms
+from aioengine.runner.philox import UniformTable
 from aioengine.runner.truncation import BLOCK, Truncation, draw, draw_truncated
+from aioengine.runner.upload import upload_to
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.runner.logits import LogitsProcessor
-    from aioengine.runner.rows import RequestRow
+    from aioengine.runner.rows import SampledRows
 
     Ints = npt.NDArray[np.int64]
 
@@ -34,21 +34,7 @@ FAILED = -1
 
 _CHUNK_ROWS = 32  # rows that are worked on at once: bounds the scratch memory, and stays near the caches
 _NUM_SEGMENTS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRows:
-    """The rows of a step that give a token.
-
-    positions: the place of the new token in its request. records: [S] of rows.SAMPLING_RECORD.
-    """
-
-    requests: list[RequestRow]
-    positions: Ints
-    records: npt.NDArray[np.void]
-
-    def chunks(self, indices: Ints) -> list[Ints]:
-        return [indices[i : i + _CHUNK_ROWS] for i in range(0, len(indices), _CHUNK_ROWS)]
+_SEGMENTED_FROM = 1 << 15
 
 
 class Sampler:
@@ -61,13 +47,15 @@ class Sampler:
         self._width = -(-num_embeddings // BLOCK) * BLOCK
         self._processors = processors
         self._device = device
+        self._upload = upload_to(device)
+        self._uniform_table = UniformTable()
         self._scratch = torch.empty(0, self._width, device=device)
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
         """One token id for each row of the logits [S, >= V], as [S] int64 on their device; FAILED for a bad row."""
         logits = logits[:, : self._vocab_size]
         records = rows.records
-        is_plain = records["is_greedy"] & (records["processors"] == 0)
+        is_plain = records["is_plain"]
         if is_plain.all():
             return greedy(logits)
         token_ids = torch.empty(len(records), dtype=torch.int64, device=self._device)
@@ -78,12 +66,12 @@ class Sampler:
             (~is_greedy & ~is_truncated, self._drawn),
             (~is_greedy & is_truncated, self._truncated),
         ):
-            for chunk in rows.chunks(np.flatnonzero(mask)):
-                token_ids[self._tensor(chunk)] = method(logits, rows, chunk)
+            for chunk in _chunks(np.flatnonzero(mask)):
+                token_ids[self._upload(chunk)] = method(logits, rows, chunk)
         return token_ids
 
     def _plain(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
-        return greedy(logits[self._tensor(chunk)])
+        return greedy(logits[self._upload(chunk)])
 
     def _processed(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         return greedy(self._process(logits, rows, chunk))
@@ -94,8 +82,7 @@ class Sampler:
 
     def _truncated(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
-        records = rows.records[chunk]
-        rules = Truncation(*(self._tensor(records[name]) for name in ("top_k", "top_p", "min_p")))
+        rules = Truncation(*(self._upload(rows.records[name][chunk]) for name in ("top_k", "top_p", "min_p")))
         return draw_truncated(p_SW, self._uniforms(rows, chunk), rules).masked_fill_(is_bad_S, FAILED)
 
     def _process(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
@@ -104,7 +91,7 @@ class Sampler:
             self._scratch = torch.empty(len(chunk), self._width, device=self._device)
         scores_SW = self._scratch[: len(chunk)]
         is_all = len(chunk) == len(logits)
-        scores_SW[:, : self._vocab_size].copy_(logits if is_all else logits[self._tensor(chunk)])
+        scores_SW[:, : self._vocab_size].copy_(logits if is_all else logits[self._upload(chunk)])
         scores_SW[:, self._vocab_size :] = -torch.inf
         bits = rows.records["processors"][chunk]
         for i, processor in enumerate(self._processors):
@@ -116,7 +103,7 @@ class Sampler:
     def _probabilities(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> tuple[Tensor, Tensor]:
         """[S, W] fp32 in the scratch memory, and which rows have none, [S] bool (their entries are replaced)."""
         p_SW = self._process(logits, rows, chunk)
-        p_SW.div_(self._tensor(rows.records["temperature"][chunk])[:, None])
+        p_SW.div_(self._upload(rows.records["temperature"][chunk])[:, None])
         torch.softmax(p_SW, -1, out=p_SW)
         is_bad_S = p_SW[:, 0].isnan()  # one entry that is no number makes all entries of its row so
         if bool(is_bad_S.any()):
@@ -124,30 +111,33 @@ class Sampler:
         return p_SW, is_bad_S
 
     def _uniforms(self, rows: SampledRows, chunk: Ints) -> Tensor:
-        return self._tensor(uniforms(rows.records["seed"][chunk], rows.positions[chunk]))
-
-    def _tensor(self, column: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(column.copy()).to(self._device)
+        seeds = rows.records["seed"][chunk]
+        return self._upload(self._uniform_table.take(rows.slots[chunk], seeds, rows.positions[chunk]))
 
 
 def greedy(logits: Tensor) -> Tensor:
     """The first of the largest logits of each row [S, V], as [S] int64; FAILED where the largest is no finite number.
 
-    Maxima of segments first: torch's argmax reads a wide row an order of magnitude slower than its amax.
+    Over many numbers, maxima of segments first: torch's max with places is an order of magnitude slower than amax.
     """
-    width = logits.shape[-1]
+    num_rows, width = logits.shape
+    if num_rows * width < _SEGMENTED_FROM:
+        largest, token_ids = logits.max(-1)
+        return token_ids.where(largest.isfinite(), FAILED)
     size = -(-width // _NUM_SEGMENTS)
     whole = width // size
     best = torch.unflatten(logits[:, : whole * size], -1, (whole, size)).amax(-1)
     if whole * size < width:
         best = torch.cat([best, logits[:, whole * size :].amax(-1, keepdim=True)], dim=-1)
-    segment = best.argmax(-1, keepdim=True)
+    largest, segment = best.max(-1, keepdim=True)
     places = segment * size + torch.arange(size, device=logits.device)
     places.clamp_(max=width - 1)
     inside = logits.gather(-1, places).argmax(-1, keepdim=True)
-    token_ids = places.gather(-1, inside)[:, 0]
-    is_good = best.gather(-1, segment)[:, 0].isfinite()
-    return token_ids.where(is_good, FAILED)
+    return places.gather(-1, inside)[:, 0].where(largest[:, 0].isfinite(), FAILED)
+
+
+def _chunks(indices: Ints) -> list[Ints]:
+    return [indices[i : i + _CHUNK_ROWS] for i in range(0, len(indices), _CHUNK_ROWS)]
 
 
 def _logits_row(rows: SampledRows, row: int, index: int) -> LogitsRow:

@@ -8,8 +8,8 @@ import torch
 
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
-from aioengine.runner.rows import RowTable
-from aioengine.runner.sampler import FAILED, SampledRows, Sampler, greedy
+from aioengine.runner.rows import RowTable, SampledRows
+from aioengine.runner.sampler import FAILED, Sampler, greedy
 from aioengine.scheduler.plan import OpenedRow
 
 CPU = torch.device("cpu")
@@ -27,9 +27,9 @@ def make(
         table.open(OpenedRow(i, sampling, 2, prompt))
     requests = [table.requests[i] for i in range(len(samplings))]
     positions = np.array([len(prompt) for prompt in prompts])
-    records = table.sampling[[request.slot for request in requests]]
+    rows = table.sampled(requests, np.array([request.slot for request in requests]), positions)
     sampler = Sampler(vocab_size=width - padding, num_embeddings=width, device=CPU, processors=processors)
-    return sampler, SampledRows(requests, positions, records)
+    return sampler, rows
 
 
 def sample(logits: torch.Tensor, samplings: list[Sampling], prompts: list[list[int]] | None = None) -> list[int]:
