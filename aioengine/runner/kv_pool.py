@@ -14,8 +14,17 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape
 
 
+PADDING_PAGE = 0
+"""Nobody's page: it stays zero, and stands where a page table has room to fill. Plans do not count it."""
+
+FIRST_PAGE = 1
+"""Where page 0 of a plan is in the pool."""
+
+
 class KVPool:
     """Keys and values of all layers, by page: ``tensor`` in the layout of ``attention.kv_pool_shape``.
+
+    num_pages: pages that requests can have; the tensor has the padding page before them.
 
     It starts as zeros. On the CPU these come from the operating system, page by page as they are written: a pool costs
     time and memory only as far as it is used.
@@ -24,7 +33,7 @@ class KVPool:
     def __init__(
         self, shape: AttentionShape, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        size = kv_pool_shape(shape, num_pages=num_pages, page_size=page_size)
+        size = kv_pool_shape(shape, num_pages=FIRST_PAGE + num_pages, page_size=page_size)
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_bytes = math.prod(size) * dtype.itemsize

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
 from aioengine.runner.truncation import TOP_K_OFF
 from aioengine.runner.upload import upload_to
 
@@ -69,9 +70,10 @@ class SampledRows:
 
 
 class RowTable:
-    """The open requests and their tables.
+    """The open requests and their tables. ``num_pages`` at construction: pages of the pool that plans may name.
 
-    page_table: [slots, max_row_pages] int32 on the host, the first ``num_pages`` [slots] of a row are its own.
+    page_table: [slots, max_row_pages] int32 on the host, pages of the pool: the first ``num_pages`` [slots] of a row
+    are its own, the others are the padding page.
     last_tokens: [slots] int64 on the device. sampling: [slots] of SAMPLING_RECORD.
     """
 
@@ -85,7 +87,7 @@ class RowTable:
         processors: tuple[LogitsProcessor, ...],
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
-        self.page_table = np.zeros((_NUM_SLOTS, max_row_pages), dtype=np.int32)
+        self.page_table = np.full((_NUM_SLOTS, max_row_pages), PADDING_PAGE, dtype=np.int32)
         self.num_pages = np.zeros(_NUM_SLOTS, dtype=np.int64)
         self.last_tokens = torch.zeros(_NUM_SLOTS, dtype=torch.int64, device=device)
         self.sampling = np.zeros(_NUM_SLOTS, dtype=SAMPLING_RECORD)
@@ -112,6 +114,7 @@ class RowTable:
         self.requests[opened.uid] = request
         self.sampling[slot] = self._record(opened.sampling)
         self.num_pages[slot] = 0
+        self.page_table[slot] = PADDING_PAGE
         self.add_pages(request, opened.pages)
 
     def close(self, uid: int) -> None:
@@ -121,12 +124,12 @@ class RowTable:
             self._free_slots.append(request.slot)
 
     def pages(self, uid: int) -> list[int]:
-        """The page table of a request; empty for one that is not known."""
+        """Pages of the pool that a request has, in order; empty for one that is not known."""
         request = self.requests.get(uid)
         return [] if request is None else self.page_table[request.slot, : self.num_pages[request.slot]].tolist()
 
     def add_pages(self, request: RequestRow, pages: list[int]) -> None:
-        """Append to its page table.
+        """Append to its page table. ``pages`` count from 0, as in plans: they leave the padding page out.
 
         Raises:
             ValueError: more pages than the longest request can have, or a page that is not in the pool.
@@ -139,7 +142,7 @@ class RowTable:
         if pages and not (min(pages) >= 0 and max(pages) < self._pool_pages):
             message = f"pages {pages} are not all in the pool of {self._pool_pages}"
             raise ValueError(message)
-        self.page_table[request.slot, start:end] = pages
+        self.page_table[request.slot, start:end] = [page + FIRST_PAGE for page in pages]
         self.num_pages[request.slot] = end
 
     def sampled(self, requests: list[RequestRow], slots: Ints, positions: Ints) -> SampledRows:

@@ -12,6 +12,13 @@ from aioengine.runner.rows import RowTable, SampledRows
 from aioengine.runner.sampler import FAILED, Sampler, greedy
 from aioengine.scheduler.plan import OpenedRow
 
+
+@pytest.fixture(autouse=True)
+def one_thread(two_threads: None) -> None:
+    """On a busy machine two threads wait for each other most of the time."""
+    torch.set_num_threads(1)
+
+
 CPU = torch.device("cpu")
 NUM_EMBEDDINGS = 10_240
 VOCAB_SIZE = 10_100
@@ -62,6 +69,7 @@ def random_logits(num_rows: int, *, seed: int = 0, dtype: torch.dtype = torch.fl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_row_of_a_mixed_batch_gives_what_it_gives_alone(dtype: torch.dtype) -> None:
+    torch.set_num_threads(2)
     samplings = [each for each in MIXTURE for _ in range(4)]  # more rows than a chunk of the sampler
     logits = random_logits(len(samplings), dtype=dtype)
     prompts = [[i % 50, 3, 4, 3 + i] for i in range(len(samplings))]

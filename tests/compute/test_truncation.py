@@ -8,6 +8,13 @@ import torch
 
 from aioengine.runner.truncation import TOP_K_OFF, Truncation, draw, draw_truncated, kept
 
+
+@pytest.fixture(autouse=True)
+def one_thread(two_threads: None) -> None:
+    """On a busy machine two threads wait for each other most of the time."""
+    torch.set_num_threads(1)
+
+
 WIDTHS = (128, 10_240)  # all tokens are candidates; candidates come from blocks
 
 

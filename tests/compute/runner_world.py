@@ -1,0 +1,136 @@
+"""Tiny checkpoints, and a real Scheduler around a real ModelRunner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from aioengine.config import (
+    MemorySettings,
+    ModelSettings,
+    RunnerSettings,
+    SchedulerSettings,
+    Settings,
+    TextSettings,
+)
+from aioengine.protocol.messages import Ended, Limits, Sampling, Submit, TextRules
+from aioengine.runner.model_runner import ModelRunner, Ticket, build
+from aioengine.scheduler.core import SchedulerCore
+from aioengine.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOCAB_SIZE = 300
+CONTEXT_LENGTH = 256
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT_LENGTH,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def save_model(family: str, folder: Path, *, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
+    """A random model of this family, saved to the folder; gives transformers' own."""
+    torch.manual_seed(7)
+    extra = {"head_dim": 16} if family == "qwen3" else {}
+    config = FAMILIES[family](**{**SIZES, **extra, **changes})
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def make_settings(
+    path: Path | str,
+    *,
+    dtype: str = "float32",
+    load_format: str = "auto",
+    page_size: int = 4,
+    num_pages: int | None = 256,
+    chunk_tokens: int = 512,
+    depth: int = 0,
+) -> Settings:
+    return Settings(
+        model=ModelSettings(
+            path=str(path), dtype=dtype, load_format=load_format, context_length=CONTEXT_LENGTH, vocab_size=VOCAB_SIZE
+        ),
+        memory=MemorySettings(page_size=page_size, num_pages=num_pages, mem_fraction_static=0.4),
+        scheduler=SchedulerSettings(
+            max_running=32,
+            chunk_tokens=chunk_tokens,
+            context_length=CONTEXT_LENGTH,
+            policy="fcfs",
+            prefix_cache=True,
+            depth=depth,
+        ),
+        runner=RunnerSettings(factory="", device="cpu", attention_backend="torch", num_threads=1),
+        text=TextSettings(tokenizer_path=None),
+        random_seed=0,
+        log_level="error",
+    )
+
+
+@dataclass
+class World:
+    """An engine without processes and text: submit, run to the end, read the tokens."""
+
+    settings: Settings
+    outputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    ended: dict[int, Ended] = field(default_factory=dict[int, Ended])
+    num_cached: dict[int, int] = field(default_factory=dict[int, int])
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.runner: ModelRunner = build(self.settings, lambda _: None)
+        num_pages, page_size = self.settings.memory.num_pages, self.settings.memory.page_size
+        assert num_pages is not None
+        scheduler = Scheduler(self.settings.scheduler, num_pages=num_pages, page_size=page_size)
+        self.core: SchedulerCore[Ticket] = SchedulerCore(scheduler, self.runner, self.settings.scheduler.depth)
+        self._next_uid = 0
+
+    def submit(self, prompt: list[int], sampling: Sampling | None = None, *, max_new_tokens: int = 12) -> int:
+        uid = self._next_uid
+        self._next_uid += 1
+        sampling = sampling or Sampling(uid, temperature=0.0)
+        self.outputs[uid] = []
+        self.core.submit(Submit(uid, prompt, sampling, Limits(max_new_tokens), TextRules()))
+        return uid
+
+    def step(self) -> None:
+        output = self.core.step(0.0)
+        if output is None:
+            return
+        for uid, token_id in zip(output.uids, output.token_ids, strict=True):
+            self.outputs[uid].append(token_id)
+        self.num_cached |= {opened.uid: opened.num_cached for opened in output.opened}
+        self.num_preemptions += len(output.preempted)
+        self.ended |= {ended.uid: ended for ended in output.ended}
+
+    def run(self) -> None:
+        while self.core.has_work:
+            self.step()
+        self.core.check_integrity()
+
+    def answers(
+        self, prompts: list[list[int]], samplings: list[Sampling] | None = None, *, max_new_tokens: int = 12
+    ) -> list[list[int]]:
+        """All together."""
+        picked = samplings or [Sampling(0, temperature=0.0)] * len(prompts)
+        uids = [
+            self.submit(prompt, sampling, max_new_tokens=max_new_tokens)
+            for prompt, sampling in zip(prompts, picked, strict=True)
+        ]
+        self.run()
+        return [self.outputs[uid] for uid in uids]

@@ -1,0 +1,204 @@
+"""The runner under the real scheduler: transformers' greedy tokens, and the same tokens in any company."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from aioengine.protocol.messages import FinishCode, Sampling
+from aioengine.runner.model_runner import build
+from aioengine.scheduler.plan import OpenedRow, Plan, Row
+from tests.compute.runner_world import CONTEXT_LENGTH, FAMILIES, VOCAB_SIZE, World, make_settings, save_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMPTS = [random.Random(i).choices(range(1, VOCAB_SIZE), k=length) for i, length in enumerate((1, 5, 19, 33, 64))]
+SAMPLINGS = [
+    Sampling(3),
+    Sampling(4, temperature=0.0, repetition_penalty=1.2),
+    Sampling(5, temperature=1.3, top_p=0.8, frequency_penalty=0.4),
+    Sampling(6, top_k=7, presence_penalty=0.5),
+    Sampling(7, min_p=0.05, bias_token_ids=(9,), logit_bias=(3.0,)),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def references(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """transformers' greedy tokens for PROMPTS, by family."""
+    found = {}
+    for family, folder in folders.items():
+        model = save_model(family, folder)
+        found[family] = [
+            model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+            for prompt in PROMPTS
+        ]
+    return found
+
+
+@pytest.fixture
+def qwen(folders: dict[str, Path], references: dict[str, list[list[int]]]) -> Path:
+    assert references
+    return folders["qwen3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("page_size", "chunk_tokens"), [(1, 9), (4, 512), (16, 32)])
+def test_greedy_tokens_are_those_of_transformers(
+    family: str, page_size: int, chunk_tokens: int, folders: dict[str, Path], references: dict[str, list[list[int]]]
+) -> None:
+    settings = make_settings(
+        folders[family], page_size=page_size, num_pages=1024 // page_size, chunk_tokens=chunk_tokens
+    )
+    world = World(settings)
+    assert world.answers(PROMPTS) == references[family]
+    again = [world.answers([prompt])[0] for prompt in PROMPTS]  # alone, and with hits of the prefix cache
+    assert again == references[family]
+    assert max(world.num_cached.values()) > 0
+
+
+def test_preemption_and_resumption_change_nothing(qwen: Path) -> None:
+    expected = World(make_settings(qwen)).answers(PROMPTS, SAMPLINGS, max_new_tokens=40)
+    short_of_pages = World(make_settings(qwen, num_pages=40))
+    assert short_of_pages.answers(PROMPTS, SAMPLINGS, max_new_tokens=40) == expected
+    assert short_of_pages.num_preemptions > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_in_flight_change_nothing(qwen: Path, depth: int) -> None:
+    expected = World(make_settings(qwen)).answers(PROMPTS, SAMPLINGS)
+    assert World(make_settings(qwen, depth=depth, chunk_tokens=20)).answers(PROMPTS, SAMPLINGS) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampled_tokens_do_not_depend_on_the_neighbours(qwen: Path, dtype: str) -> None:
+    world = World(make_settings(qwen, dtype=dtype))
+    alone = [world.answers([prompt], [sampling])[0] for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)]
+    assert world.answers(PROMPTS, SAMPLINGS) == alone
+    crowd = [random.Random(i).choices(range(1, VOCAB_SIZE), k=7 + i) for i in range(20)]
+    neighbours = [Sampling(i, temperature=i / 10, top_p=1 - i / 40, frequency_penalty=i / 20) for i in range(20)]
+    together = World(make_settings(qwen, dtype=dtype, chunk_tokens=48)).answers(
+        crowd[:10] + PROMPTS + crowd[10:], neighbours[:10] + SAMPLINGS + neighbours[10:]
+    )
+    assert together[10:15] == alone
+
+
+def test_another_seed_gives_other_tokens(qwen: Path) -> None:
+    answers = World(make_settings(qwen)).answers([PROMPTS[1]] * 4, [Sampling(seed) for seed in (1, 2, 3, 1)])
+    assert answers[0] == answers[3]
+    assert answers[0] != answers[1] != answers[2]
+
+
+def test_a_prompt_with_an_impossible_token_fails_alone(qwen: Path) -> None:
+    expected = World(make_settings(qwen)).answers(PROMPTS, SAMPLINGS)
+    for wrong in (VOCAB_SIZE, -1, 2**40):
+        world = World(make_settings(qwen))
+        bad = world.submit([1, 2, wrong, 4])
+        biased = world.submit([1, 2], Sampling(0, bias_token_ids=(wrong,), logit_bias=(1.0,)))
+        assert world.answers(PROMPTS, SAMPLINGS) == expected
+        for uid in (bad, biased):
+            assert world.ended[uid].code is FinishCode.FAILED
+            assert str(wrong) in world.ended[uid].message
+            assert world.outputs[uid] == []
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 512])
+def test_numbers_that_are_not_finite_fail_their_request_alone_and_do_not_spread(
+    tmp_path: Path, chunk_tokens: int
+) -> None:
+    model = save_model("llama", tmp_path)
+    poison = 77
+    prompts = [[token for token in prompt if token != poison] for prompt in PROMPTS[1:]]
+    model.model.embed_tokens.weight[poison] = torch.nan
+    model.save_pretrained(tmp_path)
+    expected = World(make_settings(tmp_path)).answers(prompts)
+    assert poison not in {token for answer in expected for token in answer}
+
+    world = World(make_settings(tmp_path, num_pages=45, chunk_tokens=chunk_tokens))
+    for _ in range(3):
+        bad = world.submit([5, poison, *range(100, 130)])
+        assert world.answers(prompts) == expected
+        assert world.ended[bad].code is FinishCode.FAILED
+        assert "not finite" in world.ended[bad].message
+        assert world.core.flush_cache()  # so that later requests are given the pages that were poisoned
+
+
+def test_a_row_without_room_fails_alone(qwen: Path) -> None:
+    """The scheduler never does this; the runner stays whole if it did."""
+    runner = build(make_settings(qwen), lambda _: None)
+    greedy = Sampling(0, temperature=0.0)
+    opened = [OpenedRow(uid, greedy, 3, [1, 2, 3], [uid]) for uid in (1, 2, 3, 4)]
+    good = runner.collect(runner.launch(Plan([Row(1, 0, 3, True, [1, 2, 3])], opened)))
+    rows = [
+        Row(2, 0, 5, True, [1, 2, 3, 4, 5]),  # two positions more than its page
+        Row(1, 0, 3, True, [1, 2, 3]),
+        Row(3, 0, 3, True, [1, 2, 3], [10_000]),  # no such page
+        Row(4, 0, 3, True, [1]),  # two tokens are nowhere
+        Row(5, 0, 1, True, [1]),  # never opened
+    ]
+    result = runner.collect(runner.launch(Plan(rows)))
+    assert result.token_ids == [-1, *good.token_ids, -1, -1, -1]
+    assert set(result.failed) == {2, 3, 4, 5}
+    again = runner.collect(runner.launch(Plan([Row(1, 0, 3, True, [1, 2, 3])], closed=[2, 3, 4, 5, 99])))
+    assert again.token_ids == good.token_ids
+    assert again.failed == {}
+
+
+def test_the_padded_part_of_the_vocabulary_is_never_sampled(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    (tmp_path / "tokenizer.json").write_text(
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 49}, "merges": []}, '
+        '"added_tokens": [{"id": 50, "content": "<x>"}]}'
+    )
+    settings = make_settings(tmp_path)
+    from_all = World(settings).answers(PROMPTS, [Sampling(i) for i in range(5)])
+    assert max(max(answer) for answer in from_all) > 50
+    known = type(settings.text)(tokenizer_path=str(tmp_path))
+    world = World(type(settings)(**{**{f: getattr(settings, f) for f in settings.__struct_fields__}, "text": known}))
+    assert max(max(answer) for answer in world.answers(PROMPTS, [Sampling(i) for i in range(5)])) <= 50
+
+
+def test_facts_and_progress(qwen: Path) -> None:
+    seen = []
+    runner = build(make_settings(qwen, num_pages=None), seen.append)
+    facts = runner.facts
+    assert facts["num_pages"] == 32 * CONTEXT_LENGTH // 4
+    assert facts["max_total_tokens"] == 32 * CONTEXT_LENGTH
+    assert facts["page_size"] == 4
+    assert facts["dtype"] == "float32"
+    assert facts["device"] == "cpu"
+    assert facts["attention_backend"] == "torch"
+    bytes_per_token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, kv heads, head size, bytes
+    assert facts["kv_pool_bytes"] == (32 * CONTEXT_LENGTH + 4) * bytes_per_token  # with the padding page
+    assert facts["weights_bytes"] == seen[-1].total == seen[-1].done > 0
+    assert facts["load_s"] > 0
+    assert [each.done for each in seen] == sorted(each.done for each in seen)
+    assert seen[0].done == 0
+    assert {each.unit for each in seen} == {"B"}
+    runner.close()
+    runner.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        runner.launch(Plan([]))
+
+
+def test_what_cannot_be_built_says_why(qwen: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'float16' is not available on a CPU.*bfloat16 or float32"):
+        build(make_settings(qwen, dtype="float16"), lambda _: None)
+    with pytest.raises(ValueError, match="dtype 'int3' is not known"):
+        build(make_settings(qwen, dtype="int3"), lambda _: None)
+    with pytest.raises(ValueError, match=r"config\.json.*No such file"):
+        build(make_settings(tmp_path), lambda _: None)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="must hold a JSON object, it holds a list"):
+        build(make_settings(tmp_path), lambda _: None)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        build(make_settings(tmp_path), lambda _: None)
