@@ -63,11 +63,8 @@ class Planner:
         self._admission = Admission(life.cache, settings.chunk_tokens)
 
     def fill(self, flight: Flight, now: float) -> None:
-        """Everything that the next step computes. Where pages ran out nobody new is let in."""
-        num_preemptions = self._life.outbox.totals.num_preemptions
-        prompts = self._place_decodes(flight)
-        pages_are_short = self._life.outbox.totals.num_preemptions > num_preemptions
-        self._place_prompts(flight, prompts, None if pages_are_short else now)
+        """Choose everything that the next step computes."""
+        self._place_prompts(flight, self._place_decodes(flight), now)
 
     def _place_decodes(self, flight: Flight) -> list[Request]:
         """One row for each request whose newest token the runner holds; returns the other running ones.
@@ -105,14 +102,14 @@ class Planner:
                 return None
         return page
 
-    def _place_prompts(self, flight: Flight, prompts: list[Request], admit_at: float | None) -> None:
+    def _place_prompts(self, flight: Flight, prompts: list[Request], now: float) -> None:
         """Share the rest of the step among the prompts: the first of the running, then the shorter, then new ones."""
         budget = TokenBudget(self._chunk_tokens, len(flight.requests))
         prompts[1:] = sorted(prompts[1:], key=lambda request: request.num_missing)
         shares = [(request, budget.take_share(request.num_missing)) for request in prompts]
-        if admit_at is not None and self._life.waiting:
+        if self._life.waiting:
             num_partial = sum(share < request.num_missing for request, share in shares)
-            for request in self._admit(budget, num_partial, admit_at):
+            for request in self._admit(budget, num_partial, now):
                 flight.plan.opened.append(_opened_row(request))
                 shares.append((request, budget.take_share(request.num_missing)))
         for request, share in shares:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable
 
-    from aioengine.scheduler.plan import Plan, StepResult
+    from aioengine.scheduler.plan import Plan, Row, StepResult
     from aioengine.testing.faults import Faults
 
 MODEL = FakeModel(vocab_size=50, eos_token_id=3, eos_probability=0.02)
@@ -73,6 +73,7 @@ class WatchedRunner:
             assert uid in uids or uid in plan.closed or counts[uid] >= self.max_new[uid], f"{uid} stands still"
         for row in plan.rows:
             counts[row.uid] += row.samples
+            assert counts[row.uid] <= self.max_new[row.uid], f"{row.uid} runs beyond its end"
         self._must_advance = [row.uid for row in plan.rows if row.samples]
 
 
@@ -147,6 +148,10 @@ class World:
     def reference(self, uid: int) -> list[int]:
         submit = self.submitted[uid]
         return reference_output(submit.prompt_token_ids, submit.sampling, submit.limits, self.model)
+
+    def rows_of(self, step: int) -> list[Row]:
+        """The rows of a step, counted from 1; none of a step that did not come."""
+        return self.runner.plans[step - 1].rows if step <= len(self.runner.plans) else []
 
     def check_all_over(self) -> None:
         """Nothing is left, nothing leaked, every request ended once, every token is the reference's."""

@@ -129,6 +129,17 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
     assert all(plan.num_tokens == 64 for plan in world.runner.plans[:2])
 
 
+def test_only_a_few_prompts_are_computed_in_part_at_a_time() -> None:
+    world = world_of(chunk_tokens=512, num_pages=8000)
+    world.submit(*[submit_of(uid, [uid] * 2000, arrived_at=uid) for uid in range(10)])
+    world.submit(submit_of(99, [99] * 3, arrived_at=99.0))
+    world.step()
+    assert [row.uid for row in world.runner.plans[0].rows] == [0, 1, 2, 3, 99]
+    world.run()
+    assert list(world.ended) == [99, *range(10)]
+    world.check_all_over()
+
+
 # ------------------------------------------------------------ ends
 
 
@@ -269,6 +280,17 @@ def test_failures_with_successes_between_them_are_not_counted_together() -> None
         world.step()
     world.run()
     assert sum(ended.code is FinishCode.FAILED for ended in world.ended.values()) >= MAX_FAILURES - 1
+    world.check_all_over()
+
+
+def test_what_a_failed_launch_did_not_close_is_closed_by_the_next() -> None:
+    world = world_of(faults=Faults(raise_at=4))
+    world.submit(submit_of(1, [1], limits=Limits(max_new_tokens=3)), submit_of(2, [2], limits=Limits(max_new_tokens=9)))
+    world.run()
+    world.submit(submit_of(3, [3]))
+    world.run()
+    assert world.runner.plans[3].closed == [1]
+    assert world.runner.plans[4].closed == [1, 2]
     world.check_all_over()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from aioengine.protocol.messages import Limits
-from aioengine.scheduler.preemption import STEPS_AHEAD, STEPS_AHEAD_AGAIN
 from tests.core.core_world import NO_EOS, World, settings_of, submit_of
 
 LONG = Limits(max_new_tokens=200)
@@ -61,30 +60,15 @@ def test_nobody_is_preempted_soon_after_an_admission(page_size: int) -> None:
     world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, arrived_at=uid) for uid in range(6)])
     ran: dict[int, int] = {}
     steps_between: list[int] = []
-    resumed: set[int] = set()
     while world.core.has_work:
         output = world.step()
         plan = world.runner.plans[-1]
-        for uid in output.preempted if output else []:
-            steps_between.append(ran.pop(uid))
-            resumed.add(uid)
+        steps_between += [ran.pop(uid) for uid in (output.preempted if output else [])]
         for row in plan.rows:
             ran[row.uid] = ran.get(row.uid, 0) + 1
     world.check_all_over()
     assert steps_between
-    assert min(steps_between) >= min(STEPS_AHEAD, STEPS_AHEAD_AGAIN)
-
-
-def test_a_request_preempted_before_its_first_token_is_told_with_it() -> None:
-    """A long prompt of low priority is thrown out in the middle by one that decodes."""
-    world = world_of(40, chunk_tokens=2)
-    world.submit(submit_of(1, [1, 2, 3], limits=Limits(max_new_tokens=140), priority=1))
-    for _ in range(4):
-        world.step()
-    world.submit(submit_of(2, list(range(50)) + list(range(40)), limits=Limits(max_new_tokens=4), arrived_at=1.0))
-    world.run()
-    world.check_all_over()
-    assert world.preempted.count(2) == world.core.stats(0.0).num_preemptions
+    assert min(steps_between) >= 16
 
 
 def test_a_request_that_fills_the_pool_alone_gets_to_its_end() -> None:

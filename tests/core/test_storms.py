@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioengine.protocol.messages import FinishCode, Submit
+from aioengine.testing.faults import Faults
 from tests.core.core_world import World, random_requests, settings_of
 
 COMMON = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -28,7 +29,7 @@ class Storm:
     policy: str
     prefix_cache: bool
 
-    def world(self, depth: int) -> World:
+    def world(self, depth: int, faults: Faults | None = None) -> World:
         return World(
             settings_of(
                 max_running=self.max_running,
@@ -40,6 +41,7 @@ class Storm:
             ),
             num_pages=max(2, self.pool_tokens // self.page_size),
             page_size=self.page_size,
+            faults=faults,
         )
 
     def requests(self, rng: random.Random) -> list[Submit]:
@@ -95,6 +97,25 @@ def test_aborts_and_deadlines_at_any_time_lose_nothing(depth: int, storm: Storm)
     for ended in world.ended.values():
         if ended.code is FinishCode.DEADLINE:
             assert ended.matched in {"total", "queue", "first_token"}
+    world.check_all_over()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@settings(COMMON, max_examples=30)
+@given(storm=storms, launch=st.integers(1, 60), collect=st.integers(1, 60), row=st.integers(1, 60))
+def test_failures_at_any_step_end_only_who_was_in_it(
+    depth: int, storm: Storm, launch: int, collect: int, row: int
+) -> None:
+    rng = random.Random(storm.seed)
+    world = storm.world(depth, Faults(raise_at=launch, collect_raise_at=collect, fail_row_at=row))
+    waiting = storm.requests(rng)
+    while waiting or world.core.has_work:
+        while waiting and rng.random() < 0.3:
+            world.submit(waiting.pop())
+        world.step()
+    failed = {uid for uid, ended in world.ended.items() if ended.code is FinishCode.FAILED}
+    in_failed_steps = {entry.uid for number in (launch, collect, row) for entry in world.rows_of(number)}
+    assert failed <= in_failed_steps
     world.check_all_over()
 
 
