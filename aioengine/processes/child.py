@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.service import Service
 
-_LINGER_S = 1.0
+_LINGER_S = 0.3
 _RETRY_S = 0.01
 
 

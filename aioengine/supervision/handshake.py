@@ -76,6 +76,10 @@ class Handshake:
         """The messages of the children cannot be read any more."""
         self._fail(f"messages of the starting processes could not be handled: {type(error).__name__}: {error}")
 
+    def give_up(self) -> None:
+        """Nobody wants the children any more."""
+        self._fail("the engine was shut down while it started")
+
     def _fail(self, text: str) -> None:
         if not self._done.done():
             self._done.set_exception(EngineStartupError(text))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, cast
@@ -14,6 +13,7 @@ from aioengine import plugins
 from aioengine.errors import EngineDeadError, EngineError, EngineStalledError
 from aioengine.protocol.messages import Failed, LogRecord, Message, Progress, Ready, Stats, TextChunks, ToFrontend
 from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER
+from aioengine.supervision.family import Family
 from aioengine.supervision.handshake import Handshake
 from aioengine.transport.base import BacklogFullError
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import ToScheduler
     from aioengine.supervision.launchers._base import Launcher, RunningChild
 
-_KILL_WAIT_S = 1.0
 # Of the time that ``stop`` has, the children get this part to end by themselves.
 _POLITE_PART = 0.6
 
@@ -58,6 +57,7 @@ class Supervisor:
         on_progress: Callable[[Progress], None],
     ) -> None:
         self._launcher: Launcher = plugins.load("supervision/launchers", launcher)(settings)
+        self._family = Family(self._launcher.children, self._child_ended)
         self._startup_timeout_s = startup_timeout_s
         self._on_messages = on_messages
         self._on_failure = on_failure
@@ -67,7 +67,6 @@ class Supervisor:
         self._outgoing: list[Message] = []
         self._is_started = False
         self._is_ended = False  # from the first failure, stop or kill on
-        self._exits: list[asyncio.Event] = []
         self._heartbeats: dict[str, float] = {}
         self._step_ended_at = 0.0
 
@@ -78,16 +77,15 @@ class Supervisor:
             EngineStartupError: with a child's own error, message and traceback; none is left running then.
         """
         try:
-            await self._launcher.launch()
             self._handshake = Handshake(ROLES)
+            await self._launcher.launch()
             self._pump = asyncio.create_task(self._run_pump(), name="aioengine-pump")
-            self._watch_children()
+            self._family.watch()
             facts = await self._handshake.wait(self._startup_timeout_s)
             self._is_started = True
             return facts
         except BaseException:
-            await self._end_children(polite_s=0.0)
-            await self._close()
+            await self._end(polite_s=0.0)
             raise
 
     def send(self, messages: list[ToScheduler]) -> None:
@@ -100,17 +98,12 @@ class Supervisor:
 
     async def stop(self, timeout_s: float) -> None:
         """End the children: ask, then kill; all within about ``timeout_s``. Harmless when repeated or never started."""
-        await self._end_children(polite_s=timeout_s * _POLITE_PART)
-        await self._close()
+        await self._end(polite_s=timeout_s * _POLITE_PART)
 
     def kill_now(self) -> None:
         """The same at once and without a loop, for the end of the interpreter and for forgotten engines."""
-        self._is_ended = True
-        children = self._launcher.children
-        for child in children:
-            child.kill()
-        for child in children:
-            child.reap(_KILL_WAIT_S)
+        self._mark_ended()
+        self._family.kill_and_reap()
         if self._pump is not None and not self._pump.get_loop().is_closed():
             self._pump.cancel()
         self._launcher.close()
@@ -188,58 +181,30 @@ class Supervisor:
 
     # ------------------------------------------------------------ ends
 
-    def _watch_children(self) -> None:
-        """Hear of the end of every child; those that are watched already are left out."""
-        for child in self._launcher.children[len(self._exits) :]:
-            self._watch(child)
-
-    def _watch(self, child: RunningChild) -> None:
-        exited = asyncio.Event()
-        self._exits.append(exited)
-
-        def on_exit() -> None:
-            exited.set()
-            if self._is_ended or self._handshake is None:
-                return
-            if not self._is_started:
-                self._handshake.child_ended(child)
-                return
-            self._fail(
-                EngineDeadError(child.role, pid=child.pid, exit_code=child.exit_code, log_lines=child.log_lines())
-            )
-
-        child.watch(on_exit)
+    def _child_ended(self, child: RunningChild) -> None:
+        if self._is_ended or self._handshake is None:
+            return
+        if not self._is_started:
+            self._handshake.child_ended(child)
+            return
+        self._fail(EngineDeadError(child.role, pid=child.pid, exit_code=child.exit_code, log_lines=child.log_lines()))
 
     def _fail(self, error: EngineError) -> None:
         """The engine is over: end what still runs, and say why, once."""
         if self._is_ended or not self._is_started:
             return
         self._is_ended = True
-        for child in self._launcher.children:
-            child.kill()
+        self._family.kill()
         self._on_failure(error)
 
-    async def _end_children(self, polite_s: float) -> None:
+    def _mark_ended(self) -> None:
         self._is_ended = True
-        self._watch_children()  # a start that was cancelled half-way had not come to this
-        children = self._launcher.children
-        if polite_s > 0:
-            for child in children:
-                child.terminate()
-            await self._wait_for_exits(polite_s)
-        for child in children:
-            child.kill()
-        await self._wait_for_exits(_KILL_WAIT_S)
-        for child in children:
-            child.reap(0.0)
+        if self._handshake is not None:
+            self._handshake.give_up()
 
-    async def _wait_for_exits(self, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                for exited in self._exits:
-                    await exited.wait()
-
-    async def _close(self) -> None:
+    async def _end(self, polite_s: float) -> None:
+        self._mark_ended()
+        await self._family.end(polite_s)
         pump, self._pump = self._pump, None
         if pump is not None:
             pump.cancel()

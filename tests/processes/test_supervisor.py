@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 import pytest
@@ -19,8 +19,13 @@ from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
 from aioengine.processes import text_source
 from aioengine.protocol.messages import Abort, FinishCode, Limits, Progress, Sampling, TextRules
 from aioengine.supervision import handshake
-from aioengine.testing.fake_runner import FakeModel, reference_output
+from aioengine.testing.fake_runner import FakeModel, FakeRunner, build, reference_output
 from tests.processes.engine_kit import Frontend, fake_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aioengine.config import Settings
 
 DEMO = str(Path(text_source.__file__).parents[1] / "demo")
 
@@ -190,10 +195,15 @@ def build_badly(settings: object, report: object) -> NoReturn:
     raise MemoryError("the pool needs 12 GiB, there are 3")
 
 
-def build_without_end(settings: object, report: object) -> NoReturn:
-    report(Progress("weights", 3, 7, "shards"))  # type: ignore[operator]
+def build_without_end(settings: object, report: Callable[[Progress], None]) -> NoReturn:
+    report(Progress("weights", 3, 7, "shards"))
     time.sleep(100)
     sys.exit(1)
+
+
+def build_slowly(settings: Settings, report: Callable[[Progress], None]) -> FakeRunner:
+    time.sleep(0.3)
+    return build(settings, report)
 
 
 def build_and_vanish(settings: object, report: object) -> NoReturn:
@@ -253,6 +263,21 @@ async def test_a_cancelled_start_leaves_nothing(after_s: float) -> None:
         await starting
     assert not any(state.alive for state in frontend.supervisor.processes())
     assert directories() == before
+
+
+@launchers
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.2])
+async def test_a_stop_during_the_start_ends_both(launcher: str, after_s: float) -> None:
+    frontend = Frontend(fake_settings(factory=factory_of("build_slowly")), launcher=launcher)
+    starting = asyncio.create_task(frontend.supervisor.start())
+    await asyncio.sleep(after_s)
+    await frontend.supervisor.stop(1.0)
+    if launcher == "inline" and after_s > 0:  # a task is ready at once
+        await starting
+    else:
+        with pytest.raises(EngineStartupError, match="the engine was shut down while it started"):
+            await starting
+    assert not any(state.alive for state in frontend.supervisor.processes())
 
 
 async def test_another_version_of_the_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +370,7 @@ async def test_starting_and_stopping_many_times_leaves_nothing() -> None:
 # ---------------------------------------------------------------- what children say
 
 
-def build_and_log(settings: object, report: object) -> object:
+def build_and_log(settings: Settings, report: Callable[[Progress], None]) -> FakeRunner:
     logger = logging.getLogger("aioengine.runner")
     for number in range(1000):
         logger.error("line %d", number)

@@ -53,7 +53,7 @@ class Launcher(Protocol):
 
     @property
     def children(self) -> list[RunningChild]:
-        """Those that were started, also when ``launch`` failed half-way."""
+        """Those that were started, also when ``launch`` failed half-way: one list, which ``launch`` adds to."""
         ...
 
     @property

@@ -56,6 +56,8 @@ class InlineChild:
 
     @property
     def exit_code(self) -> int | None:
+        if self._exit_code is None and self._task is not None and self._task.done():
+            return 0  # cancelled before it had begun
         return self._exit_code
 
     def start(self, build: Callable[[], Service]) -> None:
@@ -149,7 +151,7 @@ class InlineLauncher:
         detokenizer = InlineChild(
             DETOKENIZER, inbox=self._to_detokenizer.receiver, peer=self._to_scheduler.sender(), frontend=frontend
         )
-        self.children = [scheduler, detokenizer]
+        self.children += [scheduler, detokenizer]
         scheduler.start(build_scheduler)
         detokenizer.start(build_detokenizer)
 

@@ -1,0 +1,66 @@
+"""The children of one engine together: hear of each one's end, end all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aioengine.supervision.launchers._base import RunningChild
+
+KILL_WAIT_S = 1.0
+"""So long a killed process may take to be gone (memory of a device is given back then)."""
+
+
+class Family:
+    """``children`` is the launcher's list, which grows while it starts them. ``on_exit`` is told who has ended."""
+
+    def __init__(self, children: list[RunningChild], on_exit: Callable[[RunningChild], None]) -> None:
+        self.children = children
+        self._on_exit = on_exit
+        self._exits: list[asyncio.Event] = []
+
+    def watch(self) -> None:
+        """Hear of the ends of all children, on the running loop; those that are watched already are left out."""
+        for child in self.children[len(self._exits) :]:
+            self._watch(child)
+
+    async def end(self, polite_s: float) -> None:
+        """Ask all to end, give them ``polite_s`` seconds, and kill what is left then."""
+        self.watch()  # a start that was cancelled half-way had not come to this
+        if polite_s > 0:
+            for child in self.children:
+                child.terminate()
+            await self._wait_for_exits(polite_s)
+        self.kill()
+        await self._wait_for_exits(KILL_WAIT_S)
+
+    def kill(self) -> None:
+        """Kill all, without waiting."""
+        for child in self.children:
+            child.kill()
+
+    def kill_and_reap(self) -> None:
+        """Kill all and wait for it, without a loop."""
+        self.kill()
+        for child in self.children:
+            child.reap(KILL_WAIT_S)
+
+    def _watch(self, child: RunningChild) -> None:
+        exited = asyncio.Event()
+        self._exits.append(exited)
+
+        def on_exit() -> None:
+            exited.set()
+            self._on_exit(child)
+
+        child.watch(on_exit)
+
+    async def _wait_for_exits(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for exited in self._exits:
+                    await exited.wait()
