@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aioengine.runner.philox import philox, uniforms
+from aioengine.runner.philox import UniformTable, philox, uniforms
 
 # Random123, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, block.
 KNOWN_ANSWERS = [
@@ -48,3 +48,15 @@ def test_numbers_are_uniform_and_below_one() -> None:
     assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
     neighbours = np.corrcoef(numbers[1:], numbers[:-1])[0, 1]
     assert abs(neighbours) < 0.03
+
+
+def test_numbers_made_ahead_are_the_same_numbers() -> None:
+    generator = np.random.default_rng(0)
+    table = UniformTable()
+    for _ in range(200):  # slots change hands, positions go on, jump and go back
+        num_rows = int(generator.integers(1, 6))
+        slots = generator.permutation(9)[:num_rows]
+        seeds = generator.integers(0, 3, num_rows).astype(np.uint64)
+        positions = generator.integers(0, 60, num_rows)
+        found = table.take(slots, seeds, positions)
+        assert found.tolist() == uniforms(seeds, positions).tolist()

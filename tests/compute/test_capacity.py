@@ -1,0 +1,115 @@
+"""How many pages fit, with the files of a machine made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from aioengine.attention._base import AttentionShape
+from aioengine.runner.capacity import Demand, fit_pages, free_memory, kv_bytes_per_token
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+DEMAND = Demand(
+    num_pages=None, page_size=16, bytes_per_token=1024, context_length=2048, max_tokens=1 << 40, fraction=0.5
+)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n"}
+
+
+def test_the_machine_without_groups(tmp_path: Path) -> None:
+    assert free_memory(CPU, root=write(tmp_path, MEMINFO)) == 8 * GIB
+
+
+def test_a_group_of_version_2_and_its_ancestors(tmp_path: Path) -> None:
+    files = MEMINFO | {
+        "proc/self/cgroup": "0::/user/box\n",
+        "sys/fs/cgroup/user/memory.max": f"{4 * GIB}\n",
+        "sys/fs/cgroup/user/memory.current": f"{3 * GIB}\n",
+        "sys/fs/cgroup/user/memory.stat": f"anon {GIB}\ninactive_file {GIB // 2}\n",
+        "sys/fs/cgroup/user/box/memory.max": "max\n",
+        "sys/fs/cgroup/user/box/memory.current": f"{GIB}\n",
+    }
+    assert free_memory(CPU, root=write(tmp_path, files)) == GIB + GIB // 2
+
+
+def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path) -> None:
+    files = MEMINFO | {
+        "proc/self/cgroup": "0::/../../docker/abc\n",
+        "sys/fs/cgroup/memory.max": f"{2 * GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{GIB}\n",
+    }
+    assert free_memory(CPU, root=write(tmp_path, files)) == GIB
+
+
+def test_a_group_of_version_1(tmp_path: Path) -> None:
+    files = MEMINFO | {
+        "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/x\n1:name=systemd:/y\n",
+        "sys/fs/cgroup/memory/x/memory.limit_in_bytes": f"{3 * GIB}\n",
+        "sys/fs/cgroup/memory/x/memory.usage_in_bytes": f"{2 * GIB}\n",
+        "sys/fs/cgroup/memory/x/memory.stat": f"cache 5\ntotal_inactive_file {GIB // 4}\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{2 * GIB}\n",
+    }
+    assert free_memory(CPU, root=write(tmp_path, files)) == GIB + GIB // 4
+
+
+def test_a_group_beyond_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    files = MEMINFO | {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": "1000\n",
+        "sys/fs/cgroup/memory.current": "2000\n",
+    }
+    assert free_memory(CPU, root=write(tmp_path, files)) == 0
+
+
+def test_a_machine_that_does_not_say(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot tell how much memory is free.*max_total_tokens"):
+        free_memory(CPU, root=tmp_path)
+
+
+def test_this_machine_says_something() -> None:
+    assert free_memory(CPU) > 0
+
+
+def test_bytes_of_a_token() -> None:
+    shape = AttentionShape(num_layers=3, num_heads=8, num_kv_heads=2, head_size=64, scale=1.0)
+    assert kv_bytes_per_token(shape, torch.bfloat16) == 2 * 3 * 2 * 64 * 2
+    assert kv_bytes_per_token(shape, torch.float32) == 2 * 3 * 2 * 64 * 4
+
+
+def test_the_fraction_of_the_free_memory() -> None:
+    assert fit_pages(DEMAND, free_bytes=GIB) == GIB // 2 // (16 * 1024)
+
+
+def test_no_more_than_can_be_used() -> None:
+    assert fit_pages(replace(DEMAND, max_tokens=4001), free_bytes=GIB) == 251
+
+
+def test_not_even_one_context() -> None:
+    with pytest.raises(ValueError, match=r"room for 2032 tokens.*2048 and needs 2 MiB.*Lower context_length"):
+        fit_pages(DEMAND, free_bytes=2 * (2 << 20) - 1)
+    assert fit_pages(DEMAND, free_bytes=2 * (2 << 20)) == 128
+
+
+def test_a_given_number_of_pages() -> None:
+    given = replace(DEMAND, num_pages=3)
+    assert fit_pages(given, free_bytes=GIB) == 3
+    with pytest.raises(ValueError, match="48 tokens needs 0 MiB, but only 0 MiB are free; lower max_total_tokens"):
+        fit_pages(given, free_bytes=1000)
+    with pytest.raises(ValueError, match="at least one page of 16 tokens, not 0"):
+        fit_pages(replace(DEMAND, num_pages=0), free_bytes=GIB)

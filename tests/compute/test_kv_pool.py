@@ -1,0 +1,42 @@
+"""The tensor behind the page ids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aioengine.attention._base import AttentionShape
+from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE, KVPool
+
+SHAPE = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
+
+
+@pytest.fixture
+def pool() -> KVPool:
+    return KVPool(SHAPE, num_pages=5, page_size=4, dtype=torch.bfloat16, device=torch.device("cpu"))
+
+
+def test_zeros_and_a_padding_page_that_is_not_counted(pool: KVPool) -> None:
+    assert pool.tensor.shape == (2, 2, 6, 2, 4, 8)
+    assert pool.tensor.dtype == torch.bfloat16
+    assert pool.num_bytes == pool.tensor.nbytes
+    assert not pool.tensor.any()
+    assert (PADDING_PAGE, FIRST_PAGE + pool.num_pages) == (0, 6)
+
+
+def test_cleaning_takes_bad_numbers_out_of_these_pages_alone(pool: KVPool) -> None:
+    pool.tensor.fill_(2.0)
+    for page in (2, 3):
+        pool.tensor[1, 0, page, 0, 1] = torch.nan
+        pool.tensor[0, 1, page, 1, 0] = -torch.inf
+    pool.clean([2, 4])
+    assert pool.tensor[:, :, [2, 4]].isfinite().all()
+    assert pool.tensor[1, 0, 2, 0].tolist() == [[2.0] * 8, [0.0] * 8, [2.0] * 8, [2.0] * 8]
+    assert not pool.tensor[:, :, 3].isfinite().all()
+
+
+def test_release_gives_the_memory_back(pool: KVPool) -> None:
+    pool.tensor.fill_(1.0)
+    pool.release()
+    pool.release()
+    assert not pool.tensor.any()

@@ -1,0 +1,180 @@
+"""Reading checkpoints: every form that works, and the words for those that do not."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from aioengine import models
+from aioengine.runner import weights
+from tests.compute.runner_world import World, make_settings, save_model
+from tests.compute.stepping import options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+PROMPT = [5, 9, 200, 31, 7]
+
+
+class FakeModel:
+    """Two parameters, one of which is a part of a larger one."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.fused = torch.zeros(6, 4, dtype=dtype)
+        self.norm = torch.zeros(4, dtype=dtype)
+        self.is_finished = False
+
+    def weights(self) -> dict[str, Tensor]:
+        return {"up.weight": self.fused[:2], "down.weight": self.fused[2:], "norm.weight": self.norm}
+
+    def is_ignored(self, name: str) -> bool:
+        return name.endswith("inv_freq")
+
+    def finish_loading(self) -> None:
+        self.is_finished = True
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"up.weight": (2, 4), "down.weight": (4, 4), "norm.weight": (4,)}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def load(model: FakeModel, folder: Path, load_format: str = "auto") -> list[tuple[int, int]]:
+    seen: list[tuple[int, int]] = []
+    weights.load(model, folder, load_format=load_format, seed=0, report=lambda done, total: seen.append((done, total)))
+    return seen
+
+
+def save_shards(folder: Path, parts: dict[str, dict[str, Tensor]]) -> None:
+    for name, part in parts.items():
+        save_file(part, folder / name)
+    weight_map = {tensor: name for name, part in parts.items() for tensor in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_one_file_in_every_dtype(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
+    given = tensors(stored)
+    save_file({**given, "rotary.inv_freq": torch.ones(3)}, tmp_path / "model.safetensors")
+    model = FakeModel(wanted)
+    seen = load(model, tmp_path)
+    assert model.is_finished
+    assert torch.equal(model.fused, torch.cat([given["up.weight"], given["down.weight"]]).to(wanted))
+    assert torch.equal(model.norm, given["norm.weight"].to(wanted))
+    size = sum(tensor.nbytes for tensor in given.values())
+    assert seen[0] == (0, size)
+    assert seen[-1] == (size, size)
+    assert seen == sorted(seen)
+
+
+def test_shards_by_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_MAP_BYTES", 1)  # every tensor through a map of its own
+    given = tensors()
+    parts = {"a.safetensors": {"up.weight": given["up.weight"]}}
+    parts["b.safetensors"] = {name: given[name] for name in ("down.weight", "norm.weight")}
+    save_shards(tmp_path, parts)
+    save_file({"something.else": torch.ones(1)}, tmp_path / "consolidated.safetensors")  # not in the index: not read
+    model = FakeModel()
+    load(model, tmp_path)
+    assert torch.equal(model.fused, torch.cat([given["up.weight"], given["down.weight"]]))
+    assert torch.equal(model.norm, given["norm.weight"])
+
+
+def check_refused(folder: Path, *words: str) -> None:
+    model = FakeModel()
+    with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
+        load(model, folder)
+    for word in words:
+        assert word in str(caught.value), caught.value
+    assert not model.is_finished
+    assert not model.fused.any(), "something was written before everything was checked"
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    given = tensors()
+    save_file(
+        {"up.weight": given["up.weight"], "norm.weight": torch.ones(5), "x": torch.ones(1)}, tmp_path / "m.safetensors"
+    )
+    check_refused(tmp_path, "missing: down.weight", "not expected by this model: x", "norm.weight has shape [5]", "[4]")
+
+
+def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
+    given = tensors() | {"up.weight": torch.ones(2, 4, dtype=torch.int8)}
+    save_file(given, tmp_path / "model.safetensors")
+    check_refused(tmp_path, "up.weight is of type I8", "BF16")
+
+
+def test_damaged_missing_and_double_files(tmp_path: Path) -> None:
+    save_shards(tmp_path, {"a.safetensors": tensors()})
+    (tmp_path / "a.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!")
+    check_refused(tmp_path, "cannot read", "a.safetensors")
+    (tmp_path / "a.safetensors").unlink()
+    check_refused(tmp_path, "cannot read", "a.safetensors")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file(tensors(), tmp_path / "a.safetensors")
+    save_file(tensors(), tmp_path / "b.safetensors")
+    check_refused(tmp_path, "is in a.safetensors and in b.safetensors")
+
+
+def test_folders_without_safetensors_say_what_would_work(tmp_path: Path) -> None:
+    check_refused(tmp_path / "none", "does not exist")
+    check_refused(tmp_path, "it has no weights", "safetensors")
+    (tmp_path / "pytorch_model.bin").touch()
+    (tmp_path / "model-q4.gguf").touch()
+    check_refused(tmp_path, "model-q4.gguf, pytorch_model.bin, which cannot be read", "save_pretrained", "dummy")
+    with pytest.raises(ValueError, match="load_format 'gguf' is not known; what works: auto, safetensors, dummy"):
+        load(FakeModel(), tmp_path, "gguf")
+
+
+def test_dummy_weights_depend_on_seed_and_name_alone() -> None:
+    first, second, other = (FakeModel() for _ in range(3))
+    weights.fill_dummy(first.weights(), seed=1)
+    weights.fill_dummy(dict(reversed(second.weights().items())), seed=1)
+    weights.fill_dummy(other.weights(), seed=2)
+    assert torch.equal(first.fused, second.fused)
+    assert not torch.equal(first.fused, other.fused)
+    assert torch.equal(first.norm, torch.ones(4))
+    large = torch.zeros(1500, 1024)
+    weights.fill_dummy({"w": large}, seed=3)
+    assert large.unique(dim=0).shape == large.shape
+    assert large.std() == pytest.approx(1024**-0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sharded_and_bf16_checkpoints_of_transformers(tmp_path: Path, tied: bool) -> None:
+    model = save_model("qwen2", tmp_path / "one", dtype=torch.bfloat16, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "many", max_shard_size="50KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    expected = (
+        model.float().generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)[0, len(PROMPT) :].tolist()
+    )
+    for name in ("one", "many"):
+        assert World(make_settings(tmp_path / name)).answers([PROMPT], max_new_tokens=8) == [expected]
+
+
+def test_dummy_model_runs_without_weights_and_twice_the_same(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    answers = [World(make_settings(tmp_path, load_format="dummy")).answers([PROMPT])[0] for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) > 2
+
+
+def test_every_name_of_a_real_model_is_filled(tmp_path: Path) -> None:
+    save_model("qwen3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    model = models.build(config, options())
+    targets = model.weights()
+    for target in targets.values():
+        target.fill_(torch.nan)
+    weights.load(model, tmp_path, load_format="safetensors", seed=0, report=lambda done, total: None)
+    assert all(target.isfinite().all() for target in targets.values())
