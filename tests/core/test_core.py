@@ -294,6 +294,21 @@ def test_what_a_failed_launch_did_not_close_is_closed_by_the_next() -> None:
     world.check_all_over()
 
 
+def test_a_failed_step_does_not_end_who_was_preempted_since() -> None:
+    submits = [submit_of(uid, [uid], limits=Limits(max_new_tokens=60)) for uid in range(3)]
+    world = world_of(depth=1, num_pages=20)
+    world.submit(*submits)
+    while not world.preempted:
+        world.step()
+    preempted, step = world.preempted[0], len(world.runner.plans) - 1
+    assert preempted in {row.uid for row in world.rows_of(step)}
+    world = world_of(depth=1, num_pages=20, faults=Faults(collect_raise_at=step))
+    world.submit(*submits)
+    world.run()
+    assert {uid for uid, ended in world.ended.items() if ended.code is FinishCode.LENGTH} == {preempted}
+    world.check_all_over()
+
+
 @DEPTHS
 def test_a_failed_row_ends_alone(depth: int) -> None:
     world = world_of(depth=depth, faults=Faults(fail_row_at=3))

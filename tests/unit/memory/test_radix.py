@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from aioengine.memory.radix import Node, RadixTree
@@ -110,17 +108,10 @@ def test_only_leaves_are_removed() -> None:
         tree.remove(parent)
 
 
-def test_eviction_does_not_slow_down_with_the_tree() -> None:
-    """Sixteen times the pages take about sixteen times as long; a scan for each page would take 256 times."""
-
-    def seconds(num_paths: int) -> float:
-        tree = RadixTree(1)
-        for number in range(num_paths):
-            grow(tree, [number, *range(50)], number * 51)
-        started = time.perf_counter()
-        evicted = evict_all(tree)
-        assert len(evicted) == num_paths * 51
-        return time.perf_counter() - started
-
-    small = min(seconds(40) for _ in range(3))
-    assert seconds(640) < 100 * small
+def test_a_hundred_thousand_pages_are_evicted_one_by_one() -> None:
+    """A look through the tree for each page would not come to its end within the time limit of a test."""
+    tree = RadixTree(1)
+    for number in range(1000):
+        grow(tree, [number, *range(99)], number * 100)
+    assert tree.num_unlocked == 100_000
+    assert len(evict_all(tree)) == 100_000
