@@ -26,7 +26,7 @@ class Match(NamedTuple):
     """The computed prefix of a request. Valid until anything else is done with the cache.
 
     path: one node for each page.
-    pending: the node of the next page, where another request is computing it just now.
+    pending: where another request is computing further pages of this one just now, the node of the last of them.
     """
 
     path: list[Node]
@@ -91,7 +91,7 @@ class PrefixCache:
             return Match([], None)
         path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size)
         if path and path[-1].is_pending:
-            return Match(path[:-1], path[-1])
+            return Match(_computed(path), path[-1])
         return Match(path, None)
 
     def num_available(self, match: Match) -> int:
@@ -167,11 +167,9 @@ class PrefixCache:
     def pin(self, token_ids: list[int]) -> Hold:
         """Keep what is cached of ``token_ids`` until ``unlock``; these pages are not free in the meantime."""
         path = self._tree.walk(token_ids, len(token_ids) // self.page_size) if self.enabled else []
-        if path and path[-1].is_pending:
-            path.pop()
-        self._tree.lock(path)
         hold = Hold()
-        hold.path = path
+        hold.path = path = _computed(path)
+        self._tree.lock(path)
         hold.pages = [node.page for node in path]
         hold.num_ready = len(path)
         return hold
@@ -215,3 +213,8 @@ class PrefixCache:
             self._tree.lock([node])
         hold.path.append(node)
         return True
+
+
+def _computed(path: list[Node]) -> list[Node]:
+    """A path without its pending end."""
+    return [node for node in path if not node.is_pending]

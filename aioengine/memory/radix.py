@@ -60,7 +60,7 @@ class RadixTree:
         return zip(*[iter(part)] * size, strict=False)
 
     def walk(self, token_ids: list[int], max_pages: int) -> list[Node]:
-        """The nodes for the longest known prefix, of at most ``max_pages``; the last one may be the first pending."""
+        """The nodes for the longest known prefix, of at most ``max_pages``; the last of them may be pending."""
         path: list[Node] = []
         node = self.root
         if max_pages < 1:
@@ -70,7 +70,7 @@ class RadixTree:
             if found is None:
                 break
             path.append(found)
-            if found.is_pending or len(path) == max_pages:
+            if len(path) == max_pages:
                 break
             node = found
         return path

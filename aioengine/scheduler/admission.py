@@ -37,8 +37,6 @@ class Admission:
 
         left: tokens left in this step. num_partial: prompts that are computed in part.
         """
-        if request.waits_for is not None and request.waits_for.is_pending:
-            return Refusal.LATER
         if num_partial >= MAX_PARTIAL and request.num_tokens > left:
             return Refusal.LATER
         match = self._cache.match(request.token_ids)

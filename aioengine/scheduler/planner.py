@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aioengine.scheduler.lifecycle import Lifecycle
     from aioengine.scheduler.request import Request
 
+MAX_LATER = 64  # requests asked in vain in a step: each costs a look into the cache, and is not asked again soon
 PINNED = "the prompt does not fit beside the pinned pages of the KV pool; close a session or shorten the prompt"
 
 
@@ -122,9 +123,15 @@ class Planner:
         running = self._life.running
         if not budget.left or len(running) >= self._max_running:
             return
+        num_later = 0
         for request in list(self._life.candidates()):
+            if request.waits_for_prefix:
+                continue
             answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial)
             if answer is Refusal.LATER:
+                num_later += request.waits_for_prefix
+                if num_later == MAX_LATER:
+                    return
                 continue
             if isinstance(answer, Refusal):
                 if not running:

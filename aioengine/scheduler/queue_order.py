@@ -2,7 +2,8 @@
 
 The queue is kept sorted by ``key``, which must not depend on time: ageing is written as a head start instead. A
 request of priority p that arrived at t sorts like one of priority 0 that arrived ``p`` head starts earlier; so whoever
-waits long enough is overtaken by nobody any more, and nothing starves.
+waits long enough is overtaken by nobody any more, and nothing starves. Order is all that priority means while a request
+waits: nobody who runs is stopped for it, but where pages run out the lowest priority is preempted first.
 """
 
 from __future__ import annotations

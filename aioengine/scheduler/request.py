@@ -46,7 +46,8 @@ class Request:
     requests, the last of whom is preempted first. max_tokens: prompt and output together. token_ids: prompt and
     output, as far as known here. holds_last: whether the runner holds the newest token, so that a row need not carry
     it. hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption, so a row of a plan
-    is late when its request has another hold than at the launch. waits_for: a page that another request computes.
+    is late when its request has another hold than at the launch. waits_for: the last page of its prefix that another
+    request is computing.
     """
 
     __slots__ = (
@@ -88,6 +89,11 @@ class Request:
     def num_missing(self) -> int:
         """Positions to compute before the next token can be sampled (or is, by a step in flight: 0)."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def waits_for_prefix(self) -> bool:
+        """Whether the last look into the cache told to wait, and what it told to wait for is still to come."""
+        return self.waits_for is not None and self.waits_for.is_pending
 
     @property
     def num_output(self) -> int:

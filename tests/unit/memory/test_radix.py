@@ -53,13 +53,6 @@ def test_walk_finds_the_longest_known_prefix() -> None:
     assert tree.walk([2, 1], 9) == []
 
 
-def test_walk_stops_at_the_first_pending_page() -> None:
-    tree = RadixTree(1)
-    path = grow(tree, [1, 2, 3], 0)
-    path[1].is_pending = True
-    assert tree.walk([1, 2, 3], 9) == path[:2]
-
-
 def test_the_leaf_unlocked_longest_ago_goes_first() -> None:
     tree = RadixTree(1)
     grow(tree, [1, 2, 3], 0)

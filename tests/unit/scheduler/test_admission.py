@@ -75,10 +75,12 @@ def test_a_prefix_that_is_being_computed_is_waited_for_and_then_used() -> None:
     other = running(cache, 1, list(range(20)), num_computed=7)
     request = request_of(2, [*range(20), 50])
     assert ask(cache, request, [other]) is Refusal.LATER
-    assert request.waits_for is not None
+    assert request.waits_for_prefix
     cache.insert(other.hold, other.token_ids, 19)
+    assert request.waits_for_prefix
     assert ask(cache, request, [other]) is Refusal.LATER
     cache.insert(other.hold, other.token_ids, 20)
+    assert not request.waits_for_prefix
     answer = ask(cache, request, [other])
     assert isinstance(answer, Match)
     assert [node.page for node in answer.path] == other.hold.pages[:5]
@@ -91,6 +93,7 @@ def test_nobody_waits_for_one_that_is_gone() -> None:
     request = request_of(2, [*range(20), 50])
     assert ask(cache, request, [other]) is Refusal.LATER
     cache.unlock(other.hold)
+    assert not request.waits_for_prefix
     answer = ask(cache, request, [])
     assert isinstance(answer, Match)
     assert len(answer.path) == 2
