@@ -50,6 +50,10 @@ def limit_threads(num_threads: int) -> None:
     """Let libraries that are imported after this use so many threads. Here alone: the parent's environment stays."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ[variable] = str(num_threads)
+    # A thread that waits for its team burns its core. Where others need that core, the one waited for may be the one
+    # kept from running, and a step takes a hundred times as long; so waiting threads go to sleep soon.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _wait_for_end() -> None:
