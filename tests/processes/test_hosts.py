@@ -219,9 +219,13 @@ async def test_the_host_is_as_it_was() -> None:
     assert state() == before
 
 
-def test_the_number_of_threads_is_told_to_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
-        monkeypatch.setenv(name, "7")
+@pytest.mark.parametrize("wished", ["ACTIVE", None])
+def test_threads_are_limited_and_sleep_soon_unless_wished_otherwise(
+    wished: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"OMP_NUM_THREADS": "7"} | ({} if wished is None else {"OMP_WAIT_POLICY": wished})
+    monkeypatch.setattr(os, "environ", environment)
     limit_threads(3)
-    assert os.environ["OMP_NUM_THREADS"] == "3"
-    assert os.environ["MKL_NUM_THREADS"] == "3"
+    assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "3"
+    assert environment.get("GOMP_SPINCOUNT") == ("1000" if wished is None else None)
+    assert environment.get("OMP_WAIT_POLICY") == wished
