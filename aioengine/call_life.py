@@ -153,8 +153,8 @@ class CallLife:
 
     def _expire(self, call: Call) -> None:
         """End the rows that were not begun in time; what the scheduler has, it ends itself, or is given up later."""
-        which = expired_deadline(call)
-        now = time.monotonic()
+        now = time.monotonic()  # one reading: a deadline is either over or waited for again
+        which = expired_deadline(call, now)
         deadlines = deadlines_of(call)
         if which is not None and call.num_begun < call.ask.num_rows:
             with self._lock:

@@ -25,6 +25,7 @@ class Controls:
         self._send = send
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._num_asked = 0
+        self._failure: EngineError | None = None
 
     async def ask(self, name: str, arguments: dict[str, Value] | None = None) -> Reply:
         """Ask, and wait for the answer.
@@ -33,6 +34,8 @@ class Controls:
             EngineStalledError: none came in time.
             EngineError: the engine died, or was shut down, before it came.
         """
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
         self._num_asked += 1
         call_id = self._num_asked
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -55,6 +58,7 @@ class Controls:
 
     def fail(self, error: EngineError) -> None:
         """No answer will come any more."""
+        self._failure = error
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(error)

@@ -166,7 +166,7 @@ class Feeder:
             _refuse(row, encoded)
         elif position in call.aborted:
             _end(row, FinishCode.ABORT)
-        elif expired := expired_deadline(call):
+        elif expired := expired_deadline(call, time.monotonic()):
             _end(row, FinishCode.DEADLINE, matched=expired)
         else:
             self._submit_row(call, row, params, submits)
@@ -251,9 +251,8 @@ def deadlines_of(call: Call) -> dict[str, float]:
     return {which: call.called_at + seconds for which, seconds in timeouts.items() if seconds is not None}
 
 
-def expired_deadline(call: Call) -> str | None:
+def expired_deadline(call: Call, now: float) -> str | None:
     """Which deadline has passed for a row that was not begun."""
-    now = time.monotonic()
     return next((which for which, deadline in deadlines_of(call).items() if deadline <= now), None)
 
 

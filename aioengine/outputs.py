@@ -138,7 +138,8 @@ class CallOutput:
         return row
 
     def begin(self) -> None:
-        if not self.is_begun:
+        """Rows are on their way, unless that failed."""
+        if not self.is_begun and self.error is None:
             self.is_begun = True
             if self.is_stream:
                 self.wake()
@@ -231,7 +232,7 @@ class Reader:
         """Whether a stream is on its way; raises what went wrong before it was."""
         output = self._output
         with self._lock:
-            if output.error is not None and not output.ready and not output.is_begun:
+            if output.error is not None and not output.is_begun:
                 raise output.error.with_traceback(None)
             return output.is_begun or output.is_over
 

@@ -1,0 +1,385 @@
+"""What is refused, what fails alone, deadlines, overload, and the death of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import pytest
+
+from aioengine.config import QueueConfig
+from aioengine.errors import (
+    EngineDeadError,
+    EngineDrainingError,
+    EngineOverloadedError,
+    EngineStalledError,
+    RequestError,
+    RequestTooLargeError,
+    UnknownParameterError,
+)
+from aioengine.protocol.messages import FinishCode
+from tests.engine.engine_double import CONTEXT_LENGTH, VOCAB_SIZE, World, expected_text, until
+
+GREEDY = {"temperature": 0, "max_new_tokens": 6}
+LONG = {"temperature": 0, "max_new_tokens": 400}
+
+WRONG_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
+    ({}, ValueError, "both missing"),
+    ({"prompt": "a", "input_ids": [1]}, ValueError, "both given"),
+    ({"prompt": ""}, ValueError, "prompt is empty"),
+    ({"prompt": ["a", ""]}, ValueError, "prompt is empty"),
+    ({"prompt": 5}, TypeError, "prompt must be"),
+    ({"prompt": ["a", 5]}, TypeError, "prompt must be a string"),
+    ({"prompt": b"bytes"}, TypeError, "prompt"),
+    ({"prompt": "half \ud83d"}, ValueError, "lone surrogate at position 5"),
+    ({"input_ids": []}, ValueError, "input_ids is empty"),
+    ({"input_ids": [[1], []]}, ValueError, "input_ids is empty"),
+    ({"input_ids": [1, VOCAB_SIZE]}, ValueError, f"has {VOCAB_SIZE}, outside the vocabulary; ids go from 0 to"),
+    ({"input_ids": [1, -1]}, ValueError, "-1, outside the vocabulary"),
+    ({"input_ids": [1, True]}, TypeError, "True"),
+    ({"input_ids": [1, 2.0]}, TypeError, "2.0"),
+    ({"input_ids": [1, math.nan]}, TypeError, "nan"),
+    ({"input_ids": [[1], 2]}, TypeError, "input_ids"),
+    ({"input_ids": "12"}, TypeError, "input_ids must be a list"),
+    ({"prompt": "a", "sampling_params": {"temprature": 1}}, UnknownParameterError, "did you mean 'temperature'"),
+    ({"prompt": "a", "sampling_params": {"temperature": math.nan}}, ValueError, "temperature"),
+    ({"prompt": "a", "sampling_params": {"max_new_tokens": -1}}, ValueError, "max_new_tokens"),
+    ({"prompt": "a", "sampling_params": [{}]}, TypeError, "one prompt"),
+    ({"prompt": ["a", "b"], "sampling_params": [{}]}, ValueError, "1 entries for 2 prompts"),
+    ({"prompt": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, ValueError, "n must be the same"),
+    ({"prompt": "a", "sampling_params": {"logit_bias": {VOCAB_SIZE: 1.0}}}, ValueError, "logit_bias"),
+    ({"prompt": "a", "sampling_params": {"stop_token_ids": [VOCAB_SIZE]}}, ValueError, "stop_token_ids"),
+    ({"prompt": "a", "rid": ""}, ValueError, "rid is empty"),
+    ({"prompt": "a", "rid": 5}, TypeError, "rid"),
+    ({"prompt": "a", "rid": ["x"]}, TypeError, "one prompt"),
+    ({"prompt": ["a", "b"], "rid": ["x"]}, ValueError, "1 entries for 2 prompts"),
+    ({"prompt": ["a", "b"], "rid": ["x", "x"]}, ValueError, "two prompts"),
+    ({"prompt": "a", "timeout": 0}, ValueError, "timeout"),
+    ({"prompt": "a", "timeout": math.nan}, ValueError, "timeout"),
+    ({"prompt": "a", "queue_timeout": -1.0}, ValueError, "queue_timeout"),
+    ({"prompt": "a", "first_token_timeout": "1"}, TypeError, "first_token_timeout"),
+    ({"prompt": "a", "priority": 0.5}, TypeError, "priority"),
+    ({"prompt": "a", "stream": 1}, TypeError, "stream"),
+    ({"prompt": "a", "return_exceptions": None}, TypeError, "return_exceptions"),
+    ({"prompt": "a", "image_data": "x.png"}, TypeError, "'image_data': not supported"),
+    ({"prompt": "a", "timeouts": 1}, TypeError, "did you mean 'timeout'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG_CALLS)
+async def test_wrong_arguments_raise_at_the_call(
+    world: World, arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        world.engine.async_generate(**arguments)  # type: ignore[call-overload]
+    assert isinstance(caught.value, ValueError | TypeError)
+    assert world.double.submits == []
+    assert world.engine.stats()["num_streams"] == 0
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "message"),
+    [
+        ([], ValueError, "messages is empty"),
+        ("hi", TypeError, "messages must be a list"),
+        (["hi"], TypeError, r"messages\[0\]"),
+        ([{"content": "hi"}], ValueError, "no role"),
+        ([[{"role": "user", "content": "hi"}], []], ValueError, "messages is empty"),
+    ],
+)
+async def test_wrong_messages(world: World, messages: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        world.engine.async_chat(messages)  # type: ignore[call-overload]
+
+
+class TestAtTheFirstAwait:
+    async def test_a_prompt_that_does_not_fit(self, world: World) -> None:
+        generation = world.engine.async_generate("x" * CONTEXT_LENGTH)
+        with pytest.raises(RequestTooLargeError, match=f"{CONTEXT_LENGTH} tokens"):
+            await generation
+        with pytest.raises(RequestTooLargeError):
+            await generation
+        stream = world.engine.async_generate("x" * CONTEXT_LENGTH, stream=True)
+        with pytest.raises(RequestTooLargeError):
+            await stream
+        with pytest.raises(RequestTooLargeError):
+            await anext(stream)
+        assert world.double.submits == []
+
+    async def test_an_explicit_length_that_does_not_fit(self, world: World) -> None:
+        with pytest.raises(RequestTooLargeError, match="max_new_tokens=500"):
+            await world.engine.async_generate("x" * 100, {"max_new_tokens": 500})
+        assert world.double.submits == []
+
+    async def test_default_and_none_are_clipped(self, world: World) -> None:
+        await world.engine.async_generate("x" * 500)
+        await world.engine.async_generate("x" * 500, {"max_new_tokens": None})
+        await world.engine.async_generate("x")
+        await world.engine.async_generate("x", {"max_new_tokens": None})
+        assert [submit.limits.max_new_tokens for submit in world.double.submits] == [12, 12, 128, CONTEXT_LENGTH - 1]
+
+    async def test_no_new_tokens(self, world: World) -> None:
+        out = await world.engine.async_generate("x", {"max_new_tokens": 0})
+        assert (out["text"], out["output_ids"]) == ("", [])
+        assert out["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+        assert world.double.submits == []
+
+    async def test_a_chat_template_that_refuses(self, world: World) -> None:
+        with pytest.raises(ValueError, match="unknown role"):
+            await world.engine.async_chat([{"role": "nobody", "content": "hi"}])
+
+    async def test_a_text_that_breaks_the_tokenizer_fails_alone(self, world: World) -> None:
+        good, bad = world.engine.async_generate("a", GREEDY), world.engine.async_generate("\x00unencodable", GREEDY)
+        with pytest.raises(RequestError, match="breaks the tokenizer") as caught:
+            await bad
+        assert caught.value.stage == "tokenize"
+        assert (await good)["text"] == expected_text("a", 6)
+
+
+class TestRowsThatFail:
+    async def test_one_request_fails_alone(self, world: World) -> None:
+        bad = world.engine.async_generate("bad", LONG, stream=True)
+        good = world.engine.async_generate("good", GREEDY)
+        text = (await anext(bad))["text"]
+        world.double.end([0], FinishCode.FAILED, "the row broke")
+
+        async def read() -> str:
+            return "".join([chunk["text"] async for chunk in bad])
+
+        with pytest.raises(RequestError, match="'forward': the row broke"):
+            await read()
+        assert text
+        assert (await good)["text"] == expected_text("good", 6)
+
+    async def test_refused_by_the_scheduler(self, world: World) -> None:
+        world.double.is_held = True
+        generation = world.engine.async_generate("a", LONG)
+        await until(lambda: bool(world.double.live))
+        world.double.end([0], FinishCode.TOO_LARGE, "25 pages, and there are 20")
+        with pytest.raises(RequestTooLargeError, match="25 pages"):
+            await generation
+
+    async def test_a_failing_row_ends_its_batch(self, world: World) -> None:
+        world.double.is_held = True
+        generation = world.engine.async_generate(["a", "b", "c"], LONG)
+        await until(lambda: len(world.double.live) == 3)
+        world.double.end([1], FinishCode.FAILED, "broke")
+        with pytest.raises(RequestError, match="broke"):
+            await generation
+        assert [uid for abort in world.double.aborts for uid in abort.uids] == [0, 2]
+        assert world.engine.stats()["num_streams"] == 0
+
+    async def test_exceptions_in_place(self, world: World) -> None:
+        prompts = ["a", "x" * CONTEXT_LENGTH, "b"]
+        outs = await world.engine.async_generate(prompts, GREEDY, return_exceptions=True)
+        assert isinstance(outs[1], RequestTooLargeError)
+        assert [outs[0]["text"], outs[2]["text"]] == [expected_text("a", 6), expected_text("b", 6)]
+        assert outs["text"] == [outs[0]["text"], outs[1], outs[2]["text"]]
+
+    async def test_exceptions_in_place_of_a_stream(self, world: World) -> None:
+        texts, reasons = ["", "", ""], [""] * 3
+        prompts = ["a", "x" * CONTEXT_LENGTH, "b"]
+        async for chunk in world.engine.async_generate(prompts, GREEDY, stream=True, return_exceptions=True):
+            texts[chunk["index"]] += chunk["text"]
+            reason = chunk["meta_info"]["finish_reason"]
+            if reason is not None:
+                reasons[chunk["index"]] = str(reason.get("err_type", reason["type"]))
+        assert texts == [expected_text("a", 6), "", expected_text("b", 6)]
+        assert reasons == ["length", "RequestTooLargeError", "length"]
+
+
+class TestIds:
+    async def test_a_live_id_is_refused_and_free_again_afterwards(self, world: World) -> None:
+        generation = world.engine.async_generate("a", GREEDY, rid="x")
+        with pytest.raises(ValueError, match="'x' is in use"):
+            world.engine.async_generate("b", GREEDY, rid="x")
+        await generation
+        assert (await world.engine.async_generate("b", GREEDY, rid="x"))["meta_info"]["id"] == "x"
+
+    async def test_free_again_after_leaving(self, world: World) -> None:
+        stream = world.engine.async_generate("a", LONG, rid="x", stream=True)
+        await anext(stream)
+        await stream.aclose()
+        await world.engine.async_generate("b", GREEDY, rid="x")
+
+    @pytest.mark.parametrize("other", ["x", "x_0", "x_2", "x_2_1"])
+    async def test_ids_made_from_an_id_are_taken_too(self, world: World, other: str) -> None:
+        batch = world.engine.async_generate(["a", "b", "c"], {**GREEDY, "n": 2}, rid="x")
+        with pytest.raises(ValueError, match=f"'{other}' is in use"):
+            world.engine.async_generate("d", GREEDY, rid=other)
+        await batch
+        single = world.engine.async_generate("d", GREEDY, rid=other)
+        with pytest.raises(ValueError, match="in use"):
+            world.engine.async_generate(["a", "b", "c"], {**GREEDY, "n": 2}, rid="x")
+        await single
+
+    async def test_an_id_for_each_prompt(self, world: World) -> None:
+        batch = world.engine.async_generate(["a", "b"], GREEDY, rid=["first", "second"])
+        with pytest.raises(ValueError, match="'second' is in use"):
+            world.engine.async_generate("d", GREEDY, rid="second")
+        assert (await batch)["meta_info"]["id"] == ["first", "second"]
+
+
+class TestDeadlines:
+    async def test_they_travel_as_absolute_times(self, world: World) -> None:
+        before = time.monotonic()
+        await world.engine.async_generate("a", GREEDY, timeout=10, queue_timeout=20, first_token_timeout=30.5)
+        limits = world.double.submits[0].limits
+        assert limits.deadline is not None
+        assert before + 10 <= limits.deadline < before + 11
+        assert limits.queue_deadline == pytest.approx(limits.deadline + 10)
+        assert limits.first_token_deadline == pytest.approx(limits.deadline + 20.5)
+
+    async def test_expiry_in_the_scheduler_is_a_reason(self, world: World) -> None:
+        world.double.is_held = True
+        generation = world.engine.async_generate("a", LONG, timeout=5)
+        await until(lambda: bool(world.double.live))
+        world.double.end([0], FinishCode.DEADLINE)
+        assert (await generation)["meta_info"]["finish_reason"] == "deadline"
+
+    async def test_the_frontend_ends_what_the_scheduler_does_not(self, world: World) -> None:
+        world.double.is_held = world.double.is_deaf = True
+        begun_at = time.monotonic()
+        out = await world.engine.async_generate("a", LONG, timeout=0.05)
+        assert 0.05 < time.monotonic() - begun_at < 2
+        assert out["meta_info"]["finish_reason"] == {"type": "deadline", "which": "total"}
+        assert [(abort.uids, abort.code) for abort in world.double.aborts] == [([0], FinishCode.DEADLINE)]
+
+    @pytest.mark.parametrize("which", ["timeout", "queue_timeout", "first_token_timeout"])
+    async def test_rows_that_wait_in_the_frontend_expire(self, which: str) -> None:
+        here = World(max_running=1)
+        async with here.engine as engine:
+            here.double.is_held = here.double.is_deaf = True
+            stream = engine.async_generate(["a"] * 4, LONG, stream=True, **{which: 0.05})
+            reasons = {}
+            while len(reasons) < 2:
+                chunk = await anext(stream)
+                reasons[chunk["index"]] = chunk["meta_info"]["finish_reason"]
+            expected = {"type": "deadline", "which": which.removesuffix("timeout").rstrip("_") or "total"}
+            assert reasons == {2: expected, 3: expected}
+            await stream.aclose()
+
+    async def test_expired_while_it_was_tokenized(self, world: World) -> None:
+        world.tokenizer.delay_s = 0.1
+        out = await world.engine.async_generate("a", LONG, timeout=0.02)
+        assert out["meta_info"]["finish_reason"] == "deadline"
+        assert world.double.submits == []
+
+
+class TestOverload:
+    async def test_refused_at_the_call_beyond_the_bound(self) -> None:
+        here = World(max_running=2, queue=QueueConfig(max_requests=3, max_tokens=10**6))
+        async with here.engine as engine:
+            here.double.is_held = True
+            taken = [engine.async_generate("a", GREEDY) for _ in range(5)]
+            with pytest.raises(EngineOverloadedError, match="max_queued_requests=3") as caught:
+                engine.async_generate("a", GREEDY)
+            assert 0 < caught.value.retry_after <= 60
+            assert caught.value.status_code == 503
+            await until(lambda: len(here.double.live) == 5)
+            here.double.resume()
+            await asyncio.gather(*taken)
+            await engine.async_generate("a", GREEDY)
+
+    async def test_bound_on_tokens(self) -> None:
+        here = World(max_running=2, queue=QueueConfig(max_requests=1000, max_tokens=500))
+        async with here.engine as engine:
+            here.double.is_held = True
+            taken = [engine.async_generate(input_ids=[1] * 500, sampling_params={"max_new_tokens": 1}) for _ in "abcd"]
+            with pytest.raises(EngineOverloadedError, match="max_queued_tokens=500"):
+                engine.async_generate("a", GREEDY)
+            here.double.resume()
+            await asyncio.gather(*taken)
+            await engine.async_generate("a", GREEDY)
+
+    async def test_leaving_makes_room(self) -> None:
+        here = World(max_running=1, queue=QueueConfig(max_requests=0, max_tokens=10**6))
+        async with here.engine as engine:
+            here.double.is_held = True
+            stream = engine.async_generate("a", GREEDY, stream=True)
+            with pytest.raises(EngineOverloadedError):
+                engine.async_generate("a", GREEDY)
+            await stream.aclose()
+            here.double.resume()
+            await engine.async_generate("a", GREEDY)
+
+
+class TestDeath:
+    async def test_every_waiting_and_later_call_gets_the_error(self, world: World) -> None:
+        world.double.is_held = True
+        stream = await world.engine.async_generate("a", LONG, stream=True)
+        waiting = [
+            asyncio.ensure_future(world.engine.async_generate("b", LONG)),
+            asyncio.ensure_future(anext(stream)),
+            asyncio.ensure_future(world.engine.async_generate(["c", "d"], LONG)),
+        ]
+        failed = asyncio.create_task(world.engine.wait_failed())
+        await until(lambda: len(world.double.live) == 4)
+        error = EngineDeadError("scheduler", pid=11, exit_code=-9, log_lines=("boom",))
+        world.double.events.on_failure(error)
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineDeadError] * 3
+        assert await failed is error
+        with pytest.raises(EngineDeadError, match="signal 9"):
+            world.engine.async_generate("a")
+        with pytest.raises(EngineDeadError):
+            await world.engine.flush_cache()
+        assert not world.engine.is_alive
+        assert world.engine.health()["state"] == "dead"
+        assert world.engine.stats()["num_streams"] == 0
+
+    async def test_a_stream_gives_what_it_has_first(self, world: World) -> None:
+        world.double.step_s = 0.001
+        stream = world.engine.async_generate("a", {**LONG, "max_new_tokens": 300}, stream=True)
+        text = (await anext(stream))["text"]
+        await asyncio.sleep(0.005)
+        world.double.is_held = True
+        world.double.events.on_failure(EngineStalledError("no step for 600 s"))
+        text += (await anext(stream))["text"]
+        with pytest.raises(EngineStalledError):
+            await anext(stream)
+        assert text == expected_text("a", len(text))
+        assert world.engine.health()["state"] == "stalled"
+
+    async def test_finished_rows_survive_with_return_exceptions(self, world: World) -> None:
+        params = [GREEDY, LONG]
+        generation = world.engine.async_generate(["a", "b"], params, return_exceptions=True)
+        await until(lambda: 0 not in world.double.live and bool(world.double.submits))
+        world.double.is_held = True
+        await asyncio.sleep(0.01)
+        world.double.events.on_failure(EngineDeadError("scheduler", pid=11, exit_code=1))
+        outs = await generation
+        assert outs[0]["text"] == expected_text("a", 6)
+        assert isinstance(outs[1], EngineDeadError)
+
+    async def test_controls_are_not_left_waiting(self, world: World) -> None:
+        world.double.is_deaf = True
+        waiting = asyncio.ensure_future(world.engine.flush_cache())
+        await until(lambda: bool(world.double.controls))
+        world.double.events.on_failure(EngineDeadError("detokenizer", pid=12, exit_code=1))
+        with pytest.raises(EngineDeadError):
+            await waiting
+
+
+class TestDrain:
+    async def test_what_runs_finishes(self, world: World) -> None:
+        stream = world.engine.async_generate("a", {**LONG, "max_new_tokens": 50}, stream=True)
+        await anext(stream)
+        draining = asyncio.create_task(world.engine.drain(5))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDrainingError):
+            world.engine.async_generate("b")
+        assert world.engine.health()["state"] == "draining"
+        assert world.engine.is_alive
+        assert [chunk async for chunk in stream][-1]["meta_info"]["finish_reason"] == "length"
+        assert await draining is True
+
+    async def test_the_rest_is_ended_after_the_timeout(self, world: World) -> None:
+        world.double.is_held = True
+        generation = world.engine.async_generate("a", LONG)
+        assert await world.engine.drain(0.05) is False
+        assert (await generation)["meta_info"]["finish_reason"] == "shutdown"
+
+    async def test_nothing_runs(self, world: World) -> None:
+        assert await world.engine.drain() is True
