@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aioengine.scheduler.request import Request
 
 MAX_LATER = 64  # requests asked in vain in a step: each costs a look into the cache, and is not asked again soon
-PINNED = "the prompt does not fit beside the pinned pages of the KV pool; close a session or shorten the prompt"
+PINNED = "its tokens do not fit beside the pinned pages of the KV pool; close a session or ask for fewer tokens"
 
 
 class Flight:
@@ -97,8 +97,15 @@ class Planner:
         return prompts
 
     def _grow(self, request: Request) -> int | None:
-        """A page for the next position, preempting others where none is left; None: ``request`` was the last itself."""
+        """A page for the next position, preempting others where none is left. None: there is none, it must wait.
+
+        A request preempts itself last of all; when it is alone, not before its tokens in flight are known, for it
+        would be let in again at once, lose them again, and never get on.
+        """
+        running = self._life.running
         while (page := self._life.cache.grow(request.hold)) is None:
+            if len(running) == 1 and request.num_tokens > len(request.token_ids):
+                return None
             if self._life.preempt() is request:
                 return None
         return page

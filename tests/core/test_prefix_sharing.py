@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from aioengine.memory.prefix_cache import Match, PrefixCache
 from aioengine.protocol.messages import FinishCode, Limits, Submit
+from aioengine.scheduler.planner import MAX_LATER
 from tests.core.core_world import World, settings_of, submit_of
 
 PREFIX = [(7 * index) % 50 for index in range(1024)]
@@ -119,3 +121,30 @@ def test_without_the_cache_everybody_computes_alone() -> None:
     world.check_all_over()
     assert num_prompt_computed(world) == 3 * 1056
     assert world.core.stats(0.0).num_cached_pages == 0
+
+
+def test_who_waits_looks_into_the_cache_twice_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of(0)
+    looks: list[int] = []
+    match = PrefixCache.match
+
+    def counted(self: PrefixCache, token_ids: list[int]) -> Match:
+        looks.append(len(token_ids))
+        return match(self, token_ids)
+
+    monkeypatch.setattr(PrefixCache, "match", counted)
+    world.submit(*family(50))
+    world.run()
+    world.check_all_over()
+    assert len(looks) == 50 + 49
+
+
+def test_the_first_look_of_many_is_spread_over_steps() -> None:
+    world = world_of(0)
+    world.submit(*family(200, own=2))
+    world.step()
+    waiting = [request for request in world.scheduler._life.waiting if request.waits_for_prefix]
+    assert len(waiting) == MAX_LATER
+    world.run()
+    world.check_all_over()
+    assert num_prompt_computed(world) == 1024 + 200 * 2

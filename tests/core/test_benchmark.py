@@ -1,0 +1,24 @@
+"""The benchmark of the core runs, and its figures mean something."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.scheduler import measure
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_figure_is_about_its_rows() -> None:
+    figure = measure(8, output=100, depth=1)
+    assert (figure.rows, figure.depth) == (8, 1)
+    assert 0 < figure.token_us < figure.step_us < 1e5
+
+
+def test_the_figures_can_be_had_as_json() -> None:
+    command = [sys.executable, "benchmarks/scheduler.py", "--rows", "1", "4", "--output", "40", "--json"]
+    answer = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True, check=True)
+    assert [figure["rows"] for figure in json.loads(answer.stdout)["figures"]] == [1, 4]
