@@ -78,12 +78,13 @@ class Sampler:
 
     def _drawn(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
-        return draw(p_SW, self._uniforms(rows, chunk)).masked_fill_(is_bad_S, FAILED)
+        return self._upload(draw(p_SW, self._uniforms(rows, chunk))).masked_fill_(is_bad_S, FAILED)
 
     def _truncated(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
-        rules = Truncation(*(self._upload(rows.records[name][chunk]) for name in ("top_k", "top_p", "min_p")))
-        return draw_truncated(p_SW, self._uniforms(rows, chunk), rules).masked_fill_(is_bad_S, FAILED)
+        rules = Truncation(*(rows.records[name][chunk] for name in ("top_k", "top_p", "min_p")))
+        token_S = draw_truncated(p_SW, self._uniforms(rows, chunk), rules)
+        return self._upload(token_S).masked_fill_(is_bad_S, FAILED)
 
     def _process(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         """The logits of these rows after the processors, [S, W] fp32 in the scratch memory, -inf beyond V."""
@@ -110,9 +111,8 @@ class Sampler:
             p_SW[is_bad_S] = 1.0
         return p_SW, is_bad_S
 
-    def _uniforms(self, rows: SampledRows, chunk: Ints) -> Tensor:
-        seeds = rows.records["seed"][chunk]
-        return self._upload(self._uniform_table.take(rows.slots[chunk], seeds, rows.positions[chunk]))
+    def _uniforms(self, rows: SampledRows, chunk: Ints) -> npt.NDArray[np.float64]:
+        return self._uniform_table.take(rows.slots[chunk], rows.records["seed"][chunk], rows.positions[chunk])
 
 
 def greedy(logits: Tensor) -> Tensor:

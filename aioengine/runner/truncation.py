@@ -10,9 +10,11 @@ probabilities p in vocabulary order, with ties broken by vocabulary order:
 
 Sorting a vocabulary would cost milliseconds a row. The largest probabilities are found through the maxima of
 interleaved blocks instead: whatever is larger than the largest maximum of the blocks that were left out stands in the
-blocks that were taken. Rows for which these are not enough (flat distributions) go through an exact histogram.
+blocks that were taken. Rows for which these are not enough (flat distributions) go through an exact histogram. What is
+done with the few hundred largest is done in numpy: small operations cost it a tenth of what they cost torch.
 
-Shape letters: S rows, W width of a row (a multiple of BLOCK), B blocks, C candidates, H head.
+Shape letters: S rows, W width of a row (a multiple of BLOCK), B blocks, C tokens of a block, H head, N most tokens that
+a row keeps.
 """
 
 from __future__ import annotations
@@ -28,100 +30,121 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Floats = npt.NDArray[np.float64]
+    Ints = npt.NDArray[np.int64]
 
 BLOCK = 64
 """Widths of rows are multiples of this."""
 
 TOP_K_OFF = 1 << 30
 
-_NUM_BLOCKS = 128  # blocks whose tokens become candidates
-_HEAD = 256  # largest candidates that are put in order
+_NUM_BLOCKS = 128  # blocks whose tokens are candidates for the head
+_HEAD = 256
+_NOBODY = 1 << 40  # an id behind all others
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The rules of S rows, as columns. ``top_k`` [S] int64 (TOP_K_OFF: all), the others [S] float64."""
+    """The rules of S rows, as columns; TOP_K_OFF, 1.0 and 0.0 keep everything."""
 
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-    @property
-    def mass_limits(self) -> Tensor:
-        """The share of the mass that top-p keeps; infinite where it is off, so that rounding drops nothing."""
-        return torch.where(self.top_p < 1.0, self.top_p, torch.inf)
+    top_k: Ints
+    top_p: Floats
+    min_p: Floats
 
 
-def draw(p_SW: Tensor, uniform_S: Tensor) -> Tensor:
-    """One token id a row, [S] int64, by the cumulated mass in vocabulary order. ``uniform_S`` is float64 in [0, 1).
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The largest probabilities of S rows in falling order, with their ids (of equal ones perhaps not the first), and
+    the largest probability that may be missing among them.
+    """
+
+    values_SH: Floats
+    ids_SH: Ints
+    missing_S: Floats
+
+
+def draw(p_SW: Tensor, uniform_S: Floats) -> Ints:
+    """One token id a row, [S], by the cumulated mass in vocabulary order; ``uniform_S`` in [0, 1).
 
     The mass is cumulated in two levels, by blocks (summed in fp32) and inside the block that is hit.
     """
     blocks_SBC = torch.unflatten(p_SW, -1, (-1, BLOCK))
-    mass_SB = blocks_SBC.sum(-1).to(torch.float64).cumsum(-1)
-    target_S = _below(uniform_S * mass_SB[:, -1], mass_SB[:, -1])
+    mass_SB = _wide(blocks_SBC.sum(-1)).cumsum(-1)
+    target_S = uniform_S * mass_SB[:, -1]
     block_S = _first_above(mass_SB, target_S)
-    before_S = torch.nn.functional.pad(mass_SB, (1, 0)).gather(-1, block_S[:, None])[:, 0]
-    index_SC = block_S[:, None, None].expand(-1, 1, BLOCK)
-    inside_SC = blocks_SBC.gather(1, index_SC)[:, 0].to(torch.float64).cumsum(-1)
-    token_S = _first_above(inside_SC, _below(target_S - before_S, inside_SC[:, -1]))
-    return block_S * BLOCK + token_S
+    rows = np.arange(len(block_S))
+    before_S = np.where(block_S > 0, mass_SB[rows, block_S - 1], 0.0)
+    inside_SC = blocks_SBC[torch.from_numpy(rows), torch.from_numpy(block_S)]
+    return block_S * BLOCK + _first_above(_wide(inside_SC).cumsum(-1), target_S - before_S)
 
 
-def draw_truncated(p_SW: Tensor, uniform_S: Tensor, rules: Truncation) -> Tensor:
-    """One token id a row, [S] int64, of what top-k, top-p and min-p leave."""
-    candidates_SC, ids_SC, left_out_S = _candidates(p_SW)
-    keep_SC, is_sure_S = _keep(candidates_SC, left_out_S, rules, p_SW.shape[-1])
-    mass_SC = torch.where(keep_SC, candidates_SC, 0.0).to(torch.float64).cumsum(-1)
-    place_S = _first_above(mass_SC, _below(uniform_S * mass_SC[:, -1], mass_SC[:, -1]))
-    token_S = place_S if ids_SC is None else ids_SC.gather(-1, place_S[:, None])[:, 0]
-    for i in (~is_sure_S).nonzero()[:, 0].tolist():
+def draw_truncated(p_SW: Tensor, uniform_S: Floats, rules: Truncation) -> Ints:
+    """One token id a row, [S], of what top-k, top-p and min-p leave."""
+    head = _find_head(p_SW)
+    num_S, is_sure_S = _count_kept(head, rules, p_SW.shape[-1])
+    values_SN, ids_SN = _kept_of_head(p_SW, head, num_S)
+    order_SN = ids_SN.argsort(-1)
+    ids_SN = np.take_along_axis(ids_SN, order_SN, -1)
+    mass_SN = np.take_along_axis(values_SN, order_SN, -1).cumsum(-1)
+    token_S: Ints = ids_SN[np.arange(len(ids_SN)), _first_above(mass_SN, uniform_S * mass_SN[:, -1])]
+    for i in np.flatnonzero(~is_sure_S).tolist():
         p_W = p_SW[i].cpu().numpy()
         keep_W = kept(p_W, top_k=int(rules.top_k[i]), top_p=float(rules.top_p[i]), min_p=float(rules.min_p[i]))
         token_S[i] = _draw_kept(p_W, keep_W, float(uniform_S[i]))
     return token_S
 
 
-def _candidates(p_SW: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Tokens that may be kept: probabilities [S, C] in vocabulary order, their ids (None: all), largest left out."""
-    num_rows, width = p_SW.shape
-    num_blocks = width // BLOCK
+def _find_head(p_SW: Tensor) -> _Head:
+    num_blocks = p_SW.shape[-1] // BLOCK
     if num_blocks <= _NUM_BLOCKS:
-        return p_SW, None, p_SW.new_zeros(num_rows)
-    # Block b holds the tokens b, b + B, b + 2 B, ...: so the maxima are taken along contiguous memory, and members of
-    # the taken blocks, read place by place, are in vocabulary order.
-    grid_SxB = torch.unflatten(p_SW, -1, (BLOCK, num_blocks))
-    best = grid_SxB.amax(1).topk(_NUM_BLOCKS + 1)
-    taken = best.indices[:, :_NUM_BLOCKS].sort(-1).values
-    candidates = grid_SxB.gather(2, taken[:, None, :].expand(-1, BLOCK, -1)).flatten(1)
-    offsets = torch.arange(0, width, num_blocks, device=p_SW.device)
-    ids = (offsets[None, :, None] + taken[:, None, :]).flatten(1)
-    return candidates, ids, best.values[:, -1]
+        largest = p_SW.topk(min(_HEAD, p_SW.shape[-1]))
+        missing_S = np.zeros(len(p_SW))
+        return _Head(_wide(largest.values), largest.indices.cpu().numpy(), missing_S)
+    # Block b holds the tokens b, b + B, b + 2 B, ...: so the maxima are taken along contiguous memory.
+    grid_SCB = torch.unflatten(p_SW, -1, (BLOCK, num_blocks))
+    best = grid_SCB.amax(1).topk(_NUM_BLOCKS + 1)
+    taken_SB = best.indices[:, :_NUM_BLOCKS]
+    candidates = grid_SCB.gather(2, taken_SB[:, None, :].expand(-1, BLOCK, -1)).flatten(1)
+    largest = candidates.topk(_HEAD)
+    places_SH = largest.indices.cpu().numpy()
+    blocks_SH = np.take_along_axis(taken_SB.cpu().numpy(), places_SH % _NUM_BLOCKS, -1)
+    return _Head(
+        _wide(largest.values),
+        places_SH // _NUM_BLOCKS * num_blocks + blocks_SH,
+        _wide(best.values[:, -1]),
+    )
 
 
-def _keep(candidates_SC: Tensor, left_out_S: Tensor, rules: Truncation, width: int) -> tuple[Tensor, Tensor]:
-    """Which candidates stay, [S, C] bool, and in which rows that is certain, [S] bool."""
-    head_SH = candidates_SC.topk(min(_HEAD, candidates_SC.shape[-1])).values
-    size = head_SH.shape[-1]
-    wide_SH = head_SH.to(torch.float64)
-    mass_SH = wide_SH.cumsum(-1)
+def _count_kept(head: _Head, rules: Truncation, width: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """How many of the head stay, at least 1, and in which rows these are certain to be all that stay."""
+    values_SH = head.values_SH
+    size = values_SH.shape[-1]
+    rows = np.arange(len(values_SH))
+    mass_SH = values_SH.cumsum(-1)
     is_short_S = rules.top_k <= size  # the whole top-k set is in the head, and so is its mass
-    last_S = rules.top_k.clamp(max=size)[:, None] - 1
-    whole_S = torch.where(is_short_S, mass_SH.gather(-1, last_S)[:, 0], 1.0)
-    before_SH = mass_SH - wide_SH
-    rank_H = torch.arange(size, device=head_SH.device)
-    stays_SH = (before_SH < (rules.mass_limits * whole_S)[:, None]) & (rank_H < rules.top_k[:, None])
-    stays_SH &= wide_SH >= (rules.min_p * wide_SH[:, 0])[:, None]
-    stays_SH[:, 0] = True
-    num_S = stays_SH.sum(-1)
-    border_S = head_SH.gather(-1, num_S[:, None] - 1)  # [S, 1], the smallest probability that stays
-    num_ties_S = num_S - (head_SH > border_S).sum(-1)
-    ties_SC = candidates_SC == border_S
-    keep_SC = (candidates_SC > border_S) | (ties_SC & (ties_SC.cumsum(-1) <= num_ties_S[:, None]))
+    whole_S = np.where(is_short_S, mass_SH[rows, np.minimum(rules.top_k, size) - 1], 1.0)
+    limit_S = np.where(rules.top_p < 1.0, rules.top_p * whole_S, np.inf)  # infinite: rounding must drop nothing
+    num_S = (mass_SH - values_SH < limit_S[:, None]).sum(-1)
+    num_S = np.minimum(num_S, (values_SH >= (rules.min_p * values_SH[:, 0])[:, None]).sum(-1))
+    num_S = np.maximum(np.minimum(num_S, rules.top_k), 1)
     has_mass_S = is_short_S | (rules.top_k >= width) | (rules.top_p >= 1.0)
     is_whole_S = is_short_S | (num_S < size)
-    is_apart_S = (border_S[:, 0] > left_out_S) | (left_out_S == 0)
-    return keep_SC, has_mass_S & is_whole_S & is_apart_S
+    return num_S, has_mass_S & is_whole_S & (values_SH[rows, num_S - 1] >= head.missing_S)
+
+
+def _kept_of_head(p_SW: Tensor, head: _Head, num_S: Ints) -> tuple[Floats, Ints]:
+    """Probabilities (0: none) and ids of the tokens that stay, [S, N]; of equal ones at the border the first."""
+    size = int(num_S.max())
+    is_kept_SN = np.arange(size) < num_S[:, None]
+    values_SN = np.where(is_kept_SN, head.values_SH[:, :size], 0.0)
+    ids_SN = np.where(is_kept_SN, head.ids_SH[:, :size], _NOBODY)
+    rows = np.arange(len(num_S))
+    border_S = head.values_SH[rows, num_S - 1]
+    next_S = head.values_SH[rows, np.minimum(num_S, head.values_SH.shape[-1] - 1)]
+    for i in np.flatnonzero((next_S == border_S) | (head.missing_S == border_S)).tolist():
+        num_larger = int((values_SN[i] > border_S[i]).sum())
+        equal = (p_SW[i] == float(border_S[i])).nonzero()[: int(num_S[i]) - num_larger, 0]
+        ids_SN[i, num_larger : num_larger + len(equal)] = equal.cpu().numpy()
+    return values_SN, ids_SN
 
 
 def kept(p_W: npt.NDArray[np.float32], *, top_k: int, top_p: float, min_p: float) -> npt.NDArray[np.bool_]:
@@ -159,15 +182,18 @@ def _head(p_W: npt.NDArray[np.float32], weights_W: Floats, limit: float) -> npt.
 
 def _draw_kept(p_W: npt.NDArray[np.float32], keep_W: npt.NDArray[np.bool_], uniform: float) -> int:
     mass_W = np.where(keep_W, p_W, np.float32(0)).cumsum(dtype=np.float64)
-    target = min(uniform * mass_W[-1], np.nextafter(mass_W[-1], 0.0))
-    return int(np.searchsorted(mass_W, target, side="right"))
+    return int(_first_above(mass_W[None], uniform * mass_W[-1:])[0])
 
 
-def _below(target_S: Tensor, whole_S: Tensor) -> Tensor:
-    """``target_S``, but less than ``whole_S`` also after rounding: the draw must end inside."""
-    return target_S.minimum(torch.nextafter(whole_S, torch.zeros_like(whole_S)))
+def _first_above(mass_SC: Floats, target_S: Floats) -> Ints:
+    """The first place of each row at which the cumulated mass exceeds the target.
+
+    A target that rounding has made as large as the whole mass is taken to be just below it.
+    """
+    below_S = np.minimum(target_S, np.nextafter(mass_SC[:, -1], 0.0))
+    places: Ints = (mass_SC <= below_S[:, None]).sum(-1)
+    return places
 
 
-def _first_above(mass_SC: Tensor, target_S: Tensor) -> Tensor:
-    """The first place of each row at which the cumulated mass exceeds the target, [S] int64."""
-    return torch.searchsorted(mass_SC, target_S[:, None], right=True)[:, 0]
+def _wide(values: Tensor) -> Floats:
+    return values.cpu().numpy().astype(np.float64)

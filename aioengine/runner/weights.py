@@ -1,8 +1,8 @@
 """Checkpoint tensors into the model's parameters.
 
 Safetensors files are mapped, not read: each tensor is copied from the map straight to its place, which may be a part
-of a fused parameter of another dtype. A map is let go every half gigabyte, so that a shard never stands in memory a
-second time. All names and shapes are checked before the first byte is copied.
+of a fused parameter of another dtype. A map is let go every 128 MiB, so that a shard never stands in memory a second
+time. All names and shapes are checked before the first byte is copied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
-_MAP_BYTES = 512 << 20
+_MAP_BYTES = 128 << 20
 _INDEX = "model.safetensors.index.json"
 _FOREIGN_SUFFIXES = (".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
 _DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -63,16 +63,20 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
     if load_format not in LOAD_FORMATS:
         message = f"load_format {load_format!r} is not known; what works: {', '.join(LOAD_FORMATS)}"
         raise ValueError(message)
+    num_bytes = _fill(model, folder, load_format, seed, report)
+    model.finish_loading()  # nothing refers to the parameters by now: it can let go of what it brings into another form
+    return num_bytes
+
+
+def _fill(model: Model, folder: Path, load_format: str, seed: int, report: Report) -> int:
     targets = model.weights()
-    num_bytes = sum(target.nbytes for target in targets.values())
     if load_format == "dummy":
         fill_dummy(targets, seed=seed)
     else:
         entries = [entry for entry in read_headers(folder) if entry.name in targets or not model.is_ignored(entry.name)]
         _check(entries, targets, folder)
         _copy(entries, targets, report)
-    model.finish_loading()
-    return num_bytes
+    return sum(target.nbytes for target in targets.values())
 
 
 def read_headers(folder: Path) -> list[Entry]:

@@ -79,14 +79,10 @@ def test_kept_set_is_the_defined_one(width: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", rows_of_probabilities(64))
 def test_draw_is_the_inverse_of_the_cumulated_mass_of_the_kept_set(width: int, kind: str) -> None:
     p = rows_of_probabilities(width)[kind]
-    uniform = torch.tensor([0.0, 0.1, 0.5, 0.77, 1 - 2**-53], dtype=torch.float64)
+    uniform = np.array([0.0, 0.1, 0.5, 0.77, 1 - 2**-53])
     for top_k, top_p, min_p in RULES:
         num_rows = len(uniform)
-        rules = Truncation(
-            torch.full((num_rows,), top_k),
-            torch.full((num_rows,), top_p, dtype=torch.float64),
-            torch.full((num_rows,), min_p, dtype=torch.float64),
-        )
+        rules = Truncation(np.full(num_rows, top_k), np.full(num_rows, top_p), np.full(num_rows, min_p))
         tokens = draw_truncated(p.repeat(num_rows, 1), uniform, rules).tolist()
         keep = kept(p.numpy(), top_k=top_k, top_p=top_p, min_p=min_p)
         mass = np.where(keep, p.numpy(), 0).cumsum(dtype=np.float64)
@@ -101,7 +97,7 @@ def test_draw_is_the_inverse_of_the_cumulated_mass_of_the_kept_set(width: int, k
 def test_plain_draw_walks_the_vocabulary(width: int) -> None:
     p = torch.stack(list(rows_of_probabilities(width).values()))
     for u in (0.0, 0.3, 0.999, 1 - 2**-53):
-        tokens = draw(p, torch.full((len(p),), u, dtype=torch.float64))
+        tokens = torch.from_numpy(draw(p, np.full(len(p), u)))
         mass = p.double().cumsum(-1)
         after = mass.gather(-1, tokens[:, None])[:, 0]
         here = p.gather(-1, tokens[:, None])[:, 0].double()
@@ -117,5 +113,5 @@ def test_fast_path_is_taken_for_ordinary_rows(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("aioengine.runner.truncation.kept", fail)
     p = rows_of_probabilities(10_240)["peaked"][None]
-    rules = Truncation(torch.tensor([40]), torch.tensor([0.9]).double(), torch.tensor([0.0]).double())
-    draw_truncated(p, torch.tensor([0.5]).double(), rules)
+    rules = Truncation(np.array([40]), np.array([0.9]), np.array([0.0]))
+    draw_truncated(p, np.array([0.5]), rules)

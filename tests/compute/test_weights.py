@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -74,6 +75,19 @@ def test_one_file_in_every_dtype(tmp_path: Path, stored: torch.dtype, wanted: to
     assert seen[0] == (0, size)
     assert seen[-1] == (size, size)
     assert seen == sorted(seen)
+
+
+def test_parameters_are_let_go_before_they_are_brought_into_another_form(tmp_path: Path) -> None:
+    class Repacking(FakeModel):
+        def finish_loading(self) -> None:
+            remembered = weakref.ref(self.norm)
+            self.norm = torch.zeros(0)
+            self.is_finished = remembered() is None
+
+    save_file(tensors(), tmp_path / "model.safetensors")
+    model = Repacking()
+    load(model, tmp_path)
+    assert model.is_finished, "somebody still holds a parameter, so loading would need the memory twice"
 
 
 def test_shards_by_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
