@@ -111,7 +111,7 @@ class TorchAttention:
         self._group = shape.num_heads // num_kv_heads
         self._head_size = head_size
         self._scale = shape.scale
-        self._page_size = page_size
+        self.page_size = page_size
         self._chunk_pages = CHUNK // page_size
         by_page = kv_pool.view(num_layers, 2, num_pages * num_kv_heads, page_size * head_size)
         by_slot = kv_pool.view(num_layers, 2, num_pages * num_kv_heads * page_size, head_size)
@@ -124,9 +124,9 @@ class TorchAttention:
         self._prefill: list[_PrefillRow] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
-        pages, offsets = batch.slot_mapping // self._page_size, batch.slot_mapping % self._page_size
+        pages, offsets = batch.slot_mapping // self.page_size, batch.slot_mapping % self.page_size
         heads = (pages * self._num_kv_heads).unsqueeze(1) + self._kv_heads
-        self._new_slots = (heads * self._page_size + offsets.unsqueeze(1)).flatten()
+        self._new_slots = (heads * self.page_size + offsets.unsqueeze(1)).flatten()
         single = [row for row, length in enumerate(batch.query_lengths) if length == 1]
         starts = [0]
         for length in batch.query_lengths:

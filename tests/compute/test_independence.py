@@ -1,0 +1,195 @@
+"""A token's numbers are the same bits whatever it is computed with."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen3Config
+
+from aioengine import models
+from aioengine.attention._base import AttentionShape, kv_pool_shape
+from aioengine.attention.torch import CHUNK, TorchAttention
+from aioengine.kernels import linear
+from aioengine.kernels.rms_norm import rms_norm
+from aioengine.kernels.rope import rope
+from aioengine.kernels.silu_and_mul import silu_and_mul
+from tests.compute.stepping import Request, Stepper, make_batch, options
+
+DTYPES = (torch.bfloat16, torch.float32)
+NUM_ROWS = (*range(1, 35), 47, 48, 64, 65, 100, 128, 255, 256, 511, 513, 1000, 1024)
+SHAPES = ((896, 1152), (896, 896), (896, 9728), (4864, 896), (256, 4096), (100, 37), (72, 56), (24, 40), (48, 1))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_rows_do_not_depend_on_their_number(
+    shape: tuple[int, int], dtype: torch.dtype, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    torch.manual_seed(0)
+    in_features, out_features = shape
+    product = linear.prepare(torch.randn(out_features, in_features).to(dtype), torch.randn(out_features).to(dtype))
+    x = torch.randn(max(NUM_ROWS), in_features).to(dtype)
+    expected = product(x)
+    counts = NUM_ROWS if in_features * out_features < 5_000_000 else NUM_ROWS[::4]
+    assert [count for count in counts if not torch.equal(product(x[:count]), expected[:count])] == []
+    assert torch.equal(product(x[7:8]), expected[7:8])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_of_a_large_vocabulary_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 896).to(dtype).repeat(2374, 1)
+    product = linear.prepare(weight, None)
+    x = torch.randn(64, 896).to(dtype)
+    expected = product(x)
+    assert expected.shape == (64, 151_936)
+    assert [count for count in (1, 2, 3, 5, 8, 31, 32) if not torch.equal(product(x[:count]), expected[:count])] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [896, 256, 80, 24])
+def test_elementwise_operations_do_not_depend_on_the_number_of_rows(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(1500, size).to(dtype), torch.randn(1500, 2 * size).to(dtype) * 5
+    weight, cos, sin = torch.randn(size).to(dtype), torch.randn(1500, 1, size), torch.randn(1500, 1, size)
+    heads = torch.randn(1500, 3, size).to(dtype)
+    normed, gated, rotated = rms_norm(x, weight, 1e-6), silu_and_mul(y), rope(heads, cos, sin)
+    for start, count in itertools.product((0, 3, 700), (1, 2, 3, 7, 33, 129, 777)):
+        rows = slice(start, start + count)
+        assert torch.equal(rms_norm(x[rows].clone(), weight, 1e-6), normed[rows])
+        assert torch.equal(silu_and_mul(y[rows].clone()), gated[rows])
+        assert torch.equal(rope(heads[rows].clone(), cos[rows], sin[rows]), rotated[rows])
+
+
+ATTENTIONS = ((14, 2, 64, 16), (4, 1, 24, 8), (8, 8, 32, 256), (40, 2, 80, 1), (16, 8, 128, 32))
+
+
+def run_attention(
+    backend: TorchAttention, tokens: tuple[torch.Tensor, ...], rows: list[tuple[int, int]], table: list[int]
+) -> torch.Tensor:
+    page_size = backend.page_size
+    backend.prepare(make_batch(rows, [table] * len(rows), page_size))
+    chosen = torch.cat([torch.arange(start, start + count) for start, count in rows])
+    q, k, v = (part[chosen] for part in tokens)
+    return backend.forward(q, k, v, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("sizes", "num_threads"), [*((sizes, 2) for sizes in ATTENTIONS), (ATTENTIONS[0], 1)])
+def test_attention_of_a_token_does_not_depend_on_chunks_rows_or_pages(
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    torch.manual_seed(0)
+    num_heads, num_kv_heads, head_size, page_size = sizes
+    length = 2 * CHUNK + 77
+    shape = AttentionShape(
+        num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5
+    )
+    heads = (num_heads, num_kv_heads, num_kv_heads)
+    tokens = tuple(torch.randn(length, number, head_size).to(dtype) for number in heads)
+    num_pages = -(-length // page_size)
+    pool = torch.zeros(kv_pool_shape(shape, num_pages=2 * num_pages, page_size=page_size), dtype=dtype)
+    backend = TorchAttention(shape, pool)
+    whole = run_attention(backend, tokens, [(0, length)], list(range(num_pages)))
+    table = (torch.randperm(num_pages) + num_pages).tolist()
+    start = 0
+    for count in (100, 1, 7, 256, 1, 1, 50, 33, length - 449):
+        part = run_attention(backend, tokens, [(start, count)], table)
+        assert torch.equal(part, whole[start : start + count]), (start, count)
+        start += count
+    for rows in (
+        [(5, 1), (300, 40), (length - 1, 1), (255, 1), (256, 1)],
+        [(580, 1)] * 9 + [(3, 5)],
+        [(0, 1)],
+        [(20, 1)] * 3,
+    ):
+        chosen = torch.cat([torch.arange(start, start + count) for start, count in rows])
+        assert torch.equal(run_attention(backend, tokens, rows, table), whole[chosen]), rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_is_that_of_the_definition(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    length = CHUNK + 50
+    shape = AttentionShape(num_layers=2, num_heads=6, num_kv_heads=2, head_size=32, scale=0.2)
+    q, k, v = (torch.randn(length, number, 32).to(dtype) for number in (6, 2, 2))
+    pool = torch.zeros(kv_pool_shape(shape, num_pages=64, page_size=16), dtype=dtype)
+    result = run_attention(TorchAttention(shape, pool), (q, k, v), [(0, length)], list(range(32)))
+    keys, values = (part.double().repeat_interleave(3, dim=1).transpose(0, 1) for part in (k, v))
+    scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * 0.2
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+    expected = (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values).transpose(0, 1).reshape(length, -1)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_page_size_that_does_not_divide_a_chunk_is_refused() -> None:
+    shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
+    with pytest.raises(ValueError, match="page_size 24"):
+        TorchAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=24)))
+
+
+def random_model(dtype: torch.dtype, head_size: int) -> models.Model:
+    """A Qwen3 (all parts that there are: head norms, biases), untied."""
+    config = Qwen3Config(
+        vocab_size=300, hidden_size=72, intermediate_size=200, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=head_size, attention_bias=True,
+    )  # fmt: skip
+    model = models.build(config.to_dict(), options(dtype, max_positions=800))
+    generator = torch.Generator().manual_seed(0)
+    for tensor in model.weights().values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+    model.finish_loading()
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_the_same_bits_alone_and_in_any_batch_and_chunks(dtype: torch.dtype) -> None:
+    model = random_model(dtype, 24)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 300, (length,), generator=generator).tolist() for length in (330, 40, 1, 270, 17)]
+    alone = [Stepper(model).run(prompt, [len(prompt)]) for prompt in prompts]
+    assert torch.equal(Stepper(model, page_size=8).run(prompts[3], [100, 1, 160]), alone[3])
+    together = Stepper(model)
+    requests = [Request(prompt) for prompt in prompts]
+    counts = itertools.cycle((1, 64, 7, 1, 130, 2))
+    while waiting := [request for request in requests if request.num_computed < len(request.token_ids)]:
+        together.step(
+            [(request, min(next(counts), len(request.token_ids) - request.num_computed)) for request in waiting]
+        )
+    for request, expected in zip(requests, alone, strict=True):
+        assert torch.equal(torch.stack(request.logits), expected)
+
+
+def test_prefix_computed_by_another_request_gives_the_same_bits() -> None:
+    model = random_model(torch.bfloat16, 16)
+    token_ids = torch.randint(0, 300, (100,)).tolist()
+    expected = Stepper(model).run(token_ids, [100])
+    stepper = Stepper(model, page_size=16)
+    first = Request([*token_ids[:64], 5, 6, 7])
+    stepper.step([(first, 50)])
+    stepper.step([(first, 17)])
+    second = Request(token_ids, pages=first.pages[:4], num_computed=64)
+    stepper.step([(second, 30)])
+    stepper.step([(second, 6)])
+    assert torch.equal(torch.stack(second.logits), expected[64:])
+
+
+def test_tied_head_is_independent_too() -> None:
+    config = Qwen2Config(
+        vocab_size=515, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = models.build(config.to_dict(), options())
+    for tensor in model.weights().values():
+        tensor.copy_(torch.randn(tensor.shape) * 0.2)
+    model.finish_loading()
+    hidden = torch.randn(20, 64)
+    logits = model.compute_logits(hidden)
+    for row in range(20):
+        assert torch.equal(model.compute_logits(hidden[row : row + 1])[0], logits[row])

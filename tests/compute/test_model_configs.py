@@ -1,0 +1,84 @@
+"""A config value that is not implemented is refused by name, before any weight is read."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from aioengine import models
+from tests.compute.stepping import options
+
+CONFIGS = {config.model_type: config for config in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)}
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def config_of(model_type: str, **fields: object) -> dict[str, object]:
+    extra = {"sliding_window": None} if model_type == "mistral" else {}
+    return {**CONFIGS[model_type](**SIZES, **extra).to_dict(), **fields}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_untouched_config_is_taken(model_type: str) -> None:
+    assert models.build(config_of(model_type), options()).vocab_size == 32
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("partial_rotary_factor", 0.5),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("num_key_value_heads", 3),
+        ("head_dim", 5),
+        ("hidden_size", "wide"),
+        ("rope_scaling", {"rope_type": "longrope", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}),
+        ("rope_scaling", {"rope_type": "linear"}),
+        ("rope_scaling", "linear"),
+    ],
+)
+def test_value_that_is_not_implemented_is_refused_by_name(model_type: str, field: str, value: object) -> None:
+    named = "rope|factor" if field == "rope_scaling" else field
+    with pytest.raises(ValueError, match=named):
+        models.build(config_of(model_type, **{field: value}), options())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [
+        ("mistral", "sliding_window", 128),
+        ("qwen2", "use_sliding_window", True),
+        ("qwen3", "use_sliding_window", True),
+    ],
+)
+def test_sliding_windows_are_refused(model_type: str, field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field} {re.escape(repr(value))} is not implemented"):
+        models.build(config_of(model_type, **{field: value}), options())
+
+
+def test_missing_size_is_named() -> None:
+    config = config_of("llama")
+    del config["intermediate_size"]
+    with pytest.raises(ValueError, match="intermediate_size"):
+        models.build(config, options())
+
+
+def test_unknown_model_names_those_that_work() -> None:
+    with pytest.raises(ValueError, match="'mamba'.*llama, mistral, qwen2, qwen3"):
+        models.build({"model_type": "mamba"}, options())
+
+
+def test_model_without_a_language_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification"):
+        models.build(config_of("llama", architectures=["LlamaForSequenceClassification"]), options())
