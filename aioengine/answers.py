@@ -248,6 +248,7 @@ def _timings(facts: RowFacts, finished: Finished, delivered_at: float) -> Timing
     begun_at = facts.called_at + facts.tokenize_s
     admitted_at = ended_at if finished.admitted_at is None else min(max(finished.admitted_at, begun_at), ended_at)
     first_token_at = ended_at if finished.first_token_at is None else min(finished.first_token_at, ended_at)
+    first_token_at = max(first_token_at, admitted_at)
     return {
         "tokenize_s": facts.tokenize_s,
         "queue_s": admitted_at - facts.called_at - facts.tokenize_s,

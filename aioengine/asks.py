@@ -40,7 +40,8 @@ class RequestOptions(TypedDict, total=False):
     priority: higher runs sooner (with ``schedule_policy="priority"``).
     timeout, queue_timeout, first_token_timeout: seconds from the call until its end, until it is admitted, until its
         first token. One that runs out ends the request with reason ``deadline`` and what there is.
-    return_exceptions: rows of a batch that fail give their exception instead of ending the call.
+    return_exceptions: rows of a batch that fail give their exception instead of ending the call. (A single prompt
+        raises all the same.)
     return_prompt_token_ids: answers and chunks carry ``prompt_token_ids``.
     """
 

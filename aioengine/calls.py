@@ -45,7 +45,7 @@ class Call:
             ask.num_rows,
             is_stream=ask.is_stream,
             is_batch=ask.gives_batch,
-            returns_exceptions=ask.returns_exceptions,
+            returns_exceptions=ask.returns_exceptions and ask.gives_batch,
         )
         self.num_begun = 0
         self.num_prompt_tokens = 0

@@ -100,15 +100,17 @@ class AsyncEngine:
 
     async def shutdown(self) -> None:
         """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; harmless twice."""
-        self._is_closed = True
         frontend = self._frontend
         if frontend is None or os.getpid() != self._pid:
+            self._is_closed = True
             return
         if frontend.loop.is_closed():
+            self._is_closed = True
             frontend.parts.processes.kill_now()
             self._forget_finalizer()
             return
         self._check_loop(frontend)
+        self._is_closed = True
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._stop(frontend))
         await asyncio.shield(self._stopping)

@@ -39,13 +39,14 @@ class CodePoints:
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
         self.delay_s = 0.0
+        self.delay_by_length = 0.0
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         self.batches.append(list(texts))
-        time.sleep(self.delay_s)
+        time.sleep(self.delay_s + self.delay_by_length * sum(map(len, texts)))
         if "\x00unencodable" in texts:
             raise RuntimeError("this text breaks the tokenizer")
         return [self.encode(text) for text in texts]
@@ -202,9 +203,12 @@ class World:
             queue=self._queue,
             eos_token_ids=(EOS,),
             stream_interval=1,
-            load_tokenizer=(lambda: self.tokenizer) if self._with_tokenizer else None,
+            load_tokenizer=self.load_tokenizer if self._with_tokenizer else None,
             make_processes=self._make,
         )
+
+    def load_tokenizer(self) -> CodePoints:
+        return self.tokenizer
 
     def _make(self, events: Events) -> Double:
         self.doubles.append(Double(events))

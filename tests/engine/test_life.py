@@ -1,0 +1,326 @@
+"""Starting, stopping, the wrong loop, forks, what is watched, and a loop that must never stall."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from aioengine.engine import AsyncEngine
+from aioengine.errors import EngineClosedError, EngineStartupError, WrongLoopError
+from aioengine.startup import Blueprint
+from tests.engine.engine_double import CONTEXT_LENGTH, CodePoints, Double, World, expected_text, until
+
+GREEDY = {"temperature": 0, "max_new_tokens": 6}
+
+
+class TestStart:
+    async def test_not_started(self) -> None:
+        engine = World().engine
+        with pytest.raises(EngineClosedError, match="was not started"):
+            engine.async_generate("a")
+        with pytest.raises(EngineClosedError, match="was not started"):
+            await engine.flush_cache()
+        assert not engine.is_alive
+        await engine.shutdown()
+
+    async def test_twice_and_at_once(self) -> None:
+        here = World()
+        await asyncio.gather(here.engine.start(), here.engine.start())
+        await here.engine.start()
+        assert len(here.doubles) == 1
+        assert here.engine.health()["state"] == "running"
+        await here.engine.shutdown()
+
+    async def test_files_that_cannot_be_read(self) -> None:
+        def prepare() -> Blueprint:
+            raise ValueError("no such model")
+
+        engine = AsyncEngine.from_blueprint(prepare)
+        with pytest.raises(ValueError, match="no such model"):
+            await engine.start()
+        assert engine.health() == {"state": "closed", "processes": []}
+
+    @pytest.mark.parametrize("fails", ["processes", "tokenizer", "facts", "cancel"])
+    async def test_failing_half_way_leaves_nothing(self, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        here = World()
+
+        async def start(self: Double) -> dict[str, object]:
+            if fails == "processes":
+                raise EngineStartupError("the scheduler said no")
+            if fails == "cancel":
+                await asyncio.sleep(60)
+            return {} if fails == "facts" else {"max_total_tokens": 1}
+
+        def load() -> CodePoints:
+            if fails == "tokenizer":
+                raise ValueError("tokenizer.json is broken")
+            return here.tokenizer
+
+        monkeypatch.setattr(Double, "start", start)
+        monkeypatch.setattr(here, "load_tokenizer", load)
+        num_tasks = len(asyncio.all_tasks())
+        task = asyncio.create_task(here.engine.start())
+        if fails == "cancel":
+            await until(lambda: bool(here.doubles))
+            task.cancel()
+        with pytest.raises((EngineStartupError, ValueError, asyncio.CancelledError)):
+            await task
+        assert here.double.is_stopped
+        assert len(asyncio.all_tasks()) == num_tasks
+        assert not here.engine.is_alive
+
+    async def test_progress_is_drawn_where_it_is_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+        from aioengine.progress import ProgressBars
+        from aioengine.protocol.messages import Progress
+
+        for is_shown, is_expected in ((True, True), (False, False), (None, False)):
+            bars = ProgressBars(is_shown)
+            for done in range(4):
+                bars.show(Progress("loading weights", done, 3, "shards"))
+            bars.close()
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert ("loading weights" in err) is is_expected
+
+
+class TestShutdown:
+    async def test_idempotent_and_later_calls_raise(self, world: World) -> None:
+        await asyncio.gather(world.engine.shutdown(), world.engine.shutdown())
+        await world.engine.shutdown()
+        assert world.double.is_stopped
+        with pytest.raises(EngineClosedError, match="shut down"):
+            world.engine.async_generate("a")
+        with pytest.raises(EngineClosedError):
+            await world.engine.start()
+        assert world.engine.health()["state"] == "closed"
+        assert world.engine.get_all_child_pids() == []
+
+    async def test_waiting_calls_get_an_error(self, world: World) -> None:
+        world.double.is_held = True
+        failed = asyncio.create_task(world.engine.wait_failed())
+        waiting = asyncio.ensure_future(world.engine.async_generate("a"))
+        await until(lambda: bool(world.double.live))
+        await world.engine.shutdown()
+        with pytest.raises(EngineClosedError):
+            await waiting
+        assert await failed is None
+
+    async def test_while_it_tokenizes(self, world: World) -> None:
+        world.tokenizer.delay_s = 0.05
+        waiting = asyncio.ensure_future(world.engine.async_generate("a"))
+        await asyncio.sleep(0.01)
+        await world.engine.shutdown()
+        with pytest.raises(EngineClosedError):
+            await waiting
+
+    async def test_while_it_starts(self) -> None:
+        here = World()
+        starting = asyncio.create_task(here.engine.start())
+        await asyncio.sleep(0)
+        await here.engine.shutdown()
+        with pytest.raises(EngineClosedError):
+            await starting
+        assert all(double.is_stopped for double in here.doubles)
+
+    async def test_a_forgotten_engine_warns_and_is_killed(self) -> None:
+        here = World()
+        await here.engine.start()
+        with pytest.warns(ResourceWarning, match="not shut down"):
+            del here.engine
+        assert here.double.num_kills == 1
+
+    async def test_a_stream_keeps_its_engine(self) -> None:
+        here = World()
+        await here.engine.start()
+        stream = here.engine.async_generate("a", GREEDY, stream=True)
+        del here.engine
+        assert "".join([chunk["text"] async for chunk in stream]) == expected_text("a", 6)
+        with pytest.warns(ResourceWarning, match="not shut down"):
+            del stream
+
+    async def test_no_task_or_thread_is_left(self) -> None:
+        before = set(asyncio.all_tasks()), set(threading.enumerate())
+        async with World().engine as engine:
+            await engine.async_generate("a", GREEDY)
+        await until(lambda: set(threading.enumerate()) <= before[1])
+        assert asyncio.all_tasks() == before[0]
+
+
+def in_another_thread(act: Callable[[], object]) -> object:
+    """The result of ``act`` in another thread, be it an exception."""
+    results: list[object] = []
+
+    def run() -> None:
+        try:
+            results.append(act())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+class TestOneLoop:
+    async def test_another_loop_or_none(self) -> None:
+        here = World()
+        async with here.engine as engine:
+            generation = engine.async_generate("a", GREEDY)
+            calls: list[Callable[[], object]] = [
+                lambda: engine.async_generate("a"),
+                lambda: asyncio.run(_call(engine)),
+                lambda: asyncio.run(engine.flush_cache()),
+                lambda: asyncio.run(engine.shutdown()),
+                lambda: asyncio.run(_result(generation)),
+            ]
+            for call in calls:
+                assert isinstance(in_another_thread(call), WrongLoopError)
+            await generation
+            stats = in_another_thread(engine.stats)
+            assert isinstance(stats, dict)
+            assert in_another_thread(lambda: engine.abort_request("x")) is None
+
+    def test_its_own_loop_is_closed(self) -> None:
+        here = World()
+        asyncio.run(here.engine.start())
+        with pytest.raises(WrongLoopError):
+            asyncio.run(_call(here.engine))
+        here.engine.abort_request(abort_all=True)
+        asyncio.run(here.engine.shutdown())
+        assert here.double.num_kills == 1
+
+    async def test_abort_from_another_thread(self, world: World) -> None:
+        world.double.step_s = 0.001
+        generation = world.engine.async_generate("a", {"max_new_tokens": 400}, rid="x")
+        await until(lambda: bool(world.double.live))
+        thread = threading.Thread(target=world.engine.abort_request, args=("x",))
+        thread.start()
+        assert (await generation)["meta_info"]["finish_reason"] == "abort"
+        await until(lambda: not thread.is_alive())
+
+
+async def _call(engine: AsyncEngine) -> object:
+    return await engine.async_generate("a")
+
+
+async def _result(generation: object) -> object:
+    return await generation  # type: ignore[misc]
+
+
+class TestProcesses:
+    async def test_it_cannot_be_pickled(self, world: World) -> None:
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(world.engine)
+
+    def test_a_fork_has_no_engine(self) -> None:
+        here = World()
+
+        async def main() -> int:
+            async with here.engine as engine:
+                pid = os.fork()
+                if pid == 0:
+                    try:
+                        engine.async_generate("a")
+                    except EngineClosedError as error:
+                        os._exit(0 if "fork" in str(error) else 1)
+                    os._exit(2)
+                return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])  # noqa: ASYNC222
+
+        assert asyncio.run(main()) == 0
+
+
+class TestWatching:
+    async def test_stats_have_all_their_names(self, world: World) -> None:
+        await world.engine.async_generate("a", GREEDY)
+        assert set(world.engine.stats()) == {
+            "num_running", "num_waiting", "num_streams", "num_detokenizing", "num_pages", "num_free_pages",
+            "num_cached_pages", "num_preemptions", "num_restarts", "num_steps", "prompt_tokens", "cached_tokens",
+            "output_tokens", "num_finished", "num_aborted",
+        }  # fmt: skip
+
+    async def test_streams_count_rows(self, world: World) -> None:
+        world.double.is_held = True
+        generation = world.engine.async_generate(["a", "b"], {**GREEDY, "n": 3})
+        assert world.engine.stats()["num_streams"] == 6
+        await generation.aclose()
+        assert world.engine.stats()["num_streams"] == 0
+
+    async def test_server_and_model_info(self, world: World) -> None:
+        told = await world.engine.get_server_info()
+        assert (told["status"], told["max_total_num_tokens"]) == ("ready", 1024)
+        model = await world.engine.get_model_info()
+        assert (model["is_generation"], model["context_length"]) == (True, CONTEXT_LENGTH)
+
+    async def test_health_and_pids(self, world: World) -> None:
+        health = world.engine.health()
+        assert health["state"] == "running"
+        assert [process["role"] for process in health["processes"]] == ["scheduler", "detokenizer"]
+        assert world.engine.get_all_child_pids() == [11, 12]
+        assert world.engine.is_alive
+
+    async def test_flush_cache_is_refused_while_something_runs(self, world: World) -> None:
+        assert await world.engine.flush_cache()
+        world.double.is_held = True
+        generation = world.engine.async_generate("a", GREEDY)
+        await until(lambda: bool(world.double.live))
+        assert not await world.engine.flush_cache()
+        await generation.aclose()
+
+    async def test_freeze_gc(self, world: World) -> None:
+        await world.engine.freeze_gc()
+        gc.unfreeze()
+        assert [control.name for control in world.double.controls] == ["freeze_gc"]
+
+    async def test_the_tokenizer(self, world: World) -> None:
+        assert world.engine.tokenizer is world.tokenizer
+        assert world.engine.tokenizer_manager.tokenizer.encode("a") == [97]
+
+    async def test_without_a_tokenizer(self) -> None:
+        here = World(with_tokenizer=False)
+        async with here.engine as engine:
+            assert (await engine.async_generate(input_ids=[97], sampling_params=GREEDY))["output_ids"]
+            for wrong in ({"prompt": "a"}, {"input_ids": [1], "sampling_params": {"stop": "x"}}):
+                with pytest.raises(ValueError, match="no tokenizer|has none"):
+                    engine.async_generate(**wrong)  # type: ignore[call-overload]
+            with pytest.raises(ValueError, match="no tokenizer"):
+                engine.tokenizer.encode("a")
+
+    async def test_timings_add_up(self, world: World) -> None:
+        world.tokenizer.delay_s = 0.02
+        timings = (await world.engine.async_generate("a", GREEDY))["meta_info"]["timings"]
+        stages = ("tokenize_s", "queue_s", "prefill_s", "decode_s", "deliver_s")
+        assert all(timings[stage] >= 0 for stage in stages)
+        assert sum(timings[stage] for stage in stages) == pytest.approx(timings["total_s"])
+        assert timings["tokenize_s"] >= 0.02
+
+
+class TestTokenizing:
+    async def test_what_comes_together_is_tokenized_together(self, world: World) -> None:
+        await asyncio.gather(*(world.engine.async_generate(prompt, GREEDY) for prompt in "abcdef"))
+        assert world.tokenizer.batches == [list("abcdef")]
+
+    async def test_what_comes_while_it_works_goes_next(self, world: World) -> None:
+        world.tokenizer.delay_s = 0.02
+        first = asyncio.ensure_future(world.engine.async_generate("a", GREEDY))
+        await asyncio.sleep(0.005)
+        await asyncio.gather(first, *(world.engine.async_generate(prompt, GREEDY) for prompt in "bcd"))
+        assert world.tokenizer.batches == [["a"], ["b", "c", "d"]]
+
+    async def test_a_long_prompt_does_not_hold_short_ones(self, world: World) -> None:
+        world.tokenizer.delay_by_length = 1e-6
+        long = asyncio.ensure_future(world.engine.async_generate("x" * 200_000, GREEDY))
+        await asyncio.sleep(0.005)
+        begun_at = time.monotonic()
+        await world.engine.async_generate("a", GREEDY)
+        assert time.monotonic() - begun_at < 0.1
+        assert not long.done()
+        with pytest.raises(ValueError, match="200000 tokens"):
+            await long
