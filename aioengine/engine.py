@@ -101,16 +101,15 @@ class AsyncEngine:
     async def shutdown(self) -> None:
         """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; harmless twice."""
         frontend = self._frontend
+        if frontend is not None and not frontend.loop.is_closed():
+            self._check_loop(frontend)
+        self._is_closed = True
         if frontend is None or os.getpid() != self._pid:
-            self._is_closed = True
             return
         if frontend.loop.is_closed():
-            self._is_closed = True
             frontend.parts.processes.kill_now()
             self._forget_finalizer()
             return
-        self._check_loop(frontend)
-        self._is_closed = True
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._stop(frontend))
         await asyncio.shield(self._stopping)
@@ -161,11 +160,9 @@ class AsyncEngine:
 
     def _running(self) -> Frontend:
         """The started engine, for a caller on its loop."""
-        self._check_usable()
-        if self._frontend is None:
-            raise calls.not_started()
-        self._check_loop(self._frontend)
-        return self._frontend
+        frontend = self._anywhere()
+        self._check_loop(frontend)
+        return frontend
 
     def _anywhere(self) -> Frontend:
         """The started engine, for a caller on any thread."""
