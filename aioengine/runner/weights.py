@@ -63,12 +63,12 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
     if load_format not in LOAD_FORMATS:
         message = f"load_format {load_format!r} is not known; what works: {', '.join(LOAD_FORMATS)}"
         raise ValueError(message)
-    num_bytes = _fill(model, folder, load_format, seed, report)
+    num_bytes = _fill(model, folder, load_format=load_format, seed=seed, report=report)
     model.finish_loading()  # nothing refers to the parameters by now: it can let go of what it brings into another form
     return num_bytes
 
 
-def _fill(model: Model, folder: Path, load_format: str, seed: int, report: Report) -> int:
+def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Report) -> int:
     targets = model.weights()
     if load_format == "dummy":
         fill_dummy(targets, seed=seed)
