@@ -37,7 +37,8 @@ class OpenedRow(Struct, array_like=True, gc=False):
     """A request that the runner must know from this step on (also again, after a preemption).
 
     token_ids: all tokens known so far, prompt then output: for penalties, and for counting output tokens.
-    pages: its page table so far (pages of a prefix hit).
+    pages: its page table so far, with place for all of ``token_ids``; the first of them may be a prefix hit, which its
+        first row then leaves out.
     """
 
     uid: int
@@ -48,7 +49,10 @@ class OpenedRow(Struct, array_like=True, gc=False):
 
 
 class Plan(Struct, array_like=True, gc=False):
-    """What one step computes, in this order: forget ``closed``, learn ``opened``, compute ``rows``."""
+    """What one step computes, in this order: forget ``closed``, learn ``opened``, compute ``rows``.
+
+    ``closed`` may name a uid that the runner does not know (a launch had failed) or whose row is still in flight.
+    """
 
     rows: list[Row]
     opened: list[OpenedRow] = []
