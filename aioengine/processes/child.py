@@ -42,10 +42,10 @@ class Child:
             self._context, Listener(endpoint, orders.listener_fd), orders.epoch, wake_fd=wake_fd
         )
         self._senders: list[ZmqSender] = []
-        self.uplink = Uplink(self.connect(orders.endpoints.frontend))
+        self.uplink = Uplink(self._connect(orders.endpoints.frontend, "the frontend"))
 
-    def connect(self, endpoint: str) -> ZmqSender:
-        sender = ZmqSender(self._context, endpoint, self.orders.epoch)
+    def _connect(self, endpoint: str, reader: str) -> ZmqSender:
+        sender = ZmqSender(self._context, endpoint, self.orders.epoch, reader=reader)
         self._senders.append(sender)
         return sender
 
@@ -58,7 +58,7 @@ class Child:
 
     def serve(self, service: Service, peer: str) -> None:
         """Run ``service``, whose peer listens at ``peer``, until it stops or this process is asked to end."""
-        to_peer = self.connect(peer)
+        to_peer = self._connect(peer, "the other process of the engine")
         self.tell_ready(service.facts)
         now = time.monotonic()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -66,7 +67,7 @@ class Handshake:
     def child_ended(self, child: RunningChild) -> None:
         """A child ended before all were ready."""
         log_lines = child.log_lines()
-        text = f"the {child.role} process (pid {child.pid}) ended with code {child.exit_code} while it started"
+        text = f"the {child.role} process (pid {child.pid}) {_describe_exit(child.exit_code)} while it started"
         if not log_lines:
             text += "; it wrote nothing that says why"
         text = "\n".join([text, *(f"  {child.role}: {line}" for line in log_lines)])
@@ -91,6 +92,13 @@ class Handshake:
         if self._progress:
             text += "; it had come to " + ", ".join(self._progress.values())
         return text + "; give it more time with startup_timeout"
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"ended with code {code}"
+    hint = " (perhaps for want of memory)" if -code == signal.SIGKILL else ""
+    return f"was killed by signal {-code}{hint}"
 
 
 def _describe_failed(message: Failed) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from typing import TYPE_CHECKING, cast
 
 from msgspec import Struct
 
 from aioengine import plugins
-from aioengine.errors import EngineDeadError, EngineError, EngineStalledError
+from aioengine.errors import EngineClosedError, EngineDeadError, EngineError, EngineStalledError
 from aioengine.protocol.messages import Failed, LogRecord, Message, Progress, Ready, Stats, TextChunks, ToFrontend
 from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER
 from aioengine.supervision.family import Family
@@ -65,6 +66,7 @@ class Supervisor:
         self._handshake: Handshake | None = None
         self._pump: asyncio.Task[None] | None = None
         self._outgoing: list[Message] = []
+        self._owner_pid = os.getpid()
         self._is_started = False
         self._is_ended = False  # from the first failure, stop or kill on
         self._heartbeats: dict[str, float] = {}
@@ -89,9 +91,15 @@ class Supervisor:
             raise
 
     def send(self, messages: list[ToScheduler]) -> None:
-        """Send to the scheduler; what is sent in one round of the loop goes as one frame. Nothing after an end."""
+        """Send to the scheduler; what is sent in one round of the loop goes as one frame. Nothing after an end.
+
+        Raises:
+            EngineClosedError: before the start.
+        """
         if self._is_ended:
             return
+        if not self._is_started:
+            raise EngineClosedError("the engine's processes are not started yet")
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing += messages
@@ -101,7 +109,12 @@ class Supervisor:
         await self._end(polite_s=timeout_s * _POLITE_PART)
 
     def kill_now(self) -> None:
-        """The same at once and without a loop, for the end of the interpreter and for forgotten engines."""
+        """The same at once and without a loop, for the end of the interpreter and for forgotten engines.
+
+        Does nothing in a fork of this process: the children are the original's.
+        """
+        if os.getpid() != self._owner_pid:
+            return
         self._mark_ended()
         self._family.kill_and_reap()
         if self._pump is not None and not self._pump.get_loop().is_closed():
@@ -133,7 +146,7 @@ class Supervisor:
         try:
             self._launcher.sender.send(messages)
         except BacklogFullError as error:
-            self._fail(EngineStalledError(f"the scheduler process does not read its messages: {error}"))
+            self._fail(EngineStalledError(f"the scheduler process does not take its messages: {error}"))
         except ValueError as error:
             self._fail(EngineError(f"messages for the scheduler could not be sent: {error}"))
 

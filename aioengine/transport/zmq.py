@@ -43,8 +43,11 @@ class ZmqSender:
         endpoint: str,
         epoch: int,
         *,
+        reader: str = "the other end",
         max_backlog: int = MAX_BACKLOG_BYTES,
     ) -> None:
+        """``reader``: who reads, for messages about it. ``max_backlog``: bytes that may wait for it here."""
+        self._reader = reader
         self._encoder = FrameEncoder(epoch)
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = 0
@@ -99,7 +102,7 @@ class ZmqSender:
     def _keep(self, frame: bytes) -> None:
         if self._backlog_bytes + len(frame) > self._max_backlog:
             raise BacklogFullError(
-                f"the other end has not read for too long: {len(self._backlog)} frames with {self._backlog_bytes:,} "
+                f"{self._reader} has not read for too long: {len(self._backlog)} frames with {self._backlog_bytes:,} "
                 "bytes wait for it"
             )
         self._backlog.append(frame)
@@ -115,9 +118,11 @@ class AsyncZmqSender(ZmqSender):
         endpoint: str,
         epoch: int,
         *,
+        reader: str = "the other end",
         max_backlog: int = MAX_BACKLOG_BYTES,
     ) -> None:
-        super().__init__(context, endpoint, epoch, max_backlog=max_backlog)
+        """``reader``: who reads, for messages about it. ``max_backlog``: bytes that may wait for it here."""
+        super().__init__(context, endpoint, epoch, reader=reader, max_backlog=max_backlog)
         self._loop = asyncio.get_running_loop()
         self._is_watched = False
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -175,6 +176,19 @@ def test_children_outlive_the_thread_that_started_them(base: Path) -> None:
     assert [state.alive for state in frontend.supervisor.processes()] == [True, True]
     frontend.supervisor.kill_now()
     assert [state.alive for state in frontend.supervisor.processes()] == [False, False]
+
+
+async def test_a_fork_of_the_host_leaves_the_children_alone() -> None:
+    async with Frontend() as frontend:
+        with warnings.catch_warnings(action="ignore"):
+            fork = os.fork()
+        if fork == 0:
+            frontend.supervisor.kill_now()
+            os._exit(0)
+        await asyncio.to_thread(os.waitpid, fork, 0)
+        frontend.submit(1)
+        await frontend.finished(1)
+    assert frontend.failures == []
 
 
 async def test_garbage_on_the_channels_is_outlived(caplog: pytest.LogCaptureFixture) -> None:

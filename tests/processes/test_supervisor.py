@@ -15,7 +15,7 @@ import psutil
 import pytest
 import uvloop
 
-from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
+from aioengine.errors import EngineClosedError, EngineDeadError, EngineError, EngineStartupError
 from aioengine.processes import text_source
 from aioengine.protocol.messages import Abort, FinishCode, Limits, Progress, Sampling, TextRules
 from aioengine.supervision import handshake
@@ -237,6 +237,22 @@ async def test_a_failing_start_raises_the_child_s_own_message(launcher: str, fac
 async def test_a_child_that_vanishes_while_it_starts_is_told_with_its_last_lines() -> None:
     with pytest.raises(EngineStartupError, match=r"ended with code 3 while it started\n  scheduler: a last word"):
         await Frontend(fake_settings(factory=factory_of("build_and_vanish"))).supervisor.start()
+
+
+@process
+async def test_a_child_that_is_killed_while_it_starts_is_told_with_the_signal() -> None:
+    frontend = Frontend(fake_settings(factory=factory_of("build_without_end")))
+    starting = asyncio.create_task(frontend.supervisor.start())
+    await asyncio.wait([starting], timeout=0.5)
+    os.kill(frontend.supervisor.processes()[0].pid, signal.SIGKILL)
+    words = r"the scheduler process .* was killed by signal 9 \(perhaps for want of memory\) while it started"
+    with pytest.raises(EngineStartupError, match=words):
+        await starting
+
+
+async def test_nothing_can_be_sent_before_the_start() -> None:
+    with pytest.raises(EngineClosedError, match="not started yet"):
+        Frontend(launcher="inline").submit(1)
 
 
 @process

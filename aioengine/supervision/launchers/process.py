@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _BOOTSTRAP = Path(__file__).resolve().parents[2] / "processes" / "bootstrap.py"
 _FRONTEND = "frontend"
 _EPOCH_BITS = 62
+_JOIN_S = 1.0
 _NUM_LOG_LINES = 20
 _MAX_LOG_BYTES = 8192
 """Read from the end of a child's log."""
@@ -133,7 +134,7 @@ class ProcessLauncher:
             raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
         self._context = Context()
         self.receiver = AsyncZmqReceiver(self._context, listeners[_FRONTEND], self._epoch)
-        self.sender = AsyncZmqSender(self._context, listeners[SCHEDULER].endpoint, self._epoch)
+        self.sender = AsyncZmqSender(self._context, listeners[SCHEDULER].endpoint, self._epoch, reader="it")
         future = self._thread.call(lambda: self._spawn_all(listeners))
         try:
             await asyncio.shield(asyncio.wrap_future(future))
@@ -237,7 +238,7 @@ class SpawnThread:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._calls.put(None)
-            thread.join()
+            thread.join(_JOIN_S)  # bounded: at the interpreter's end a daemon thread may never come back
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
