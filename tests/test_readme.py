@@ -1,0 +1,24 @@
+"""README tells the truth about names: every constructor argument and every file of the story of a request."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from aioengine.args import ARGUMENTS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_constructor_argument_is_in_the_table(name: str) -> None:
+    assert f"| `{name}` | {ARGUMENTS[name].help} |" in README
+
+
+def test_the_files_of_the_story_exist() -> None:
+    steps = re.findall(r"^\| \d \| `([^`]+)` \|", README, flags=re.MULTILINE)
+    assert len(steps) == 9
+    assert [step for step in steps if not (ROOT / "aioengine" / step).is_file()] == []
