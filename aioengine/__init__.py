@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     )
     from aioengine.info import Health, ModelInfo, Outcome, __version__
     from aioengine.params import SamplingParams
-    from aioengine.stream import Generation
+    from aioengine.stream import Generation, Stream
     from aioengine.sync import ChunkIterator, Engine
     from aioengine.utils import async_stream_and_merge, stream_and_merge, trim_overlap
 
@@ -73,7 +73,7 @@ _HOMES = {
     ),
     "aioengine.info": ("Health", "ModelInfo", "Outcome", "__version__"),
     "aioengine.params": ("SamplingParams",),
-    "aioengine.stream": ("Generation",),
+    "aioengine.stream": ("Generation", "Stream"),
     "aioengine.sync": ("ChunkIterator", "Engine"),
     "aioengine.utils": ("async_stream_and_merge", "stream_and_merge", "trim_overlap"),
 }
@@ -102,6 +102,7 @@ __all__ = [
     "RequestOptions",
     "RequestTooLargeError",
     "SamplingParams",
+    "Stream",
     "Timings",
     "UnknownParameterError",
     "UnsupportedSchemaError",

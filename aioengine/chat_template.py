@@ -198,8 +198,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
-    functions = cast("dict[str, Callable[..., object]]", environment.globals)
+    environment.filters["tojson"] = _tojson  # pyright: ignore[reportUnknownMemberType]  # untyped there
+    functions = cast("dict[str, Callable[..., object]]", environment.globals)  # pyright: ignore[reportUnknownMemberType]
     functions["raise_exception"] = _raise_exception
     functions["strftime_now"] = _strftime_now
     return environment

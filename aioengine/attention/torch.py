@@ -216,7 +216,9 @@ class TorchAttention:
         shape = (-1, CHUNK, self._head_size)
         return keys.index_select(0, pairs).view(shape).float(), values.index_select(0, pairs).view(shape)
 
-    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> tuple[Tensor, ...]:
+    def _attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, M, E] scaled fp32 queries over one chunk each: outputs, score maxima and highest probabilities.
 
         ``hidden`` is a mask that broadcasts to the scores [B / K, K * M or tokens, C].
@@ -271,7 +273,9 @@ class TorchAttention:
             merged = combine(outputs, maxima, peaks).view(kv_heads, group, padded, head_size)[:, :, :size]
             out[block.start : block.stop].view(size, kv_heads, group, head_size).copy_(merged.permute(2, 0, 1, 3))
 
-    def _attend_block(self, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> tuple[Tensor, ...]:
+    def _attend_block(
+        self, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         scores = torch.bmm(queries, keys.transpose(1, 2))
         if hidden is not None:
             scores.view(-1, hidden.shape[0], CHUNK).masked_fill_(hidden, MASKED)

@@ -127,7 +127,7 @@ class RotaryEmbedding:
         fixed, factor = frequencies(config, head_size, max_position_embeddings)
         self._table = torch.empty(num_positions, 2, head_size // 2)
         for part in self._table.split(TABLE_ROWS):
-            start = part.storage_offset() // head_size
+            start = int(part.storage_offset()) // head_size
             positions = torch.arange(start, start + part.shape[0])
             if config.rope_type == "dynamic":
                 angles = positions.unsqueeze(1) * _dynamic(config, head_size, positions, max_position_embeddings)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-import regex  # type: ignore[import-untyped]
+import regex
 
 from aioengine.errors import RequestError
 

@@ -1,0 +1,128 @@
+"""The command line: aioengine generate | chat | bench | info.
+
+Standard output holds answers only. Errors are one line on stderr and a status that is not zero; Ctrl-C and a reader
+that went away end the program without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from aioengine.cli import benchmark, flags, report
+from aioengine.cli.flags import Arguments
+from aioengine.errors import EngineError, RequestTooLargeError
+from aioengine.sync import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+INTERRUPTED, READER_GONE = 130, 141
+"""The statuses of programs that ended by SIGINT and SIGPIPE."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and give its status."""
+    arguments = flags.parser().parse_args(argv)
+    commands: Mapping[str, Callable[[Arguments], int]] = {
+        "generate": generate,
+        "chat": chat,
+        "bench": bench,
+        "info": info,
+    }
+    try:
+        status = commands[arguments.command](Arguments(arguments))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+    except (EngineError, ValueError, TypeError, OSError) as error:
+        return _fail(error)
+    return status
+
+
+def generate(arguments: Arguments) -> int:
+    """Stream the answer to one prompt."""
+    prompt = arguments.prompt if arguments.prompt is not None else _piped_prompt()
+    with Engine(arguments.model, **arguments.engine()) as engine:
+        for chunk in engine.generate(prompt, arguments.sampling(), stream=True):
+            print(chunk["text"], end="", flush=True)
+        print(flush=True)
+    return 0
+
+
+def chat(arguments: Arguments) -> int:
+    """Hold a conversation: one line of the user, one answer, until the input ends."""
+    is_terminal = sys.stdin.isatty()
+    opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages = list(opening)
+    with Engine(arguments.model, **arguments.engine()) as engine:
+        if is_terminal:
+            print("Ctrl-C ends an answer, Ctrl-D the conversation.", file=sys.stderr)
+        while (line := _next_line(is_terminal)) is not None:
+            if not line.strip():
+                continue
+            messages.append({"role": "user", "content": line})
+            pieces: list[str] = []
+            try:
+                _answer(engine, messages, arguments, pieces)
+            except KeyboardInterrupt:
+                print()
+            except RequestTooLargeError as error:
+                _fail(f"{error}; the conversation begins anew")
+                messages = list(opening)
+                continue
+            messages.append({"role": "assistant", "content": "".join(pieces)})
+    return 0
+
+
+def bench(arguments: Arguments) -> int:
+    """Measure throughput and latency with made-up prompts."""
+    figures = asyncio.run(benchmark.measure(arguments.workload(), arguments.model, arguments.engine()))
+    print(json.dumps(figures, indent=2) if arguments.json else report.table(figures))
+    return 0
+
+
+def info(arguments: Arguments) -> int:
+    """Tell versions, devices, the facts of the model, and the settings that an engine would use."""
+    facts = report.facts(arguments.model, arguments.engine())
+    print(json.dumps(facts, indent=2) if arguments.json else report.outline(facts))
+    return 0
+
+
+def _answer(engine: Engine, messages: list[dict[str, str]], arguments: Arguments, pieces: list[str]) -> None:
+    """Stream one answer, and keep its pieces for the next turn; an interrupt ends the request."""
+    with engine.chat(messages, arguments.sampling(), stream=True) as stream:
+        for chunk in stream:
+            pieces.append(chunk["text"])
+            print(chunk["text"], end="", flush=True)
+    print(flush=True)
+
+
+def _next_line(is_terminal: bool) -> str | None:
+    """The user's next line, None at the end of the input."""
+    try:
+        return input("> " if is_terminal else "")
+    except EOFError:
+        if is_terminal:
+            print()
+        return None
+
+
+def _piped_prompt() -> str:
+    if sys.stdin.isatty():
+        raise ValueError('give a prompt: aioengine generate "Once upon a time"')
+    return sys.stdin.read()
+
+
+def _fail(error: Exception | str) -> int:
+    """Print the error on one line; 1 is the status."""
+    text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
+    print(f"aioengine: {text}", file=sys.stderr)
+    return 1

@@ -1,0 +1,116 @@
+"""A quick measurement of one engine on this machine: what ``aioengine bench`` does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from aioengine import checks
+from aioengine.engine import AsyncEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Figures = dict[str, float | int]
+
+PERCENTILES = (50, 90, 99)
+
+
+class Workload(Struct, frozen=True, kw_only=True):
+    """Requests of made-up prompts, a fixed number of them at a time."""
+
+    num_prompts: int
+    prompt_tokens: int
+    output_tokens: int
+    concurrency: int
+
+    def __post_init__(self) -> None:
+        checks.whole("--num-prompts", self.num_prompts, 1)
+        checks.whole("--prompt-tokens", self.prompt_tokens, 1)
+        checks.whole("--output-tokens", self.output_tokens, 2)
+        checks.whole("--concurrency", self.concurrency, 1)
+
+
+class Timeline(Struct):
+    """When one request was sent, and when each of its chunks arrived, in seconds of one clock."""
+
+    sent_at: float
+    arrived_at: list[float]
+    num_tokens: int = 0
+
+
+async def measure(workload: Workload, model_path: str | None, engine_arguments: Mapping[str, object]) -> Figures:
+    """Start an engine, run the workload once, and give throughput (tokens a second) and latencies (milliseconds)."""
+    started_at = time.monotonic()
+    async with AsyncEngine(model_path, **engine_arguments) as engine:
+        ready_at = time.monotonic()
+        vocab_size = engine.tokenizer.vocab_size
+        await _run(engine, _prompt(vocab_size, 16, seed=-1), num_tokens=2)  # the first request is never typical
+        prompts = [_prompt(vocab_size, workload.prompt_tokens, seed=seed) for seed in range(workload.num_prompts)]
+        begun_at = time.monotonic()
+        timelines = await _run_all(engine, prompts, workload)
+        wall_s = time.monotonic() - begun_at
+    return {"start_s": round(ready_at - started_at, 3), **_figures(timelines, workload, wall_s)}
+
+
+def _prompt(vocab_size: int, num_tokens: int, *, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+async def _run_all(engine: AsyncEngine, prompts: list[list[int]], workload: Workload) -> list[Timeline]:
+    timelines: list[Timeline] = []
+
+    async def work() -> None:
+        while prompts:
+            timelines.append(await _run(engine, prompts.pop(), num_tokens=workload.output_tokens))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(workload.concurrency):
+            group.create_task(work())
+    return timelines
+
+
+async def _run(engine: AsyncEngine, prompt: list[int], *, num_tokens: int) -> Timeline:
+    timeline = Timeline(sent_at=time.monotonic(), arrived_at=[])
+    params = {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    async for chunk in engine.async_generate(input_ids=prompt, sampling_params=params, stream=True):
+        timeline.arrived_at.append(time.monotonic())
+        timeline.num_tokens += len(chunk["output_ids"])
+    return timeline
+
+
+def _figures(timelines: Sequence[Timeline], workload: Workload, wall_s: float) -> Figures:
+    num_output = sum(timeline.num_tokens for timeline in timelines)
+    num_prompt = workload.prompt_tokens * workload.num_prompts
+    first = [timeline.arrived_at[0] - timeline.sent_at for timeline in timelines]
+    whole = [timeline.arrived_at[-1] - timeline.sent_at for timeline in timelines]
+    each = [
+        (timeline.arrived_at[-1] - timeline.arrived_at[0]) / (timeline.num_tokens - 1)
+        for timeline in timelines
+        if timeline.num_tokens > 1
+    ]
+    figures: Figures = {
+        "num_requests": len(timelines),
+        "concurrency": workload.concurrency,
+        "prompt_tokens": num_prompt,
+        "output_tokens": num_output,
+        "wall_s": round(wall_s, 3),
+        "requests_per_s": round(len(timelines) / wall_s, 2),
+        "prompt_tokens_per_s": round(num_prompt / wall_s, 1),
+        "output_tokens_per_s": round(num_output / wall_s, 1),
+    }
+    for name, seconds in (("first_token_ms", first), ("per_token_ms", each), ("request_ms", whole)):
+        for percent in PERCENTILES:
+            figures[f"{name}_p{percent}"] = round(1000 * percentile(seconds, percent), 2)
+    return figures
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The smallest value that so many percent of the values do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0

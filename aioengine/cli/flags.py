@@ -1,0 +1,165 @@
+"""The flags of the command line. Those of the engine are made from the table of constructor arguments."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Final, NoReturn, cast
+
+from aioengine.args import ARGUMENTS
+from aioengine.cli.benchmark import Workload
+from aioengine.info import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SAMPLING: Final[dict[str, tuple[Callable[[str], object], str]]] = {
+    "max_new_tokens": (int, "output tokens at most (default: 128)"),
+    "temperature": (float, "0 (the likeliest token; the default here) to 2"),
+    "top_p": (float, "draw from the likeliest tokens that make up this share"),
+    "top_k": (int, "draw from so many of the likeliest tokens"),
+    "min_p": (float, "draw from tokens at least this likely, relative to the likeliest"),
+    "repetition_penalty": (float, "above 1: less of what was there before"),
+    "seed": (int, "the same seed gives the same answer"),
+}
+
+_EXAMPLES: Final = {
+    None: """examples:
+  aioengine generate "The capital of France is"
+  aioengine generate --model ./my-model --temperature 0.8 --seed 7 "Once upon a time"
+  aioengine chat --model Qwen/Qwen3-0.6B
+  aioengine bench --num-prompts 64 --concurrency 16
+  aioengine info --json""",
+    "generate": """examples:
+  aioengine generate "The capital of France is"
+  aioengine generate --max-new-tokens 20 --stop . "Hello, my name is"
+  echo "Once upon a time" | aioengine generate --temperature 0.8 --seed 7""",
+    "chat": """examples:
+  aioengine chat
+  aioengine chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7""",
+    "bench": """examples:
+  aioengine bench
+  aioengine bench --model ./my-model --prompt-tokens 512 --output-tokens 128 --concurrency 32 --json""",
+    "info": """examples:
+  aioengine info
+  aioengine info --model ./my-model --dtype float32 --json""",
+}
+
+
+class Arguments:
+    """What the command line said, in the form in which the parts of the program want it."""
+
+    def __init__(self, namespace: argparse.Namespace) -> None:
+        self._values = cast("dict[str, object]", vars(namespace))
+
+    @property
+    def prompt(self) -> str | None:
+        return cast("str | None", self._values["prompt"])
+
+    @property
+    def system(self) -> str | None:
+        return cast("str | None", self._values["system"])
+
+    @property
+    def json(self) -> bool:
+        return bool(self._values["json"])
+
+    @property
+    def model(self) -> str | None:
+        return cast("str | None", self._values["model_path"])
+
+    def engine(self) -> dict[str, object]:
+        """The constructor's other arguments that were given."""
+        given = {name: self._values[name] for name in ARGUMENTS if name != "model_path"}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def sampling(self) -> dict[str, object]:
+        """The sampling parameters that were given; greedy without a word about the temperature."""
+        given = {name: self._values[name] for name in (*_SAMPLING, "stop") if self._values[name] is not None}
+        return {"temperature": 0.0} | given
+
+    def workload(self) -> Workload:
+        names = Workload.__struct_fields__
+        return Workload(**{name: cast("int", self._values[name]) for name in names})
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+def parser() -> argparse.ArgumentParser:
+    main = _parser("aioengine", None, "An LLM inference engine: text from models on this machine.")
+    main.add_argument("--version", action="version", version=f"aioengine {__version__}")
+    commands = main.add_subparsers(dest="command", required=True, metavar="generate | chat | bench | info")
+    for name, add, about in (
+        ("generate", _add_generate, "stream the answer to a prompt"),
+        ("chat", _add_chat, "hold a conversation"),
+        ("bench", _add_bench, "measure throughput and latency"),
+        ("info", _add_json, "tell versions, devices, model and settings"),
+    ):
+        command = commands.add_parser(
+            name,
+            help=about,
+            description=about.capitalize() + ".",
+            epilog=_EXAMPLES[name],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add(command)
+        _add_engine(command)
+    return main
+
+
+def _parser(name: str, command: str | None, about: str) -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    return _Parser(prog=name, description=about, epilog=_EXAMPLES[command], formatter_class=form)
+
+
+def _add_generate(to: argparse.ArgumentParser) -> None:
+    to.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to go on from (default: standard input)")
+    _add_sampling(to)
+
+
+def _add_chat(to: argparse.ArgumentParser) -> None:
+    to.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    _add_sampling(to)
+
+
+def _add_bench(to: argparse.ArgumentParser) -> None:
+    to.add_argument("--num-prompts", type=int, default=32, metavar="N", help="requests in all (default: 32)")
+    to.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="of each request (default: 128)")
+    to.add_argument("--output-tokens", type=int, default=64, metavar="N", help="of each request (default: 64)")
+    to.add_argument("--concurrency", type=int, default=8, metavar="N", help="requests at once (default: 8)")
+    _add_json(to)
+
+
+def _add_json(to: argparse.ArgumentParser) -> None:
+    to.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_sampling(to: argparse.ArgumentParser) -> None:
+    group = to.add_argument_group("sampling")
+    for name, (read, about) in _SAMPLING.items():
+        group.add_argument(_flag(name), dest=name, type=read, metavar="N", help=about)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (may be given again)")
+
+
+def _add_engine(to: argparse.ArgumentParser) -> None:
+    group = to.add_argument_group("engine")
+    readers: dict[str, Callable[[str], object]] = {"whole": int, "number": float, "text": str}
+    for name, argument in ARGUMENTS.items():
+        flags = ["--model", "--model-path"] if name == "model_path" else [_flag(name)]
+        if name == "progress":
+            group.add_argument(*flags, action=argparse.BooleanOptionalAction, help=argument.help)
+        elif argument.kind == "switch":
+            group.add_argument(*flags, dest=name, action="store_const", const=True, help=argument.help)
+        else:
+            metavar = "N" if argument.kind != "text" else "TEXT"
+            group.add_argument(*flags, dest=name, type=readers[argument.kind], metavar=metavar, help=argument.help)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,86 @@
+"""What the command line prints about engines and machines: facts as data, and both as text."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final, cast
+
+import msgspec
+
+from aioengine import machine, model_folder
+from aioengine.args import engine_config
+from aioengine.info import __version__
+from aioengine.resolve import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Facts = dict[str, dict[str, object]]
+
+_PACKAGES: Final = ("torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "uvloop")
+
+
+def facts(model_path: str | None, engine_arguments: Mapping[str, object]) -> Facts:
+    """Versions, machine, model, and the settings that an engine of these arguments would use. Starts nothing.
+
+    Raises:
+        TypeError, ValueError: as the constructor of an engine.
+    """
+    config = engine_config(model_path, engine_arguments)
+    wish = config.model
+    path = model_folder.locate(wish.path, revision=wish.revision, download_dir=wish.download_dir)
+    words = None if wish.tokenizer_path is None else model_folder.locate(wish.tokenizer_path)
+    model, device = model_folder.read_facts(path, words), machine.device_facts()
+    settings = resolve(config, model, device)
+    return {
+        "versions": {
+            "aioengine": __version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _PACKAGES},
+        },
+        "machine": {"platform": platform.platform(), **_plain(device, "drawn_seed")},
+        "model": _plain(model, "missing_weights"),
+        "settings": {
+            f"{section}.{name}": value
+            for section, values in _plain(settings, "random_seed", "log_level").items()
+            for name, value in cast("dict[str, object]", values).items()
+        },
+    }
+
+
+def _plain(struct: msgspec.Struct, *without: str) -> dict[str, object]:
+    found = cast("dict[str, object]", msgspec.to_builtins(struct))
+    return {name: value for name, value in found.items() if name not in without}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def outline(of: Facts) -> str:
+    """Sections with one line for each fact."""
+    width = max(len(name) for section in of.values() for name in section)
+    lines: list[str] = []
+    for title, section in of.items():
+        lines += [title, *(f"  {name:<{width}}  {_word(value)}" for name, value in section.items()), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _word(value: object) -> str:
+    return ", ".join(map(str, cast("list[object]", value))) if isinstance(value, list) else str(value)
+
+
+def table(figures: Mapping[str, float | int]) -> str:
+    """One line for each figure, and one for each time with its percentiles."""
+    lines = [f"{name:<22}{value:>12,}" for name, value in figures.items() if "_ms_p" not in name]
+    names = dict.fromkeys(name.rpartition("_p")[0] for name in figures if "_ms_p" in name)
+    percents = dict.fromkeys(name.rpartition("_p")[2] for name in figures if "_ms_p" in name)
+    lines += ["", f"{'milliseconds':<22}" + "".join(f"{'p' + percent:>12}" for percent in percents)]
+    for name in names:
+        cells = "".join(f"{figures[f'{name}_p{percent}']:>12,}" for percent in percents)
+        lines.append(f"{name.removesuffix('_ms'):<22}{cells}")
+    return "\n".join(lines)

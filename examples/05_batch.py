@@ -1,0 +1,20 @@
+"""A batch job: every line of standard input is a prompt, every line of standard output a JSON object.
+
+seq 1 200 | sed 's/.*/What is & plus &?/' | python examples/05_batch.py
+"""
+
+import json
+import sys
+
+from aioengine import Engine
+
+prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()] or ["What is 2 plus 2?", "What is 3 plus 4?"]
+
+with Engine(progress=True) as llm:
+    outputs = llm.generate(prompts, {"temperature": 0, "max_new_tokens": 32}, return_exceptions=True)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        row = {"error": str(output)} if isinstance(output, Exception) else {"text": output["text"]}
+        print(json.dumps({"prompt": prompt, **row}, ensure_ascii=False))
+
+    stats = llm.stats()
+    print(f"{stats['prompt_tokens']} prompt tokens, {stats['output_tokens']} output tokens", file=sys.stderr)

@@ -1,0 +1,95 @@
+"""Every example runs as it stands, says what it promises, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+
+from tests.source import ROOT
+
+EXAMPLES = ROOT / "examples"
+SCRIPTS = {
+    "01_sync.py": r"The capital of France is Paris.*The capital of Japan is Tokyo.*\[(stop|length)\]",
+    "02_sync_streaming.py": r"\S+.*\n.*\S+ \.\.\.",
+    "03_async.py": r"France: Paris.*Peru: Lima.*stopped by deadline after \d+ tokens",
+    "04_async_streaming.py": r"so far: ' Paris.*ended by abort, \d+ tokens",
+    "05_batch.py": r'\{"prompt": "The capital of Norway is", "text": " Oslo.*"\}',
+}
+SERVERS = {"fastapi_server.py", "aiohttp_server.py"}
+OTHERS = {"train_demo_model.py"}
+"""Needs minutes; what it is made of has tests of its own."""
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {*SCRIPTS, *SERVERS, *OTHERS}
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *SERVERS])
+def test_an_example_is_short(name: str) -> None:
+    num_lines = (EXAMPLES / name).read_text().count("\n")
+    assert num_lines <= (60 if name in SERVERS else 40)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs(name: str) -> None:
+    given = "The capital of Norway is\nThe capital of Egypt is\n"
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    done = subprocess.run(
+        command, input=given, capture_output=True, text=True, timeout=55, check=False, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(SCRIPTS[name], done.stdout, re.DOTALL), done.stdout
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
+
+
+def environment() -> dict[str, str]:
+    """The environment, with the checkout where the package may be imported from."""
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+# ---------------------------------------------------------------- the notebook
+
+
+def cells() -> list[str]:
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.process
+async def test_the_notebook_runs_inside_a_running_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a notebook does it: cells are run by the loop's own thread, one after the other, with await at the top."""
+    assert asyncio.get_running_loop().is_running()
+    names: dict[str, Any] = {}
+    for cell in cells():
+        code = compile(cell, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        await run_cell(code, names)
+    shown = capsys.readouterr().out
+    assert "Paris" in shown
+    assert "['" in shown
+    assert not names["llm"].is_alive
+
+
+async def run_cell(code: CodeType, names: dict[str, Any]) -> None:
+    from inspect import CO_COROUTINE
+
+    result = eval(code, names)
+    if code.co_flags & CO_COROUTINE:
+        await result
+
+
+def test_the_notebook_is_clean() -> None:
+    notebook = json.loads(Path(EXAMPLES / "notebook.ipynb").read_text())
+    assert all(not cell.get("outputs") for cell in notebook["cells"])

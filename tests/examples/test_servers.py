@@ -1,0 +1,172 @@
+"""The example servers do what servers must: stream, refuse when full, abort on disconnect, drain on SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.source import ROOT
+
+pytestmark = pytest.mark.process
+
+SERVERS = ("fastapi_server.py", "aiohttp_server.py")
+LONG = {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 1.0, "sampling_seed": 1}
+IDLE = ("num_running", "num_waiting", "num_streams", "num_detokenizing")
+
+
+class Server:
+    """An example server in a process of its own: one request runs, one waits, more are refused."""
+
+    def __init__(self, name: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        flags = ["--port", str(self.port), "--max-running-requests", "1", "--max-queued-requests", "1"]
+        command = [sys.executable, str(ROOT / "examples" / name), *flags]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True
+        )
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+
+    def wait_until_healthy(self) -> None:
+        for _ in range(300):
+            assert self.process.poll() is None, self.output()
+            try:
+                if self.client.get("/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.1)
+        raise TimeoutError("the server did not come up")
+
+    def stats(self) -> dict[str, int]:
+        found: dict[str, int] = self.client.get("/health").json()["stats"]
+        return found
+
+    def wait_until_idle(self, timeout_s: float = 10) -> None:
+        deadline = time.monotonic() + timeout_s
+        while any((stats := self.stats())[name] for name in IDLE):
+            assert time.monotonic() < deadline, stats
+            time.sleep(0.05)
+
+    def output(self) -> str:
+        return self.process.communicate(timeout=20)[0]
+
+    def stop(self) -> None:
+        self.client.close()
+        self.process.kill()
+        self.process.communicate(timeout=20)
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    found = Server(request.param)
+    try:
+        found.wait_until_healthy()
+        yield found
+    finally:
+        found.stop()
+
+
+def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def ask(prompt: object, params: dict[str, object] | None = None) -> dict[str, object]:
+    return {"prompt": prompt, "sampling_params": params}
+
+
+def test_it_streams(server: Server) -> None:
+    params: dict[str, object] = {"temperature": 0, "max_new_tokens": 8}
+    with server.client.stream("POST", "/generate", json=ask("The capital of France is", params)) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        chunks = list(events(response))
+    assert "Paris" in "".join(chunk["text"] for chunk in chunks)
+    assert [chunk["text_offset"] for chunk in chunks] == offsets(chunks)
+    assert chunks[-1]["meta_info"]["finish_reason"]["type"] in {"stop", "length"}
+    assert all(chunk["meta_info"]["finish_reason"] is None for chunk in chunks[:-1])
+    server.wait_until_idle()
+
+
+def offsets(chunks: list[dict[str, Any]]) -> list[int]:
+    return [sum(len(chunk["text"]) for chunk in chunks[:index]) for index in range(len(chunks))]
+
+
+def test_the_first_chunk_arrives_long_before_the_last(server: Server) -> None:
+    with server.client.stream(
+        "POST", "/generate", json=ask("Once upon a time", LONG | {"max_new_tokens": 40})
+    ) as response:
+        times = [time.monotonic() for _ in events(response)]
+    assert len(times) > 5
+    assert times[0] < times[-1] - 0.05
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (ask("x", {"temperature": 3}), "temperature"),
+        (ask("x", {"nonsense": 3}), "nonsense"),
+        (ask("word " * 100_000), "tokens"),
+    ],
+)
+def test_bad_input_is_status_400_with_the_reason(server: Server, body: dict[str, object], word: str) -> None:
+    response = server.client.post("/generate", json=body)
+    assert response.status_code == 400
+    assert word in response.text
+
+
+def test_a_client_that_goes_away_frees_its_request(server: Server) -> None:
+    aborted = server.stats()["num_aborted"]
+    with server.client.stream("POST", "/generate", json=ask("Once upon a time", LONG)) as response:
+        next(events(response))
+    server.wait_until_idle()
+    stats = server.stats()
+    assert stats["num_aborted"] == aborted + 1
+    assert stats["num_free_pages"] == stats["num_pages"]
+
+
+def test_a_full_server_answers_429_with_retry_after(server: Server) -> None:
+    body = ask("Once upon a time", LONG)
+    with server.client.stream("POST", "/generate", json=body) as running:
+        chunks = events(running)  # kept: a generator that is dropped closes the connection
+        next(chunks)
+        with server.client.stream("POST", "/generate", json=body):
+            response = server.client.post("/generate", json=body)
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+    server.wait_until_idle()
+    assert server.client.post("/generate", json=ask("Hi", {"max_new_tokens": 2})).status_code == 200
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_sigterm_lets_open_streams_end(name: str) -> None:
+    server = Server(name)
+    try:
+        server.wait_until_healthy()
+        with server.client.stream(
+            "POST", "/generate", json=ask("Once upon a time", LONG | {"max_new_tokens": 60})
+        ) as response:
+            stream = events(response)
+            next(stream)
+            server.process.send_signal(signal.SIGTERM)
+            chunks = list(stream)
+        assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 60}
+        server.client.close()
+        output = server.output()
+        assert "Traceback" not in output
+        assert server.process.returncode in {0, -signal.SIGTERM}, output
+    finally:
+        server.stop()

@@ -1,0 +1,296 @@
+"""The command line: answers on stdout, errors on one line of stderr, quiet ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from aioengine.args import ARGUMENTS
+from aioengine.cli import flags, main
+from aioengine.cli.benchmark import Workload, percentile
+from aioengine.engine import AsyncEngine
+from aioengine.sync import Engine
+from tests.source import ROOT
+
+COMMANDS = ("generate", "chat", "bench", "info")
+
+
+def run(*argv: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own, as a shell starts it."""
+    command = [sys.executable, "-m", "aioengine", *argv]
+    return subprocess.run(command, cwd=ROOT, input=given or "", capture_output=True, text=True, timeout=55, check=False)
+
+
+# ---------------------------------------------------------------- flags
+
+
+def parsed(*argv: str) -> flags.Arguments:
+    return flags.Arguments(flags.parser().parse_args(argv))
+
+
+def test_every_constructor_argument_is_a_flag_of_every_command() -> None:
+    for command in COMMANDS:
+        given: list[str] = []
+        for name, argument in ARGUMENTS.items():
+            flag = "--model" if name == "model_path" else "--" + name.replace("_", "-")
+            given += [flag] if argument.kind == "switch" else [flag, "1"]
+        assert parsed(command, *given).model == "1"
+        found = parsed(command, *given).engine()
+        assert {*found, "model_path"} == set(ARGUMENTS)
+        assert found["page_size"] == 1
+        assert found["mem_fraction_static"] == 1.0
+        assert found["disable_radix_cache"] is found["progress"] is True
+        assert (parsed(command).model, parsed(command).engine()) == (None, {})
+    assert parsed("info", "--no-progress").engine() == {"progress": False}
+
+
+def test_sampling_flags() -> None:
+    arguments = parsed(
+        "generate", "Hi", "--temperature", "0.5", "--max-new-tokens", "7", "--seed", "3", "--stop", "a", "--stop", "b"
+    )
+    assert arguments.prompt == "Hi"
+    assert arguments.sampling() == {"temperature": 0.5, "max_new_tokens": 7, "seed": 3, "stop": ["a", "b"]}
+    assert parsed("chat").sampling() == {"temperature": 0.0}
+
+
+@pytest.mark.parametrize("argv", [[], *([command] for command in COMMANDS)])
+def test_help_has_examples_that_can_be_parsed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*argv, "--help"])
+    assert ended.value.code == 0
+    examples = capsys.readouterr().out.partition("examples:")[2].strip().splitlines()
+    assert len(examples) >= 2
+    for example in examples:
+        words = re.findall(r'"[^"]*"|\S+', example.partition("aioengine ")[2])
+        parsed(*(word.strip('"') for word in words))
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"aioengine \d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_the_workload_of_a_benchmark() -> None:
+    workload = parsed("bench", "--num-prompts", "3", "--concurrency", "2").workload()
+    assert workload == Workload(num_prompts=3, prompt_tokens=128, output_tokens=64, concurrency=2)
+    assert [percentile([3.0, 1.0, 2.0], percent) for percent in (1, 50, 90, 100)] == [1.0, 2.0, 3.0, 3.0]
+    assert percentile([], 50) == 0
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["generate", "x", "--page-size", "none"], "argument --page-size: invalid int value: 'none'"),
+        (["generate", "x", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["explain"], "invalid choice: 'explain'"),
+        ([], "the following arguments are required"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_status_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert message in found.err
+    assert found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["info", "--model", "./no/such/folder"], "there is no such folder"),
+        (["info", "--page-size", "0"], "page_size must be an integer from 1 to 1024, got 0"),
+        (["info", "--dtype", "int3"], "dtype must be one of"),
+        (["info", "--context-length", "100000000"], "context_length must be at most"),
+        (["generate", "x", "--model", "./no/such/folder"], "there is no such folder"),
+        (["chat", "--device", "cuda"], "device='cuda' is not available yet"),
+        (["bench", "--output-tokens", "1"], "--output-tokens must be an integer of at least 2, got 1"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_status_1(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 1
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert message in found.err
+    assert found.err.startswith("aioengine: ")
+    assert found.err.count("\n") == 1
+
+
+# ---------------------------------------------------------------- info
+
+
+def test_info_tells_versions_machine_model_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json", "--page-size", "8"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert set(facts) == {"versions", "machine", "model", "settings"}
+    assert facts["settings"]["memory.page_size"] == 8
+    assert facts["model"]["architecture"].endswith("ForCausalLM")
+    assert facts["versions"]["torch"][0].isdigit()
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n{title}\n" in f"\n{text}" for title in facts)
+    assert re.search(r"memory\.page_size +16\n", text)
+
+
+# ---------------------------------------------------------------- with an engine
+
+
+@pytest.mark.process
+def test_generate_prints_the_answer_alone() -> None:
+    with Engine() as engine:
+        expected = engine.generate("The capital of France is", {"temperature": 0, "max_new_tokens": 12})["text"]
+    done = run("generate", "The capital of France is", "--max-new-tokens", "12")
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected + "\n", "")
+    assert "Paris" in done.stdout
+
+
+@pytest.mark.process
+def test_a_prompt_may_come_from_standard_input() -> None:
+    done = run("generate", "--max-new-tokens", "12", given="The capital of France is")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Paris" in done.stdout
+
+
+@pytest.mark.process
+def test_errors_of_the_request_are_one_line_too() -> None:
+    for flag, value, message in (
+        ("--temperature", "3", "temperature must be a number from 0 to 2, got 3.0"),
+        ("--max-new-tokens", "999999", "max_new_tokens=999999"),
+    ):
+        done = run("generate", "x", flag, value)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.process
+def test_chat_answers_each_line_of_its_input() -> None:
+    done = run("chat", "--max-new-tokens", "16", "--system", "Be brief.", given="Hello!\n\nWhat is your name?\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") >= 2
+    assert done.stdout.strip()
+
+
+@pytest.mark.process
+def test_a_conversation_that_is_too_long_begins_anew() -> None:
+    done = run("chat", "--context-length", "64", "--max-new-tokens", "8", given="word " * 200 + "\nHello!\n")
+    assert done.returncode == 0
+    assert "the conversation begins anew" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout.strip()
+
+
+@pytest.mark.process
+def test_bench_prints_a_table_or_json() -> None:
+    small = ("--num-prompts", "3", "--prompt-tokens", "8", "--output-tokens", "4", "--concurrency", "2")
+    done = run("bench", "--json", *small)
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads(done.stdout)
+    assert (figures["num_requests"], figures["prompt_tokens"], figures["output_tokens"]) == (3, 24, 12)
+    assert 0 < figures["first_token_ms_p50"] <= figures["request_ms_p50"] <= figures["request_ms_p99"]
+    done = run("bench", *small)
+    assert re.search(r"^output_tokens +12$", done.stdout, re.MULTILINE)
+    assert re.search(r"^milliseconds +p50 +p90 +p99$", done.stdout, re.MULTILINE)
+
+
+def start(argv: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "aioengine", *argv]
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
+
+
+ENDLESS = ("--max-new-tokens", "1500", "--temperature", "1", "--seed", "1")
+
+
+@pytest.mark.process
+def test_ctrl_c_ends_it_without_a_word() -> None:
+    process = start(["generate", "Once upon a time", *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(8)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (130, b"")
+
+
+@pytest.mark.process
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    process = start(["generate", "Once upon a time", *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(8)
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=20) == 141
+    process.stderr.close()
+
+
+class Terminal:
+    """A program on a pseudo-terminal."""
+
+    def __init__(self, *argv: str) -> None:
+        self._master, slave = pty.openpty()
+        self.process = start(argv, stdin=slave, stdout=slave, stderr=slave)
+        os.close(slave)
+        self.seen = ""
+
+    def wait_for(self, text: str, timeout_s: float = 30) -> None:
+        """Read until the text has appeared after what was waited for last."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.seen:
+            assert time.monotonic() < deadline, self.seen
+            self.seen += os.read(self._master, 1024).decode(errors="replace")
+        self.seen = self.seen.partition(text)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def close(self) -> int:
+        status = self.process.wait(timeout=20)
+        os.close(self._master)
+        return status
+
+
+@pytest.mark.process
+def test_chat_on_a_terminal_survives_ctrl_c_and_leaves_with_ctrl_d() -> None:
+    terminal = Terminal("chat", *ENDLESS, "--no-progress")
+    terminal.wait_for("Ctrl-D the conversation.")
+    terminal.wait_for("> ")
+    terminal.type("Tell me a long story.\n")
+    terminal.wait_for("story.\r\n")
+    os.kill(terminal.process.pid, signal.SIGINT)
+    terminal.wait_for("> ")
+    terminal.type("Hello!\n")
+    terminal.wait_for("Hello!\r\n")
+    terminal.wait_for("\r\n> ")
+    terminal.type("\x04")
+    assert terminal.close() == 0
+
+
+def test_the_types_of_the_engine_are_those_that_the_flags_are_for() -> None:
+    for face in (Engine, AsyncEngine):
+        with pytest.raises(TypeError, match="unknown argument"):
+            face(no_such_argument=1)
+
+
+def test_the_program_is_installed_under_its_name() -> None:
+    text = Path(ROOT / "pyproject.toml").read_text()
+    assert 'aioengine = "aioengine.cli:main"' in text

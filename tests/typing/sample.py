@@ -1,0 +1,60 @@
+"""A program as users write it, checked by mypy and pyright in strict mode: every type here is what the call gives."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+from aioengine import (
+    AsyncEngine,
+    BatchOutput,
+    Engine,
+    EngineOverloadedError,
+    RequestTooLargeError,
+    SamplingParams,
+    async_stream_and_merge,
+    stream_and_merge,
+)
+
+
+async def with_asyncio() -> None:
+    async with AsyncEngine(max_running_requests=8) as engine:
+        answer = await engine.async_generate("Once upon a time", {"max_new_tokens": 64})
+        assert_type(answer["text"], str)
+        assert_type(answer["output_ids"], list[int])
+        assert_type(answer["meta_info"]["completion_tokens"], int)
+
+        answers = await engine.async_generate(["a", "b"], SamplingParams(temperature=0))
+        assert_type(answers, BatchOutput)
+        assert_type([entry["text"] for entry in answers], list[str])
+
+        async for chunk in engine.async_generate("a", stream=True):
+            assert_type(chunk["text"], str)
+            assert_type(chunk["text_offset"], int)
+
+        stream = await engine.async_generate(input_ids=[1, 2, 3], stream=True)
+        async with stream:
+            async for chunk in stream:
+                print(chunk["text"], end="", flush=True)
+
+        async for text in async_stream_and_merge(engine, "a", {"temperature": 0.5}):
+            assert_type(text, str)
+        assert_type(await engine.drain(timeout=5), bool)
+
+
+def without_asyncio() -> None:
+    with Engine() as llm:
+        assert_type(llm.generate("a")["text"], str)
+        assert_type(llm.generate(["a", "b"]), BatchOutput)
+        for chunk in llm.generate("a", stream=True):
+            assert_type(chunk["text"], str)
+        assert_type(stream_and_merge(llm, "a", SamplingParams()), str)
+        reply = llm.chat([{"role": "user", "content": "Hi"}])
+        assert_type(reply["text"], str)
+        try:
+            llm.generate("a", timeout=5.0, priority=1, rid="mine")
+        except EngineOverloadedError as error:
+            assert_type(error.retry_after, float)
+        except RequestTooLargeError as error:
+            print(error)
+        assert_type(llm.stats()["num_running"], int)
+        assert_type(llm.is_alive, bool)
