@@ -51,7 +51,10 @@ class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         found = [ord(letter) for letter in self.alphabet] or list(range(self.vocab_size))
         if min(found) < 0 or max(found) >= self.vocab_size:
             raise ValueError(f"the alphabet {self.alphabet!r} has ids beyond the vocabulary of {self.vocab_size}")
-        return [token_id for token_id in found if token_id != self.eos_token_id]
+        others = [token_id for token_id in found if token_id != self.eos_token_id]
+        if not others:
+            raise ValueError(f"a vocabulary of {self.vocab_size} has no token beside eos_token_id={self.eos_token_id}")
+        return others
 
 
 class NextToken:
@@ -71,10 +74,12 @@ class NextToken:
         if number >> 32 < self._eos_below and self._eos_token_id not in suppressed:
             return self._eos_token_id
         candidates = self._candidates
-        index = number % len(candidates)
-        while candidates[index] in suppressed:
-            index = (index + 1) % len(candidates)
-        return candidates[index]
+        first = number % len(candidates)
+        token_id = candidates[first]
+        if token_id in suppressed:
+            others = candidates[first:] + candidates[:first]
+            token_id = next((other for other in others if other not in suppressed), token_id)
+        return token_id
 
 
 def _mix(number: int) -> int:

@@ -143,6 +143,7 @@ class World:
             self.preempted.append(uid)
         for ended in output.ended:
             assert ended.uid not in self.ended
+            assert ended.stage != "forward" or ended.message.startswith("InjectedFault: "), ended.message
             self.ended[ended.uid] = ended
 
     def reference(self, uid: int) -> list[int]:

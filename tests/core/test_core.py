@@ -8,6 +8,7 @@ import pytest
 from aioengine.config import SchedulerSettings
 from aioengine.protocol.messages import Ended, FinishCode, Limits, StepOutput
 from aioengine.scheduler.core import MAX_FAILURES, SchedulerCore
+from aioengine.scheduler.deadlines import SPARE_ENTRIES
 from aioengine.scheduler.plan import Plan
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.testing.fake_runner import FakeRunner, FakeTicket
@@ -411,3 +412,18 @@ def test_settings_name_the_policy() -> None:
     settings: SchedulerSettings = settings_of(policy="fastest")
     with pytest.raises(ValueError, match="no plug-in 'fastest'"):
         Scheduler(settings, num_pages=4, page_size=4)
+
+
+def test_nothing_is_kept_of_thousands_of_ended_requests() -> None:
+    world = world_of(max_running=8, prefix_cache=False)
+    for uid in range(3000):
+        limits = Limits(max_new_tokens=1 + uid % 3, deadline=1e9, queue_deadline=1e9)
+        world.submit(submit_of(uid, [uid % 50], limits=limits))
+        world.step()
+    world.run()
+    life = world.scheduler._life
+    assert (life._requests, life.waiting, life.running) == ({}, [], [])
+    assert len(life._deadlines._heap) <= SPARE_ENTRIES + 100
+    assert len(life.closed) <= 8
+    assert world.core.next_deadline() is None
+    assert not life._deadlines._heap

@@ -125,6 +125,16 @@ def test_an_alphabet_beyond_the_vocabulary_is_refused() -> None:
         runner_with(FakeModel(vocab_size=50, alphabet="abc"))
 
 
+def test_a_vocabulary_of_the_end_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="no token beside eos_token_id=0"):
+        runner_with(FakeModel(vocab_size=1, eos_token_id=0))
+
+
+def test_where_all_tokens_are_suppressed_one_is_given() -> None:
+    sampling = Sampling(1, 0.0, min_new_tokens=2, suppressed_token_ids=(0, 1))
+    assert len(reference_output([1], sampling, Limits(max_new_tokens=3), FakeModel(vocab_size=2))) == 3
+
+
 def test_suppressed_tokens_wait_for_the_minimum() -> None:
     model = FakeModel(vocab_size=4, eos_token_id=3, eos_probability=0.9)
     sampling = Sampling(seed=1, temperature=0.0, min_new_tokens=5, suppressed_token_ids=(3, 2))
