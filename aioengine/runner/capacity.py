@@ -6,6 +6,7 @@ groups (version 1 and 2, each ancestor); file pages that the kernel can drop cou
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,12 +83,11 @@ def free_memory(device: torch.device, *, root: Path = Path("/")) -> int:
     """Bytes that can still be taken on the device; ``root`` is where proc and sys are mounted."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    candidates = [_available(root / "proc/meminfo"), *_left_in_groups(root)]
-    known = [size for size in candidates if size is not None]
-    if not known:
-        message = f"cannot tell how much memory is free: no {root / 'proc/meminfo'}; give max_total_tokens"
-        raise ValueError(message)
-    return max(min(known), 0)
+    available = _available(root / "proc/meminfo")
+    if available is None:
+        # macOS has no such file: half of what is built in is a guess that leaves room for the rest of the system
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return max(min([available, *_left_in_groups(root)]), 0)
 
 
 def _available(meminfo: Path) -> int | None:
@@ -97,7 +97,7 @@ def _available(meminfo: Path) -> int | None:
     return None
 
 
-def _left_in_groups(root: Path) -> list[int | None]:
+def _left_in_groups(root: Path) -> list[int]:
     """What is left of the limit of each control group that this process is in, with its ancestors."""
     left: list[int | None] = []
     for line in _lines(root / "proc/self/cgroup"):
@@ -112,7 +112,7 @@ def _left_in_groups(root: Path) -> list[int | None]:
         # In a container the path may be the host's and not exist here: the mount itself is our group then.
         group = Path(path.lstrip("/"))
         left += [_left(mount / ancestor, *names) for ancestor in (group, *group.parents)]
-    return left
+    return [size for size in left if size is not None]
 
 
 def _left(group: Path, limit_name: str, usage_name: str, droppable_name: str) -> int | None:

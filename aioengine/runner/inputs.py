@@ -120,10 +120,11 @@ class InputBuilder:
         upload = self._table.upload
         if len(rows.known_ids) == num_tokens:
             return upload(rows.known_ids)
-        held = np.flatnonzero(rows.num_known < rows.counts)  # rows whose last token the device holds
-        held_ids = self._table.last_tokens[upload(rows.slots[held])]
-        if not rows.known_ids.size:
-            return held_ids  # decode rows alone
+        last_tokens = self._table.last_tokens
+        if not rows.known_ids.size:  # decode rows alone: the device holds the token of each
+            return last_tokens.index_select(0, upload(rows.slots))
+        held = np.flatnonzero(rows.num_known < rows.counts)
+        held_ids = last_tokens.index_select(0, upload(rows.slots[held]))
         places = rows.token_ends[held] - 1
         is_known = np.ones(num_tokens, dtype=np.bool_)
         is_known[places] = False

@@ -178,9 +178,12 @@ class ModelRunner:
         """The rows that can be computed; the others are broken from here on."""
         requests = self._table.requests
         live = [row for row in rows if row.uid in requests and row.uid not in self._broken]
-        columns = self._inputs.read(live)
-        if len(live) == len(rows) and self._inputs.is_valid(columns):
-            return columns
+        try:
+            columns = self._inputs.read(live)
+            if len(live) == len(rows) and self._inputs.is_valid(columns):
+                return columns
+        except OverflowError:  # a token id of more than 64 bits; it is found below
+            pass
         for uid, error in self._inputs.find_errors([row for row in rows if row.uid not in self._broken]).items():
             self._break(uid, error)
         return self._inputs.read([row for row in live if row.uid not in self._broken])

@@ -152,7 +152,7 @@ class RowTable:
     def write_tokens(self, rows: SampledRows, token_ids: Tensor) -> None:
         """Remember the sampled tokens [S] of these rows."""
         usable = token_ids.clamp(min=0)  # a row that failed has -1, which no embedding has
-        self.last_tokens[self.upload(rows.slots)] = usable
+        self.last_tokens.index_copy_(0, self.upload(rows.slots), usable)
         if not rows.records["processors"].any():
             return
         for i, request in enumerate(rows.requests):

@@ -123,7 +123,7 @@ def greedy(logits: Tensor) -> Tensor:
     num_rows, width = logits.shape
     if num_rows * width < _SEGMENTED_FROM:
         largest, token_ids = logits.max(-1)
-        return token_ids.where(largest.isfinite(), FAILED)
+        return _where_finite(token_ids, largest)
     size = -(-width // _NUM_SEGMENTS)
     whole = width // size
     best = torch.unflatten(logits[:, : whole * size], -1, (whole, size)).amax(-1)
@@ -133,7 +133,12 @@ def greedy(logits: Tensor) -> Tensor:
     places = segment * size + torch.arange(size, device=logits.device)
     places.clamp_(max=width - 1)
     inside = logits.gather(-1, places).argmax(-1, keepdim=True)
-    return places.gather(-1, inside)[:, 0].where(largest[:, 0].isfinite(), FAILED)
+    return _where_finite(places.gather(-1, inside)[:, 0], largest[:, 0])
+
+
+def _where_finite(token_ids: Tensor, largest: Tensor) -> Tensor:
+    """FAILED where the largest logit is no finite number: only a finite one less itself is zero."""
+    return token_ids.where(largest - largest == 0, FAILED)
 
 
 def _chunks(indices: Ints) -> list[Ints]:

@@ -99,7 +99,7 @@ def test_another_seed_gives_other_tokens(qwen: Path) -> None:
 
 def test_a_prompt_with_an_impossible_token_fails_alone(qwen: Path) -> None:
     expected = World(make_settings(qwen)).answers(PROMPTS, SAMPLINGS)
-    for wrong in (VOCAB_SIZE, -1, 2**40):
+    for wrong in (VOCAB_SIZE, -1, 2**40, 2**63):
         world = World(make_settings(qwen))
         bad = world.submit([1, 2, wrong, 4])
         biased = world.submit([1, 2], Sampling(0, bias_token_ids=(wrong,), logit_bias=(1.0,)))
@@ -150,6 +150,12 @@ def test_a_row_without_room_fails_alone(qwen: Path) -> None:
     again = runner.collect(runner.launch(Plan([Row(1, 0, 3, True, [1, 2, 3])], closed=[2, 3, 4, 5, 99])))
     assert again.token_ids == good.token_ids
     assert again.failed == {}
+
+
+def test_a_plan_without_rows_gives_nothing(qwen: Path) -> None:
+    runner = build(make_settings(qwen), lambda _: None)
+    result = runner.collect(runner.launch(Plan([], closed=[7])))
+    assert (result.token_ids, result.failed) == ([], {})
 
 
 def test_the_padded_part_of_the_vocabulary_is_never_sampled(tmp_path: Path) -> None:
