@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aioengine.errors import EngineStartupError
-from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER, Endpoints, Orders
+from aioengine.protocol.orders import ROLES, Endpoints, Orders
 from aioengine.transport.addresses import Listener, PrivateDirectory, listen
 from aioengine.transport.zmq import AsyncZmqReceiver, AsyncZmqSender, Context
 
@@ -123,27 +123,29 @@ class ProcessLauncher:
         self._epoch = secrets.randbits(_EPOCH_BITS)
         self._directory: PrivateDirectory | None = None
         self._context: Context | None = None
+        self._listeners: dict[str, Listener] = {}  # not yet taken over by a reader
+        self._scheduler_endpoint = ""
+        self._is_closed = False
         self._processes: list[ProcessChild] = []
         self._thread = SpawnThread()
 
     async def launch(self) -> None:
-        try:
-            self._directory = PrivateDirectory()
-            listeners = {name: listen(self._directory.path, name) for name in (_FRONTEND, *ROLES)}
-        except OSError as error:
-            raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
-        self._context = Context()
-        self.receiver = AsyncZmqReceiver(self._context, listeners[_FRONTEND], self._epoch)
-        self.sender = AsyncZmqSender(self._context, listeners[SCHEDULER].endpoint, self._epoch, reader="it")
-        future = self._thread.call(lambda: self._spawn_all(listeners))
+        future = self._thread.call(self._spawn_all)
         try:
             await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:
             # Starting takes milliseconds; whatever starts must be known to whoever cleans up.
-            future.exception(timeout=None)
+            future.exception()
             raise
+        if self._is_closed:
+            raise EngineStartupError("the engine was shut down while it started")
+        own = self._listeners.pop(_FRONTEND)
+        self._context = Context()
+        self.receiver = AsyncZmqReceiver(self._context, own, self._epoch)
+        self.sender = AsyncZmqSender(self._context, self._scheduler_endpoint, self._epoch, reader="it")
 
     def close(self) -> None:
+        self._is_closed = True
         for process in self._processes:
             process.close()
         self._thread.stop()
@@ -152,34 +154,41 @@ class ProcessLauncher:
             self.sender.close()
             self._context.term()
             self._context = None
+        self._close_listeners()
         if self._directory is not None:
             self._directory.remove()
 
-    def _spawn_all(self, listeners: dict[str, Listener]) -> None:
-        endpoints = Endpoints(
-            frontend=listeners[_FRONTEND].endpoint,
-            scheduler=listeners[SCHEDULER].endpoint,
-            detokenizer=listeners[DETOKENIZER].endpoint,
-        )
+    def _spawn_all(self) -> None:
+        """In the thread: find a place, listen for everybody, start both."""
         try:
-            for role in ROLES:
-                orders = Orders(
-                    role=role,
-                    epoch=self._epoch,
-                    endpoints=endpoints,
-                    listener_fd=listeners[role].fd,
-                    parent_pid=os.getpid(),
-                    import_path=[os.path.abspath(entry) for entry in sys.path],
-                    settings=self._settings,
-                )
-                self._spawn(orders)
-        finally:
-            for role in ROLES:
-                os.close(listeners[role].fd)
+            self._directory = PrivateDirectory()
+            for name in (_FRONTEND, *ROLES):
+                self._listeners[name] = listen(self._directory.path, name)
+        except OSError as error:
+            raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
+        endpoints = Endpoints(**{name: listener.endpoint for name, listener in self._listeners.items()})
+        self._scheduler_endpoint = endpoints.scheduler
+        for role in ROLES:
+            orders = Orders(
+                role=role,
+                epoch=self._epoch,
+                endpoints=endpoints,
+                listener_fd=self._listeners[role].fd,
+                parent_pid=os.getpid(),
+                import_path=[os.path.abspath(entry) for entry in sys.path],
+                settings=self._settings,
+            )
+            self._spawn(Path(self._directory.path), orders)
+        own = self._listeners.pop(_FRONTEND)
+        self._close_listeners()  # the children have them now
+        self._listeners[_FRONTEND] = own
 
-    def _spawn(self, orders: Orders) -> None:
-        assert self._directory is not None
-        log_path = Path(self._directory.path) / f"{orders.role}.log"
+    def _close_listeners(self) -> None:
+        while self._listeners:
+            os.close(self._listeners.popitem()[1].fd)
+
+    def _spawn(self, directory: Path, orders: Orders) -> None:
+        log_path = directory / f"{orders.role}.log"
         command = [sys.executable, "-P", str(_BOOTSTRAP), f"aioengine::{orders.role}"]
         try:
             with log_path.open("ab") as log:
