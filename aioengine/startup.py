@@ -60,6 +60,12 @@ class _Inbox:
             raise self._failure
 
 
+def _retrieve(work: asyncio.Future[Tokenizer]) -> None:
+    """An error is looked at here, where the start itself has failed before it could."""
+    if not work.cancelled():
+        work.exception()
+
+
 async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
     """Start an engine on the running loop. ``prepare`` reads files, and may download them, on a thread.
 
@@ -78,6 +84,8 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         processes = blueprint.make_processes(Events(inbox.on_messages, inbox.on_failure, on_progress))
         load = blueprint.load_tokenizer
         loading = None if load is None else loop.run_in_executor(thread, load)
+        if loading is not None:
+            loading.add_done_callback(_retrieve)
         facts = await processes.start()
         max_total_tokens = facts.get("max_total_tokens")
         if not isinstance(max_total_tokens, int):

@@ -116,7 +116,7 @@ class Engine:
 
     @classmethod
     def from_blueprint(cls, prepare: Callable[[], Blueprint], *, progress: bool | None = False) -> Self:
-        """An engine of other parts than a model folder's, as ``aioengine.testing`` makes them."""
+        """An engine of other parts than a model folder's, as ``aioengine.testing.fake_engine`` makes them."""
         engine = cls.__new__(cls)
         engine._init(prepare, progress)
         return engine

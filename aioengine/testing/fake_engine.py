@@ -1,0 +1,178 @@
+"""An engine without a model, for tests of programs that use aioengine.
+
+It has the whole API of the real one: the same calls, streams, errors, queues and scheduler. Only the model is missing:
+a tokenizer of bytes (one token for each byte of UTF-8) and answers that the test gives.
+
+    from aioengine.testing.fake_engine import fake_async_engine
+
+    async with fake_async_engine(answers={"France": "Paris.", "": "I do not know."}) as engine:
+        out = await engine.async_generate("The capital of France is")
+        assert out["text"] == "Paris."
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from aioengine.config import (
+    MemorySettings,
+    ModelSettings,
+    QueueConfig,
+    RunnerSettings,
+    SchedulerSettings,
+    Settings,
+    TextSettings,
+)
+from aioengine.engine import AsyncEngine
+from aioengine.startup import Blueprint
+from aioengine.supervision.supervisor import Supervisor
+from aioengine.sync import Engine
+from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
+from aioengine.testing.fake_runner import PRINTABLE
+from aioengine.testing.faults import Faults
+from aioengine.testing.scripted_runner import ANSWERS_OPTION
+from aioengine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from aioengine.frontend import Processes
+    from aioengine.startup import Events
+
+FAKE_RUNNER = "aioengine.testing.fake_runner:build"
+SCRIPTED_RUNNER = "aioengine.testing.scripted_runner:build"
+PAGE_SIZE = 16
+STARTUP_TIMEOUT_S = 60.0
+
+
+class FakeSetup(Struct, frozen=True, kw_only=True):
+    """What a fake engine is like.
+
+    answers: part of a prompt -> the answer to it (the longest that is found counts, "" is for all others). None: every
+        prompt is answered with letters that depend on it, until the length that was asked for.
+    step_time_s: how long each step takes. faults: what goes wrong, and when.
+    processes: real subprocesses, as the real engine has them; else everything runs on the engine's own loop, which
+        starts at once. None: only where a fault kills or stalls a process, or steps take time.
+    context_length, num_pages (of 16 tokens), max_running, max_queued: as small as a test wants them.
+    """
+
+    answers: Mapping[str, str] | None = None
+    step_time_s: float = 0.0
+    faults: Faults | None = None
+    processes: bool | None = None
+    context_length: int = 2048
+    num_pages: int = 1024
+    max_running: int = 64
+    max_queued: int = 4096
+    chunk_tokens: int = 512
+    random_seed: int = 0
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether real subprocesses are needed, or wanted."""
+        if self.processes is not None:
+            return self.processes
+        faults = self.faults or Faults()
+        kills = faults.kill_at or faults.exit_at or faults.stall_at or faults.poison_token_id >= 0 or faults.start_s
+        return bool(kills or self.step_time_s)
+
+    def settings(self) -> Settings:
+        """The settings of such an engine."""
+        options: dict[str, str | int | float | bool] = {"step_time_s": self.step_time_s, "alphabet": PRINTABLE}
+        if self.answers is not None:
+            options[ANSWERS_OPTION] = msgspec.json.encode(dict(self.answers)).decode()
+        if self.faults is not None:
+            options |= msgspec.structs.asdict(self.faults)
+        folder = str(tokenizer_folder())
+        return Settings(
+            model=ModelSettings(
+                path=folder,
+                dtype="none",
+                load_format="dummy",
+                context_length=self.context_length,
+                vocab_size=VOCAB_SIZE,
+            ),
+            memory=MemorySettings(page_size=PAGE_SIZE, num_pages=self.num_pages, mem_fraction_static=0.1),
+            scheduler=SchedulerSettings(
+                max_running=self.max_running,
+                chunk_tokens=max(self.chunk_tokens, self.max_running),
+                context_length=self.context_length,
+                policy="priority",
+                prefix_cache=True,
+                depth=1,
+            ),
+            runner=RunnerSettings(
+                factory=FAKE_RUNNER if self.answers is None else SCRIPTED_RUNNER,
+                device="cpu",
+                attention_backend="fake",
+                num_threads=1,
+                options=options,
+            ),
+            text=TextSettings(tokenizer_path=folder),
+            random_seed=self.random_seed,
+            log_level="error",
+        )
+
+    def blueprint(self) -> Blueprint:
+        """What ``AsyncEngine.from_blueprint`` and ``Engine.from_blueprint`` take, once it is called."""
+        settings = self.settings()
+
+        def make_processes(events: Events) -> Processes:
+            return Supervisor(
+                settings,
+                launcher="process" if self.has_processes else "inline",
+                startup_timeout_s=STARTUP_TIMEOUT_S,
+                on_messages=events.on_messages,
+                on_failure=events.on_failure,
+                on_progress=events.on_progress,
+            )
+
+        return Blueprint(
+            settings=settings,
+            queue=QueueConfig(max_requests=self.max_queued),
+            eos_token_ids=(EOS_TOKEN_ID,),
+            stream_interval=1,
+            load_tokenizer=lambda: Tokenizer(tokenizer_folder()),
+            make_processes=make_processes,
+        )
+
+
+def fake_async_engine(answers: Mapping[str, str] | None = None, **setup: object) -> AsyncEngine:
+    """An ``AsyncEngine`` without a model; ``setup`` are the other fields of ``FakeSetup``.
+
+    Raises:
+        TypeError, ValueError: a field that does not exist, or a value of the wrong type.
+    """
+    return AsyncEngine.from_blueprint(_setup(answers, setup).blueprint)
+
+
+def fake_engine(answers: Mapping[str, str] | None = None, **setup: object) -> Engine:
+    """An ``Engine`` without a model, started; ``setup`` are the other fields of ``FakeSetup``.
+
+    Raises:
+        TypeError, ValueError: a field that does not exist, or a value of the wrong type.
+    """
+    return Engine.from_blueprint(_setup(answers, setup).blueprint)
+
+
+def _setup(answers: Mapping[str, str] | None, setup: Mapping[str, object]) -> FakeSetup:
+    unknown = setup.keys() - set(FakeSetup.__struct_fields__)
+    if unknown:
+        known = ", ".join(FakeSetup.__struct_fields__)
+        raise TypeError(f"a fake engine has no {', '.join(sorted(unknown))}; there are {known}")
+    return msgspec.convert({"answers": answers, **setup}, FakeSetup)
+
+
+@cache
+def tokenizer_folder() -> Path:
+    """A model folder with the tokenizer of bytes; made once for this process and removed at its end."""
+    folder = Path(tempfile.mkdtemp(prefix="fake-model-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return write_tokenizer(folder)

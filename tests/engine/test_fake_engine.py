@@ -1,0 +1,150 @@
+"""The engine for users' tests: the real scheduler, detokenizer and frontend, and a model that is told what to say."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aioengine.errors import EngineDeadError, EngineOverloadedError, EngineStartupError, RequestError
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from aioengine.testing.faults import Faults
+
+ANSWERS = {"France": "Paris. 🥖", "capital of": "I do not know that one.", "": "Hm."}
+
+
+class TestAnswers:
+    async def test_the_longest_key_in_the_prompt_counts(self) -> None:
+        async with fake_async_engine(ANSWERS) as engine:
+            outs = await engine.async_generate(["the capital of France", "the capital of Peru", "x"])
+            assert outs["text"] == ["I do not know that one.", "I do not know that one.", "Hm."]
+            assert (await engine.async_generate("France"))["text"] == "Paris. 🥖"
+            assert outs["meta_info"]["finish_reason"] == ["stop"] * 3
+
+    async def test_a_stream_is_the_whole_answer_in_whole_characters(self) -> None:
+        async with fake_async_engine(ANSWERS) as engine:
+            texts = [chunk["text"] async for chunk in engine.async_generate("France", stream=True)]
+            assert "".join(texts) == "Paris. 🥖"
+            assert "🥖" in texts
+            assert len(texts) > 4
+
+    async def test_stop_strings_and_lengths(self) -> None:
+        async with fake_async_engine({"": "one two three"}) as engine:
+            out = await engine.async_generate("x", {"stop": " th"})
+            assert (out["text"], out["meta_info"]["finish_reason"]["matched"]) == ("one two", " th")
+            assert (await engine.async_generate("x", {"max_new_tokens": 5}))["text"] == "one t"
+
+    async def test_chats(self) -> None:
+        async with fake_async_engine({"hi": "hello"}) as engine:
+            assert (await engine.async_chat([{"role": "user", "content": "hi"}]))["text"] == "hello"
+
+    async def test_without_answers_a_prompt_decides(self) -> None:
+        async with fake_async_engine(random_seed=3) as engine:
+            first = await engine.async_generate("a", {"max_new_tokens": 20, "temperature": 0})
+            again = await engine.async_generate("a", {"max_new_tokens": 20, "temperature": 0})
+            other = await engine.async_generate("b", {"max_new_tokens": 20, "temperature": 0})
+            assert first["text"] == again["text"] != other["text"]
+            assert len(first["text"]) == 20
+
+    def test_the_synchronous_face(self) -> None:
+        with fake_engine(ANSWERS) as engine:
+            assert engine.generate("France")["text"] == "Paris. 🥖"
+            assert "".join(chunk["text"] for chunk in engine.generate("France", stream=True)) == "Paris. 🥖"
+
+    def test_unknown_setup(self) -> None:
+        with pytest.raises(TypeError, match="no answer;"):
+            fake_engine(answer="x")
+        with pytest.raises(ValueError, match="num_pages"):
+            fake_engine(num_pages="many")
+
+
+class TestUnderLoad:
+    async def test_many_streams_at_once_with_cancellation(self) -> None:
+        """More requests than fit: queueing, preemption, prefix hits, and every answer right."""
+        async with fake_async_engine({"": "the answer " * 10}, num_pages=64, max_running=8) as engine:
+
+            async def read(number: int) -> str:
+                text = ""
+                async for chunk in engine.async_generate(f"prompt {number % 7}", {"max_new_tokens": 90}, stream=True):
+                    text += chunk["text"]
+                    if number % 5 == 0 and len(text) > 10:
+                        break
+                return text
+
+            texts = await asyncio.gather(*(read(number) for number in range(40)))
+            assert all(("the answer " * 10).startswith(text) for text in texts)
+            assert all(len(text) == 90 for number, text in enumerate(texts) if number % 5)
+            assert await engine.drain(5)
+            stats = engine.stats()
+            assert stats["num_streams"] == 0
+
+    async def test_everything_is_free_again(self) -> None:
+        async with fake_async_engine({"": "x" * 200}, num_pages=128) as engine:
+            tasks = [asyncio.create_task(engine.async_generate("p", {"max_new_tokens": 150})) for _ in range(20)]
+            await asyncio.sleep(0.02)
+            for task in tasks[::2]:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            async with asyncio.timeout(5):
+                while True:
+                    stats = engine.stats()
+                    names = ("num_running", "num_waiting", "num_streams", "num_detokenizing")
+                    if not any(stats[name] for name in names) and stats["num_free_pages"] == stats["num_pages"]:
+                        break
+                    await asyncio.sleep(0.01)
+
+    async def test_overload(self) -> None:
+        async with fake_async_engine({"": "x" * 100}, max_running=1, max_queued=1) as engine:
+            taken = [engine.async_generate("p") for _ in range(2)]
+            with pytest.raises(EngineOverloadedError):
+                engine.async_generate("p")
+            await asyncio.gather(*taken)
+
+    async def test_priorities(self) -> None:
+        async with fake_async_engine({"": "x" * 20}, max_running=1) as engine:
+            order: list[str] = []
+
+            async def call(name: str, priority: int) -> None:
+                await engine.async_generate(name, priority=priority)
+                order.append(name)
+
+            await asyncio.gather(call("first", 0), call("low", -1), call("high", 5), call("middle", 1))
+            assert order.index("high") < order.index("middle") < order.index("low")
+
+    async def test_deadline(self) -> None:
+        async with fake_async_engine(num_pages=64) as engine:
+            out = await engine.async_generate("p", {"max_new_tokens": 900}, timeout=0.02)
+            assert out["meta_info"]["finish_reason"] == "deadline"
+            assert 0 < len(out["text"]) < 900
+
+
+class TestFaults:
+    async def test_one_row_fails_alone(self) -> None:
+        async with fake_async_engine({"": "fine"}, faults=Faults(fail_row_at=1)) as engine:
+            results = await asyncio.gather(*(engine.async_generate("p") for _ in range(3)), return_exceptions=True)
+            assert sorted(type(result).__name__ for result in results) == ["RequestError", "dict", "dict"]
+            with pytest.raises(RequestError):
+                raise next(result for result in results if isinstance(result, Exception))
+
+    @pytest.mark.process
+    async def test_a_killed_process_is_an_error_everywhere(self) -> None:
+        async with fake_async_engine({"": "x" * 100}, faults=Faults(kill_at=5)) as engine:
+            stream = engine.async_generate("p", stream=True)
+            with pytest.raises(EngineDeadError, match="signal 9"):
+                async for _ in stream:
+                    pass
+            with pytest.raises(EngineDeadError):
+                engine.async_generate("p")
+            assert not engine.is_alive
+
+    async def test_a_start_that_fails(self) -> None:
+        engine = fake_async_engine(faults=Faults(start_error="the disk is on fire"))
+        with pytest.raises(EngineStartupError, match="the disk is on fire"):
+            await engine.start()
+
+    @pytest.mark.process
+    def test_real_processes_of_the_synchronous_face(self) -> None:
+        with fake_engine(ANSWERS, processes=True) as engine:
+            assert engine.generate("France")["text"] == "Paris. 🥖"
+            assert len(engine.get_all_child_pids()) == 2
+        assert engine.get_all_child_pids() == []

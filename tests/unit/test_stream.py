@@ -1,0 +1,211 @@
+"""The slot between the engine's loop and a reader, without an engine."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.answers import RowFacts
+from aioengine.errors import EngineDeadError, RequestError
+from aioengine.outputs import MAX_UNJOINED_TEXTS, CallOutput, EndOfOutput, Reader, RowStream
+from aioengine.protocol.messages import FinishCode, Finished, TextChunks
+from aioengine.router import Router
+
+
+class Notes:
+    """What a reader asked of the engine."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def leave(self, output: CallOutput) -> None:
+        self.asked.append("leave")
+
+    def drop(self, output: CallOutput) -> None:
+        self.asked.append("drop")
+
+    def abort(self, output: CallOutput) -> None:
+        self.asked.append("abort")
+
+    def feed(self, output: CallOutput) -> None:
+        self.asked.append("feed")
+
+
+class Slot:
+    """A call with its rows, its reader, and the notes of what the reader asked for."""
+
+    def __init__(self, num_rows: int = 1, *, is_stream: bool = True, returns_exceptions: bool = False) -> None:
+        self.notes = Notes()
+        self.output = CallOutput(
+            "x", num_rows, is_stream=is_stream, is_batch=num_rows > 1, returns_exceptions=returns_exceptions
+        )
+        self.lock = threading.Lock()
+        self.reader = Reader(self.output, lock=self.lock, calls=self.notes)
+        self.rows = [self.output.add_row(position, _facts(position, num_rows)) for position in range(num_rows)]
+
+    def end(self, row: RowStream, code: FinishCode = FinishCode.LENGTH) -> None:
+        self.output.end_row(row, Finished(0, code, message="broke"), 1.0)
+
+
+def _facts(position: int, num_rows: int) -> RowFacts:
+    return RowFacts(rid=f"x_{position}", index=position if num_rows > 1 else None, seed=0, called_at=0.0)
+
+
+def texts(count: int) -> list[str]:
+    return [f"{number} " for number in range(count)]
+
+
+class TestMerging:
+    @given(st.lists(st.tuples(st.text(max_size=3), st.lists(st.integers(0, 9), max_size=3), st.booleans())))
+    def test_whatever_is_read_when_nothing_is_lost(self, pushes: list[tuple[str, list[int], bool]]) -> None:
+        slot = Slot()
+        [row] = slot.rows
+        text, ids = "", list[int]()
+        for new_text, new_ids, is_read in pushes:
+            row.put(new_text, list(new_ids))
+            if is_read and (chunk := slot.reader.take()) is not None:
+                assert (chunk["text_offset"], chunk["token_offset"]) == (len(text), len(ids))
+                text += chunk["text"]
+                ids += chunk["output_ids"]
+        slot.end(row)
+        last = slot.reader.take()
+        assert last is not None
+        assert last["meta_info"]["finish_reason"] == "length"
+        assert text + last["text"] == "".join(new_text for new_text, _, _ in pushes)
+        assert ids + last["output_ids"] == [one for _, new_ids, _ in pushes for one in new_ids]
+        with pytest.raises(EndOfOutput):
+            slot.reader.take()
+
+    def test_unread_texts_are_joined_now_and_then(self) -> None:
+        slot = Slot()
+        for text in texts(1000):
+            slot.rows[0].put(text, [1])
+            assert len(slot.rows[0].texts) <= MAX_UNJOINED_TEXTS
+        chunk = slot.reader.take()
+        assert chunk is not None
+        assert chunk["text"] == "".join(texts(1000))
+
+    def test_a_chunk_that_was_read_does_not_change(self) -> None:
+        slot = Slot()
+        slot.rows[0].put("a", [1])
+        chunk = slot.reader.take()
+        slot.rows[0].put("b", [2])
+        assert chunk is not None
+        assert chunk["output_ids"] == [1]
+
+    def test_nothing_to_read_yet(self) -> None:
+        slot = Slot()
+        assert slot.reader.take() is None
+        assert slot.reader.wait(lambda: None)
+
+
+class TestWaking:
+    def test_once_for_each_wait(self) -> None:
+        slot = Slot()
+        calls: list[int] = []
+        assert slot.reader.wait(lambda: calls.append(1))
+        slot.rows[0].put("a", [1])
+        slot.rows[0].put("b", [2])
+        assert calls == [1]
+        assert not slot.reader.wait(lambda: calls.append(2))
+
+    def test_every_waiting_reader(self) -> None:
+        slot = Slot(is_stream=False)
+        calls: list[int] = []
+        assert slot.reader.wait(lambda: calls.append(1))
+        assert slot.reader.wait(lambda: calls.append(2))
+        slot.rows[0].put("a", [1])
+        assert calls == []
+        slot.end(slot.rows[0])
+        assert calls == [1, 2]
+
+    def test_the_beginning_of_a_stream(self) -> None:
+        slot = Slot()
+        calls: list[int] = []
+        assert not slot.reader.begun()
+        assert slot.reader.wait(lambda: calls.append(1), for_begin=True)
+        slot.output.begin()
+        assert calls == [1]
+        assert slot.reader.begun()
+        assert not slot.reader.wait(lambda: calls.append(2), for_begin=True)
+
+
+class TestErrors:
+    def test_behind_what_is_ready(self) -> None:
+        slot = Slot()
+        slot.rows[0].put("a", [1])
+        slot.output.fail(EngineDeadError("scheduler", pid=1, exit_code=1))
+        chunk = slot.reader.take()
+        assert chunk is not None
+        assert chunk["text"] == "a"
+        for _ in range(2):
+            with pytest.raises(EngineDeadError):
+                slot.reader.take()
+
+    def test_the_first_error_counts(self) -> None:
+        slot = Slot(is_stream=False)
+        slot.end(slot.rows[0], FinishCode.FAILED)
+        slot.output.fail(EngineDeadError("scheduler", pid=1, exit_code=1))
+        with pytest.raises(RequestError):
+            slot.reader.result()
+
+    def test_a_row_of_a_batch(self) -> None:
+        slot = Slot(2, is_stream=False)
+        slot.end(slot.rows[0], FinishCode.FAILED)
+        with pytest.raises(RequestError):
+            slot.reader.result()
+        slot = Slot(2, is_stream=False, returns_exceptions=True)
+        slot.end(slot.rows[1], FinishCode.FAILED)
+        assert slot.reader.result() is None
+        slot.end(slot.rows[0])
+        result = slot.reader.result()
+        assert isinstance(result, list)
+        assert isinstance(result[1], RequestError)
+
+
+class TestLeaving:
+    def test_after_the_end_nothing_is_asked(self) -> None:
+        slot = Slot(is_stream=False)
+        slot.end(slot.rows[0])
+        slot.reader.leave()
+        slot.reader.drop()
+        slot.reader.abort()
+        assert slot.notes.asked == []
+
+    def test_before_the_end(self) -> None:
+        slot = Slot()
+        slot.reader.abort()
+        slot.reader.drop()
+        slot.reader.leave()
+        assert slot.notes.asked == ["abort", "drop", "leave"]
+
+    def test_reading_ends_of_rows_makes_room_in_a_batch(self) -> None:
+        slot = Slot(3)
+        slot.output.num_open = 5
+        slot.output.wants_feed = True
+        slot.rows[0].put("a", [1])
+        slot.end(slot.rows[1])
+        assert slot.output.num_held == 3
+        slot.reader.take()
+        assert slot.notes.asked == []
+        slot.reader.take()
+        assert slot.output.num_held == 2
+        assert slot.notes.asked == ["feed"]
+
+
+class TestRouter:
+    def test_a_frame_reaches_its_rows(self) -> None:
+        slot = Slot(3)
+        router = Router(slot.lock)
+        router.rows = dict(zip((7, 8, 9), slot.rows, strict=True))
+        frame = TextChunks(
+            [8, 99, 7], ["bee", "lost", ""], [2, 1, 1], [1, 2, 3, 4], [Finished(8, FinishCode.LENGTH)], num_open=2
+        )
+        assert router.deliver(frame) == [slot.rows[1]]
+        assert (slot.rows[1].texts, slot.rows[1].token_ids) == (["bee"], [1, 2])
+        assert (slot.rows[0].texts, slot.rows[0].token_ids) == ([], [4])
+        assert set(router.rows) == {7, 9}
+        assert router.num_detokenizing == 2
