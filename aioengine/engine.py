@@ -47,6 +47,8 @@ class AsyncEngine:
         ValueError: a value outside its range.
     """
 
+    _frontend: Frontend | None = None  # also where the constructor failed
+
     def __init__(self, model_path: str | None = None, **arguments: object) -> None:
         config = engine_config(model_path, arguments)
         self._init(lambda: blueprint_of(config), config.progress)
@@ -67,7 +69,6 @@ class AsyncEngine:
         self._pid = os.getpid()
         self._prepare = prepare
         self._progress = progress
-        self._frontend: Frontend | None = None
         self._lock = asyncio.Lock()
         self._stopping: asyncio.Task[None] | None = None
         self._finalizer: weakref.finalize[..., AsyncEngine] | None = None
@@ -108,8 +109,7 @@ class AsyncEngine:
             return
         if frontend.loop.is_closed():
             frontend.parts.processes.kill_now()
-            self._forget_finalizer()
-            return
+            return self._forget_finalizer()
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._stop(frontend))
         await asyncio.shield(self._stopping)

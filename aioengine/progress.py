@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -11,12 +11,18 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Progress
 
 
+class Bar(tqdm):  # type: ignore[misc]  # it has no types
+    """A bar without the thread that tqdm keeps for bars that nobody moves."""
+
+    monitor_interval = 0
+
+
 class ProgressBars:
     """One bar for each label, until its work is done. ``is_shown`` None: only where stderr is a terminal."""
 
     def __init__(self, is_shown: bool | None) -> None:
         self.is_shown = sys.stderr.isatty() if is_shown is None else is_shown
-        self._bars: dict[str, tqdm[NoReturn]] = {}
+        self._bars: dict[str, Bar] = {}
 
     def show(self, progress: Progress) -> None:
         """Draw how far the work is."""
@@ -24,7 +30,7 @@ class ProgressBars:
             return
         bar = self._bars.get(progress.label)
         if bar is None:
-            bar = tqdm(desc=progress.label, total=progress.total, unit=progress.unit, file=sys.stderr, leave=False)
+            bar = Bar(desc=progress.label, total=progress.total, unit=progress.unit, file=sys.stderr, leave=False)
             self._bars[progress.label] = bar
         bar.total = progress.total
         bar.update(progress.done - bar.n)

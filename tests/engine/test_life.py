@@ -21,6 +21,11 @@ GREEDY = {"temperature": 0, "max_new_tokens": 6}
 
 
 class TestStart:
+    def test_a_constructor_that_fails_is_forgotten_quietly(self) -> None:
+        with pytest.raises(TypeError, match="model_pth"):
+            AsyncEngine(model_pth="x")
+        gc.collect()
+
     async def test_not_started(self) -> None:
         engine = World().engine
         with pytest.raises(EngineClosedError, match="was not started"):
