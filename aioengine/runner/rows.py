@@ -158,8 +158,9 @@ class RowTable:
         for i, request in enumerate(rows.requests):
             if request.history is not None:
                 position = int(rows.positions[i])
-                request.history = _with_room(request.history, position + 1)
-                request.history[position] = usable[i]
+                history = _with_room(request.history, position + 1)
+                history[position] = usable[i]
+                request.history = history
 
     def _check(self, opened: OpenedRow) -> None:
         sampling = opened.sampling

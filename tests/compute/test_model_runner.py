@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import torch
 
@@ -76,6 +77,35 @@ def test_preemption_and_resumption_change_nothing(qwen: Path) -> None:
 def test_steps_in_flight_change_nothing(qwen: Path, depth: int) -> None:
     expected = World(make_settings(qwen)).answers(PROMPTS, SAMPLINGS)
     assert World(make_settings(qwen, depth=depth, chunk_tokens=20)).answers(PROMPTS, SAMPLINGS) == expected
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_storm_of_arrivals_and_aborts_changes_nothing(qwen: Path, depth: int) -> None:
+    """Whoever is not aborted gets the tokens that it gets in a calm world."""
+    rng = random.Random(depth)
+    shared = PROMPTS[3]
+    prompts = [shared[: rng.randrange(1, 30)] + PROMPTS[4][: rng.randrange(1, 30)] for _ in range(24)]
+    samplings = [msgspec.structs.replace(rng.choice(SAMPLINGS), seed=i) for i in range(24)]
+    expected = World(make_settings(qwen)).answers(prompts, samplings)
+
+    world = World(make_settings(qwen, num_pages=60, chunk_tokens=21, depth=depth))
+    aborted: set[int] = set()
+    for prompt, sampling in zip(prompts, samplings, strict=True):
+        uid = world.submit(prompt, sampling)
+        for _ in range(rng.randrange(3)):
+            world.step()
+        if rng.random() < 0.25:
+            victim = rng.randrange(uid + 1)
+            if victim not in world.ended:
+                aborted.add(victim)
+                world.core.abort([victim])
+    world.run()
+    assert aborted
+    for uid, answer in enumerate(expected):
+        if uid in aborted:
+            assert world.outputs[uid] == answer[: len(world.outputs[uid])]
+        else:
+            assert world.outputs[uid] == answer
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
