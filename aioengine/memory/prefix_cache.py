@@ -36,16 +36,17 @@ class Match(NamedTuple):
 class Hold:
     """The pages of one request.
 
-    pages: the page table. path: the nodes locked, one for each of the first pages. num_ready: how many of them are
-    computed. room: positions that the pages have place for. border: the position at which the next page is complete
-    and ``insert`` has something to do.
+    pages: the page table. path: the nodes locked, one for each of the first pages. num_matched: how many of them were
+    there when it began. num_ready: how many of them are computed. room: positions that the pages have place for.
+    border: the position at which the next page is complete and ``insert`` has something to do.
     """
 
-    __slots__ = ("border", "num_ready", "pages", "path", "room")
+    __slots__ = ("border", "num_matched", "num_ready", "pages", "path", "room")
 
     def __init__(self) -> None:
         self.pages: list[int] = []
         self.path: list[Node] = []
+        self.num_matched = 0
         self.num_ready = 0
         self.room = 0
         self.border = NEVER
@@ -112,7 +113,7 @@ class PrefixCache:
         self._tree.lock(match.path)
         hold.path = list(match.path)
         hold.pages = [node.page for node in match.path] + self._allocate(missing)
-        hold.num_ready = len(match.path)
+        hold.num_matched = hold.num_ready = len(match.path)
         hold.room = len(hold.pages) * self.page_size
         if self.enabled:
             hold.border = (hold.num_ready + 1) * self.page_size
@@ -142,8 +143,14 @@ class PrefixCache:
         hold.num_ready = index
         hold.border = (index + 1) * size
 
-    def unlock(self, hold: Hold) -> None:
-        """Give pages up: computed ones stay cached, all others are free at once. A second time changes nothing."""
+    def unlock(self, hold: Hold, *, is_spoilt: bool = False) -> None:
+        """Give pages up: computed ones stay cached, all others are free at once. A second time changes nothing.
+
+        is_spoilt: what was computed is wrong, and is not kept either where nobody else uses it already.
+        """
+        if is_spoilt:
+            while hold.num_ready > hold.num_matched and _is_used_by_none_but(hold, hold.num_ready - 1):
+                hold.num_ready -= 1
         unfinished = hold.path[hold.num_ready :]
         for node in reversed(unfinished):
             self._tree.remove(node)
@@ -153,7 +160,7 @@ class PrefixCache:
         self._tree.unlock(ready)
         self._allocator.free(owned)
         hold.pages, hold.path = [], []
-        hold.num_ready = hold.room = 0
+        hold.num_matched = hold.num_ready = hold.room = 0
         hold.border = NEVER
 
     def evict(self, num_pages: int) -> int:
@@ -218,3 +225,9 @@ class PrefixCache:
 def _computed(path: list[Node]) -> list[Node]:
     """A path without its pending end."""
     return [node for node in path if not node.is_pending]
+
+
+def _is_used_by_none_but(hold: Hold, index: int) -> bool:
+    """Whether nobody else has locked a node of the path of ``hold``, or has left pages that continue it."""
+    node = hold.path[index]
+    return node.num_locks == 1 and all(child in hold.path[index + 1 : index + 2] for child in node.children.values())

@@ -113,12 +113,15 @@ class Lifecycle:
         self.outbox.preempt(request)
         return request
 
-    def end(self, request: Request, finish: Finish, *, silently: bool = False) -> None:
-        """A request is over, whatever its state. Its pages are free at once; its rows in flight are late."""
+    def end(self, request: Request, finish: Finish, *, silently: bool = False, is_spoilt: bool = False) -> None:
+        """A request is over, whatever its state. Its pages are free at once; its rows in flight are late.
+
+        is_spoilt: what it computed is wrong and must not be found by others.
+        """
         del self._requests[request.uid]
         if request.state is State.RUNNING:
             remove_running(self.running, request)
-            self._give_back(request, State.ENDED)
+            self._give_back(request, State.ENDED, is_spoilt=is_spoilt)
         else:
             del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
             request.stop(State.ENDED)
@@ -128,8 +131,8 @@ class Lifecycle:
         """Raises RuntimeError unless every page is free, cached or owned by one running request."""
         self.cache.check_integrity(request.hold for request in self.running)
 
-    def _give_back(self, request: Request, state: State) -> None:
-        self.cache.unlock(request.hold)
+    def _give_back(self, request: Request, state: State, *, is_spoilt: bool = False) -> None:
+        self.cache.unlock(request.hold, is_spoilt=is_spoilt)
         request.stop(state)
         self.closed.append(request.uid)
 

@@ -93,7 +93,7 @@ class Scheduler:
                 continue  # late
             if row.uid in result.failed or (row.samples and token_id < 0):
                 message = result.failed.get(row.uid, "the runner gave no token")
-                self._life.end(request, Finish(FinishCode.FAILED, stage="sample", message=message))
+                self._life.end(request, Finish(FinishCode.FAILED, stage="sample", message=message), is_spoilt=True)
                 continue
             end = row.start + row.count
             if end >= hold.border:

@@ -340,6 +340,19 @@ def test_a_failed_row_ends_alone(depth: int) -> None:
     world.check_all_over()
 
 
+def test_what_a_failed_row_computed_is_not_found_by_others() -> None:
+    world = world_of(chunk_tokens=8, faults=Faults(fail_row_at=5))
+    world.submit(submit_of(1, [1] * 17, limits=Limits(max_new_tokens=1)))
+    world.run()
+    world.submit(submit_of(2, [1] * 16 + [2] * 13))
+    world.run()
+    world.submit(submit_of(3, [1] * 16 + [2] * 13))
+    world.run()
+    assert world.ended[2].code is FinishCode.FAILED
+    assert world.opened[3].num_cached == 16
+    world.check_all_over()
+
+
 def test_a_plan_is_applied_once() -> None:
     world = world_of()
     world.submit(submit_of(1, [1, 2]))

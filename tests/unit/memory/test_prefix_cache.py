@@ -169,6 +169,32 @@ def test_switched_off_it_shares_nothing() -> None:
     assert cache.num_cached == 0
 
 
+def test_what_is_spoilt_is_not_kept_unless_others_use_it() -> None:
+    cache = PrefixCache(num_pages=8, page_size=2)
+    cache.unlock(computed(cache, [1, 2, 3]))
+    spoilt = computed(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    other = open_(cache, [1, 2, 3, 4, 9])
+    cache.unlock(spoilt, is_spoilt=True)
+    cache.check_integrity([other])
+    assert num_matched(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
+    cache.unlock(other)
+    cache.check_integrity([])
+    assert cache.num_free == 8
+    assert cache.num_cached == 2
+
+
+def test_what_is_spoilt_stays_where_others_have_left_pages_behind_it() -> None:
+    cache = PrefixCache(num_pages=8, page_size=2)
+    spoilt = open_(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    cache.insert(spoilt, [1, 2, 3, 4, 5, 6, 7, 8], 6)
+    cache.unlock(computed(cache, [1, 2, 9, 9]))
+    cache.unlock(spoilt, is_spoilt=True)
+    cache.check_integrity([])
+    assert num_matched(cache, [1, 2, 3, 4, 5]) == 2
+    assert cache.num_free == 8
+    assert cache.evict(8) == 2
+
+
 def test_a_lost_page_is_noticed() -> None:
     cache = PrefixCache(num_pages=4, page_size=2)
     hold = open_(cache, [1, 2, 3])
