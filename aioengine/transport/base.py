@@ -1,7 +1,7 @@
 """The two ends of a one-way channel of frames. Implementations: ``local`` (in-process) and ``zmq``.
 
-Asynchronous ends serve event loops (the frontend, the detokenizer); blocking ends serve the scheduler, whose thread
-does nothing else. A sender never waits for a reader: its backlog is bounded, and a full one is an error.
+Asynchronous ends serve event loops (the frontend, the inline launcher); blocking ends serve the processes, whose main
+threads do nothing else. A sender never waits for a reader: its backlog is bounded, and a full one is an error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ class Sender(Protocol):
 
 
 class AsyncReceiver(Protocol):
-    """Gives the messages of one frame at a time. Only one task reads it; that task is never cancelled mid-frame."""
+    """The asynchronous end: the messages of all frames that are there. Only one task reads it."""
 
-    async def receive(self) -> list[Message]: ...
+    async def receive(self) -> list[Message]:
+        """Wait until something has come. Cancelling it loses no frame."""
+        ...
 
     def close(self) -> None: ...
 

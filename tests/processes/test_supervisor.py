@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import uvloop
 
 from aioengine.errors import EngineClosedError, EngineDeadError, EngineError, EngineStalledError, EngineStartupError
 from aioengine.processes import text_source
-from aioengine.protocol.messages import Abort, FinishCode, Limits, Progress, Sampling, TextRules
+from aioengine.protocol.messages import Abort, FinishCode, Limits, Progress, Sampling, TextChunks, TextRules
 from aioengine.supervision import handshake
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, build, reference_output
 from aioengine.transport.base import BacklogFullError
@@ -95,6 +96,25 @@ async def test_aborts_and_stop_strings_free_the_request(launcher: str) -> None:
         assert (await frontend.finished(2)).code == FinishCode.ABORT
         stats = await frontend.idle_stats()
         assert stats.num_free_pages == stats.num_pages
+
+
+@launchers
+async def test_in_any_mixture_every_request_ends_exactly_once(launcher: str) -> None:
+    draw = random.Random(5)
+    async with Frontend(fake_settings(tokenizer_path=DEMO), launcher=launcher) as frontend:
+        for uid in range(300):
+            stop = ("e", "an") if draw.random() < 0.3 else ()
+            rules = TextRules(stop=stop, stream=draw.random() < 0.5, stream_interval=draw.choice([1, 4]))
+            frontend.submit(uid, num_tokens=draw.randint(1, 20), text=rules, num_prompt=draw.randint(1, 60))
+            if draw.random() < 0.3:
+                frontend.supervisor.send([Abort([draw.randint(0, uid)])])
+                await asyncio.sleep(0)
+        ends = [await frontend.finished(uid) for uid in range(300)]
+        assert {end.code for end in ends} == {FinishCode.STOP, FinishCode.LENGTH, FinishCode.ABORT}
+        stats = await frontend.idle_stats()
+        assert stats.num_free_pages == stats.num_pages
+        assert stats.num_finished + stats.num_aborted == 300
+        assert not any(one.finished for one in frontend.heard if isinstance(one, TextChunks))  # no second end later
 
 
 @launchers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from contextlib import ExitStack
@@ -93,6 +94,18 @@ def test_a_blocked_reader_wakes_at_once_and_waits_no_longer_than_asked(channel: 
         delays.append(time.monotonic() - sent_at[0])
         timer.join()
     assert sorted(delays)[4] < 0.005
+
+
+def test_other_news_end_a_wait(channel: Channel) -> None:
+    reading, writing = os.pipe()
+    receiver = ZmqReceiver(channel.context, channel.listener, EPOCH, wake_fd=reading)
+    channel.closing.callback(receiver.close)
+    os.write(writing, b"x")
+    start = time.monotonic()
+    assert receiver.receive(10) == []
+    assert time.monotonic() - start < 5
+    os.close(reading)
+    os.close(writing)
 
 
 def test_garbage_is_counted_and_logged_once(channel: Channel, caplog: pytest.LogCaptureFixture) -> None:
