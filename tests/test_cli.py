@@ -257,8 +257,11 @@ class Terminal:
         deadline = time.monotonic() + timeout_s
         while text not in self.seen:
             assert time.monotonic() < deadline, self.seen
-            self.seen += os.read(self._master, 1024).decode(errors="replace")
+            self.wait_for_more()
         self.seen = self.seen.partition(text)[2]
+
+    def wait_for_more(self) -> None:
+        self.seen += os.read(self._master, 1024).decode(errors="replace")
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
@@ -276,6 +279,7 @@ def test_chat_on_a_terminal_survives_ctrl_c_and_leaves_with_ctrl_d() -> None:
     terminal.wait_for("> ")
     terminal.type("Tell me a long story.\n")
     terminal.wait_for("story.\r\n")
+    terminal.wait_for_more()  # the answer has begun
     os.kill(terminal.process.pid, signal.SIGINT)
     terminal.wait_for("> ")
     terminal.type("Hello!\n")
