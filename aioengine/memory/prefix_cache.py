@@ -228,6 +228,7 @@ def _computed(path: list[Node]) -> list[Node]:
 
 
 def _is_used_by_none_but(hold: Hold, index: int) -> bool:
-    """Whether nobody else has locked a node of the path of ``hold``, or has left pages that continue it."""
+    """Whether a node of the path has the request's own page, nobody else locks it, and nobody's page continues it."""
     node = hold.path[index]
-    return node.num_locks == 1 and all(child in hold.path[index + 1 : index + 2] for child in node.children.values())
+    is_own = node.page == hold.pages[index] and node.num_locks == 1
+    return is_own and all(child in hold.path[index + 1 : index + 2] for child in node.children.values())

@@ -102,7 +102,7 @@ def test_aborts_and_deadlines_at_any_time_lose_nothing(depth: int, storm: Storm)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@settings(COMMON, max_examples=30)
+@settings(COMMON, max_examples=80)
 @given(storm=storms, launch=st.integers(1, 60), collect=st.integers(1, 60), row=st.integers(1, 60))
 def test_failures_at_any_step_end_only_who_was_in_it(
     depth: int, storm: Storm, launch: int, collect: int, row: int

@@ -195,6 +195,18 @@ def test_what_is_spoilt_stays_where_others_have_left_pages_behind_it() -> None:
     assert cache.evict(8) == 2
 
 
+def test_what_is_spoilt_takes_no_page_of_others_along() -> None:
+    """The second computed the same page as the first; the node in the tree is the first's."""
+    cache = PrefixCache(num_pages=8, page_size=2)
+    first, second = open_(cache, [1]), open_(cache, [1])
+    cache.insert(first, [1, 2], 2)
+    cache.insert(second, [1, 2], 2)
+    cache.unlock(first)
+    cache.unlock(second, is_spoilt=True)
+    cache.check_integrity([])
+    assert num_matched(cache, [1, 2, 3]) == 2
+
+
 def test_a_lost_page_is_noticed() -> None:
     cache = PrefixCache(num_pages=4, page_size=2)
     hold = open_(cache, [1, 2, 3])
