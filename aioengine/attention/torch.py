@@ -7,8 +7,9 @@ zero), and a token's chunks are put together in an order that chunks without wei
 columns of every product is fixed, its rows are padded to multiples of ``ROWS``, from where on a row's result depends
 no more on the number of rows (``tests/compute/test_independence.py``).
 
-Decode rows go together: a *unit* is one chunk of one row, and all units are one batched product. Rows with more
-tokens go one by one, in blocks of tokens, since their products are large.
+Decode rows go together: a *unit* is one chunk of one row, and many units are one batched product. A chunk that many
+rows share (the same pages) is read once for all of them. Rows with more tokens go one by one, in blocks of tokens,
+since their products are large.
 
 Shape letters: T packed tokens, R rows, H query heads, K kv heads, G query heads of a kv head, E head size, U units,
 C positions of a chunk, N pages of the pool, S page size, P pages of a chunk, M padded query rows of a kv head,
@@ -22,41 +23,58 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.attention._chunks import (
+    CHUNK,
+    MASKED,
+    ROWS,
+    attend_only,
+    attend_part,
+    chunk_scores,
+    combine,
+    round_up,
+)
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, ForwardBatch
+    from aioengine.attention._chunks import Part
 
-CHUNK = 256
-ROWS = 16
-MASKED = -1.0e30
 BLOCK_SCORES = 1 << 19
-"""Scores that are worked on at a time: few enough to stay in the cache."""
+"""Numbers that are worked on at a time: few enough to stay in the cache."""
+MIN_SHARING = 4
+"""Rows from which on a shared chunk is worth a product of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """Some units that are one batched product, or one chunk that all ``rows`` share.
+
+    rows: [U] row of each unit, counted among the decode rows.
+    places: [U] chunk * R + row.
+    pages: indices into the pool's (page, kv head) pairs: [U * K * P], or [K * P] if shared.
+    hidden: [U, 1, C] what to add to the scores, None if shared.
+    """
+
+    rows: Tensor
+    places: Tensor
+    pages: Tensor
+    hidden: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeRows:
-    """The rows of the batch that compute one token, as units ordered by chunk, then by row.
-
-    tokens: [R] indices into T, or None where these are all tokens of the batch.
-    rows: [U] row of the unit, counted among these rows.
-    places: [U] chunk * R + row.
-    pages: [U, K * P] indices into the pool's (page, kv head) pairs.
-    hidden: [U, 1, C] True for positions that the token may not see.
-    """
+    """The rows of the batch that compute one token. ``tokens``: [R] indices into T, None where these are all of T."""
 
     num_rows: int
     num_chunks: int
     tokens: Tensor | None
-    rows: Tensor
-    places: Tensor
-    pages: Tensor
-    hidden: Tensor
+    units: list[_Units]
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some tokens of a prefill row. ``hidden``: chunk -> [1, tokens, C] mask, for chunks that reach beyond a token."""
+    """Some tokens of a prefill row. ``hidden``: chunk -> [tokens, C] to add to scores, where not all are visible."""
 
     start: int
     stop: int
@@ -72,47 +90,19 @@ class _PrefillRow:
     blocks: list[_Block]
 
 
-def _round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
-
-
-def combine(outputs: Tensor, maxima: Tensor, peaks: Tensor) -> Tensor:
-    """Put chunks together: outputs [X, ..., E], row maxima and highest probabilities [X, ..., 1] -> fp32 [..., E].
-
-    A chunk's sum of exponentials is the inverse of its highest probability. The sums over chunks go by halves, so that
-    zeros after the last chunk change no bit.
-    """
-    if outputs.shape[0] == 1:
-        return outputs[0].float()
-    weights = torch.exp(maxima - maxima.amax(0)).div_(peaks)
-    weights = weights.div_(_sum_by_halves(weights.clone()))
-    return _sum_by_halves(weights * outputs)
-
-
-def _sum_by_halves(terms: Tensor) -> Tensor:
-    """Sum over the first axis, in place."""
-    count = terms.shape[0]
-    while count > 1:
-        half = 1 << (count - 1).bit_length() - 1
-        terms[: count - half] += terms[half:count]
-        count = half
-    return terms[0]
-
-
 class TorchAttention:
-    """See the module. ``kv_pool``: [L, 2, N, K, S, E], zeros at first; page size a power of two, at most ``CHUNK``."""
+    """See the module. ``kv_pool``: [L, 2, N, K, S, E], zeros at first; the page size divides ``CHUNK``."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pool.shape
         if CHUNK % page_size:
             message = f"page_size {page_size} does not divide {CHUNK}, as this attention backend needs"
             raise ValueError(message)
+        self.page_size = page_size
         self._num_kv_heads = num_kv_heads
         self._group = shape.num_heads // num_kv_heads
         self._head_size = head_size
         self._scale = shape.scale
-        self.page_size = page_size
-        self._chunk_pages = CHUNK // page_size
         by_page = kv_pool.view(num_layers, 2, num_pages * num_kv_heads, page_size * head_size)
         by_slot = kv_pool.view(num_layers, 2, num_pages * num_kv_heads * page_size, head_size)
         self._pages = [(by_page[layer, 0], by_page[layer, 1]) for layer in range(num_layers)]
@@ -150,90 +140,118 @@ class TorchAttention:
         return out
 
     def _chunk_table(self, page_table: Tensor, num_chunks: int) -> Tensor:
-        """[R, pages] -> [R, X, K * P]: (page, kv head) pairs of each chunk, padded with page 0."""
+        """[R, pages] -> [R, X, P] page ids of each chunk, padded with page 0."""
         num_rows, given = page_table.shape
-        table = page_table.new_zeros(num_rows, num_chunks * self._chunk_pages, dtype=torch.int64)
+        chunk_pages = CHUNK // self.page_size
+        table = page_table.new_zeros(num_rows, num_chunks * chunk_pages, dtype=torch.int64)
         used = min(given, table.shape[1])
         table[:, :used] = page_table[:, :used]
-        pairs = table.view(num_rows, num_chunks, 1, self._chunk_pages) * self._num_kv_heads
-        return (pairs + self._kv_heads.unsqueeze(1)).flatten(2)
+        return table.view(num_rows, num_chunks, chunk_pages)
+
+    def _pairs(self, pages: Tensor) -> Tensor:
+        """[U, P] page ids -> [U * K * P] indices into (page, kv head) pairs."""
+        return ((pages * self._num_kv_heads).unsqueeze(1) + self._kv_heads.unsqueeze(1)).flatten()
 
     def _decode_rows(self, batch: ForwardBatch, single: list[int], starts: list[int]) -> _DecodeRows:
         everything = len(single) == len(batch.query_lengths)
         device = batch.page_table.device
         lengths = torch.tensor([batch.kv_lengths[row] for row in single], device=device)
-        num_chunks = -(-int(lengths.max()) // CHUNK)
+        num_chunks = -(-max(batch.kv_lengths[row] for row in single) // CHUNK)
         page_table = batch.page_table if everything else batch.page_table[torch.tensor(single, device=device)]
+        table = self._chunk_table(page_table, num_chunks)
         left = lengths - torch.arange(num_chunks, device=device).unsqueeze(1) * CHUNK
-        chunks, rows = torch.nonzero(left > 0, as_tuple=True)
+        shared, alone = self._find_shared(table, left)
+        chunks, rows = torch.nonzero(alone, as_tuple=True)
+        visible = left[chunks, rows].unsqueeze(1)
+        hidden = ((self._columns >= visible) * MASKED).unsqueeze(1)
+        padded = round_up(self._group, ROWS)
+        step = max(1, BLOCK_SCORES // (self._num_kv_heads * CHUNK * max(padded, self._head_size)))
+        units = [
+            _Units(row, chunk * len(single) + row, self._pairs(table[row, chunk]), mask)
+            for row, chunk, mask in zip(rows.split(step), chunks.split(step), hidden.split(step), strict=True)
+            if row.numel()
+        ]
         return _DecodeRows(
             num_rows=len(single),
             num_chunks=num_chunks,
             tokens=None if everything else torch.tensor([starts[row] for row in single], device=device),
-            rows=rows,
-            places=chunks * len(single) + rows,
-            pages=self._chunk_table(page_table, num_chunks)[rows, chunks],
-            hidden=(self._columns >= left[chunks, rows].unsqueeze(1)).unsqueeze(1),
+            units=shared + units,
         )
+
+    def _find_shared(self, table: Tensor, left: Tensor) -> tuple[list[_Units], Tensor]:
+        """Chunks that several rows have whole and with the same pages; and [X, R] which others there are."""
+        num_rows, num_chunks, _ = table.shape
+        alone = left > 0
+        shared: list[_Units] = []
+        if num_rows < MIN_SHARING or num_chunks == 1:
+            return shared, alone
+        for chunk in range(num_chunks):
+            candidates = torch.nonzero(left[chunk] >= CHUNK).squeeze(1)
+            if candidates.numel() < MIN_SHARING:
+                break
+            pages, group, counts = table[candidates, chunk].unique(dim=0, return_inverse=True, return_counts=True)
+            many = torch.nonzero(counts >= MIN_SHARING).squeeze(1).tolist()
+            if not many:
+                break  # rows that differ here differ in all later chunks
+            for index in many:
+                rows = candidates[group == index]
+                alone[chunk, rows] = False
+                shared.append(_Units(rows, chunk * num_rows + rows, self._pairs(pages[index : index + 1]), None))
+        return shared, alone
 
     def _attend_decode(self, decode: _DecodeRows, q: Tensor, layer: int) -> Tensor:
         """[R, H, E] -> [R, H * E]."""
-        kv_heads, head_size, padded = self._num_kv_heads, self._head_size, _round_up(self._group, ROWS)
+        kv_heads, head_size, padded = self._num_kv_heads, self._head_size, round_up(self._group, ROWS)
         queries = q.new_zeros(decode.num_rows, kv_heads, padded, head_size, dtype=torch.float32)
         grouped = q.view(decode.num_rows, kv_heads, self._group, head_size)
         torch.mul(grouped, self._scale, out=queries[:, :, : self._group])
-        num_units = decode.rows.shape[0]
-        step = max(1, BLOCK_SCORES // (kv_heads * CHUNK * max(padded, head_size)))
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        for start in range(0, num_units, step):
-            units = slice(start, start + step)
-            chosen = queries.index_select(0, decode.rows[units]) if num_units > 1 else queries
-            keys, values = self._gather(layer, decode.pages[units].flatten())
-            parts.append(self._attend(chosen.view(-1, padded, head_size), keys, values, decode.hidden[units]))
-        outputs, maxima, peaks = (torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True))
-        merged = self._merge_units(decode, outputs, maxima, peaks)
-        return merged.view(decode.num_rows, kv_heads, padded, head_size)[:, :, : self._group].reshape(
-            decode.num_rows, -1
-        )
-
-    def _merge_units(self, decode: _DecodeRows, outputs: Tensor, maxima: Tensor, peaks: Tensor) -> Tensor:
-        """[U * K, M, ...] -> [R, K, M, E]."""
         if decode.num_chunks == 1:
-            return outputs
-        full = decode.num_chunks * decode.num_rows
-        placed = []
-        for part, filler in ((outputs, 0.0), (maxima, MASKED), (peaks, 1.0)):
-            by_unit = part.view(-1, self._num_kv_heads, *part.shape[1:])
-            if by_unit.shape[0] < full:
-                target = by_unit.new_full((full, *by_unit.shape[1:]), filler)
-                by_unit = target.index_copy_(0, decode.places, by_unit)
-            placed.append(by_unit.view(decode.num_chunks, decode.num_rows, *by_unit.shape[1:]))
-        return combine(*placed)
+            outputs = [attend_only(*self._decode_scores(queries, units, layer)) for units in decode.units]
+            merged = (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).view(queries.shape)
+        else:
+            merged = combine(self._decode_parts(decode, queries, layer))
+        return merged[:, :, : self._group].reshape(decode.num_rows, -1)
+
+    def _decode_parts(self, decode: _DecodeRows, queries: Tensor, layer: int) -> Part:
+        """[R, K, M, E] queries -> parts [X, R, K, M, ...], with no weight where a row has no such chunk."""
+        sizes = queries.shape[1:3]
+        num_places = decode.num_chunks * decode.num_rows
+        whole = (
+            queries.new_zeros(num_places, *sizes, self._head_size, dtype=self._pages[layer][1].dtype),
+            queries.new_full((num_places, *sizes, 1), MASKED),
+            queries.new_ones((num_places, *sizes, 1)),
+        )
+        for units in decode.units:
+            parts = attend_part(*self._decode_scores(queries, units, layer))
+            for target, part in zip(whole, parts, strict=True):
+                if units.hidden is None:
+                    by_unit = part.view(sizes[0], -1, sizes[1], part.shape[-1]).transpose(0, 1)
+                else:
+                    by_unit = part.view(-1, *sizes, part.shape[-1])
+                target.index_copy_(0, units.places, by_unit)
+        outputs, maxima, peaks = (part.view(decode.num_chunks, decode.num_rows, *part.shape[1:]) for part in whole)
+        return outputs, maxima, peaks
+
+    def _decode_scores(self, queries: Tensor, units: _Units, layer: int) -> tuple[Tensor, Tensor]:
+        """Scores [U * K, M, C] and values [U * K, C, E]; [K, U * M, C] and [K, C, E] where the chunk is shared."""
+        keys, values = self._gather(layer, units.pages)
+        num_units, head_size = units.rows.shape[0], self._head_size
+        chosen = queries if queries.shape[0] == 1 else queries.index_select(0, units.rows)
+        if units.hidden is None:
+            chosen = chosen.transpose(0, 1).reshape(self._num_kv_heads, -1, head_size)
+            return chunk_scores(chosen, keys, None, (1, 1)), values
+        chosen = chosen.expand(num_units, -1, -1, -1).reshape(-1, queries.shape[2], head_size)
+        return chunk_scores(chosen, keys, units.hidden, (num_units, -1)), values
 
     def _gather(self, layer: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys in fp32 and values of whole chunks, [units * K, C, E] each."""
+        """Keys in fp32 and values of whole chunks, [chunks * K, C, E] each."""
         keys, values = self._pages[layer]
         shape = (-1, CHUNK, self._head_size)
         return keys.index_select(0, pairs).view(shape).float(), values.index_select(0, pairs).view(shape)
 
-    def _attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, M, E] scaled fp32 queries over one chunk each: outputs, score maxima and highest probabilities.
-
-        ``hidden`` is a mask that broadcasts to the scores [B / K, K * M or tokens, C].
-        """
-        scores = torch.bmm(queries, keys.transpose(1, 2))
-        if hidden is not None:
-            scores.view(-1, self._num_kv_heads * queries.shape[1], CHUNK).masked_fill_(hidden, MASKED)
-        maxima = scores.amax(-1, keepdim=True)
-        probabilities = torch.softmax(scores, -1)
-        peaks = probabilities.amax(-1, keepdim=True)
-        return torch.bmm(probabilities.to(values.dtype), values), maxima, peaks
-
     def _prefill_row(self, batch: ForwardBatch, row: int, start: int) -> _PrefillRow:
         count, kv_length = batch.query_lengths[row], batch.kv_lengths[row]
-        pairs = self._chunk_table(batch.page_table[row : row + 1], -(-kv_length // CHUNK))
+        table = self._chunk_table(batch.page_table[row : row + 1], -(-kv_length // CHUNK))
         heads = self._group * self._num_kv_heads
         step = max(ROWS, BLOCK_SCORES // (heads * CHUNK) // ROWS * ROWS)
         first = kv_length - count
@@ -243,46 +261,41 @@ class TorchAttention:
             position = first + offset
             num_chunks = -(-(position + size) // CHUNK)
             hidden = {
-                chunk: self._hidden(position, _round_up(size, ROWS), chunk)
+                chunk: self._hidden(position, round_up(size, ROWS), chunk)
                 for chunk in range(position // CHUNK, num_chunks)
             }
             blocks.append(_Block(start + offset, start + offset + size, num_chunks, hidden))
-        return _PrefillRow(pages=pairs.flatten(), blocks=blocks)
+        return _PrefillRow(pages=self._pairs(table[0]), blocks=blocks)
 
     def _hidden(self, position: int, size: int, chunk: int) -> Tensor:
-        visible = torch.arange(position, position + size, device=self._columns.device) - chunk * CHUNK
-        return self._columns > visible.unsqueeze(1)
+        """[size, C] for the tokens from ``position`` on."""
+        last = torch.arange(position, position + size, device=self._columns.device) - chunk * CHUNK
+        return (self._columns > last.unsqueeze(1)) * MASKED
 
     def _attend_prefill(self, row: _PrefillRow, q: Tensor, layer: int, out: Tensor) -> None:
         kv_heads, group, head_size = self._num_kv_heads, self._group, self._head_size
-        keys, values = self._gather(layer, row.pages)
-        keys = keys.view(-1, kv_heads, CHUNK, head_size)
-        values = values.view(-1, kv_heads, CHUNK, head_size)
+        keys, values = (part.view(-1, kv_heads, CHUNK, head_size) for part in self._gather(layer, row.pages))
         for block in row.blocks:
             size = block.stop - block.start
-            padded = _round_up(size, ROWS)
+            padded = round_up(size, ROWS)
             queries = q.new_zeros(kv_heads, group, padded, head_size, dtype=torch.float32)
             grouped = q[block.start : block.stop].view(size, kv_heads, group, head_size).permute(1, 2, 0, 3)
             torch.mul(grouped, self._scale, out=queries[:, :, :size])
-            queries = queries.view(kv_heads, group * padded, head_size)
-            parts = [
-                self._attend_block(queries, keys[chunk], values[chunk], block.hidden.get(chunk))
-                for chunk in range(block.num_chunks)
-            ]
-            outputs, maxima, peaks = (torch.stack(part) for part in zip(*parts, strict=True))
-            merged = combine(outputs, maxima, peaks).view(kv_heads, group, padded, head_size)[:, :, :size]
+            merged = self._attend_block(queries.view(kv_heads, group * padded, head_size), keys, values, block)
+            merged = merged.view(kv_heads, group, padded, head_size)[:, :, :size]
             out[block.start : block.stop].view(size, kv_heads, group, head_size).copy_(merged.permute(2, 0, 1, 3))
 
-    def _attend_block(
-        self, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        scores = torch.bmm(queries, keys.transpose(1, 2))
-        if hidden is not None:
-            scores.view(-1, hidden.shape[0], CHUNK).masked_fill_(hidden, MASKED)
-        maxima = scores.amax(-1, keepdim=True)
-        probabilities = torch.softmax(scores, -1)
-        peaks = probabilities.amax(-1, keepdim=True)
-        return torch.bmm(probabilities.to(values.dtype), values), maxima, peaks
+    def _attend_block(self, queries: Tensor, keys: Tensor, values: Tensor, block: _Block) -> Tensor:
+        """[K, G * M, E] queries over keys and values [X, K, C, E] -> [K, G * M, E]."""
+        groups = (self._num_kv_heads * self._group, -1)
+        if block.num_chunks == 1:
+            return attend_only(chunk_scores(queries, keys[0], block.hidden.get(0), groups), values[0])
+        parts = [
+            attend_part(chunk_scores(queries, keys[chunk], block.hidden.get(chunk), groups), values[chunk])
+            for chunk in range(block.num_chunks)
+        ]
+        outputs, maxima, peaks = (torch.stack(part) for part in zip(*parts, strict=True))
+        return combine((outputs, maxima, peaks))
 
 
 PLUGIN = TorchAttention

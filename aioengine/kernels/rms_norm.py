@@ -10,10 +10,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def reference(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (wide * inverse).to(x.dtype) * weight
 
 
-rms_norm = reference
+def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
+    """The same in fewer operations, since at one token each costs as much as its work: a row's sum of squares is the
+    square of its norm. ``epsilon`` is an fp32 scalar on the device of x.
+    """
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = torch.addcmul(epsilon, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+    return (wide * inverse).to(x.dtype).mul_(weight)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from aioengine.kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ class RMSNorm:
 
     def __init__(self, size: int, epsilon: float, placement: Placement) -> None:
         self._weight = placement.empty(size)
-        self._epsilon = epsilon
+        self._epsilon = torch.tensor(epsilon, dtype=torch.float32, device=placement.device)
 
     def weights(self, name: str) -> dict[str, Tensor]:
         return {f"{name}.weight": self._weight}

@@ -56,11 +56,11 @@ def test_elementwise_operations_do_not_depend_on_the_number_of_rows(size: int, d
     torch.manual_seed(0)
     x, y = torch.randn(1500, size).to(dtype), torch.randn(1500, 2 * size).to(dtype) * 5
     weight, cos, sin = torch.randn(size).to(dtype), torch.randn(1500, 1, size), torch.randn(1500, 1, size)
-    heads = torch.randn(1500, 3, size).to(dtype)
-    normed, gated, rotated = rms_norm(x, weight, 1e-6), silu_and_mul(y), rope(heads, cos, sin)
+    heads, epsilon = torch.randn(1500, 3, size).to(dtype), torch.tensor(1e-6)
+    normed, gated, rotated = rms_norm(x, weight, epsilon), silu_and_mul(y), rope(heads, cos, sin)
     for start, count in itertools.product((0, 3, 700), (1, 2, 3, 7, 33, 129, 777)):
         rows = slice(start, start + count)
-        assert torch.equal(rms_norm(x[rows].clone(), weight, 1e-6), normed[rows])
+        assert torch.equal(rms_norm(x[rows].clone(), weight, epsilon), normed[rows])
         assert torch.equal(silu_and_mul(y[rows].clone()), gated[rows])
         assert torch.equal(rope(heads[rows].clone(), cos[rows], sin[rows]), rotated[rows])
 
@@ -106,6 +106,8 @@ def test_attention_of_a_token_does_not_depend_on_chunks_rows_or_pages(
         [(5, 1), (300, 40), (length - 1, 1), (255, 1), (256, 1)],
         [(580, 1)] * 9 + [(3, 5)],
         [(0, 1)],
+        [(255, 1)] * 5,
+        [(580, 1), (560, 1), (530, 1), (545, 1), (300, 1), (5, 1)],
         [(20, 1)] * 3,
     ):
         chosen = torch.cat([torch.arange(start, start + count) for start, count in rows])
