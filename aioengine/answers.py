@@ -179,6 +179,19 @@ class RowFacts(Struct, gc=False):
     tokenize_s: float = 0.0
     prompt_token_ids: list[int] = []
     shows_prompt: bool = False
+    common_info: MetaInfo = {}  # type: ignore[typeddict-item]  # made below
+
+    def __post_init__(self) -> None:
+        self.common_info = {
+            "id": self.rid,
+            "finish_reason": None,
+            "prompt_tokens": len(self.prompt_token_ids),
+            "completion_tokens": 0,
+            "reasoning_tokens": 0,
+            "weight_version": WEIGHT_VERSION,
+            "dp_rank": None,
+            "seed": self.seed,
+        }
 
 
 class Piece(Struct, gc=False):
@@ -221,16 +234,8 @@ def answer(facts: RowFacts, piece: Piece) -> Answer:
 
 def _meta_info(facts: RowFacts, piece: Piece) -> MetaInfo:
     num_output = piece.token_offset + len(piece.token_ids)
-    made: MetaInfo = {
-        "id": facts.rid,
-        "finish_reason": None,
-        "prompt_tokens": len(facts.prompt_token_ids),
-        "completion_tokens": num_output,
-        "reasoning_tokens": 0,
-        "weight_version": WEIGHT_VERSION,
-        "dp_rank": None,
-        "seed": facts.seed,
-    }
+    made = facts.common_info.copy()
+    made["completion_tokens"] = num_output
     finished = piece.finished
     if finished is not None:
         made["finish_reason"] = finish_reason(finished, num_output)

@@ -8,6 +8,7 @@ nobody waits while holding it.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from aioengine import answers
@@ -15,6 +16,7 @@ from aioengine.answers import Answer, BatchOutput, Chunk, Piece
 from aioengine.errors import RequestError
 
 if TYPE_CHECKING:
+    import asyncio
     import threading
     from collections.abc import Callable
 
@@ -22,6 +24,14 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Finished
 
 MAX_UNJOINED_TEXTS = 64
+_NO_IDS: list[int] = []
+"""Stands for an empty list and is never added to."""
+
+
+def resolve(waiter: asyncio.Future[None]) -> None:
+    """Wake who waits, unless it was cancelled meanwhile."""
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class EndOfOutput(Exception):  # not an error: the reader has everything
@@ -57,8 +67,8 @@ class RowStream:
     """
 
     __slots__ = (
-        "delivered_at", "error", "facts", "finished", "is_queued", "num_chars", "num_ids", "output", "position",
-        "texts", "token_ids", "uid",
+        "delivered_at", "error", "facts", "finished", "is_queued", "more_texts", "num_chars", "num_ids", "output",
+        "position", "text", "token_ids", "uid",
     )  # fmt: skip
 
     def __init__(self, output: CallOutput, position: int, facts: RowFacts) -> None:
@@ -72,30 +82,40 @@ class RowStream:
         self.is_queued = False
         self.num_chars = 0
         self.num_ids = 0
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
+        self.text = ""
+        self.more_texts: list[str] = []
+        self.token_ids = _NO_IDS
 
     def put(self, text: str, token_ids: list[int]) -> None:
         """Add what is new and wake the reader of a stream. Under the lock, before the end."""
-        if text:
-            self.texts.append(text)
-            if len(self.texts) > MAX_UNJOINED_TEXTS:
-                self.texts = ["".join(self.texts)]
         if self.token_ids:
             self.token_ids += token_ids
         else:
             self.token_ids = token_ids
-        if not self.is_queued and self.output.is_stream:
-            self.output.queue(self)
+        if not self.text:
+            self.text = text
+        elif text:
+            self.more_texts.append(text)
+            if len(self.more_texts) == MAX_UNJOINED_TEXTS:
+                self.more_texts = ["".join(self.more_texts)]
+        if not self.is_queued:
+            output = self.output
+            if output.is_stream:
+                self.is_queued = True
+                output.ready.append(self)
+                if output.waiter is not None or output.wakers:
+                    output.wake()
 
     def take(self) -> Piece:
         """Everything unread as one piece. Under the lock."""
-        texts, token_ids = self.texts, self.token_ids
-        text = texts[0] if len(texts) == 1 else "".join(texts)
+        text, token_ids = self.text, self.token_ids
+        if self.more_texts:
+            text += "".join(self.more_texts)
+            self.more_texts = []
         piece = Piece(text, token_ids, self.num_chars, self.num_ids, self.finished, self.delivered_at)
         self.num_chars += len(text)
         self.num_ids += len(token_ids)
-        self.texts, self.token_ids = [], []
+        self.text, self.token_ids = "", _NO_IDS
         self.is_queued = False
         return piece
 
@@ -108,8 +128,14 @@ class CallOutput:
         num_held: rows begun whose end was not read yet (what bounds the feeding of a batch).
         error: what the whole call ended with. is_left: nobody reads any more.
         is_begun: its first rows are on their way. wants_feed: rows wait for ``num_held`` to fall.
+        waiter, wakers: readers that wait, one on the engine's own loop, others elsewhere.
         results: answers (or exceptions) by position, where the call is no stream.
     """
+
+    __slots__ = (
+        "error", "is_batch", "is_begun", "is_left", "is_stream", "live", "num_held", "num_open", "ready",
+        "results", "returns_exceptions", "rid", "waiter", "wakers", "wants_feed",
+    )  # fmt: skip
 
     def __init__(self, rid: str, num_rows: int, *, is_stream: bool, is_batch: bool, returns_exceptions: bool) -> None:
         self.rid = rid
@@ -125,6 +151,7 @@ class CallOutput:
         self.error: BaseException | None = None
         self.ready: deque[RowStream] = deque()
         self.results: list[Answer | BaseException | None] = [] if is_stream else [None] * num_rows
+        self.waiter: asyncio.Future[None] | None = None
         self.wakers: list[Callable[[], None]] = []
 
     @property
@@ -144,13 +171,6 @@ class CallOutput:
             if self.is_stream:
                 self.wake()
 
-    def queue(self, row: RowStream) -> None:
-        """The row has something to read."""
-        row.is_queued = True
-        self.ready.append(row)
-        if self.wakers:
-            self.wake()
-
     def end_row(self, row: RowStream, finished: Finished, delivered_at: float, error: RowError | None = None) -> None:
         """The row has its end; ``error`` is what the frontend itself found wrong with it.
 
@@ -164,8 +184,7 @@ class CallOutput:
         if row.error is not None and not self.returns_exceptions:
             self.fail(row.error)
         elif self.is_stream:
-            if not row.is_queued:
-                self.queue(row)
+            row.put("", [])
         else:
             self.num_held -= 1
             self.results[row.position] = row.error or answers.answer(row.facts, row.take())
@@ -179,17 +198,26 @@ class CallOutput:
             self.wake()
 
     def wake(self) -> None:
-        wakers, self.wakers = self.wakers, []
-        for wake in wakers:
-            wake()
+        """Wake every reader that waits: the one on the engine's loop, and those elsewhere."""
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+        if self.wakers:
+            wakers, self.wakers = self.wakers, []
+            for wake in wakers:
+                wake()
 
 
 class Reader:
     """The reading side of a ``CallOutput``. Works from any thread and never waits; ``wait`` says when to come again."""
 
-    __slots__ = ("_calls", "_lock", "_output", "_result")
+    __slots__ = ("_calls", "_lock", "_output", "_result", "ready")
 
     def __init__(self, output: CallOutput, *, lock: threading.Lock, calls: Calls) -> None:
+        self.ready = output.ready
+        """Rows that have something to read; true where ``take`` will give a chunk to an only reader."""
         self._output = output
         self._lock = lock
         self._calls = calls
@@ -208,6 +236,7 @@ class Reader:
 
         Raises:
             EndOfOutput: all was read, or the stream was left.
+            TypeError: this is no stream.
         """
         output = self._output
         with self._lock:
@@ -216,6 +245,8 @@ class Reader:
             if output.ready:
                 row = output.ready.popleft()
                 piece = row.take()
+            elif not output.is_stream:
+                raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
             elif output.error is not None:
                 raise output.error.with_traceback(None)
             elif output.num_open == 0:
@@ -267,6 +298,18 @@ class Reader:
             if output.ready or output.is_over or (for_begin and output.is_begun):
                 return False
             output.wakers.append(wake)
+            return True
+
+    def wait_here(self, waiter: asyncio.Future[None], *, for_begin: bool = False) -> bool:
+        """As ``wait``, for a future of the engine's own loop."""
+        output = self._output
+        with self._lock:
+            if output.ready or output.is_over or (for_begin and output.is_begun):
+                return False
+            if output.waiter is None:
+                output.waiter = waiter
+            else:
+                output.wakers.append(partial(resolve, waiter))
             return True
 
     def leave(self) -> None:

@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from aioengine.errors import WrongLoopError
-from aioengine.outputs import EndOfOutput, Reader
+from aioengine.outputs import EndOfOutput, Reader, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
     from types import TracebackType
     from typing import Self
 
@@ -78,7 +78,8 @@ class Generation(Coroutine[object, None, Result]):
             TypeError: without ``stream=True``.
             RuntimeError: it was iterated before.
         """
-        self._need_stream()
+        if not self._reader.is_stream:
+            raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
         if self._is_iterated:
             raise RuntimeError("a generation can be iterated once; its chunks are not kept")
         self._is_iterated = True
@@ -91,19 +92,22 @@ class Generation(Coroutine[object, None, Result]):
             WrongLoopError: on another loop than the engine's (``AsyncEngine``).
             EngineError, ValueError: what the request ended with, where it has no answer.
         """
-        self._need_stream()
+        reader = self._reader
         while True:
+            if not reader.ready:
+                waiter = self._waiter()
+                if waiter is not None:
+                    try:
+                        await waiter
+                    except BaseException:
+                        reader.leave()
+                        raise
             try:
-                chunk = self._reader.take()
+                chunk = reader.take()
             except EndOfOutput:
                 raise StopAsyncIteration from None
             if chunk is not None:
                 return chunk
-            await self._changed()
-
-    def _need_stream(self) -> None:
-        if not self._reader.is_stream:
-            raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
 
     # ------------------------------------------------------------ await
 
@@ -121,23 +125,29 @@ class Generation(Coroutine[object, None, Result]):
 
     async def _changed(self, *, for_begin: bool = False) -> None:
         """Wait until there may be something new. A reader that is cancelled here leaves for good."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        wake: Callable[[], None] = partial(_resolve, future)
-        if loop is not self._home:
-            if self._is_bound:
-                raise WrongLoopError(
-                    "this generation belongs to the event loop on which its AsyncEngine was started; "
-                    "use Engine to call from several loops"
-                )
-            wake = partial(_resolve_elsewhere, loop, future)
-        if not self._reader.wait(wake, for_begin=for_begin):
+        waiter = self._waiter(for_begin=for_begin)
+        if waiter is None:
             return
         try:
-            await future
+            await waiter
         except BaseException:
             self._reader.leave()
             raise
+
+    def _waiter(self, *, for_begin: bool = False) -> asyncio.Future[None] | None:
+        """What to wait for until there may be something new, or None where there is."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        if loop is self._home:
+            is_waiting = self._reader.wait_here(future, for_begin=for_begin)
+        elif self._is_bound:
+            raise WrongLoopError(
+                "this generation belongs to the event loop on which its AsyncEngine was started; "
+                "use Engine to call from several loops"
+            )
+        else:
+            is_waiting = self._reader.wait(partial(_resolve_elsewhere, loop, future), for_begin=for_begin)
+        return future if is_waiting else None
 
     # ------------------------------------------------------------ the coroutine protocol, one driver for each task
 
@@ -190,12 +200,7 @@ class Stream(Generation["Stream"]):
     __slots__ = ()
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 def _resolve_elsewhere(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
     """Wake a reader on another loop; one whose loop is closed will never read again."""
     with contextlib.suppress(RuntimeError):  # closed
-        loop.call_soon_threadsafe(_resolve, future)
+        loop.call_soon_threadsafe(resolve, future)

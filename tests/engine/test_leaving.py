@@ -246,7 +246,7 @@ class TestSlowReaders:
         rows = [row for output in gc.get_objects() if type(output).__name__ == "RowStream" for row in [output]]
         [row] = [row for row in rows if row.uid == 0]
         await until(lambda: not world.double.live)
-        assert len(row.texts) <= 64
+        assert len(row.more_texts) <= 64
         text = "".join([chunk["text"] async for chunk in stream])
         assert text == expected_text("a", 300)[1:]
 

@@ -83,7 +83,7 @@ class TestMerging:
         slot = Slot()
         for text in texts(1000):
             slot.rows[0].put(text, [1])
-            assert len(slot.rows[0].texts) <= MAX_UNJOINED_TEXTS
+            assert len(slot.rows[0].more_texts) <= MAX_UNJOINED_TEXTS
         chunk = slot.reader.take()
         assert chunk is not None
         assert chunk["text"] == "".join(texts(1000))
@@ -205,7 +205,7 @@ class TestRouter:
             [8, 99, 7], ["bee", "lost", ""], [2, 1, 1], [1, 2, 3, 4], [Finished(8, FinishCode.LENGTH)], num_open=2
         )
         assert router.deliver(frame) == [slot.rows[1]]
-        assert (slot.rows[1].texts, slot.rows[1].token_ids) == (["bee"], [1, 2])
-        assert (slot.rows[0].texts, slot.rows[0].token_ids) == ([], [4])
+        assert (slot.rows[1].text, slot.rows[1].token_ids) == ("bee", [1, 2])
+        assert (slot.rows[0].text, slot.rows[0].token_ids) == ("", [4])
         assert set(router.rows) == {7, 9}
         assert router.num_detokenizing == 2
