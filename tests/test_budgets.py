@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.source import Function, Module, classes, decorators, functions, imports, module, modules
+from tests.source import ROOT, Function, Module, classes, decorators, functions, imports, module, modules
 
 FILE_LINES, DENSE_FILE_LINES = 500, 600
 FUNCTION_LINES, LONG_FUNCTION_LINES, LONG_SHARE = 60, 40, 0.04
@@ -20,6 +20,7 @@ PARAMETERS, POSITIONAL_PARAMETERS = 7, 4
 STRUCT_FIELDS = 20
 ANY_PER_1000_LINES, GETATTR_PER_1000_LINES = 4, 2
 INNER_IMPORT_SHARE = 0.02
+TEST_LINES_PER_LINE = 0.6
 
 EXCEPTIONS: dict[tuple[str, str], int] = {
     ("base classes", "errors.py:UnknownParameterError"): 2,  # the contract: callers may catch it as either
@@ -191,6 +192,11 @@ def test_imports_stand_at_the_top() -> None:
     found = [(of.place, entry) for of in modules() for entry in imports(of)]
     inner = [f"{place}:{entry.line}" for place, entry in found if entry.is_inner]
     assert len(inner) <= INNER_IMPORT_SHARE * len(found), inner
+
+
+def test_there_are_tests_for_the_source() -> None:
+    num_tests = sum(file.read_text().count("\n") for file in (ROOT / "tests").rglob("*.py"))
+    assert num_tests >= TEST_LINES_PER_LINE * sum(of.num_lines for of in modules())
 
 
 BRANCHES = "\n".join(f"    if a == {index}: return a" for index in range(12))

@@ -22,3 +22,10 @@ def test_the_files_of_the_story_exist() -> None:
     steps = re.findall(r"^\| \d \| `([^`]+)` \|", README, flags=re.MULTILINE)
     assert len(steps) == 9
     assert [step for step in steps if not (ROOT / "aioengine" / step).is_file()] == []
+
+
+def test_the_first_two_shell_lines_install_and_run_and_test() -> None:
+    blocks = re.findall(r"^```(?:sh|bash|shell)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.strip()]
+    assert re.fullmatch(r'pip install \. && aioengine generate "[^"]+"', lines[0])
+    assert lines[1] == "pip install '.[test]' && pytest"
