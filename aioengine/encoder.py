@@ -7,21 +7,27 @@ thread of their own, so that short ones never wait behind them. The tokenizer re
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.asks import ChatPrompt, IdsPrompt, Prompt, TextPrompt
-from aioengine.errors import RequestError
+from aioengine.errors import RequestError, RequestTooLargeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from aioengine.asks import Messages
 
 LONG_BYTES = 64 * 1024
 """A batch of short prompts ends here, and a prompt above it is long."""
+
+PIECE_CHARACTERS = 16 * 1024
+MAX_SHRINKING = 3
+"""Normalizing may make text shorter: three letters of Hangul, for example, become one."""
+USUAL_TOKEN_BYTES = 4
 
 
 class PromptTokenizer(Protocol):
@@ -34,6 +40,53 @@ class PromptTokenizer(Protocol):
 
 Encoded = list[int] | ValueError | RequestError
 """The ids of a prompt, or why it has none."""
+
+
+class TextSizes(NamedTuple):
+    """What tells that a text cannot fit before it was tokenized as a whole.
+
+    ``max_tokens``: what fits. ``longest_token``: the bytes of the longest token, where every byte of a text is in one.
+    """
+
+    max_tokens: int
+    longest_token: int
+
+    def check_bytes(self, num_bytes: int) -> None:
+        """Raise RequestTooLargeError where so many bytes cannot fit, whatever they are."""
+        least = num_bytes // (self.longest_token * MAX_SHRINKING)
+        if least > self.max_tokens:
+            raise RequestTooLargeError(
+                f"the prompt has {num_bytes} bytes, which are at least {least} tokens; {self.max_tokens} fit"
+            )
+
+    def check_pieces(self, text: str, tokenizer: PromptTokenizer) -> None:
+        """Tokenize a long text in pieces until they are more than can fit; raise RequestTooLargeError then.
+
+        A cut makes at most as many tokens more as the longest token has bytes.
+        """
+        least = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[start : start + PIECE_CHARACTERS]
+            [ids] = tokenizer.encode_batch([piece], add_special_tokens=False)
+            least += max(0, len(ids) - self.longest_token)
+            if least > self.max_tokens:
+                raise RequestTooLargeError(
+                    f"the first {start + len(piece)} of the prompt's {len(text)} characters are at least {least} "
+                    f"tokens; {self.max_tokens} fit"
+                )
+
+
+def longest_token(facts: Mapping[str, object]) -> int | None:
+    """The bytes of the longest token, from a tokenizer's ``decoding_facts``.
+
+    None where a token may stand for any amount of text: only tokenizers of bytes give every byte its place.
+    """
+    decoder, model = facts["decoder"], facts["model"]
+    if not any(word in json.dumps(decoder) for word in ('"ByteLevel"', '"ByteFallback"')):
+        return None
+    vocab = cast("Mapping[str, Mapping[str, int]]", model)["vocab"]
+    added = [entry["content"] for entry in cast("Sequence[Mapping[str, str]]", facts["added_tokens"])]
+    return max(len(token.encode(errors="replace")) for token in (*vocab, *added))
 
 
 class Job(NamedTuple):
@@ -91,7 +144,9 @@ class Lane:
 class Encoder:
     """The two lanes. Belongs to the engine's loop."""
 
-    def __init__(self, tokenizer: PromptTokenizer) -> None:
+    def __init__(self, tokenizer: PromptTokenizer, sizes: TextSizes | None = None) -> None:
+        """``sizes`` None: nothing is known before a text was tokenized."""
+        self.sizes = sizes
         self._tokenizer = tokenizer
         self._short = Lane("encode", self._encode_jobs)
         self._long = Lane("encode-long", self._encode_jobs)
@@ -136,12 +191,23 @@ class Encoder:
         except Exception as error:  # templates are code of the model's author: whatever they raise is this chat's
             return ValueError(f"the chat template refused the messages: {error}")
 
+    def _check_sizes(self, texts: list[str]) -> None:
+        if self.sizes is None:
+            return
+        for text in texts:
+            if len(text) > max(LONG_BYTES, self.sizes.max_tokens * USUAL_TOKEN_BYTES):
+                self.sizes.check_bytes(len(text))
+                self.sizes.check_pieces(text, self._tokenizer)
+
     def _encode_texts(self, texts: list[str], specials: bool) -> list[Encoded]:
         if not texts:
             return []
         try:
+            self._check_sizes(texts)
             return list(self._tokenizer.encode_batch(texts, add_special_tokens=specials))
         except Exception as error:  # one bad text fails alone
             if len(texts) == 1:
+                if isinstance(error, RequestTooLargeError):
+                    return [error]
                 return [RequestError("tokenize", f"{type(error).__name__}: {error}")]
             return [self._encode_texts([text], specials)[0] for text in texts]

@@ -35,11 +35,7 @@ SEED_MASK: Final = (1 << SEED_BITS) - 1
 
 
 class PromptRules(Struct, frozen=True, kw_only=True):
-    """What prompts and their parameters are checked against.
-
-    ``max_token_bytes``: the longest token of the vocabulary, in bytes: text of more than ``context_length`` times that
-    cannot fit, whatever it is. None: nothing is known about it.
-    """
+    """What prompts and their parameters are checked against."""
 
     vocab_size: int
     context_length: int
@@ -48,7 +44,6 @@ class PromptRules(Struct, frozen=True, kw_only=True):
     stream_interval: int
     random_seed: int
     max_rows_in_flight: int
-    max_token_bytes: int | None = None
 
 
 class Feeder:
@@ -113,19 +108,13 @@ class Feeder:
 
     def _ids_if_known(self, prompt: Prompt) -> Encoded | None:
         """The ids of a prompt that needs no tokenizer, or why it can have none."""
-        rules = self._rules
         if isinstance(prompt, IdsPrompt):
             return prompt.token_ids
-        if (
-            isinstance(prompt, TextPrompt)
-            and rules.max_token_bytes is not None
-            and prompt.num_bytes > rules.context_length * rules.max_token_bytes
-        ):
-            least = prompt.num_bytes // rules.max_token_bytes
-            return RequestTooLargeError(
-                f"the prompt has {prompt.num_bytes} bytes, at least {least} tokens, and does not fit the context of "
-                f"{rules.context_length} tokens"
-            )
+        if isinstance(prompt, TextPrompt) and self._encoder is not None and self._encoder.sizes is not None:
+            try:
+                self._encoder.sizes.check_bytes(prompt.num_bytes)
+            except RequestTooLargeError as error:
+                return error
         return None
 
     def _encoded(self, call: Call, ready: list[Encoded | None], encoded: list[Encoded], seconds: float) -> None:

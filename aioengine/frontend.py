@@ -19,7 +19,7 @@ from aioengine.call_life import CallLife
 from aioengine.calls import Calls
 from aioengine.config import QueueConfig, Settings
 from aioengine.controls import Controls
-from aioengine.encoder import Encoder
+from aioengine.encoder import Encoder, TextSizes
 from aioengine.errors import EngineClosedError, EngineError, EngineStalledError
 from aioengine.feeder import PromptRules
 from aioengine.outputs import Reader
@@ -59,6 +59,7 @@ class Running(Struct, frozen=True, kw_only=True):
     max_total_tokens: int
     processes: Processes
     tokenizer: Tokenizer | None
+    longest_token: int | None
 
 
 class Frontend:
@@ -80,7 +81,7 @@ class Frontend:
         )
         self.controls = Controls(self._send)
         self._lock = lock
-        self._encoder = None if parts.tokenizer is None else Encoder(parts.tokenizer)
+        self._encoder = None if parts.tokenizer is None else Encoder(parts.tokenizer, _sizes(parts))
         self._ended = asyncio.Event()
         rules = PromptRules(
             vocab_size=settings.model.vocab_size,
@@ -213,3 +214,8 @@ class Frontend:
         if self._encoder is not None:
             self._encoder.close()
         await self.parts.processes.stop(STOP_TIMEOUT_S)
+
+
+def _sizes(parts: Running) -> TextSizes | None:
+    fitting = min(parts.settings.model.context_length, parts.max_total_tokens)
+    return None if parts.longest_token is None else TextSizes(fitting, parts.longest_token)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from msgspec import Struct
 
 from aioengine.config import QueueConfig, Settings
+from aioengine.encoder import longest_token
 from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend import STOP_TIMEOUT_S, Frontend, Processes, Running
 from aioengine.protocol.messages import Progress, ToFrontend
@@ -60,7 +61,12 @@ class _Inbox:
             raise self._failure
 
 
-def _retrieve(work: asyncio.Future[Tokenizer]) -> None:
+def _loaded(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, int | None]:
+    tokenizer = load()
+    return tokenizer, longest_token(tokenizer.decoding_facts())
+
+
+def _retrieve(work: asyncio.Future[tuple[Tokenizer, int | None]]) -> None:
     """An error is looked at here, where the start itself has failed before it could."""
     if not work.cancelled():
         work.exception()
@@ -83,13 +89,14 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         blueprint = await loop.run_in_executor(thread, prepare)
         processes = blueprint.make_processes(Events(inbox.on_messages, inbox.on_failure, on_progress))
         load = blueprint.load_tokenizer
-        loading = None if load is None else loop.run_in_executor(thread, load)
+        loading = None if load is None else loop.run_in_executor(thread, _loaded, load)
         if loading is not None:
             loading.add_done_callback(_retrieve)
         facts = await processes.start()
         max_total_tokens = facts.get("max_total_tokens")
         if not isinstance(max_total_tokens, int):
             raise EngineStartupError(f"the scheduler process did not tell the size of its KV pool: {facts!r}")
+        tokenizer, longest = (None, None) if loading is None else await loading
         frontend = Frontend(
             Running(
                 settings=blueprint.settings,
@@ -99,7 +106,8 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
                 facts=facts,
                 max_total_tokens=max_total_tokens,
                 processes=processes,
-                tokenizer=None if loading is None else await loading,
+                tokenizer=tokenizer,
+                longest_token=longest,
             )
         )
         inbox.connect(frontend)

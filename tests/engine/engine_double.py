@@ -38,6 +38,7 @@ class CodePoints:
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
+        self.decoder = "ByteLevel"
         self.delay_s = 0.0
         self.delay_by_length = 0.0
 
@@ -50,6 +51,13 @@ class CodePoints:
         if "\x00unencodable" in texts:
             raise RuntimeError("this text breaks the tokenizer")
         return [self.encode(text) for text in texts]
+
+    def decoding_facts(self) -> dict[str, object]:
+        return {
+            "decoder": {"type": self.decoder},
+            "model": {"vocab": {"abcd": 0}},
+            "added_tokens": [{"content": "<s>"}],
+        }
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")

@@ -1,0 +1,79 @@
+"""Texts that cannot fit are refused before they are tokenized as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from aioengine.encoder import PIECE_CHARACTERS, Encoder, TextSizes, longest_token
+from aioengine.errors import RequestTooLargeError
+
+
+class Pairs:
+    """A tokenizer with one token for every two characters."""
+
+    def __init__(self) -> None:
+        self.num_characters = 0
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        self.num_characters += sum(map(len, texts))
+        return [[0] * ((len(text) + 1) // 2) for text in texts]
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+    ) -> str:
+        raise NotImplementedError
+
+
+def facts(decoder: object, *tokens: str) -> dict[str, object]:
+    return {
+        "decoder": decoder,
+        "model": {"vocab": {token: place for place, token in enumerate(tokens)}},
+        "added_tokens": [{"content": "<end>"}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("decoder", "expected"),
+    [
+        ({"type": "ByteLevel"}, 7),
+        ({"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}, 7),
+        ({"type": "WordPiece"}, None),
+        (None, None),
+    ],
+)
+def test_longest_token(decoder: object, expected: int | None) -> None:
+    assert longest_token(facts(decoder, "a", "seven.7", "é" * 3)) == expected
+    if expected is not None:
+        assert longest_token(facts(decoder, "a")) == len("<end>")
+        assert longest_token(facts(decoder, "é" * 5)) == 10
+
+
+def test_by_bytes() -> None:
+    sizes = TextSizes(max_tokens=100, longest_token=4)
+    sizes.check_bytes(100 * 4 * 3)
+    with pytest.raises(RequestTooLargeError, match="2000 bytes, which are at least 166 tokens; 100 fit"):
+        sizes.check_bytes(2000)
+
+
+def test_by_pieces_stops_early_and_is_never_wrong() -> None:
+    tokenizer = Pairs()
+    text = "x" * (10 * PIECE_CHARACTERS)
+    TextSizes(max_tokens=len(text) // 2, longest_token=2).check_pieces(text, tokenizer)
+    assert tokenizer.num_characters == len(text)
+    tokenizer.num_characters = 0
+    with pytest.raises(RequestTooLargeError, match="20000 fit"):
+        TextSizes(max_tokens=20_000, longest_token=2).check_pieces(text, tokenizer)
+    assert tokenizer.num_characters == 3 * PIECE_CHARACTERS
+
+
+def test_only_long_texts_are_looked_at_twice() -> None:
+    tokenizer = Pairs()
+    encoder = Encoder(tokenizer, TextSizes(max_tokens=1000, longest_token=100))
+    assert [len(ids) for ids in tokenizer.encode_batch(["x" * 100])] == [50]
+    tokenizer.num_characters = 0
+    found = encoder._encode_texts(["x" * 4000, "x" * 200_000], True)  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(found[0], list)
+    assert isinstance(found[1], RequestTooLargeError)
+    encoder.close()
