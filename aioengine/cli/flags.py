@@ -103,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(
             name,
+            usage=f"aioengine {name} [options]{' [PROMPT]' if name == 'generate' else ''}",
             help=about,
             description=about.capitalize() + ".",
             epilog=_EXAMPLES[name],

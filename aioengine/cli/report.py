@@ -71,7 +71,7 @@ def outline(of: Facts) -> str:
 
 
 def _word(value: object) -> str:
-    return ", ".join(map(str, cast("list[object]", value))) if isinstance(value, list) else str(value)
+    return ", ".join(map(str, cast("list[object]", value))) if isinstance(value, list | tuple) else str(value)
 
 
 def table(figures: Mapping[str, float | int]) -> str:
