@@ -47,7 +47,7 @@ class AsyncEngine:
         ValueError: a value outside its range.
     """
 
-    _frontend: Frontend | None = None  # also where the constructor failed
+    _finalizer: weakref.finalize[..., AsyncEngine] | None = None  # also where the constructor failed
 
     def __init__(self, model_path: str | None = None, **arguments: object) -> None:
         config = engine_config(model_path, arguments)
@@ -71,7 +71,7 @@ class AsyncEngine:
         self._progress = progress
         self._lock = asyncio.Lock()
         self._stopping: asyncio.Task[None] | None = None
-        self._finalizer: weakref.finalize[..., AsyncEngine] | None = None
+        self._frontend: Frontend | None = None
         self._is_closed = False
 
     # ------------------------------------------------------------ life
@@ -132,7 +132,7 @@ class AsyncEngine:
         await self.shutdown()
 
     def __del__(self) -> None:
-        if self._frontend is not None and not self._is_closed and os.getpid() == self._pid:
+        if self._finalizer is not None and self._finalizer.alive and os.getpid() == self._pid:
             warnings.warn(f"{self!r} was not shut down", ResourceWarning, stacklevel=1, source=self)
 
     def __repr__(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
@@ -34,7 +36,7 @@ class Portal:
     def call(self, coroutine: Coroutine[object, None, Value], timeout_s: float | None = None) -> Value:
         """Run a coroutine on the portal's loop and wait for it, from another thread.
 
-        An exception here (KeyboardInterrupt) cancels it.
+        An exception here (KeyboardInterrupt) cancels it, and gives it a while to clean up.
 
         Raises:
             RuntimeError: called from the portal's own thread, or after ``close``.
@@ -43,15 +45,27 @@ class Portal:
         if self.is_current:
             coroutine.close()
             raise RuntimeError("a call from the engine's own thread would wait for itself")
+        outcome: Future[Value] = Future()
+        tasks: list[asyncio.Task[Value]] = []
+
+        def begin() -> None:
+            tasks.append(self.loop.create_task(coroutine))
+            tasks[0].add_done_callback(partial(_pass_on, outcome))
+
+        def cancel() -> None:
+            tasks[0].cancel()
+
         try:
-            work = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            self.loop.call_soon_threadsafe(begin)
         except RuntimeError:
             coroutine.close()
             raise
         try:
-            return work.result(timeout_s)
+            return outcome.result(timeout_s)
         except BaseException:
-            work.cancel()
+            if not outcome.done():
+                self.loop.call_soon_threadsafe(cancel)
+                wait([outcome], JOIN_TIMEOUT_S)
             raise
 
     def close(self) -> None:
@@ -67,3 +81,13 @@ class Portal:
 
     async def _serve(self) -> None:
         await self._stopping.wait()
+
+
+def _pass_on(outcome: Future[Value], task: asyncio.Task[Value]) -> None:
+    """What a task ended with, for the thread that waits for it."""
+    if task.cancelled():
+        outcome.set_exception(asyncio.CancelledError())
+    elif (error := task.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())

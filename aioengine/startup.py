@@ -11,7 +11,7 @@ from msgspec import Struct
 from aioengine.config import QueueConfig, Settings
 from aioengine.encoder import longest_token
 from aioengine.errors import EngineError, EngineStartupError
-from aioengine.frontend import STOP_TIMEOUT_S, Frontend, Processes, Running
+from aioengine.frontend import Frontend, Processes, Running
 from aioengine.protocol.messages import Progress, ToFrontend
 from aioengine.tokenizer import Tokenizer
 
@@ -114,7 +114,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
     except BaseException:
         if processes is not None:
             processes.kill_now()
-            await processes.stop(STOP_TIMEOUT_S)
+            await processes.stop(0.0)
         raise
     finally:
         thread.shutdown(wait=False, cancel_futures=True)

@@ -274,6 +274,21 @@ class TestLife:
             Engine.from_blueprint(prepare)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("aioengine")]
 
+    def test_ctrl_c_while_it_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def start(self: Double) -> dict[str, object]:
+            await asyncio.sleep(60)
+            return {}
+
+        monkeypatch.setattr(Double, "start", start)
+        world = World()
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            Engine.from_blueprint(world.blueprint)
+        timer.join()
+        assert world.double.is_stopped
+        assert not [thread for thread in threading.enumerate() if thread.name == "aioengine"]
+
     def test_a_forgotten_engine(self) -> None:
         here = SyncWorld()
         double = here.double
