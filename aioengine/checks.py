@@ -43,7 +43,7 @@ def wrong_value(name: str, allowed: str, value: object) -> ValueError:
 def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
     """An integer from ``low`` to ``high``. Numbers of other kinds (numpy's) count when they are whole by type."""
     allowed = f"an integer of at least {low}" if high == MAX_COUNT else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    if isinstance(value, bool) or not isinstance(value, int | SupportsIndex):  # int first: it is quick
         raise wrong_type(name, allowed, value)
     found = int(value)
     if not low <= found <= high:
@@ -54,7 +54,7 @@ def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """A finite number from ``low`` to ``high``; with ``above``, ``low`` itself is outside."""
     allowed = f"a number above {low:g} and up to {high:g}" if above else f"a number from {low:g} to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+    if isinstance(value, bool) or not isinstance(value, int | float | SupportsFloat):
         raise wrong_type(name, allowed, value)
     try:
         found = float(value)

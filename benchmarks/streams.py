@@ -1,6 +1,6 @@
 """The wire and the streams without a model: what a token costs in each process, and what streaming costs in throughput.
 
-    python benchmarks/streams.py [--streams 1000] [--output 64] [--loop uvloop] [--json]
+    python benchmarks/streams.py [--streams 1000] [--output 128] [--loop uvloop] [--json]
 
 Real processes with a fake runner. First the steps are far enough apart that every stream reads every token by itself,
 and the CPU time of each process is divided by the tokens (the scheduler's holds the fake runner's own part). Then the
@@ -126,7 +126,7 @@ async def measure_throughput(streams: int, output: int) -> Throughput:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=1000)
-    parser.add_argument("--output", type=int, default=64, help="tokens for each stream")
+    parser.add_argument("--output", type=int, default=128, help="tokens for each stream")
     parser.add_argument("--loop", choices=LOOPS, default="uvloop", help="the event loop of the user's process")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()
