@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import zmq
 
 _PREFIX = "aioengine-"
+_OURS = re.compile(rf"{_PREFIX}[0-9a-f]{{12}}")
 _BACKLOG = 64
 # What a socket's name adds to the directory's path, at most.
 _NAME_ROOM = len("/detokenizer")
@@ -105,9 +107,9 @@ def _choose_base() -> str:
 
 
 def _remove_stale(base: str) -> None:
-    """Remove the directories of dead engines of this user."""
+    """Remove the directories of dead engines of this user: those with such a name, and nothing else in them."""
     with os.scandir(base) as entries:
-        names = [entry.path for entry in entries if entry.name.startswith(_PREFIX)]
+        names = [entry.path for entry in entries if _OURS.fullmatch(entry.name)]
     for path in names:
         # Another engine may be at the same work, or a directory may be somebody else's: leave those alone.
         with contextlib.suppress(OSError):
@@ -121,6 +123,13 @@ def _remove_unlocked(path: str) -> None:
         if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) != 0o700:
             return
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
+        with os.scandir(path) as entries:
+            holds_strange_things = any(not _is_ours(entry) for entry in entries)
+        if not holds_strange_things:
+            shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(fd)
+
+
+def _is_ours(entry: os.DirEntry[str]) -> bool:
+    return entry.name.endswith(".log") or stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)

@@ -58,8 +58,12 @@ def test_what_is_not_ours_is_left_alone(base: Path) -> None:
     (base / "aioengine-open").mkdir(mode=0o755)
     (base / "aioengine-link").symlink_to(base / "aioengine-open")
     (base / "other").mkdir(mode=0o700)
+    (base / "aioengine-work").mkdir(mode=0o700)  # a user's own name for a folder of theirs
+    kept = base / "aioengine-0123456789ab"
+    kept.mkdir(mode=0o700)
+    (kept / "answers.jsonl").write_text("x")
     PrivateDirectory().remove()
-    assert len(list(base.iterdir())) == 4
+    assert len(list(base.iterdir())) == 6
 
 
 @pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
