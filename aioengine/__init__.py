@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aioengine.answers import Answer, BatchOutput, Chunk, FinishReason, MetaInfo, Timings
-    from aioengine.asks import RequestOptions
     from aioengine.engine import AsyncEngine
     from aioengine.errors import (
         EngineClosedError,
@@ -47,7 +46,8 @@ if TYPE_CHECKING:
         UnsupportedSchemaError,
         WrongLoopError,
     )
-    from aioengine.info import Health, ModelInfo, Outcome, __version__
+    from aioengine.frontend.asks import RequestOptions
+    from aioengine.frontend.info import Health, ModelInfo, Outcome, __version__
     from aioengine.params import SamplingParams
     from aioengine.stream import Generation, Stream
     from aioengine.sync import ChunkIterator, Engine
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "aioengine.answers": ("Answer", "BatchOutput", "Chunk", "FinishReason", "MetaInfo", "Timings"),
-    "aioengine.asks": ("RequestOptions",),
+    "aioengine.frontend.asks": ("RequestOptions",),
     "aioengine.engine": ("AsyncEngine",),
     "aioengine.errors": (
         "EngineClosedError",
@@ -71,7 +71,7 @@ _HOMES = {
         "UnsupportedSchemaError",
         "WrongLoopError",
     ),
-    "aioengine.info": ("Health", "ModelInfo", "Outcome", "__version__"),
+    "aioengine.frontend.info": ("Health", "ModelInfo", "Outcome", "__version__"),
     "aioengine.params": ("SamplingParams",),
     "aioengine.stream": ("Generation", "Stream"),
     "aioengine.sync": ("ChunkIterator", "Engine"),

@@ -9,14 +9,14 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
-from aioengine import asks, calls, info
 from aioengine.answers import Answer
 from aioengine.args import engine_config
-from aioengine.assembly import blueprint_of
 from aioengine.errors import WrongLoopError
-from aioengine.info import TokenizerNamespace
-from aioengine.progress import ProgressBars
-from aioengine.startup import start_frontend
+from aioengine.frontend import asks, calls, info
+from aioengine.frontend.assembly import blueprint_of
+from aioengine.frontend.info import TokenizerNamespace
+from aioengine.frontend.progress import ProgressBars
+from aioengine.frontend.startup import start_frontend
 from aioengine.stream import Generation, Stream
 
 if TYPE_CHECKING:
@@ -25,12 +25,22 @@ if TYPE_CHECKING:
     from typing import Self, Unpack
 
     from aioengine.answers import BatchOutput
-    from aioengine.asks import Ask, BatchIds, BatchSampled, Chats, Messages, RequestOptions, Sampled, Texts, TokenIds
     from aioengine.config import EngineConfig
     from aioengine.errors import EngineError
-    from aioengine.frontend import Frontend, Processes
-    from aioengine.info import Health, ModelInfo, Outcome, PauseMode
-    from aioengine.startup import Blueprint
+    from aioengine.frontend.asks import (
+        Ask,
+        BatchIds,
+        BatchSampled,
+        Chats,
+        Messages,
+        RequestOptions,
+        Sampled,
+        Texts,
+        TokenIds,
+    )
+    from aioengine.frontend.frontend import Frontend, Processes
+    from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
+    from aioengine.frontend.startup import Blueprint
     from aioengine.tokenizer import Tokenizer
 
 

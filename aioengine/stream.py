@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from aioengine.errors import WrongLoopError
-from aioengine.outputs import EndOfOutput, Reader, resolve
+from aioengine.frontend.outputs import EndOfOutput, Reader, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Generator

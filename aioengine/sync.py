@@ -9,16 +9,16 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
-from aioengine import asks, calls, info
 from aioengine.answers import Answer
 from aioengine.args import engine_config
-from aioengine.assembly import blueprint_of
-from aioengine.frontend import STOP_TIMEOUT_S
-from aioengine.info import TokenizerNamespace
-from aioengine.outputs import EndOfOutput
+from aioengine.frontend import asks, calls, info
+from aioengine.frontend.assembly import blueprint_of
+from aioengine.frontend.frontend import STOP_TIMEOUT_S
+from aioengine.frontend.info import TokenizerNamespace
+from aioengine.frontend.outputs import EndOfOutput
+from aioengine.frontend.progress import ProgressBars
+from aioengine.frontend.startup import start_frontend
 from aioengine.portal import Portal
-from aioengine.progress import ProgressBars
-from aioengine.startup import start_frontend
 from aioengine.stream import Generation, Stream
 
 if TYPE_CHECKING:
@@ -27,12 +27,22 @@ if TYPE_CHECKING:
     from typing import Self, Unpack
 
     from aioengine.answers import BatchOutput, Chunk
-    from aioengine.asks import Ask, BatchIds, BatchSampled, Chats, Messages, RequestOptions, Sampled, Texts, TokenIds
     from aioengine.config import EngineConfig
-    from aioengine.frontend import Frontend
-    from aioengine.info import Health, ModelInfo, Outcome, PauseMode
-    from aioengine.outputs import Reader
-    from aioengine.startup import Blueprint
+    from aioengine.frontend.asks import (
+        Ask,
+        BatchIds,
+        BatchSampled,
+        Chats,
+        Messages,
+        RequestOptions,
+        Sampled,
+        Texts,
+        TokenIds,
+    )
+    from aioengine.frontend.frontend import Frontend
+    from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
+    from aioengine.frontend.outputs import Reader
+    from aioengine.frontend.startup import Blueprint
     from aioengine.tokenizer import Tokenizer
 
 

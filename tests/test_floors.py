@@ -48,11 +48,7 @@ FLOORS = {
     "3": Floor(("processes",), "0 1 2 2' 2t", "torch zmq uvloop msgspec"),
     "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop"),
     "4": Floor(
-        (
-            "utils > sync > engine > assembly, info > startup > frontend > call_life > feeder "
-            "> router, controls, encoder, calls, sessions > stream > outputs > asks, args, answers "
-            "> portal, progress",
-        ),
+        ("utils > sync > engine > sessions > stream > frontend > args, answers > portal",),
         "0 1 1' 2' 2t 3s",
         "anyio uvloop msgspec tqdm",
     ),

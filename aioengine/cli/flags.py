@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, cast
 
 from aioengine.args import ARGUMENTS
 from aioengine.cli.benchmark import Workload
-from aioengine.info import __version__
+from aioengine.frontend.info import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ import msgspec
 
 from aioengine import machine, model_folder
 from aioengine.args import engine_config
-from aioengine.info import __version__
+from aioengine.frontend.info import __version__
 from aioengine.resolve import resolve
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from aioengine.config import (
     TextSettings,
 )
 from aioengine.engine import AsyncEngine
-from aioengine.startup import Blueprint
+from aioengine.frontend.startup import Blueprint
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.sync import Engine
 from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
@@ -43,8 +43,8 @@ from aioengine.testing.scripted_runner import ANSWERS_OPTION
 from aioengine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from aioengine.frontend import Processes
-    from aioengine.startup import Events
+    from aioengine.frontend.frontend import Processes
+    from aioengine.frontend.startup import Events
 
 FAKE_RUNNER = "aioengine.testing.fake_runner:build"
 SCRIPTED_RUNNER = "aioengine.testing.scripted_runner:build"

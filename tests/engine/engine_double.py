@@ -16,8 +16,8 @@ from aioengine.config import (
     TextSettings,
 )
 from aioengine.engine import AsyncEngine
+from aioengine.frontend.startup import Blueprint, Events
 from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Reply, Stats, Submit, TextChunks
-from aioengine.startup import Blueprint, Events
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

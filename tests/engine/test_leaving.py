@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from aioengine.errors import RequestError
-from aioengine.outputs import CallOutput, RowStream
+from aioengine.frontend.outputs import CallOutput, RowStream
 from aioengine.protocol.messages import FinishCode
 from aioengine.stream import Stream
 from tests.engine.engine_double import World, expected_text, until

@@ -13,7 +13,7 @@ import pytest
 
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineStartupError, RequestTooLargeError, WrongLoopError
-from aioengine.startup import Blueprint
+from aioengine.frontend.startup import Blueprint
 from tests.engine.engine_double import CONTEXT_LENGTH, CodePoints, Double, World, expected_text, until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
@@ -81,7 +81,7 @@ class TestStart:
         assert not here.engine.is_alive
 
     async def test_progress_is_drawn_where_it_is_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
-        from aioengine.progress import ProgressBars
+        from aioengine.frontend.progress import ProgressBars
         from aioengine.protocol.messages import Progress
 
         for is_shown, is_expected in ((True, True), (False, False), (None, False)):

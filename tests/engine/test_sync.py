@@ -16,8 +16,8 @@ import pytest
 import uvloop
 
 from aioengine.errors import EngineClosedError, EngineStartupError, RequestTooLargeError
+from aioengine.frontend.startup import Blueprint
 from aioengine.portal import Portal
-from aioengine.startup import Blueprint
 from aioengine.sync import Engine
 from aioengine.utils import async_stream_and_merge, stream_and_merge
 from tests.engine.engine_double import CONTEXT_LENGTH, Double, World, expected_text

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from aioengine.answers import RowFacts
 from aioengine.errors import EngineDeadError, RequestError
-from aioengine.outputs import MAX_UNJOINED_TEXTS, CallOutput, EndOfOutput, Reader, RowStream
+from aioengine.frontend.outputs import MAX_UNJOINED_TEXTS, CallOutput, EndOfOutput, Reader, RowStream
+from aioengine.frontend.router import Router
 from aioengine.protocol.messages import FinishCode, Finished, TextChunks
-from aioengine.router import Router
 
 
 class Notes:

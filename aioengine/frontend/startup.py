@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from msgspec import Struct
 
 from aioengine.config import QueueConfig, Settings
-from aioengine.encoder import longest_token
 from aioengine.errors import EngineError, EngineStartupError
-from aioengine.frontend import Frontend, Processes, Running
+from aioengine.frontend.encoder import longest_token
+from aioengine.frontend.frontend import Frontend, Processes, Running
 from aioengine.protocol.messages import Progress, ToFrontend
 from aioengine.tokenizer import Tokenizer
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from aioengine.encoder import PIECE_CHARACTERS, Encoder, TextSizes, longest_token
 from aioengine.errors import RequestTooLargeError
+from aioengine.frontend.encoder import PIECE_CHARACTERS, Encoder, TextSizes, longest_token
 
 
 class Pairs:

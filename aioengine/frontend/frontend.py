@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec import Struct
 
-from aioengine import calls as open_calls
-from aioengine.call_life import CallLife
-from aioengine.calls import Calls
 from aioengine.config import QueueConfig, Settings
-from aioengine.controls import Controls
-from aioengine.encoder import Encoder, TextSizes
 from aioengine.errors import EngineClosedError, EngineError, EngineStalledError
-from aioengine.feeder import PromptRules
-from aioengine.outputs import Reader
+from aioengine.frontend import calls as open_calls
+from aioengine.frontend.call_life import CallLife
+from aioengine.frontend.calls import Calls
+from aioengine.frontend.controls import Controls
+from aioengine.frontend.encoder import Encoder, TextSizes
+from aioengine.frontend.feeder import PromptRules
+from aioengine.frontend.outputs import Reader
+from aioengine.frontend.router import Router
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
-from aioengine.router import Router
 from aioengine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aioengine.asks import Ask
-    from aioengine.outputs import CallOutput
+    from aioengine.frontend.asks import Ask
+    from aioengine.frontend.outputs import CallOutput
     from aioengine.protocol.messages import ToFrontend, ToScheduler
     from aioengine.supervision.supervisor import ProcessState
 

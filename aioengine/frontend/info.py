@@ -12,7 +12,7 @@ from aioengine.answers import WEIGHT_VERSION
 from aioengine.errors import EngineClosedError, EngineStalledError
 
 if TYPE_CHECKING:
-    from aioengine.frontend import Frontend
+    from aioengine.frontend.frontend import Frontend
     from aioengine.protocol.messages import Reply
     from aioengine.tokenizer import Tokenizer
 

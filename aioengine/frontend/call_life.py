@@ -9,20 +9,20 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Final
 
-from aioengine.feeder import Feeder, deadlines_of, end_unbegun, expired_deadline
+from aioengine.frontend.feeder import Feeder, deadlines_of, end_unbegun, expired_deadline
 from aioengine.protocol.messages import Abort, FinishCode, Finished
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
-    from aioengine.calls import Call, Calls
-    from aioengine.encoder import Encoder
     from aioengine.errors import EngineError
-    from aioengine.feeder import PromptRules
-    from aioengine.outputs import CallOutput
+    from aioengine.frontend.calls import Call, Calls
+    from aioengine.frontend.encoder import Encoder
+    from aioengine.frontend.feeder import PromptRules
+    from aioengine.frontend.outputs import CallOutput
+    from aioengine.frontend.router import Router
     from aioengine.protocol.messages import Submit
-    from aioengine.router import Router
 
 BACKSTOP_S: Final = 0.5
 """How long the scheduler has to end a request at its deadline before the frontend does it."""

@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from aioengine import params as wire
 from aioengine.answers import RowFacts
-from aioengine.asks import IdsPrompt, TextPrompt
-from aioengine.encoder import Encoder, Job
 from aioengine.errors import RequestTooLargeError
+from aioengine.frontend.asks import IdsPrompt, TextPrompt
+from aioengine.frontend.encoder import Encoder, Job
 from aioengine.protocol.messages import FinishCode, Finished, Submit
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aioengine.answers import RowError
-    from aioengine.asks import Prompt
-    from aioengine.calls import Call, Calls
-    from aioengine.encoder import Encoded
-    from aioengine.outputs import RowStream
+    from aioengine.frontend.asks import Prompt
+    from aioengine.frontend.calls import Call, Calls
+    from aioengine.frontend.encoder import Encoded
+    from aioengine.frontend.outputs import RowStream
+    from aioengine.frontend.router import Router
     from aioengine.params import SamplingParams
-    from aioengine.router import Router
 
 CONTEXT_IDS: Final = 16
 """Ids of the prompt that travel to the detokenizer, so that the first output is decoded in its place."""

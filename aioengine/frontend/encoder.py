@@ -13,13 +13,13 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from aioengine.asks import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 from aioengine.errors import RequestError, RequestTooLargeError
+from aioengine.frontend.asks import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from aioengine.asks import Messages
+    from aioengine.frontend.asks import Messages
 
 LONG_BYTES = 64 * 1024
 """A batch of short prompts ends here, and a prompt above it is long."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import threading
 
-    from aioengine.outputs import RowStream
+    from aioengine.frontend.outputs import RowStream
     from aioengine.protocol.messages import TextChunks
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aioengine import machine, model_folder
+from aioengine.frontend.startup import Blueprint
 from aioengine.resolve import resolve
-from aioengine.startup import Blueprint
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
-    from aioengine.frontend import Processes
-    from aioengine.startup import Events
+    from aioengine.frontend.frontend import Processes
+    from aioengine.frontend.startup import Events
 
 
 def blueprint_of(config: EngineConfig) -> Blueprint:

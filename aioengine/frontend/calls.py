@@ -10,13 +10,13 @@ import uuid
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError, EngineOverloadedError
-from aioengine.outputs import CallOutput
+from aioengine.frontend.outputs import CallOutput
 
 if TYPE_CHECKING:
     import asyncio
 
-    from aioengine.asks import Ask
     from aioengine.config import QueueConfig
+    from aioengine.frontend.asks import Ask
 
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 60.0
