@@ -14,10 +14,10 @@ from aioengine.protocol.messages import Abort, FinishCode, Finished
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aioengine.errors import EngineError
-    from aioengine.frontend.calls import Call, Calls
+    from aioengine.frontend.calls import Call, Calls, Name
     from aioengine.frontend.encoder import Encoder
     from aioengine.frontend.feeder import PromptRules
     from aioengine.frontend.outputs import CallOutput
@@ -55,6 +55,8 @@ class CallLife:
         self._send = send
 
     def begin(self, call: Call) -> None:
+        if call.output not in self._calls.by_output:
+            return  # another thread ended it before this one could begin it
         if self._calls.failure is not None:
             self.fail(call, self._calls.failure)
             return
@@ -104,15 +106,16 @@ class CallLife:
         if call is not None:
             self._end_call(call, FinishCode.ABORT)
 
-    def end_all(self, code: FinishCode) -> None:
-        for call in list(self._calls.by_output.values()):
-            self._end_call(call, code)
+    def end_all(self, calls: Sequence[Call], code: FinishCode) -> None:
+        for call in calls:
+            if call.output in self._calls.by_output:
+                self._end_call(call, code)
 
-    def abort_rid(self, rid: str) -> None:
-        name = self._calls.find(rid)
-        if name is None:
-            return
+    def abort_rows(self, name: Name) -> None:
+        """End the rows that an id meant when it was looked up."""
         call, rows, _ = name
+        if call.output not in self._calls.by_output:
+            return
         if len(rows) == call.ask.num_rows:
             self._end_call(call, FinishCode.ABORT)
             return

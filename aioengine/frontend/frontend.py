@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aioengine.frontend.asks import Ask
+    from aioengine.frontend.calls import Call
     from aioengine.frontend.outputs import CallOutput
     from aioengine.protocol.messages import ToFrontend, ToScheduler
     from aioengine.supervision.supervisor import ProcessState
@@ -132,10 +133,18 @@ class Frontend:
         if abort_all:
             self.abort_all()
         elif rid:
-            self._act(self._life.abort_rid, rid)
+            with self._lock:
+                name = self.calls.find(rid)
+            if name is not None:
+                self._act(self._life.abort_rows, name)
 
-    def abort_all(self, code: FinishCode = FinishCode.ABORT) -> None:
-        self._act(self._life.end_all, code)
+    def abort_all(self) -> None:
+        """End what is open now: what this thread asks for next must not be hit, however late the loop acts."""
+        self._act(self._life.end_all, self._open_calls(), FinishCode.ABORT)
+
+    def _open_calls(self) -> list[Call]:
+        with self._lock:
+            return list(self.calls.by_output.values())
 
     def _act(self, act: Callable[..., None], *arguments: object) -> None:
         """Now, on the engine's own thread, else a moment later."""
@@ -194,7 +203,7 @@ class Frontend:
         with self._lock:
             self.calls.is_draining = True
         if not await self._become_idle(timeout_s):
-            self._life.end_all(FinishCode.SHUTDOWN)
+            self._life.end_all(self._open_calls(), FinishCode.SHUTDOWN)
             if not await self._become_idle(STOP_TIMEOUT_S):
                 self.fail(EngineStalledError("the scheduler did not end the last requests in time; see health()"))
             return False

@@ -123,6 +123,13 @@ class TestLeaving:
         sync_world.engine.abort_request("x")
         assert list(stream)[-1]["meta_info"]["finish_reason"] == "abort"
 
+    @pytest.mark.parametrize("arguments", [{"rid": "x"}, {"abort_all": True}])
+    def test_an_abort_does_not_hit_the_next_call(self, sync_world: SyncWorld, arguments: dict[str, object]) -> None:
+        for _ in range(20):
+            sync_world.engine.abort_request(**arguments)  # type: ignore[arg-type]
+            answer = sync_world.engine.generate("a", GREEDY, rid="x")
+            assert answer["meta_info"]["finish_reason"] == "length"
+
     def test_ctrl_c_aborts_this_call_alone(self, sync_world: SyncWorld) -> None:
         sync_world.double.step_s = 0.005
         other = sync_world.engine.generate("b", {**LONG, "max_new_tokens": 100}, stream=True)
