@@ -130,8 +130,8 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "stall_timeout": Argument(
         "supervision.stall_timeout_s",
         "number",
-        _number(0, _A_DAY),
-        "seconds without progress before the engine counts as stalled",
+        lambda name, value: checks.number(name, value, 2, _A_DAY),  # processes give signs of life once a second
+        "seconds (at least 2) without progress before the engine counts as stalled",
     ),
     "startup_timeout": Argument(
         "supervision.startup_timeout_s", "number", _number(0, _A_DAY), "seconds that starting may take"

@@ -35,6 +35,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
             settings,
             launcher="process",
             startup_timeout_s=config.supervision.startup_timeout_s,
+            stall_timeout_s=config.supervision.stall_timeout_s,
             on_messages=events.on_messages,
             on_failure=events.on_failure,
             on_progress=events.on_progress,

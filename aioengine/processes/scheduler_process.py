@@ -51,7 +51,9 @@ class SchedulerService:
         self._refused: list[Ended] = []
         self._replies: list[Message] = []
         self._stats_sent_at = 0.0
+        self._told_step_at = -1.0
         self._was_busy = False
+        self._is_asked = False
         self._controls: dict[str, Callable[[], tuple[bool, str, str]]] = {
             "flush_cache": self._flush_cache,
             "pause": self._pause,
@@ -114,15 +116,25 @@ class SchedulerService:
             self._refused.append(Ended(submit.uid, FinishCode.FAILED, stage="schedule", message=why))
 
     def _due_stats(self, now: float) -> Stats | None:
-        """A snapshot at intervals while steps run, one when they end, and then heartbeats."""
+        """A snapshot at intervals while steps run, one when they end, and then heartbeats.
+
+        Where there is work and no step ends, silence: it tells the supervisor that nothing moves.
+        """
         is_busy = self._core.has_work
         interval_s = self._settings.scheduler.stats_interval_s if is_busy else HEARTBEAT_S
         has_become_idle = self._was_busy and not is_busy
         self._was_busy = is_busy
         if not has_become_idle and now - self._stats_sent_at < interval_s:
             return None
+        stats = self._core.stats(now)
+        if is_busy and not self._is_asked and stats.step_ended_at == self._told_step_at:
+            return None
+        if has_become_idle:
+            self._core.check_integrity()
+        self._is_asked = False
         self._stats_sent_at = now
-        return self._core.stats(now)
+        self._told_step_at = stats.step_ended_at
+        return stats
 
     # ------------------------------------------------------------ control calls: success, message, data
 
@@ -133,6 +145,7 @@ class SchedulerService:
             return Reply(control.call_id, False, f"unknown control call {control.name!r}; there are {known}")
         success, message, data = action()
         self._stats_sent_at = min(self._stats_sent_at, now - HEARTBEAT_S)  # what it changed is seen with its reply
+        self._is_asked = True
         return Reply(control.call_id, success, message, data)
 
     def _flush_cache(self) -> tuple[bool, str, str]:

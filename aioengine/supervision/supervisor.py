@@ -16,6 +16,7 @@ from aioengine.protocol.messages import Failed, LogRecord, Message, Progress, Re
 from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER
 from aioengine.supervision.family import Family
 from aioengine.supervision.handshake import Handshake
+from aioengine.supervision.heartbeats import Heartbeats
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class Supervisor:
     """Owns the children of one engine, from ``start`` to ``stop``, on one loop.
 
     ``on_messages`` gets what the children say (``TextChunks``, ``Stats``, ``Reply``), ``on_progress`` how far long
-    work has come; both on the loop. ``on_failure`` is called once, on the loop, when a child died after the start or
-    their messages could not be handled; the children are ended then, and ``stop`` is still to be called.
+    work has come; both on the loop. ``on_failure`` is called once, on the loop, when a child died after the start, gave
+    no sign of life for ``stall_timeout_s``, or their messages could not be handled; the children are ended then, and
+    ``stop`` is still to be called.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Supervisor:
         *,
         launcher: str,
         startup_timeout_s: float,
+        stall_timeout_s: float,
         on_messages: Callable[[list[ToFrontend]], None],
         on_failure: Callable[[EngineError], None],
         on_progress: Callable[[Progress], None],
@@ -69,7 +72,7 @@ class Supervisor:
         self._owner_pid = os.getpid()
         self._is_started = False
         self._is_ended = False  # from the first failure, stop or kill on
-        self._heartbeats: dict[str, float] = {}
+        self._heartbeats = Heartbeats(stall_timeout_s)
         self._step_ended_at = 0.0
 
     async def start(self) -> dict[str, object]:
@@ -85,6 +88,7 @@ class Supervisor:
             self._family.watch()
             facts = await self._handshake.wait(self._startup_timeout_s)
             self._is_started = True
+            self._heartbeats.watch(ROLES, self._fail)
             return facts
         except BaseException:
             await self._end(polite_s=0.0)
@@ -127,13 +131,12 @@ class Supervisor:
         return [self._state(child, now) for child in self._launcher.children]
 
     def _state(self, child: RunningChild, now: float) -> ProcessState:
-        heartbeat = self._heartbeats.get(child.role)
         has_stepped = child.role == SCHEDULER and self._step_ended_at > 0
         return ProcessState(
             role=child.role,
             pid=child.pid,
             alive=child.exit_code is None,
-            last_heartbeat_s=None if heartbeat is None else now - heartbeat,
+            last_heartbeat_s=self._heartbeats.age_s(child.role, now),
             last_step_s=now - self._step_ended_at if has_stepped else None,
         )
 
@@ -169,17 +172,17 @@ class Supervisor:
         for message in messages:
             match message:
                 case TextChunks():
-                    self._heartbeats[DETOKENIZER] = now
+                    self._heartbeats.hear(DETOKENIZER, now)
                     for_frontend.append(message)
                 case Stats():
-                    self._heartbeats[SCHEDULER] = now
+                    self._heartbeats.hear(SCHEDULER, now)
                     self._step_ended_at = message.step_ended_at
                     for_frontend.append(message)
                 case Progress():
                     self._tell_handshake(message)
                     self._on_progress(message)
                 case Ready() | Failed():
-                    self._heartbeats[message.role] = now
+                    self._heartbeats.hear(message.role, now)
                     self._tell_handshake(message)
                 case LogRecord():
                     logging.getLogger(message.logger).log(message.level, "%s", message.message)
@@ -206,17 +209,19 @@ class Supervisor:
         """The engine is over: end what still runs, and say why, once."""
         if self._is_ended or not self._is_started:
             return
-        self._is_ended = True
+        self._mark_ended()
         self._family.kill()
         self._on_failure(error)
 
     def _mark_ended(self) -> None:
         self._is_ended = True
+        self._heartbeats.give_up()
         if self._handshake is not None:
             self._handshake.give_up()
 
     async def _end(self, polite_s: float) -> None:
         self._mark_ended()
+        self._heartbeats.stop()
         await self._family.end(polite_s)
         pump, self._pump = self._pump, None
         if pump is not None:

@@ -73,6 +73,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     max_queued: int = 4096
     chunk_tokens: int = 512
     random_seed: int = 0
+    stall_timeout_s: float = 600.0
 
     @property
     def has_processes(self) -> bool:
@@ -129,6 +130,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
                 settings,
                 launcher="process" if self.has_processes else "inline",
                 startup_timeout_s=STARTUP_TIMEOUT_S,
+                stall_timeout_s=self.stall_timeout_s,
                 on_messages=events.on_messages,
                 on_failure=events.on_failure,
                 on_progress=events.on_progress,

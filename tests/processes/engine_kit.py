@@ -61,7 +61,12 @@ class Frontend:
     """A supervisor, and what it heard."""
 
     def __init__(
-        self, settings: Settings | None = None, *, launcher: str = "process", startup_timeout_s: float = 30.0
+        self,
+        settings: Settings | None = None,
+        *,
+        launcher: str = "process",
+        startup_timeout_s: float = 30.0,
+        stall_timeout_s: float = 60.0,
     ) -> None:
         self.heard: list[ToFrontend] = []
         self.failures: list[EngineError] = []
@@ -71,6 +76,7 @@ class Frontend:
             settings or fake_settings(),
             launcher=launcher,
             startup_timeout_s=startup_timeout_s,
+            stall_timeout_s=stall_timeout_s,
             on_messages=self._on_messages,
             on_failure=self._on_failure,
             on_progress=self.progress.append,

@@ -24,6 +24,7 @@ from aioengine.protocol.messages import (
     TextRules,
 )
 from aioengine.scheduler.core import SchedulerCore
+from aioengine.scheduler.scheduler import Scheduler
 from tests.processes.engine_kit import FAKE, fake_settings
 
 M = TypeVar("M")
@@ -194,3 +195,29 @@ def test_a_runner_without_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="has 0 pages; it needs at least 1"):
         build_service(fake_settings(factory=f"{__name__}:build_without_pages"), print)
     assert callable(load_factory(FAKE))
+
+
+def test_where_requests_wait_and_no_step_ends_it_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop()
+    loop.give(1.0)
+    monkeypatch.setattr(Scheduler, "schedule", lambda _self, _now: None)
+    loop.give(1.5, submit(1))
+    for tenth in range(20, 90):
+        loop.give(tenth / 10)
+    assert len(loop.of(Stats)) == 1
+    assert loop.call("pause", 9.0).success  # now it is meant to rest
+    told = len(loop.of(Stats))
+    loop.give(10.5)
+    loop.give(12.0)
+    assert len(loop.of(Stats)) == told + 2
+
+
+def test_pages_are_counted_on_going_idle() -> None:
+    loop = Loop()
+    loop.give(1.0, submit(1))
+    loop.run(1.0)
+    scheduler = next(iter(vars(loop.service._core).values()))
+    scheduler.cache._allocator.allocate(1)  # lost
+    loop.give(2.0, submit(2))
+    with pytest.raises(RuntimeError, match=r"free.*cached.*owned pages"):
+        loop.run(2.0)

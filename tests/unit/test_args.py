@@ -75,7 +75,7 @@ def test_each_argument_changes_one_field() -> None:
     seen: set[EngineConfig | str] = set()
     for name, argument in ARGUMENTS.items():
         if name != "max_restarts":
-            value = words.get(name, values.get(argument.kind, "text"))
+            value = 5.5 if name == "stall_timeout" else words.get(name, values.get(argument.kind, "text"))
             seen.add(repr(engine_config(None, {name: value})))
     assert len(seen | {repr(EngineConfig())}) == len(ARGUMENTS)
 
@@ -99,7 +99,8 @@ def test_a_wrong_type_is_a_type_error_that_names_the_argument(name: str) -> None
         ("device", "cpuu", "did you mean 'cpu'"),
         ("dtype", "int3", "'bfloat16'"),
         ("log_level", "loud", "'warning'"),
-        ("stall_timeout", math.inf, "up to 86400"),
+        ("stall_timeout", math.inf, "2 to 86400"),
+        ("stall_timeout", 1.9, "2 to 86400"),
         ("model_path", "\ud800", "surrogate"),
     ],
 )
@@ -120,7 +121,9 @@ def test_unknown_arguments_are_type_errors_with_a_suggestion() -> None:
 @pytest.mark.parametrize("alias", ALIASES)
 def test_aliases_mean_the_same_and_may_not_stand_beside_the_name(alias: str) -> None:
     name = ALIASES[alias]
-    value = {"whole": 7, "number": 0.5, "switch": True, "text": "x"}[ARGUMENTS[name].kind]
+    value = {"whole": 7, "number": 5.5 if alias == "watchdog_timeout" else 0.5, "switch": True, "text": "x"}[
+        ARGUMENTS[name].kind
+    ]
     assert engine_config(None, {alias: value}) == engine_config(None, {name: value})
     with pytest.raises(ValueError, match=f"argument '{name}' is given twice"):
         engine_config(None, {name: value, alias: value})

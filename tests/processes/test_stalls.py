@@ -1,0 +1,110 @@
+"""Processes that live and do not move: heard of as an error, and only where they really do not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aioengine.errors import EngineStalledError
+from aioengine.supervision.heartbeats import NUM_TICKS, Heartbeats
+from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.testing.faults import Faults
+from tests.processes.engine_kit import Frontend, fake_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+process = pytest.mark.process
+
+STALL_S = 1.5
+
+
+@process
+async def test_a_step_that_does_not_end_is_an_error_for_everybody() -> None:
+    faults = Faults(stall_at=4, stall_s=60.0)
+    async with fake_async_engine({"": "never finished"}, faults=faults, stall_timeout_s=2.0) as engine:
+        begun_at = time.monotonic()
+        whole = engine.async_generate("one", {"max_new_tokens": 32})
+        stream = engine.async_generate("two", {"max_new_tokens": 32}, stream=True)
+        with pytest.raises(EngineStalledError, match=r"scheduler process lives.*stall_timeout"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineStalledError):
+            await whole
+        with pytest.raises(EngineStalledError):
+            await engine.async_generate("later")
+        assert engine.health()["state"] == "stalled"
+        assert not engine.is_alive
+        assert time.monotonic() - begun_at < 10
+        assert isinstance(await engine.wait_failed(), EngineStalledError)
+
+
+@process
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+async def test_a_process_that_is_stopped_is_an_error(role: str) -> None:
+    async with Frontend(fake_settings(step_time_s=0.01), stall_timeout_s=STALL_S) as frontend:
+        frontend.submit(1, num_tokens=3000)
+        await asyncio.sleep(0.1)
+        pid = next(state.pid for state in frontend.supervisor.processes() if state.role == role)
+        os.kill(pid, signal.SIGSTOP)
+        error = await frontend.failure(10.0)
+    assert isinstance(error, EngineStalledError)
+    assert f"the {role} process" in str(error)
+
+
+@process
+async def test_who_rests_is_paused_or_takes_long_steps_is_not_stalled() -> None:
+    settings = fake_settings(step_time_s=0.002, stall_at=3, stall_s=0.8)
+    async with Frontend(settings, stall_timeout_s=STALL_S) as frontend:
+        await asyncio.sleep(1.2 * STALL_S)
+        frontend.submit(1, num_tokens=2000)
+        await asyncio.sleep(0.5)
+        assert (await frontend.call("pause")).success
+        await asyncio.sleep(1.5 * STALL_S)
+        assert (await frontend.call("continue", call_id=2)).success
+        await frontend.finished(1)
+        assert frontend.failures == []
+
+
+class Watch:
+    """Heartbeats and what they told."""
+
+    def __init__(self, stall_timeout_s: float, roles: Sequence[str]) -> None:
+        self.errors: list[EngineStalledError] = []
+        self.heartbeats = Heartbeats(stall_timeout_s)
+        self.heartbeats.watch(roles, self.errors.append)
+
+
+async def test_silence_is_told_once_and_signs_of_life_put_it_off() -> None:
+    watch = Watch(0.08, ["a", "b"])
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+        watch.heartbeats.hear("a", time.monotonic())
+        watch.heartbeats.hear("b", time.monotonic())
+    assert watch.errors == []
+    await asyncio.sleep(0.3)
+    [error] = watch.errors
+    assert "the a process" in str(error)
+    await asyncio.sleep(0.2)
+    assert len(watch.errors) == 1
+
+
+async def test_a_program_that_slept_itself_blames_nobody() -> None:
+    watch = Watch(0.08, ["a"])
+    time.sleep(0.2)  # noqa: ASYNC251  # the whole program, as when its terminal stops it
+    await asyncio.sleep(0.02)
+    assert watch.errors == []
+    watch.heartbeats.stop()
+
+
+async def test_after_the_end_nobody_is_watched() -> None:
+    for give_up in (Heartbeats.stop, Heartbeats.give_up):
+        watch = Watch(0.01 * NUM_TICKS, ["a"])
+        give_up(watch.heartbeats)
+        await asyncio.sleep(0.03 * NUM_TICKS)
+        assert watch.errors == []
