@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aioengine.frontend.asks import Ask
-    from aioengine.frontend.calls import Call
     from aioengine.frontend.outputs import CallOutput
     from aioengine.protocol.messages import ToFrontend, ToScheduler
     from aioengine.supervision.supervisor import ProcessState
@@ -140,11 +139,9 @@ class Frontend:
 
     def abort_all(self) -> None:
         """End what is open now: what this thread asks for next must not be hit, however late the loop acts."""
-        self._act(self._life.end_all, self._open_calls(), FinishCode.ABORT)
-
-    def _open_calls(self) -> list[Call]:
         with self._lock:
-            return list(self.calls.by_output.values())
+            calls = list(self.calls.by_output.values())
+        self._act(self._life.end_all, calls, FinishCode.ABORT)
 
     def _act(self, act: Callable[..., None], *arguments: object) -> None:
         """Now, on the engine's own thread, else a moment later."""
@@ -203,7 +200,7 @@ class Frontend:
         with self._lock:
             self.calls.is_draining = True
         if not await self._become_idle(timeout_s):
-            self._life.end_all(self._open_calls(), FinishCode.SHUTDOWN)
+            self._life.end_all(list(self.calls.by_output.values()), FinishCode.SHUTDOWN)
             if not await self._become_idle(STOP_TIMEOUT_S):
                 self.fail(EngineStalledError("the scheduler did not end the last requests in time; see health()"))
             return False
