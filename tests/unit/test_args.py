@@ -121,9 +121,8 @@ def test_unknown_arguments_are_type_errors_with_a_suggestion() -> None:
 @pytest.mark.parametrize("alias", ALIASES)
 def test_aliases_mean_the_same_and_may_not_stand_beside_the_name(alias: str) -> None:
     name = ALIASES[alias]
-    value = {"whole": 7, "number": 5.5 if alias == "watchdog_timeout" else 0.5, "switch": True, "text": "x"}[
-        ARGUMENTS[name].kind
-    ]
+    number = 5.5 if name == "stall_timeout" else 0.5
+    value = {"whole": 7, "number": number, "switch": True, "text": "x"}[ARGUMENTS[name].kind]
     assert engine_config(None, {alias: value}) == engine_config(None, {name: value})
     with pytest.raises(ValueError, match=f"argument '{name}' is given twice"):
         engine_config(None, {name: value, alias: value})
