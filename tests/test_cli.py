@@ -165,8 +165,9 @@ def test_generate_prints_the_answer_alone() -> None:
 
 
 @pytest.mark.process
-def test_a_prompt_may_come_from_standard_input() -> None:
-    done = run("generate", "--max-new-tokens", "12", given="The capital of France is")
+@pytest.mark.parametrize("prompt", [[], ["-"]])
+def test_a_prompt_may_come_from_standard_input(prompt: list[str]) -> None:
+    done = run("generate", *prompt, "--max-new-tokens", "12", given="The capital of France is")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Paris" in done.stdout
 

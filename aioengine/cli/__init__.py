@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def generate(arguments: Arguments) -> int:
     """Stream the answer to one prompt."""
-    prompt = arguments.prompt if arguments.prompt is not None else _piped_prompt()
+    prompt = _piped_prompt() if arguments.prompt in (None, "-") else arguments.prompt
     with Engine(arguments.model, **arguments.engine()) as engine:
         for chunk in engine.generate(prompt, arguments.sampling(), stream=True):
             print(chunk["text"], end="", flush=True)

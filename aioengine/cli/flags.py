@@ -120,7 +120,9 @@ def _parser(name: str, command: str | None, about: str) -> argparse.ArgumentPars
 
 
 def _add_generate(to: argparse.ArgumentParser) -> None:
-    to.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to go on from (default: standard input)")
+    to.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the text to go on from (default, and -: standard input)"
+    )
     _add_sampling(to)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from tests.source import ROOT
 
@@ -170,3 +172,21 @@ def test_sigterm_lets_open_streams_end(name: str) -> None:
         assert server.process.returncode in {0, -signal.SIGTERM}, output
     finally:
         server.stop()
+
+
+def test_the_server_of_the_readme() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(next(block for block in blocks if "FastAPI(" in block), names)
+    wrong: list[dict[str, object]] = [
+        {},
+        {"prompt": ""},
+        ask("Hi", {"temprature": 1}),
+        ask("Hi", {"temperature": 9}),
+        ask("Hi " * 5000),
+    ]
+    with TestClient(names["app"]) as client:
+        response = client.post("/generate", json=ask("The capital of France is", {"temperature": 0}))
+        chunks = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line]
+        assert "".join(chunk["text"] for chunk in chunks).startswith(" Paris.")
+        assert [client.post("/generate", json=body).status_code for body in wrong] == [400] * len(wrong)
