@@ -18,6 +18,7 @@ Value = TypeVar("Value")
 
 MAX_COUNT = 2**31 - 1
 MAX_SHOWN_CHARACTERS = 80
+TEXTS = "a string or a list of strings"
 
 
 def shown(value: object) -> str:
@@ -46,7 +47,9 @@ def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
     if isinstance(value, bool) or not isinstance(value, int | SupportsIndex):  # int first: it is quick
         raise wrong_type(name, allowed, value)
     found = int(value)
-    if not low <= found <= high:
+    if found > high:
+        raise wrong_value(name, f"an integer from {low} to {high}", found)
+    if found < low:
         raise wrong_value(name, allowed, found)
     return found
 
@@ -95,10 +98,10 @@ def choice(name: str, value: object, choices: Mapping[str, Value]) -> Value:
     return choices[value]
 
 
-def items(name: str, value: object, max_items: int) -> list[object]:
+def items(name: str, value: object, max_items: int, *, allowed: str = "a list") -> list[object]:
     """The entries of a list or tuple (of nothing else: a string, a set or a generator is a mistake)."""
     if not isinstance(value, list | tuple):
-        raise wrong_type(name, "a list", value)
+        raise wrong_type(name, allowed, value)
     found = list(cast("Sequence[object]", value))
     if len(found) > max_items:
         raise ValueError(f"{name} must have at most {max_items} entries, got {len(found)}")

@@ -234,6 +234,11 @@ def stop_ids(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence
     return () if params.ignore_eos else tuple(dict.fromkeys((*eos_token_ids, *own)))
 
 
+def is_sampling_parameter(name: str) -> bool:
+    """Whether ``sampling_params`` may have this key, by its own name or by another engine's."""
+    return name in SamplingParams.__struct_fields__ or name in _ALIASES
+
+
 # ---------------------------------------------------------------- checks
 
 
@@ -291,7 +296,7 @@ def _strings(name: str, value: str | Sequence[str] | None, max_bytes: int) -> tu
     """The strings of ``stop`` or ``stop_regex``, without empty ones."""
     if value is None:
         return ()
-    given = [value] if isinstance(value, str) else checks.items(name, value, MAX_STOPS)
+    given = [value] if isinstance(value, str) else checks.items(name, value, MAX_STOPS, allowed=checks.TEXTS)
     return tuple(found for entry in given if (found := checks.text(name, entry, max_bytes=max_bytes)))
 
 
@@ -310,8 +315,8 @@ def _check_pattern(pattern: str) -> None:
 def _token_ids(value: Sequence[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
-    given = checks.items("stop_token_ids", value, MAX_STOP_TOKEN_IDS)
-    return tuple(checks.whole("stop_token_ids", entry, 0) for entry in given if entry is not None)
+    given = checks.items("stop_token_ids", value, MAX_STOP_TOKEN_IDS, allowed="a list of token ids")
+    return tuple(checks.whole("stop_token_ids entries", entry, 0) for entry in given if entry is not None)
 
 
 def _biases(value: Mapping[int, float] | Mapping[str, float] | None) -> dict[int, float]:

@@ -11,7 +11,7 @@ from typing import Final, TypedDict, cast
 from msgspec import Struct
 
 from aioengine import checks
-from aioengine.params import SamplingParams
+from aioengine.params import SamplingParams, is_sampling_parameter
 
 Messages = Sequence[Mapping[str, object]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates read them."""
@@ -30,6 +30,8 @@ Chats = list[list[dict[str, object]]] | list[list[dict[str, str]]] | list[Messag
 MAX_TIMEOUT_S: Final = 1e9
 MAX_RID_BYTES: Final = 512
 MAX_PRIORITY: Final = 2**63 - 1
+IDS: Final = "a list of token ids, or a list of such lists"
+MESSAGES: Final = "a list of dicts with role and content"
 
 
 class RequestOptions(TypedDict, total=False):
@@ -126,13 +128,18 @@ def to_generate(
         raise ValueError("prompt and input_ids are both missing; give one of them")
     if prompt is not None:
         is_batch = not isinstance(prompt, str)
-        texts = checks.items("prompt", prompt, checks.MAX_COUNT) if is_batch else [prompt]
-        return _ask(
-            [_text_prompt(text) for text in texts], sampling_params, is_batch=is_batch, stream=stream, options=options
-        )
-    rows = checks.items("input_ids", input_ids, checks.MAX_COUNT)
+        if not is_batch:
+            texts = [_text_prompt("prompt", prompt)]
+        else:
+            given = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
+            texts = [_text_prompt(f"prompt[{place}]", text) for place, text in enumerate(given)]
+        return _ask(texts, sampling_params, is_batch=is_batch, stream=stream, options=options)
+    rows = checks.items("input_ids", input_ids, checks.MAX_COUNT, allowed=IDS)
     is_batch = bool(rows) and isinstance(rows[0], list | tuple)
-    prompts = [_ids_prompt(row) for row in rows] if is_batch else [_ids_prompt(input_ids)]
+    if is_batch:
+        prompts = [_ids_prompt(f"input_ids[{place}]", row) for place, row in enumerate(rows)]
+    else:
+        prompts = [_ids_prompt("input_ids", input_ids)]
     return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
@@ -142,7 +149,7 @@ def to_chat(messages: object, sampling_params: object, *, stream: object, option
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value.
     """
-    rows = checks.items("messages", messages, checks.MAX_COUNT)
+    rows = checks.items("messages", messages, checks.MAX_COUNT, allowed=MESSAGES)
     is_batch = bool(rows) and isinstance(rows[0], list | tuple)
     prompts = [_chat_prompt(row) for row in (rows if is_batch else [rows])]
     return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
@@ -153,8 +160,7 @@ def _ask(
 ) -> Ask:
     for name in options:
         if name not in RequestOptions.__optional_keys__:
-            hint = checks.did_you_mean(name, RequestOptions.__optional_keys__)
-            raise TypeError(f"unexpected argument {name!r}: not supported{hint}")
+            raise _unexpected(name)
     rid: object = options.get("rid")
     has_list = isinstance(rid, list | tuple)
     priority = options.get("priority")
@@ -174,6 +180,13 @@ def _ask(
     )
 
 
+def _unexpected(name: str) -> TypeError:
+    if is_sampling_parameter(name):
+        return TypeError(f"unexpected argument {name!r}: it belongs in sampling_params, as {{{name!r}: ...}}")
+    hint = checks.did_you_mean(name, RequestOptions.__optional_keys__)
+    return TypeError(f"unexpected argument {name!r}: not supported{hint}")
+
+
 def _params(value: object, num_prompts: int, is_batch: bool) -> list[SamplingParams]:
     """One for all prompts, or one for each; their ``n`` must agree, since it gives the answers their places."""
     if not isinstance(value, list | tuple):
@@ -189,34 +202,35 @@ def _params(value: object, num_prompts: int, is_batch: bool) -> list[SamplingPar
     return found
 
 
-def _text_prompt(value: object) -> TextPrompt:
+def _text_prompt(name: str, value: object) -> TextPrompt:
     if not isinstance(value, str):
-        raise checks.wrong_type("prompt", "a string or a list of strings", value)
+        is_id = isinstance(value, int) and not isinstance(value, bool)
+        raise checks.wrong_type(name, "a string (token ids are given as input_ids)" if is_id else "a string", value)
     if not value:
-        raise ValueError("prompt is empty; give at least one character, or input_ids")
+        raise ValueError(f"{name} is empty; give at least one character, or input_ids")
     if value.isascii():
         return TextPrompt(value, len(value))
     try:
         return TextPrompt(value, len(value.encode()))
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"prompt has a lone surrogate at position {error.start}, which is no character: "
+            f"{name} has a lone surrogate at position {error.start}, which is no character: "
             f"{checks.shown(value[max(0, error.start - 10) : error.start + 10])}"
         ) from None
 
 
-def _ids_prompt(value: object) -> IdsPrompt:
+def _ids_prompt(name: str, value: object) -> IdsPrompt:
     """Ids of any kind of integer; those outside the vocabulary are found by the engine, which knows it."""
-    given = checks.items("input_ids", value, checks.MAX_COUNT)
+    given = checks.items(name, value, checks.MAX_COUNT, allowed="a list of token ids")
     if not given:
-        raise ValueError("input_ids is empty; give at least one token id")
+        raise ValueError(f"{name} is empty; give at least one token id")
     if set(map(type, given)) == {int}:
         return IdsPrompt(cast("list[int]", given))
-    return IdsPrompt([checks.whole("input_ids entries", entry, 0) for entry in given])
+    return IdsPrompt([checks.whole(f"{name} entries", entry, 0) for entry in given])
 
 
 def _chat_prompt(value: object) -> ChatPrompt:
-    given = checks.items("messages", value, checks.MAX_COUNT)
+    given = checks.items("messages", value, checks.MAX_COUNT, allowed=MESSAGES)
     if not given:
         raise ValueError("messages is empty; give at least one dict with role and content")
     for position, message in enumerate(given):

@@ -188,6 +188,8 @@ class Encoder:
             return prompt.text
         try:
             return self._tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True)
+        except ValueError as error:
+            return error
         except Exception as error:  # templates are code of the model's author: whatever they raise is this chat's
             return ValueError(f"the chat template refused the messages: {error}")
 

@@ -28,20 +28,22 @@ WRONG_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({}, ValueError, "both missing"),
     ({"prompt": "a", "input_ids": [1]}, ValueError, "both given"),
     ({"prompt": ""}, ValueError, "prompt is empty"),
-    ({"prompt": ["a", ""]}, ValueError, "prompt is empty"),
-    ({"prompt": 5}, TypeError, "prompt must be"),
-    ({"prompt": ["a", 5]}, TypeError, "prompt must be a string"),
+    ({"prompt": ["a", ""]}, ValueError, r"prompt\[1\] is empty"),
+    ({"prompt": 5}, TypeError, "prompt must be a string or a list of strings, got 5"),
+    ({"prompt": ["a", b"b"]}, TypeError, r"prompt\[1\] must be a string, got b'b'"),
+    ({"prompt": [1, 2]}, TypeError, "token ids are given as input_ids"),
+    ({"prompt": ["a", "\ud83d"]}, ValueError, r"prompt\[1\] has a lone surrogate"),
     ({"prompt": b"bytes"}, TypeError, "prompt"),
     ({"prompt": "half \ud83d"}, ValueError, "lone surrogate at position 5"),
     ({"input_ids": []}, ValueError, "input_ids is empty"),
-    ({"input_ids": [[1], []]}, ValueError, "input_ids is empty"),
+    ({"input_ids": [[1], []]}, ValueError, r"input_ids\[1\] is empty"),
     ({"input_ids": [1, VOCAB_SIZE]}, ValueError, f"has {VOCAB_SIZE}, outside the vocabulary; ids go from 0 to"),
     ({"input_ids": [1, -1]}, ValueError, "-1, outside the vocabulary"),
     ({"input_ids": [1, True]}, TypeError, "True"),
     ({"input_ids": [1, 2.0]}, TypeError, "2.0"),
     ({"input_ids": [1, math.nan]}, TypeError, "nan"),
     ({"input_ids": [[1], 2]}, TypeError, "input_ids"),
-    ({"input_ids": "12"}, TypeError, "input_ids must be a list"),
+    ({"input_ids": "12"}, TypeError, "input_ids must be a list of token ids"),
     ({"prompt": "a", "sampling_params": {"temprature": 1}}, UnknownParameterError, "did you mean 'temperature'"),
     ({"prompt": "a", "sampling_params": {"temperature": math.nan}}, ValueError, "temperature"),
     ({"prompt": "a", "sampling_params": {"max_new_tokens": -1}}, ValueError, "max_new_tokens"),
@@ -63,6 +65,8 @@ WRONG_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"prompt": "a", "stream": 1}, TypeError, "stream"),
     ({"prompt": "a", "return_exceptions": None}, TypeError, "return_exceptions"),
     ({"prompt": "a", "image_data": "x.png"}, TypeError, "'image_data': not supported"),
+    ({"prompt": "a", "temperature": 0}, TypeError, "'temperature': it belongs in sampling_params"),
+    ({"prompt": "a", "max_tokens": 5}, TypeError, "'max_tokens': it belongs in sampling_params"),
     ({"prompt": "a", "timeouts": 1}, TypeError, "did you mean 'timeout'"),
 ]
 
@@ -126,7 +130,7 @@ class TestAtTheFirstAwait:
         assert world.double.submits == []
 
     async def test_a_chat_template_that_refuses(self, world: World) -> None:
-        with pytest.raises(ValueError, match="unknown role"):
+        with pytest.raises(ValueError, match="^unknown role"):
             await world.engine.async_chat([{"role": "nobody", "content": "hi"}])
 
     async def test_a_text_that_breaks_the_tokenizer_fails_alone(self, world: World) -> None:

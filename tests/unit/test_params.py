@@ -85,6 +85,10 @@ def test_the_message_tells_field_value_and_range() -> None:
         SamplingParams(temperature=3.5)
     with pytest.raises(TypeError, match="n must be an integer from 1 to 1024, got 'two' of type str"):
         SamplingParams.parse({"n": "two"})
+    with pytest.raises(ValueError, match="max_new_tokens must be an integer from 0 to 2147483647, got 10{12}"):
+        SamplingParams(max_new_tokens=10**12)
+    with pytest.raises(TypeError, match="stop must be a string or a list of strings, got 5"):
+        SamplingParams.parse({"stop": 5})
     with pytest.raises(ValueError, match=r"stop_regex 'x\*' matches the empty text"):
         SamplingParams(stop_regex="x*")
     with pytest.raises(ValueError, match=r"stop_regex '\(' is not a valid pattern: missing \)"):
