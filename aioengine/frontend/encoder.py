@@ -125,7 +125,12 @@ class Lane:
             jobs.append(self._waiting.popleft())
             num_bytes += jobs[-1].num_bytes
         begun_at = time.monotonic()
-        work = asyncio.get_running_loop().run_in_executor(self._thread, self._encode, jobs)
+        loop = asyncio.get_running_loop()
+        try:
+            work = loop.run_in_executor(self._thread, self._encode, jobs)
+        except RuntimeError:  # the main thread ended; other threads of the program go on, and no executor takes work
+            work = loop.create_future()
+            work.set_result(self._encode(jobs))
         work.add_done_callback(lambda done: self._finish(jobs, begun_at, done))
 
     def _finish(self, jobs: list[Job], begun_at: float, work: asyncio.Future[list[list[Encoded]]]) -> None:

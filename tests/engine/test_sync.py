@@ -319,6 +319,21 @@ class TestLife:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, expected_text("a", 3) + "\n", "")
 
+    def test_a_thread_that_outlives_the_main_thread_gets_its_answer(self) -> None:
+        program = (
+            "import threading\n"
+            "from aioengine.sync import Engine\n"
+            "from tests.engine.engine_double import World\n"
+            "engine = Engine.from_blueprint(World().blueprint)\n"
+            "main = threading.main_thread()\n"
+            "def work():\n"
+            "    main.join()\n"
+            "    print(engine.generate('a', {'temperature': 0, 'max_new_tokens': 3})['text'])\n"
+            "threading.Thread(target=work).start()\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, expected_text("a", 3) + "\n", "")
+
 
 class TestPortal:
     def test_a_call_from_its_own_thread_is_refused(self) -> None:
