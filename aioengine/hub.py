@@ -26,9 +26,10 @@ def download(name: str, *, revision: str | None, download_dir: str | None, progr
     # Imported here alone: it takes a third of a second, and most programs read a local folder.
     import huggingface_hub
     from huggingface_hub import errors
-    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    if not progress:
+    is_switched = not progress and not are_progress_bars_disabled()  # what the program has switched off stays off
+    if is_switched:
         disable_progress_bars()
     try:
         return huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
@@ -39,7 +40,7 @@ def download(name: str, *, revision: str | None, download_dir: str | None, progr
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
         raise ValueError(_not_reached(name, error)) from error
     finally:
-        if not progress:
+        if is_switched:
             enable_progress_bars()
 
 

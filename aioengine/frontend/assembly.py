@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aioengine import machine, model_folder
+from aioengine.frontend.progress import is_wanted
 from aioengine.frontend.startup import Blueprint
 from aioengine.resolve import resolve
 from aioengine.supervision.supervisor import Supervisor
@@ -24,7 +25,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     """
     wishes = config.model
     path = model_folder.locate(
-        wishes.path, revision=wishes.revision, download_dir=wishes.download_dir, progress=bool(config.progress)
+        wishes.path, revision=wishes.revision, download_dir=wishes.download_dir, progress=is_wanted(config.progress)
     )
     facts = model_folder.read_facts(path, wishes.tokenizer_path)
     settings = resolve(config, facts, machine.device_facts())

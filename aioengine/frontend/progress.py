@@ -17,11 +17,16 @@ class Bar(tqdm):  # type: ignore[misc]  # it has no types
     monitor_interval = 0
 
 
+def is_wanted(is_shown: bool | None) -> bool:
+    """Whether bars are drawn; None: only where stderr is a terminal."""
+    return sys.stderr.isatty() if is_shown is None else is_shown
+
+
 class ProgressBars:
-    """One bar for each label, until its work is done. ``is_shown`` None: only where stderr is a terminal."""
+    """One bar for each label, until its work is done. ``is_shown`` as for ``is_wanted``."""
 
     def __init__(self, is_shown: bool | None) -> None:
-        self.is_shown = sys.stderr.isatty() if is_shown is None else is_shown
+        self.is_shown = is_wanted(is_shown)
         self._bars: dict[str, Bar] = {}
 
     def show(self, progress: Progress) -> None:

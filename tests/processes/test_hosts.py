@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import locale
+import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -223,6 +227,14 @@ async def test_the_host_is_as_it_was() -> None:
             asyncio.get_running_loop().get_exception_handler(),
             asyncio.get_event_loop_policy(),
             sys.excepthook,
+            threading.excepthook,
+            (logging.root.level, list(logging.root.handlers)),
+            list(warnings.filters),
+            multiprocessing.get_start_method(allow_none=True),
+            (gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()),
+            locale.setlocale(locale.LC_ALL),
+            sys.getswitchinterval(),
+            os.getcwd(),
         ]
 
     before = state()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from aioengine import hub, model_folder
+from aioengine.config import EngineConfig, ModelConfig
+from aioengine.frontend.assembly import blueprint_of
 from aioengine.model_folder import locate, read_facts
+
+bars = import_module("huggingface_hub.utils.tqdm")
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -176,3 +181,41 @@ def test_without_a_network_the_error_tells_what_was_tried(monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match=r"'owner/name': there is no such folder in .*HF_HUB_OFFLINE is set") as caught:
         locate("owner/name", download_dir=str(tmp_path), revision="main")
     assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_a_download_leaves_the_program_s_progress_bars_as_they_were(
+    is_off: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[bool] = []
+
+    def snapshot_download(*_: object, **__: object) -> str:
+        seen.append(bars.are_progress_bars_disabled())
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr(bars, "progress_bar_states", {"_global": not is_off})
+    for progress in (False, True):
+        hub.download("owner/name", revision=None, download_dir=None, progress=progress)
+        assert bars.are_progress_bars_disabled() is is_off
+    assert seen == [True, is_off]
+
+
+@pytest.mark.parametrize(
+    ("wish", "is_terminal", "expected"),
+    [(None, True, True), (None, False, False), (False, True, False), (True, False, True)],
+)
+def test_downloads_have_a_bar_on_a_terminal_or_where_asked_for(
+    wish: bool | None, is_terminal: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+
+    def download(_: str, **options: object) -> str:
+        told.append(options["progress"])
+        raise ValueError("no network in a test")
+
+    monkeypatch.setattr(hub, "download", download)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    with pytest.raises(ValueError, match="no network"):
+        blueprint_of(EngineConfig(model=ModelConfig(path="owner/name"), progress=wish))
+    assert told == [expected]
