@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -18,14 +19,15 @@ class DeviceFacts(Struct, frozen=True, kw_only=True):
     """What ``resolve`` must know about the machine.
 
     num_threads: cores that this process may use. cpu_bfloat16: whether the CPU has bf16 dot products. num_gpus: NVIDIA
-    devices. drawn_seed: a random number, for engines without ``random_seed``. (Memory is measured by the runner, when
-    the weights are loaded.)
+    devices. has_flashinfer: whether FlashInfer is installed. drawn_seed: a random number, for engines without
+    ``random_seed``. (Memory is measured by the runner, when the weights are loaded.)
     """
 
     num_threads: int
     cpu_bfloat16: bool
     num_gpus: int
     drawn_seed: int
+    has_flashinfer: bool = False
 
 
 def device_facts() -> DeviceFacts:
@@ -35,6 +37,7 @@ def device_facts() -> DeviceFacts:
         cpu_bfloat16=has_bfloat16(_text(Path("/proc/cpuinfo"))),
         num_gpus=sum(1 for _ in Path("/dev").glob("nvidia[0-9]*")),
         drawn_seed=secrets.randbits(63),
+        has_flashinfer=find_spec("flashinfer") is not None,
     )
 
 

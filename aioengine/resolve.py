@@ -22,10 +22,15 @@ if TYPE_CHECKING:
     from aioengine.model_folder import ModelFacts
 
 RUNNER_FACTORY: Final = "aioengine.runner.model_runner:build"
-CPU_CHUNK_TOKENS: Final = 512
-CPU_MAX_RUNNING: Final = 64
+CPU_LIMITS: Final = 512, 64
+"""Tokens of a step, running requests."""
+
+GPU_LIMITS: Final = 8192, 1024
+GPU_GRAPH_ROWS: Final = 1024
 CPU_MEMORY_FRACTION: Final = 0.4
 """Modest: a laptop's other programs stay in memory."""
+
+GPU_MEMORY_FRACTION: Final = 0.88
 
 
 def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Settings:
@@ -36,13 +41,14 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
     """
     return Settings(
         model=_model_settings(config, model, device),
-        memory=_memory_settings(config),
-        scheduler=_scheduler_settings(config, model),
+        memory=_memory_settings(config, device),
+        scheduler=_scheduler_settings(config, model, device),
         runner=RunnerSettings(
             factory=RUNNER_FACTORY,
-            device=_device(config),
-            attention_backend="torch" if config.device.attention_backend == "auto" else config.device.attention_backend,
+            device=_device(config, device),
+            attention_backend=_attention_backend(config, device),
             num_threads=device.num_threads,
+            cuda_graph_max_rows=_graph_rows(config, model, device),
         ),
         text=TextSettings(tokenizer_path=_tokenizer_path(config, model)),
         random_seed=device.drawn_seed if config.random_seed is None else config.random_seed,
@@ -62,14 +68,37 @@ def context_length(config: EngineConfig, model: ModelFacts) -> int:
     return wanted
 
 
-def _device(config: EngineConfig) -> str:
-    if config.device.name == "cuda":
-        raise ValueError("device='cuda' is not available yet; device must be 'cpu' or 'auto'")
-    return "cpu"
+def _device(config: EngineConfig, device: DeviceFacts) -> str:
+    if config.device.name == "cuda" and not device.num_gpus:
+        raise ValueError("device='cuda' is not available: this machine shows no NVIDIA GPU; device='cpu' works")
+    if config.device.name != "auto":
+        return config.device.name
+    return "cuda" if device.num_gpus else "cpu"
+
+
+def _is_on_gpu(config: EngineConfig, device: DeviceFacts) -> bool:
+    return _device(config, device) == "cuda"
+
+
+def _attention_backend(config: EngineConfig, device: DeviceFacts) -> str:
+    if config.device.attention_backend != "auto":
+        return config.device.attention_backend
+    return "flashinfer" if _is_on_gpu(config, device) and device.has_flashinfer else "torch"
+
+
+def _graph_rows(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> int:
+    """Rows of the largest CUDA graph; 0: no graphs."""
+    if not config.device.cuda_graphs or not _is_on_gpu(config, device):
+        return 0
+    max_running = _scheduler_settings(config, model, device).max_running
+    wanted = config.device.cuda_graph_max_rows
+    return min(max_running, GPU_GRAPH_ROWS if wanted is None else wanted)
 
 
 def _dtype(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> str:
-    """On a CPU: bf16 for 16-bit checkpoints where it has the dot products for it, else fp32."""
+    """On a GPU: the checkpoint's. On a CPU: bf16 for 16-bit checkpoints where it has the dot products, else fp32."""
+    if _is_on_gpu(config, device):
+        return model.dtype if config.model.dtype == "auto" else config.model.dtype
     if config.model.dtype == "float16":
         raise ValueError("dtype='float16' is not available on a CPU; dtype must be 'auto', 'bfloat16' or 'float32'")
     if config.model.dtype != "auto":
@@ -90,35 +119,38 @@ def _model_settings(config: EngineConfig, model: ModelFacts, device: DeviceFacts
     )
 
 
-def _memory_settings(config: EngineConfig) -> MemorySettings:
+def _memory_settings(config: EngineConfig, device: DeviceFacts) -> MemorySettings:
     wanted, page_size = config.memory.max_total_tokens, config.memory.page_size
     if wanted is not None and wanted < page_size:
         raise ValueError(f"max_total_tokens must be at least one page ({page_size} tokens), got {wanted}")
+    default = GPU_MEMORY_FRACTION if _is_on_gpu(config, device) else CPU_MEMORY_FRACTION
     fraction = config.memory.mem_fraction_static
     return MemorySettings(
         page_size=page_size,
         num_pages=None if wanted is None else wanted // page_size,
-        mem_fraction_static=CPU_MEMORY_FRACTION if fraction is None else fraction,
+        mem_fraction_static=default if fraction is None else fraction,
     )
 
 
-def _scheduler_settings(config: EngineConfig, model: ModelFacts) -> SchedulerSettings:
+def _scheduler_settings(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> SchedulerSettings:
     """A step must have room for a token of every running request, so the budget is never below ``max_running``.
 
     On a CPU a launch computes the step before it returns; reading it later would only delay its tokens: depth 0.
     """
     length, wishes = context_length(config, model), config.scheduler
-    chunk = CPU_CHUNK_TOKENS if wishes.chunk_tokens is None else wishes.chunk_tokens
+    is_on_gpu = _is_on_gpu(config, device)
+    default_chunk, default_running = GPU_LIMITS if is_on_gpu else CPU_LIMITS
+    chunk = default_chunk if wishes.chunk_tokens is None else wishes.chunk_tokens
     if wishes.chunk_tokens == -1:
         chunk = length
-    max_running = min(CPU_MAX_RUNNING, chunk) if wishes.max_running is None else wishes.max_running
+    max_running = min(default_running, chunk) if wishes.max_running is None else wishes.max_running
     return SchedulerSettings(
         max_running=max_running,
         chunk_tokens=max(chunk, max_running),
         context_length=length,
         policy=wishes.policy,
         prefix_cache=config.memory.prefix_cache,
-        depth=0,
+        depth=1 if is_on_gpu and wishes.overlap else 0,
     )
 
 

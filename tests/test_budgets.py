@@ -93,7 +93,7 @@ def over_budget(of: Module) -> Iterator[Finding]:
         place = f"{of.place}:{name}"
         yield "function lines", place, length(function) if length(function) > FUNCTION_LINES else 0
         yield "complexity", place, complexity(function) if complexity(function) > COMPLEXITY else 0
-        if "overload" not in decorators(function):
+        if not decorators(function) & {"overload", "jit"}:  # kernels take pointers, sizes and strides one by one
             num_all, num_positional = parameters(function)
             yield "parameters", place, num_all if num_all > PARAMETERS else 0
             yield "positional parameters", place, num_positional if num_positional > POSITIONAL_PARAMETERS else 0

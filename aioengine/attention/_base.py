@@ -7,10 +7,14 @@ K kv heads, E head size, L layers, N pages in the pool.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
+
+    Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +74,38 @@ class AttentionBackend(Protocol):
         q is [T, H, E], k and v [T, K, E], already rotated; returns [T, H * E]. ``layer`` counts from 0.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBuffers:
+    """Device memory that fixed decode steps of R rows read: slot_mapping [R], starts [R + 1], last_lengths [R], and
+    page_ids, the page tables one after the other, row r from ``starts[r]`` on. All int32.
+    """
+
+    slot_mapping: Tensor
+    starts: Tensor
+    last_lengths: Tensor
+    page_ids: Tensor
+
+
+class FixedDecode(AttentionBackend, Protocol):
+    """Attention of decode steps with a fixed number of rows, over buffers that its user fills before each step."""
+
+    def plan_first(self, kv_lengths: Ints) -> None:
+        """Before the capture. The buffers are filled with pages that hold nothing."""
+        ...
+
+    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+        """Before each replay, with the host's copy of what the buffers hold."""
+        ...
+
+
+@runtime_checkable
+class CapturableAttention(AttentionBackend, Protocol):
+    """A backend whose decode steps can stand in a CUDA graph."""
+
+    def warm_up(self) -> None:
+        """Compile what is not compiled yet."""
+        ...
+
+    def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecode: ...

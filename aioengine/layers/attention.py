@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.kernels.rope import rope
+from aioengine.kernels.rotate_heads import rotate_heads
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
 
@@ -28,20 +28,23 @@ class SelfAttention:
         output_bias: bool,
         head_norm: float | None = None,
     ) -> None:
-        self._num_heads, self._num_kv_heads, self._head_size = shape.num_heads, shape.num_kv_heads, shape.head_size
+        self._num_heads, self._head_size = shape.num_heads, shape.head_size
         q_size, kv_size = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
         sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self._qkv = Linear(hidden_size, sizes, placement, bias=qkv_bias)
         self._output = Linear(q_size, {"o_proj": hidden_size}, placement, bias=output_bias)
-        self._norms: tuple[RMSNorm, RMSNorm] | None = None
+        self._query_norm: RMSNorm | None = None
+        self._key_norm: RMSNorm | None = None
+        self._norms: tuple[Tensor, Tensor, float] | None = None
         if head_norm is not None:
-            norm = RMSNorm(shape.head_size, head_norm, placement), RMSNorm(shape.head_size, head_norm, placement)
-            self._norms = norm
+            query_norm = self._query_norm = RMSNorm(shape.head_size, head_norm, placement)
+            key_norm = self._key_norm = RMSNorm(shape.head_size, head_norm, placement)
+            self._norms = query_norm.weight, key_norm.weight, head_norm
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         found = self._qkv.weights(prefix) | self._output.weights(prefix)
-        if self._norms:
-            found |= self._norms[0].weights(f"{prefix}q_norm") | self._norms[1].weights(f"{prefix}k_norm")
+        if self._query_norm and self._key_norm:
+            found |= self._query_norm.weights(f"{prefix}q_norm") | self._key_norm.weights(f"{prefix}k_norm")
         return found
 
     def finish_loading(self) -> None:
@@ -50,10 +53,5 @@ class SelfAttention:
 
     def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor], attention: AttentionBackend, layer: int) -> Tensor:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
-        rotated, v = heads.split((self._num_heads + self._num_kv_heads, self._num_kv_heads), dim=1)
-        if self._norms is None:
-            q, k = rope(rotated, *tables).split((self._num_heads, self._num_kv_heads), dim=1)
-        else:
-            q, k = rotated.split((self._num_heads, self._num_kv_heads), dim=1)
-            q, k = rope(self._norms[0](q), *tables), rope(self._norms[1](k), *tables)
+        q, k, v = rotate_heads(heads, self._num_heads, tables, self._norms)
         return self._output(attention.forward(q, k, v, layer))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.kernels.add_rms_norm import add_rms_norm
 from aioengine.kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
@@ -18,11 +19,15 @@ class RMSNorm:
     """[..., D] -> [..., D]."""
 
     def __init__(self, size: int, epsilon: float, placement: Placement) -> None:
-        self._weight = placement.empty(size)
-        self._epsilon = torch.tensor(epsilon, dtype=torch.float32, device=placement.device)
+        self.weight = placement.empty(size)
+        self.epsilon = torch.tensor(epsilon, dtype=torch.float32, device=placement.device)
 
     def weights(self, name: str) -> dict[str, Tensor]:
-        return {f"{name}.weight": self._weight}
+        return {f"{name}.weight": self.weight}
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self._weight, self._epsilon)
+        return rms_norm(x, self.weight, self.epsilon)
+
+    def after(self, delta: Tensor, residual: Tensor) -> Tensor:
+        """Add ``delta`` to the residual stream [T, D], in place, and give its norm."""
+        return add_rms_norm(delta, residual, self.weight, self.epsilon)

@@ -6,6 +6,7 @@ T tokens, D model size, V vocabulary, S sampled rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 import msgspec
@@ -138,6 +139,14 @@ def read_rope(raw: Mapping[str, object]) -> RopeConfig:
     return decode_config({**fields, "model_type": raw.get("model_type")}, RopeConfig)
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all blocks of a step share."""
+
+    tables: tuple[Tensor, Tensor]
+    attention: AttentionBackend
+
+
 class _Block:
     def __init__(self, config: DecoderConfig, shape: AttentionShape, placement: Placement) -> None:
         self._attention_norm = RMSNorm(config.hidden_size, config.epsilon, placement)
@@ -164,9 +173,14 @@ class _Block:
         self._attention.finish_loading()
         self._mlp.finish_loading()
 
-    def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor], attention: AttentionBackend, layer: int) -> Tensor:
-        x = x + self._attention(self._attention_norm(x), tables, attention, layer)
-        return x.add_(self._mlp(self._mlp_norm(x)))
+    def __call__(self, x: Tensor, delta: Tensor | None, step: _Step, layer: int) -> Tensor:
+        """``x``: the residual stream, changed in place. ``delta``: what the block before gave, which x still lacks.
+
+        Returns what is to be added to x next.
+        """
+        normed = self._attention_norm(x) if delta is None else self._attention_norm.after(delta, x)
+        attended = self._attention(normed, step.tables, step.attention, layer)
+        return self._mlp(self._mlp_norm.after(attended, x))
 
 
 class Decoder:
@@ -215,11 +229,12 @@ class Decoder:
             self._head.finish_loading()
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        tables = self._rotary.tables(positions)
+        step = _Step(self._rotary.tables(positions), attention)
         x = self._embedding(input_ids)
+        delta: Tensor | None = None
         for layer, block in enumerate(self._blocks):
-            x = block(x, tables, attention, layer)
-        return self._norm(x)
+            delta = block(x, delta, step, layer)
+        return self._norm(x) if delta is None else self._norm.after(delta, x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         assert self._logits is not None, "finish_loading was not called"

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import pkgutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
 from aioengine import attention, models
+from aioengine.attention._base import CapturableAttention
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.runner import logits as logits_processors
 from aioengine.runner import weights
 from aioengine.runner.capacity import Demand, fit_pages, free_memory, kv_bytes_per_token
+from aioengine.runner.device_memory import left_on_device, peak_memory
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.kv_pool import KVPool
+from aioengine.runner.readback import Readback
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampler import FAILED, Sampler
 from aioengine.runner.vocabulary import num_token_ids
@@ -33,13 +38,22 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionBackend, AttentionShape
     from aioengine.config import Settings
     from aioengine.models._base import Model
+    from aioengine.runner.graphs import DecodeGraphs
     from aioengine.runner.inputs import StepRows
+    from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.scheduler.plan import Plan, Row
 
     Facts = dict[str, str | int | float | bool]
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_FLASHINFER_HEADS = (64, 128, 256)
+
+_LOGITS_ROWS = 1024
+"""Rows of logits that a step on a GPU is taken to make at most, for the measure of its memory."""
 
 _NOT_FINITE = "the model gave numbers that are not finite for it; its weights or its dtype make it overflow"
 
@@ -61,14 +75,14 @@ class Ticket:
     """A launched step.
 
     wanted: uids of the rows that sample, in the order of the plan. sampled: those that were computed. silent: uids of
-    the computed rows that do not sample. values: on the device, a token for each of ``sampled``, then for each of
-    ``silent`` 0 or, where its numbers are bad, FAILED. failed: rows that were not computed.
+    the computed rows that do not sample. values: a token for each of ``sampled``, then for each of ``silent`` 0 or,
+    where its numbers are bad, FAILED. failed: rows that were not computed.
     """
 
     wanted: list[int]
     sampled: list[int]
     silent: list[int]
-    values: Tensor
+    values: Readback
     failed: dict[int, str]
 
 
@@ -96,15 +110,29 @@ class ModelRunner:
             processors=processors,
         )
         self._inputs = InputBuilder(self._table, page_size=page_size, num_embeddings=num_embeddings)
-        self._sampler = Sampler(
-            vocab_size=min(parts.vocab_size, num_embeddings),
-            num_embeddings=num_embeddings,
-            device=parts.device,
-            processors=processors,
-        )
+        self._vocab_size = min(parts.vocab_size, num_embeddings)
+        self._sampler = _sampler(parts, self._table, processors)
+        self._graphs: DecodeGraphs | None = None
         self._broken: dict[int, str] = {}
         self._poisoned: set[int] = set()
         self._is_closed = False
+
+    @torch.inference_mode()
+    def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
+        """Decode steps of up to so many rows are CUDA graphs from now on; FlashInfer's attention alone can do that.
+
+        ``report`` hears how many are captured, and of how many.
+        """
+        module = importlib.import_module("aioengine.runner.graphs")
+        graphs: DecodeGraphs = module.DecodeGraphs(
+            self._model,
+            self._attention,
+            self._table,
+            vocab_size=self._vocab_size,
+            page_size=self._kv_pool.page_size,
+        )
+        graphs.capture(max_rows, report)
+        self._graphs = graphs
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Ticket:
@@ -119,19 +147,19 @@ class ModelRunner:
             {row.uid: self._broken[row.uid] for row in plan.rows if row.uid in self._broken} if self._broken else {}
         )
         if not rows.requests:
-            return Ticket(wanted, [], [], torch.empty(0, dtype=torch.int64), failed)
+            return Ticket(wanted, [], [], Readback(torch.empty(0, dtype=torch.int64)), failed)
         sampled = rows.requests
         silent: list[RequestRow] = []
         if not rows.samples.all():
             sampled, silent = [], []
             for request, samples in zip(rows.requests, rows.samples.tolist(), strict=True):
                 (sampled if samples else silent).append(request)
-        values = self._compute(rows, sampled)
+        values = Readback(self._compute(rows, sampled))
         return Ticket(wanted, [each.uid for each in sampled], [each.uid for each in silent], values, failed)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for the step and give its tokens: the one copy from the device to the host."""
-        values: list[int] = ticket.values.tolist()
+        values = ticket.values.wait()
         if FAILED not in values and not ticket.failed:
             return StepResult(values[: len(ticket.sampled)])
         value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True))
@@ -190,6 +218,8 @@ class ModelRunner:
 
     def _compute(self, rows: StepRows, sampled: list[RequestRow]) -> Tensor:
         """Forward and sampling of at least one row; gives ``Ticket.values``."""
+        if self._graphs is not None and self._graphs.fits(rows):
+            return self._replay(self._graphs, rows)
         batch = self._inputs.build(rows)
         self._attention.prepare(batch)
         hidden = self._model.forward(batch.input_ids, batch.positions, self._attention)
@@ -204,10 +234,36 @@ class ModelRunner:
         token_ids = self._sample(hidden[batch.sample_rows], self._table.sampled(sampled, slots, positions))
         return torch.cat([token_ids, silent])
 
+    def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor:
+        sampled = self._table.sampled(rows.requests, rows.slots, rows.starts + rows.counts)
+        step = graphs.replay(rows, sampled)
+        if step.token_ids is None:
+            return self._sample(step.hidden, sampled)
+        self._table.write_tokens(sampled, step.token_ids)
+        return step.token_ids
+
     def _sample(self, hidden: Tensor, rows: SampledRows) -> Tensor:
         token_ids = self._sampler.sample(self._model.compute_logits(hidden), rows)
         self._table.write_tokens(rows, token_ids)
         return token_ids
+
+
+class _Samples(Protocol):
+    """``sampler.Sampler``, or its form for a GPU."""
+
+    def sample(self, logits: Tensor, rows: SampledRows) -> Tensor: ...
+
+
+def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProcessor, ...]) -> _Samples:
+    num_embeddings = parts.model.vocab_size
+    vocab_size = min(parts.vocab_size, num_embeddings)
+    if parts.device.type == "cpu" or find_spec("triton") is None:
+        return Sampler(vocab_size=vocab_size, num_embeddings=num_embeddings, device=parts.device, processors=processors)
+    module = importlib.import_module("aioengine.runner.device_sampler")
+    sampler: _Samples = module.DeviceSampler(
+        vocab_size=vocab_size, device=parts.device, processors=processors, upload=table.upload
+    )
+    return sampler
 
 
 def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner:
@@ -236,7 +292,7 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
         )
     shape = model.attention_shape
     page_size = settings.memory.page_size
-    num_pages = _fit(settings, shape, dtype, device)
+    num_pages = _fit(settings, model, dtype, device)
     kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
     facts: Facts = {
         "num_pages": num_pages,
@@ -258,7 +314,25 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
         context_length=context_length,
         device=device,
     )
-    return ModelRunner(parts, facts)
+    runner = ModelRunner(parts, facts)
+    if device.type == "cuda":
+        _prepare_device(runner, parts, settings, report)
+    facts["load_s"] = time.monotonic() - started_at
+    return runner
+
+
+def _prepare_device(
+    runner: ModelRunner, parts: DeviceParts, settings: Settings, report: Callable[[Progress], None]
+) -> None:
+    """Capture the graphs where attention can stand in them."""
+    max_rows = settings.runner.cuda_graph_max_rows
+    if not isinstance(parts.attention, CapturableAttention):
+        return
+    report(Progress("compiling kernels", 0, 1))
+    parts.attention.warm_up()
+    report(Progress("compiling kernels", 1, 1))
+    if max_rows:
+        runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
 
 
 def _device(name: str) -> torch.device:
@@ -301,8 +375,8 @@ def _sampled_vocab_size(settings: Settings) -> int:
     return settings.model.vocab_size if path is None else min(settings.model.vocab_size, num_token_ids(path))
 
 
-def _fit(settings: Settings, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> int:
-    context_length = settings.model.context_length
+def _fit(settings: Settings, model: Model, dtype: torch.dtype, device: torch.device) -> int:
+    shape, context_length = model.attention_shape, settings.model.context_length
     demand = Demand(
         num_pages=settings.memory.num_pages,
         page_size=settings.memory.page_size,
@@ -311,7 +385,11 @@ def _fit(settings: Settings, shape: AttentionShape, dtype: torch.dtype, device: 
         max_tokens=context_length * settings.scheduler.max_running,
         fraction=settings.memory.mem_fraction_static,
     )
-    return fit_pages(demand, free_bytes=free_memory(device))
+    if device.type == "cpu":
+        return fit_pages(demand, free_bytes=free_memory(device))
+    left = settings.memory.mem_fraction_static
+    reserved = peak_memory(model, device, num_tokens=settings.scheduler.chunk_tokens, num_rows=_LOGITS_ROWS)
+    return fit_pages(replace(demand, fraction=1.0), free_bytes=left_on_device(device, fraction=left) - reserved)
 
 
 def _attention(name: str, shape: AttentionShape, kv_pool: KVPool) -> AttentionBackend:
@@ -319,5 +397,12 @@ def _attention(name: str, shape: AttentionShape, kv_pool: KVPool) -> AttentionBa
     if name not in known:
         message = f"attention_backend {name!r} is not known; what works: {', '.join(known)}"
         raise ValueError(message)
+    if name == "flashinfer" and (shape.head_size not in _FLASHINFER_HEADS or kv_pool.tensor.dtype == torch.float32):
+        logger.warning(
+            "FlashInfer has no kernels for heads of %d in %s; attention runs on plain torch, which is much slower",
+            shape.head_size,
+            kv_pool.tensor.dtype,
+        )
+        name = "torch"
     module = importlib.import_module(f"{attention.__name__}.{name}")
     return cast("AttentionBackend", module.PLUGIN(shape, kv_pool.tensor))

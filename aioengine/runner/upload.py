@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, cast
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
     from torch import Tensor
+
+_NUM_SEGMENTS = 8
+_SEGMENT_BYTES = 4 << 20
+_ALIGNMENT = 16
 
 
 class Upload(Protocol):
@@ -18,8 +22,39 @@ class Upload(Protocol):
     def __call__(self, column: npt.NDArray[np.generic], /) -> Tensor: ...
 
 
+class PinnedUpload:
+    """Copies through pinned memory, so that the host goes on while the device still works on earlier steps.
+
+    The memory is a ring of segments; one is written again when everything copied from it has arrived.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._segments = torch.empty(_NUM_SEGMENTS, _SEGMENT_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._views: list[npt.NDArray[np.uint8]] = [segment.numpy() for segment in self._segments]
+        self._left = [torch.cuda.Event() for _ in range(_NUM_SEGMENTS)]
+        self._segment = 0
+        self._used = 0
+
+    def __call__(self, column: npt.NDArray[np.generic], /) -> Tensor:
+        column = np.ascontiguousarray(column)
+        if column.nbytes > _SEGMENT_BYTES:
+            return torch.from_numpy(column).to(self._device)
+        if self._used + column.nbytes > _SEGMENT_BYTES:
+            self._next_segment()
+        start, end = self._used, self._used + column.nbytes
+        self._used = end + -end % _ALIGNMENT
+        pinned = self._views[self._segment][start:end].view(column.dtype).reshape(column.shape)
+        pinned[...] = column
+        return torch.from_numpy(pinned).to(self._device, non_blocking=True)
+
+    def _next_segment(self) -> None:
+        self._left[self._segment].record()
+        self._segment = (self._segment + 1) % _NUM_SEGMENTS
+        self._left[self._segment].synchronize()
+        self._used = 0
+
+
 def upload_to(device: torch.device) -> Upload:
     """On the CPU without the microseconds of a ``to`` that does nothing."""
-    if device.type == "cpu":
-        return cast("Upload", torch.from_numpy)
-    return lambda column: torch.from_numpy(column).to(device, non_blocking=True)
+    return cast("Upload", torch.from_numpy) if device.type == "cpu" else PinnedUpload(device)

@@ -106,7 +106,8 @@ def read_headers(folder: Path) -> list[Entry]:
 def fill_dummy(targets: dict[str, Tensor], *, seed: int) -> None:
     """Random weights that depend on the seed, the name and the shape alone, sized so that activations stay tame."""
     generator = torch.Generator().manual_seed(seed)
-    block = torch.randn(_DUMMY_BLOCK, generator=generator)
+    device = next(iter(targets.values())).device
+    block = torch.randn(_DUMMY_BLOCK, generator=generator).to(device)
     for name, target in targets.items():
         if target.ndim == 1 and not name.endswith("bias"):
             target.fill_(1.0)  # a norm

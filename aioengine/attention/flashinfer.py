@@ -1,0 +1,249 @@
+"""Attention with FlashInfer's kernels on an NVIDIA GPU.
+
+A step's plan is made once and serves all layers. The rows that compute one token and stand at the front of the batch
+go through the decode kernel, all others through the prefill kernel. Decode steps of a fixed number of rows have
+``FixedFlashInferDecode``, whose buffers stay where they are, so that its kernels can stand in a CUDA graph.
+
+FlashInfer compiles what it has not compiled before, when the first plan is made: ``warm_up`` does that at the start.
+Its plans are written to pinned memory and copied from there; a plan must not be made before the copy of the one before
+it is over, which ``_Staging`` sees to.
+
+Shape letters: T packed tokens, R rows, D rows that decode, H query heads, K kv heads, E head size, N pages of the
+pool, S page size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer.decode import fast_decode_plan
+
+from aioengine.attention._base import ForwardBatch
+from aioengine.kernels._triton_heads import flatten_pages, write_pages
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionShape, DecodeBuffers
+
+    Ints = npt.NDArray[np.int32]
+
+HEAD_SIZES = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+WORKSPACE_BYTES = 256 << 20
+TENSOR_CORE_GROUP = 4
+"""From so many query heads of a kv head on, decode is faster on tensor cores."""
+
+
+class _Staging:
+    """Keeps the host from writing a plan over one that is still being copied."""
+
+    def __init__(self) -> None:
+        self._copied = torch.cuda.Event()
+
+    def wait(self) -> None:
+        self._copied.synchronize()
+
+    def mark(self) -> None:
+        self._copied.record()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the plans of a backend have in common. ``pool``: keys and values of each layer, [N, K, S, E]."""
+
+    shape: AttentionShape
+    pool: list[tuple[Tensor, Tensor]]
+    workspace: Tensor
+    staging: _Staging
+    dtype: torch.dtype
+
+    @property
+    def page_size(self) -> int:
+        return self.pool[0][0].shape[2]
+
+    @property
+    def uses_tensor_cores(self) -> bool:
+        return self.shape.num_heads // self.shape.num_kv_heads >= TENSOR_CORE_GROUP
+
+    def heads(self) -> tuple[int, int, int, int]:
+        return self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_size, self.page_size
+
+
+def _columns(kv_lengths: Ints, page_size: int) -> tuple[Tensor, Tensor]:
+    """Where the pages of each row begin [R + 1], and how full the last one is [R]; int32 on the host."""
+    num_pages = -(-kv_lengths // page_size)
+    starts = np.zeros(len(kv_lengths) + 1, dtype=np.int32)
+    np.cumsum(num_pages, out=starts[1:])
+    return torch.from_numpy(starts), torch.from_numpy(kv_lengths - (num_pages - 1) * page_size)
+
+
+class FlashInferAttention:
+    """See the module. ``kv_pool``: [L, 2, N, K, S, E] in bf16 or fp16."""
+
+    def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
+        if kv_pool.dtype not in DTYPES or shape.head_size not in HEAD_SIZES:
+            message = (
+                f"attention_backend 'flashinfer' has no kernels for heads of {shape.head_size} in {kv_pool.dtype}; it "
+                f"has some for {', '.join(map(str, HEAD_SIZES))} in bfloat16 and float16. "
+                "attention_backend='torch' works"
+            )
+            raise ValueError(message)
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
+        pool = [(layer[0], layer[1]) for layer in kv_pool]
+        self._shared = _Shared(shape, pool, workspace, _Staging(), kv_pool.dtype)
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        self._decode = BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "HND", use_tensor_cores=self._shared.uses_tensor_cores
+        )
+        self._slot_mapping = torch.empty(0, dtype=torch.int64, device=kv_pool.device)
+        self._num_decode = 0
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
+        query_lengths = np.array(batch.query_lengths, dtype=np.int32)
+        longer = np.flatnonzero(query_lengths > 1)
+        num_decode = int(longer[0]) if longer.size else len(query_lengths)
+        self._slot_mapping = batch.slot_mapping
+        self._num_decode = num_decode
+        self._shared.staging.wait()
+        if num_decode:
+            self._plan_decode(batch.page_table[:num_decode], kv_lengths[:num_decode])
+        if num_decode < len(query_lengths):
+            self._plan_prefill(batch.page_table[num_decode:], query_lengths[num_decode:], kv_lengths[num_decode:])
+        self._shared.staging.mark()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        pool = self._shared.pool[layer]
+        write_pages(k, v, self._slot_mapping, pool)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        split = self._num_decode
+        if split:
+            self._decode.run(q[:split], pool, out=out[:split])
+        if split < q.shape[0]:
+            self._prefill.run(q[split:], pool, out=out[split:])
+        return out.view(q.shape[0], -1)
+
+    def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedFlashInferDecode:
+        """Decode steps of exactly so many rows."""
+        return FixedFlashInferDecode(self._shared, num_rows, buffers)
+
+    def warm_up(self) -> None:
+        """Compile what is not compiled yet: a plan of each kind, and a first run."""
+        device = self._slot_mapping.device
+        num_heads, num_kv_heads, head_size, _ = self._shared.heads()
+        for query_lengths in ([1], [2]):
+            num_tokens = sum(query_lengths)
+            batch = ForwardBatch(
+                input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+                positions=torch.arange(num_tokens, device=device),
+                slot_mapping=torch.arange(num_tokens, device=device),
+                page_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
+                query_lengths=query_lengths,
+                kv_lengths=query_lengths,
+                sample_rows=torch.zeros(1, dtype=torch.int64, device=device),
+            )
+            q = torch.zeros(num_tokens, num_heads, head_size, dtype=self._shared.dtype, device=device)
+            self.prepare(batch)
+            self.forward(q, q[:, :num_kv_heads], q[:, :num_kv_heads], 0)
+
+    def _flat(self, page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        on_device = starts.to(page_table.device, non_blocking=True)
+        indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=page_table.device)
+        flatten_pages(page_table, on_device, indices)
+        return on_device, indices
+
+    def _plan_decode(self, page_table: Tensor, kv_lengths: Ints) -> None:
+        starts, last_lengths = _columns(kv_lengths, self._shared.page_size)
+        self._decode.plan(
+            starts,
+            self._flat(page_table, starts)[1],
+            last_lengths,
+            *self._shared.heads(),
+            q_data_type=self._shared.dtype,
+            kv_data_type=self._shared.dtype,
+            sm_scale=self._shared.shape.scale,
+        )
+
+    def _plan_prefill(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
+        starts, last_lengths = _columns(kv_lengths, self._shared.page_size)
+        query_starts = np.zeros(len(query_lengths) + 1, dtype=np.int32)
+        np.cumsum(query_lengths, out=query_starts[1:])
+        self._prefill.plan(
+            torch.from_numpy(query_starts),
+            starts,
+            self._flat(page_table, starts)[1],
+            last_lengths,
+            *self._shared.heads(),
+            causal=True,
+            q_data_type=self._shared.dtype,
+            kv_data_type=self._shared.dtype,
+            sm_scale=self._shared.shape.scale,
+            max_token_per_sequence=int(query_lengths.max()),
+        )
+
+
+class FixedFlashInferDecode:
+    """Attention of decode steps with a fixed number of rows, over buffers that somebody else fills."""
+
+    def __init__(self, shared: _Shared, num_rows: int, buffers: DecodeBuffers) -> None:
+        self._shared = shared
+        self._buffers = buffers
+        self._num_rows = num_rows
+        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            shared.workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=shared.uses_tensor_cores,
+            paged_kv_indptr_buffer=buffers.starts,
+            paged_kv_indices_buffer=buffers.page_ids,
+            paged_kv_last_page_len_buffer=buffers.last_lengths,
+        )
+
+    def plan_first(self, kv_lengths: Ints) -> None:
+        """The plan before the capture: chooses kernels, fills the buffers (with page 0 alone)."""
+        starts, last_lengths = _columns(kv_lengths, self._shared.page_size)
+        self._shared.staging.wait()
+        self._wrapper.plan(
+            starts,
+            self._buffers.page_ids[: int(starts[-1])].zero_(),
+            last_lengths,
+            *self._shared.heads(),
+            q_data_type=self._shared.dtype,
+            kv_data_type=self._shared.dtype,
+            sm_scale=self._shared.shape.scale,
+        )
+        self._shared.staging.mark()
+
+    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+        """The plan of a step, from the host's copy of what the buffers will hold."""
+        self._shared.staging.wait()
+        fast_decode_plan(
+            self._wrapper,
+            starts,
+            self._buffers.page_ids,
+            last_lengths,
+            *self._shared.heads(),
+            q_data_type=self._shared.dtype,
+            kv_data_type=self._shared.dtype,
+            sm_scale=self._shared.shape.scale,
+            global_override_indptr_cpu=starts,
+        )
+        self._shared.staging.mark()
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Nothing: ``plan`` has done it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        pool = self._shared.pool[layer]
+        write_pages(k, v, self._buffers.slot_mapping, pool)
+        out = cast("Tensor", self._wrapper.run(q, pool))
+        return out.view(self._num_rows, -1)
+
+
+PLUGIN = FlashInferAttention

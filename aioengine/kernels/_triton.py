@@ -1,0 +1,32 @@
+"""What the fast forms on a GPU share: whether there is Triton, and the words of kernel signatures.
+
+Triton compiles its kernels when they are first launched, without a C++ compiler; the runner launches each of them once
+before it is ready.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Pointer = Tensor
+    Scalar = int | float
+    Block = Tensor
+
+
+@lru_cache(maxsize=1)
+def is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the fast forms run on the device of this tensor."""
+    return x.is_cuda and is_installed()
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()

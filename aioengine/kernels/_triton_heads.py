@@ -1,0 +1,164 @@
+"""What happens to heads on a GPU: norm and rotation in one pass, and the way of K and V into their pages.
+
+T tokens, H query heads, K kv heads, E head size, N pages, S page size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from aioengine.kernels._triton import next_power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels._triton import Block, Pointer, Scalar
+
+HEADS = 8
+"""Heads that one program works on."""
+
+
+@triton.jit
+def _normed(low: Block, high: Block, weight: Pointer, columns: Block, epsilon: Scalar, HALF: tl.constexpr) -> Block:
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    mean = (tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)) / (2 * HALF)
+    inverse = (1.0 / tl.sqrt_rn(mean + epsilon))[:, None]
+    inside = columns < HALF
+    weight_low = tl.load(weight + columns, mask=inside, other=0.0)[None, :]
+    weight_high = tl.load(weight + HALF + columns, mask=inside, other=0.0)[None, :]
+    return (wide_low * inverse).to(low.dtype) * weight_low, (wide_high * inverse).to(low.dtype) * weight_high
+
+
+@triton.jit
+def _rotate_kernel(
+    heads: Pointer,
+    token_stride: Scalar,
+    cos: Pointer,
+    sin: Pointer,
+    query_weight: Pointer,
+    key_weight: Pointer,
+    epsilon: Scalar,
+    NUM_QUERY: tl.constexpr,
+    NUM_ROTATED: tl.constexpr,
+    HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
+    NORMS: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
+    columns = tl.arange(0, COLUMNS)
+    inside = (head[:, None] < NUM_ROTATED) & (columns[None, :] < HALF)
+    places = heads + token * token_stride + head[:, None] * (2 * HALF) + columns[None, :]
+    low = tl.load(places, mask=inside, other=0.0)
+    high = tl.load(places + HALF, mask=inside, other=0.0)
+    if NORMS:
+        query_low, query_high = _normed(low, high, query_weight, columns, epsilon, HALF)
+        key_low, key_high = _normed(low, high, key_weight, columns, epsilon, HALF)
+        is_query = head[:, None] < NUM_QUERY
+        low = tl.where(is_query, query_low, key_low)
+        high = tl.where(is_query, query_high, key_high)
+    table = token * (2 * HALF) + columns
+    in_table = columns < HALF
+    cosine = tl.load(cos + table, mask=in_table, other=0.0)[None, :]
+    sine = tl.load(sin + HALF + table, mask=in_table, other=0.0)[None, :]
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    tl.store(places, (wide_low * cosine - wide_high * sine).to(low.dtype), mask=inside)
+    tl.store(places + HALF, (wide_high * cosine + wide_low * sine).to(low.dtype), mask=inside)
+
+
+@triton.jit
+def _write_kernel(
+    k: Pointer,
+    v: Pointer,
+    slots: Pointer,
+    keys: Pointer,
+    values: Pointer,
+    k_stride: Scalar,
+    v_stride: Scalar,
+    NUM_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS_AT_ONCE)[:, None]
+    columns = tl.arange(0, COLUMNS)[None, :]
+    inside = (head < NUM_HEADS) & (columns < HEAD_SIZE)
+    slot = tl.load(slots + token).to(tl.int64)
+    place = (slot // PAGE_SIZE * NUM_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
+    source = head * HEAD_SIZE + columns
+    target = place * HEAD_SIZE + columns
+    tl.store(keys + target, tl.load(k + token * k_stride + source, mask=inside), mask=inside)
+    tl.store(values + target, tl.load(v + token * v_stride + source, mask=inside), mask=inside)
+
+
+@triton.jit
+def _pages_kernel(page_table: Pointer, row_stride: Scalar, starts: Pointer, out: Pointer, BLOCK: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - start
+    for first in range(0, count, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        inside = places < count
+        tl.store(out + start + places, tl.load(page_table + row * row_stride + places, mask=inside), mask=inside)
+
+
+def rotate(
+    heads: Tensor, num_query: int, tables: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor, float] | None
+) -> None:
+    """Norm (weights of query and key heads, epsilon) and rotate the first heads of [T, H + 2 K, E], in place.
+
+    The last third of the heads after the queries, the values, stays as it is. ``tables`` are those of ``kernels.rope``.
+    """
+    num_tokens, num_heads, head_size = heads.shape
+    num_rotated = (num_heads + num_query) // 2
+    cos, sin = tables
+    query_weight, key_weight, epsilon = norms if norms is not None else (cos, cos, 0.0)
+    _rotate_kernel[(num_tokens, triton.cdiv(num_rotated, HEADS))](
+        heads,
+        heads.stride(0),
+        cos,
+        sin,
+        query_weight,
+        key_weight,
+        epsilon,
+        NUM_QUERY=num_query,
+        NUM_ROTATED=num_rotated,
+        HALF=head_size // 2,
+        COLUMNS=next_power_of_2(head_size // 2),
+        HEADS_AT_ONCE=HEADS,
+        NORMS=norms is not None,
+        num_warps=4,
+    )
+
+
+def write_pages(k: Tensor, v: Tensor, slots: Tensor, pool: tuple[Tensor, Tensor]) -> None:
+    """k and v [T, K, E] to their slots of keys and values [N, K, S, E]; heads of a token stand together."""
+    keys, values = pool
+    num_tokens, num_heads, head_size = k.shape
+    _write_kernel[(num_tokens,)](
+        k,
+        v,
+        slots,
+        keys,
+        values,
+        k.stride(0),
+        v.stride(0),
+        NUM_HEADS=num_heads,
+        PAGE_SIZE=keys.shape[2],
+        HEAD_SIZE=head_size,
+        HEADS_AT_ONCE=next_power_of_2(num_heads),
+        COLUMNS=next_power_of_2(head_size),
+        num_warps=4,
+    )
+
+
+def flatten_pages(page_table: Tensor, starts: Tensor, out: Tensor) -> None:
+    """Row r of the page table [R, P] goes to ``out[starts[r] : starts[r + 1]]``, without asking the device for R."""
+    num_rows = page_table.shape[0]
+    _pages_kernel[(num_rows,)](page_table, page_table.stride(0), starts, out, BLOCK=128, num_warps=1)

@@ -1,0 +1,86 @@
+"""Norms and the gated activation on a GPU: one pass over the memory each. T rows, D columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from aioengine.kernels._triton import next_power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels._triton import Pointer, Scalar
+
+
+@triton.jit
+def _norm_kernel(
+    delta: Pointer,
+    residual: Pointer,
+    weight: Pointer,
+    out: Pointer,
+    row_stride: Scalar,
+    num_columns: Scalar,
+    epsilon: Scalar,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    x = tl.load(residual + row * row_stride + columns, mask=inside, other=0.0)
+    if ADDS:
+        x = x + tl.load(delta + row * num_columns + columns, mask=inside, other=0.0)
+        tl.store(residual + row * row_stride + columns, x, mask=inside)
+    wide = x.to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + epsilon)
+    scale = tl.load(weight + columns, mask=inside, other=0.0)
+    normed = (wide * inverse).to(x.dtype) * scale
+    tl.store(out + row * num_columns + columns, normed, mask=inside)
+
+
+@triton.jit
+def _silu_kernel(x: Pointer, out: Pointer, size: Scalar, BLOCK: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(x + row * 2 * size + columns, mask=inside, other=0.0)
+    up = tl.load(x + row * 2 * size + size + columns, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out + row * size + columns, active * up, mask=inside)
+
+
+def _num_warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
+
+
+def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """``residual`` [T, D] += delta, in place where there is a delta; returns its norm."""
+    num_rows, num_columns = residual.shape
+    out = torch.empty((num_rows, num_columns), dtype=residual.dtype, device=residual.device)
+    block = next_power_of_2(num_columns)
+    _norm_kernel[(num_rows,)](
+        residual if delta is None else delta,
+        residual,
+        weight,
+        out,
+        residual.stride(0),
+        num_columns,
+        epsilon,
+        ADDS=delta is not None,
+        BLOCK=block,
+        num_warps=_num_warps(block),
+    )
+    return out
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    num_rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    block = min(next_power_of_2(size), 1024)
+    _silu_kernel[(num_rows, triton.cdiv(size, block))](x, out, size, BLOCK=block, num_warps=4)
+    return out

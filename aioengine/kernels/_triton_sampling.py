@@ -1,0 +1,336 @@
+"""From logits to token ids on a GPU, without a word to the host.
+
+A row's token is a function of its logits, seed and position alone: every sum is taken in an order that the width
+decides. The rules and the number that draws are those of ``runner.truncation`` and ``runner.philox``; the mass is
+cumulated by blocks of ``BLOCK`` tokens and inside the block that is hit.
+
+S rows, V vocabulary, B blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from aioengine.kernels._triton import next_power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels._triton import Block, Pointer, Scalar
+
+BLOCK = 2048
+LOOP_BLOCK = 8192
+NUM_COLUMNS = 5
+"""Of ``Draws.words``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How S rows are drawn.
+
+    words: [5, S] int32: low and high half of the seed, the position, the bits of fp32 one over temperature, and
+    whether the row is greedy.
+    rules: None, or (rows [X] int32, top_k [X] int32, top_p and min_p [X] fp32) of the rows that are truncated.
+    """
+
+    words: Tensor
+    rules: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+
+@triton.jit
+def _uniform(words: Pointer, stride: Scalar, row: Scalar) -> Block:
+    """The number in [0, 1) of this row: Philox4x32-10."""
+    key_0 = tl.load(words + row).to(tl.uint32, bitcast=True)
+    key_1 = tl.load(words + stride + row).to(tl.uint32, bitcast=True)
+    count_0 = tl.load(words + 2 * stride + row).to(tl.uint32, bitcast=True)
+    count_1 = tl.zeros_like(count_0)
+    count_2 = tl.zeros_like(count_0)
+    count_3 = tl.zeros_like(count_0)
+    multiplier_0 = tl.full((), 0xD2511F53, tl.uint32)
+    multiplier_1 = tl.full((), 0xCD9E8D57, tl.uint32)
+    step_0 = tl.full((), 0x9E3779B9, tl.uint32)
+    step_1 = tl.full((), 0xBB67AE85, tl.uint32)
+    for _ in tl.static_range(10):
+        high_0 = tl.umulhi(count_0, multiplier_0)
+        high_1 = tl.umulhi(count_2, multiplier_1)
+        low_0 = count_0 * multiplier_0
+        low_1 = count_2 * multiplier_1
+        count_0 = high_1 ^ count_1 ^ key_0
+        count_2 = high_0 ^ count_3 ^ key_1
+        count_1 = low_1
+        count_3 = low_0
+        key_0 = key_0 + step_0
+        key_1 = key_1 + step_1
+    high = (count_0 >> 5).to(tl.float64)
+    low = (count_1 >> 6).to(tl.float64)
+    return (high * 67108864.0 + low) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def _blocks_kernel(
+    logits: Pointer,
+    row_stride: Scalar,
+    num_tokens: Scalar,
+    words: Pointer,
+    num_rows: Scalar,
+    maxima: Pointer,
+    places: Pointer,
+    sums: Pointer,
+    SIZE: tl.constexpr,
+) -> None:
+    """For each block of a row: its largest logit, where that is, and the mass of the block relative to it."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    columns = block * SIZE + tl.arange(0, SIZE)
+    inside = columns < num_tokens
+    x = tl.load(logits + row.to(tl.int64) * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    has_nan = tl.max((x != x).to(tl.int32), 0)
+    largest = tl.max(x, 0)
+    place = tl.min(tl.where(x == largest, columns, num_tokens), 0)
+    scale = tl.load(words + 3 * num_rows + row).to(tl.float32, bitcast=True)
+    base = tl.where(largest == -float("inf"), 0.0, largest)
+    mass = tl.sum(tl.exp((x - base) * scale), 0)
+    out = row * tl.num_programs(1) + block
+    tl.store(maxima + out, tl.where(has_nan > 0, float("nan"), largest))
+    tl.store(places + out, place)
+    tl.store(sums + out, mass)
+
+
+@triton.jit
+def _pick_kernel(
+    logits: Pointer,
+    row_stride: Scalar,
+    num_tokens: Scalar,
+    words: Pointer,
+    num_rows: Scalar,
+    maxima: Pointer,
+    places: Pointer,
+    sums: Pointer,
+    out: Pointer,
+    num_blocks: Scalar,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """The token of a row: its largest logit, or a draw. -1 where a logit is no number, or none is finite."""
+    row = tl.program_id(0)
+    blocks = tl.arange(0, BLOCKS)
+    inside = blocks < num_blocks
+    largest = tl.load(maxima + row * num_blocks + blocks, mask=inside, other=-float("inf"))
+    is_bad = tl.max((largest != largest).to(tl.int32), 0) > 0
+    top = tl.max(largest, 0)
+    is_bad = is_bad | (top == float("inf")) | (top == -float("inf"))
+    is_greedy = tl.load(words + 4 * num_rows + row) != 0
+    scale = tl.load(words + 3 * num_rows + row).to(tl.float32, bitcast=True)
+
+    mass = tl.load(sums + row * num_blocks + blocks, mask=inside, other=0.0)
+    mass = tl.where(inside, mass * tl.exp((largest - top) * scale), 0.0).to(tl.float64)
+    cumulated = tl.cumsum(mass, 0)
+    target = _uniform(words, num_rows, row) * tl.max(cumulated, 0)
+    last = tl.max(tl.where(mass > 0.0, blocks, 0), 0)
+    drawn = tl.min(tl.where(cumulated > target, blocks, last), 0)
+    best = tl.min(tl.where(largest == top, blocks, BLOCKS), 0)
+    block = tl.where(is_bad, 0, tl.where(is_greedy, best, drawn))
+
+    columns = block * SIZE + tl.arange(0, SIZE)
+    in_row = columns < num_tokens
+    x = tl.load(logits + row.to(tl.int64) * row_stride + columns, mask=in_row, other=-float("inf")).to(tl.float32)
+    inner = tl.exp((x - top) * scale).to(tl.float64)
+    before = tl.sum(tl.where(blocks == block, cumulated - mass, 0.0), 0)
+    above = tl.cumsum(inner, 0) + before > target
+    fallback = tl.max(tl.where(inner > 0.0, columns, 0), 0)
+    token = tl.min(tl.where(above, columns, fallback), 0)
+    # columns past the one that is hit are above too, the fallback of those before it is never smaller than the hit
+    token = tl.where(is_greedy, tl.load(places + row * num_blocks + block), token)
+    tl.store(out + row, tl.where(is_bad, -1, token).to(tl.int64))
+
+
+@triton.jit
+def _weights(
+    x: Pointer, start: Scalar, num_tokens: tl.constexpr, top: Scalar, scale: Scalar, SIZE: tl.constexpr
+) -> Block:
+    """Probabilities relative to the largest, fp32."""
+    columns = start + tl.arange(0, SIZE)
+    loaded = tl.load(x + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
+    return tl.exp((loaded - top) * scale)
+
+
+@triton.jit
+def _above(
+    x: Pointer,
+    num_tokens: tl.constexpr,
+    top: Scalar,
+    scale: Scalar,
+    border: Scalar,
+    COUNTS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> Block:
+    """Of the tokens whose weight's bits lie above ``border``: how many there are, or their mass; float64."""
+    total = tl.zeros((), tl.float64)
+    for start in range(0, num_tokens, SIZE):
+        weight = _weights(x, start, num_tokens, top, scale, SIZE)
+        columns = start + tl.arange(0, SIZE)
+        is_above = (weight.to(tl.int32, bitcast=True) > border) & (columns < num_tokens)
+        if COUNTS:
+            total += tl.sum(is_above.to(tl.int32), 0).to(tl.float64)
+        else:
+            total += tl.sum(tl.where(is_above, weight, 0.0), 0).to(tl.float64)
+    return total
+
+
+@triton.jit
+def _border(
+    x: Pointer,
+    num_tokens: tl.constexpr,
+    top: Scalar,
+    scale: Scalar,
+    limit: Scalar,
+    COUNTS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> Block:
+    """The bits of the smallest weight above which there is less than ``limit``; -1: of no token is there so much."""
+    low = tl.full((), -1, tl.int32)
+    high = tl.full((), 0x3F800000, tl.int32)
+    high = tl.where(_above(x, num_tokens, top, scale, low, COUNTS, SIZE) < limit, low, high)
+    for _ in range(31):
+        middle = (low + high) // 2
+        is_less = _above(x, num_tokens, top, scale, middle, COUNTS, SIZE) < limit
+        high = tl.where(is_less, middle, high)
+        low = tl.where(is_less, low, middle)
+    return high
+
+
+@triton.jit
+def _truncated_kernel(
+    logits: Pointer,
+    row_stride: Scalar,
+    num_tokens: tl.constexpr,
+    words: Pointer,
+    num_rows: Scalar,
+    maxima: Pointer,
+    num_blocks: Scalar,
+    rows: Pointer,
+    top_ks: Pointer,
+    top_ps: Pointer,
+    min_ps: Pointer,
+    out: Pointer,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """A draw from what top-k, then top-p, then min-p leave; ties at the border in vocabulary order."""
+    index = tl.program_id(0)
+    row = tl.load(rows + index)
+    blocks = tl.arange(0, BLOCKS)
+    largest = tl.load(maxima + row * num_blocks + blocks, mask=blocks < num_blocks, other=-float("inf"))
+    top = tl.max(largest, 0)
+    is_bad = (tl.max((largest != largest).to(tl.int32), 0) > 0) | (top == float("inf")) | (top == -float("inf"))
+    x = logits + row.to(tl.int64) * row_stride
+    scale = tl.load(words + 3 * num_rows + row).to(tl.float32, bitcast=True)
+    top_k = tl.load(top_ks + index).to(tl.float64)
+    top_p = tl.load(top_ps + index).to(tl.float64)
+    min_p = tl.load(min_ps + index)
+    if not is_bad:
+        border = tl.full((), -1, tl.int32)
+        num_ties = tl.full((), 1 << 30, tl.int32)
+        if top_k < num_tokens:
+            border = _border(x, num_tokens, top, scale, top_k, True, SIZE)
+            num_ties = (top_k - _above(x, num_tokens, top, scale, border, True, SIZE)).to(tl.int32)
+        if top_p < 1.0:
+            mass = _above(x, num_tokens, top, scale, border, False, SIZE)
+            if border >= 0:
+                mass += num_ties.to(tl.float64) * border.to(tl.float32, bitcast=True).to(tl.float64)
+            limit = top_p * mass
+            nucleus = _border(x, num_tokens, top, scale, limit, False, SIZE)
+            if nucleus >= border:
+                value = nucleus.to(tl.float32, bitcast=True).to(tl.float64)
+                missing = limit - _above(x, num_tokens, top, scale, nucleus, False, SIZE)
+                fitting = tl.ceil(missing / tl.maximum(value, 1e-300)).to(tl.int32)
+                fitting = tl.maximum(fitting, 1)
+                num_ties = tl.where(nucleus == border, tl.minimum(num_ties, fitting), fitting)
+                border = nucleus
+        least = min_p.to(tl.int32, bitcast=True)
+        if (min_p > 0.0) & (least > border):
+            border = least - 1
+            num_ties = tl.full((), 0, tl.int32)
+        _draw_kept(x, num_tokens, top, scale, border, num_ties, _uniform(words, num_rows, row), out + row, SIZE)
+
+
+@triton.jit
+def _kept(
+    weight: Block, columns: Block, num_tokens: tl.constexpr, border: Scalar, num_ties: Scalar, num_seen: Scalar
+) -> Block:
+    bits = weight.to(tl.int32, bitcast=True)
+    is_tie = (bits == border) & (columns < num_tokens)
+    ties = is_tie.to(tl.int32)
+    rank = num_seen + tl.cumsum(ties, 0) - ties
+    is_kept = ((bits > border) & (columns < num_tokens)) | (is_tie & (rank < num_ties))
+    return tl.where(is_kept, weight, 0.0), tl.sum(ties, 0)
+
+
+@triton.jit
+def _draw_kept(
+    x: Pointer,
+    num_tokens: tl.constexpr,
+    top: Scalar,
+    scale: Scalar,
+    border: Scalar,
+    num_ties: Scalar,
+    uniform: Scalar,
+    out: Pointer,
+    SIZE: tl.constexpr,
+) -> None:
+    """The first token at which the mass of what is kept exceeds ``uniform`` times all of it."""
+    whole = tl.zeros((), tl.float64)
+    num_seen = tl.zeros((), tl.int32)
+    for start in range(0, num_tokens, SIZE):
+        columns = start + tl.arange(0, SIZE)
+        weight, found = _kept(
+            _weights(x, start, num_tokens, top, scale, SIZE), columns, num_tokens, border, num_ties, num_seen
+        )
+        whole += tl.sum(weight.to(tl.float64), 0)
+        num_seen += found
+    target = uniform * whole
+    mass = tl.zeros((), tl.float64)
+    num_seen = tl.zeros((), tl.int32)
+    token = tl.full((), 1 << 30, tl.int32)
+    last = tl.zeros((), tl.int32)
+    for start in range(0, num_tokens, SIZE):
+        columns = start + tl.arange(0, SIZE)
+        weight, found = _kept(
+            _weights(x, start, num_tokens, top, scale, SIZE), columns, num_tokens, border, num_ties, num_seen
+        )
+        wide = weight.to(tl.float64)
+        above = (tl.cumsum(wide, 0) + mass > target) & (weight > 0.0)
+        token = tl.minimum(token, tl.min(tl.where(above, columns, 1 << 30), 0))
+        last = tl.maximum(last, tl.max(tl.where(weight > 0.0, columns, 0), 0))
+        mass += tl.sum(wide, 0)
+        num_seen += found
+    tl.store(out, tl.minimum(token, last).to(tl.int64))
+
+
+class SamplingKernels:
+    """The kernels with their scratch memory, for up to ``max_rows`` rows of logits at a time."""
+
+    def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._num_blocks = triton.cdiv(vocab_size, BLOCK)
+        self._maxima = torch.empty(max_rows, self._num_blocks, device=device)
+        self._places = torch.empty(max_rows, self._num_blocks, dtype=torch.int32, device=device)
+        self._sums = torch.empty(max_rows, self._num_blocks, device=device)
+
+    def sample(self, logits: Tensor, draws: Draws, out: Tensor) -> None:
+        """One token for each row of the logits [S, >= V] into ``out`` [S] int64; -1 for a bad row."""
+        num_rows = len(logits)
+        inputs = (logits, logits.stride(0), self._vocab_size, draws.words, draws.words.stride(0), self._maxima)
+        blocks = next_power_of_2(self._num_blocks)
+        _blocks_kernel[(num_rows, self._num_blocks)](*inputs, self._places, self._sums, SIZE=BLOCK, num_warps=4)
+        _pick_kernel[(num_rows,)](
+            *inputs, self._places, self._sums, out, self._num_blocks, SIZE=BLOCK, BLOCKS=blocks, num_warps=8
+        )
+        if draws.rules is not None:
+            _truncated_kernel[(len(draws.rules[0]),)](
+                *inputs, self._num_blocks, *draws.rules, out, SIZE=LOOP_BLOCK, BLOCKS=blocks, num_warps=16
+            )

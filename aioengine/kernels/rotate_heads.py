@@ -1,0 +1,43 @@
+"""From the fused product to what attention takes: heads [T, H + 2 K, E] -> q [T, H, E], k and v [T, K, E].
+
+Queries and keys are normed, each head on its own, where the model has weights for that, and rotated.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.kernels import _triton
+from aioengine.kernels.rms_norm import rms_norm
+from aioengine.kernels.rope import rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Tables = tuple[Tensor, Tensor]
+    Norms = tuple[Tensor, Tensor, float] | None
+    Heads = tuple[Tensor, Tensor, Tensor]
+
+
+def reference(heads: Tensor, num_heads: int, tables: Tables, norms: Norms) -> Heads:
+    """``norms``: the weights for query and key heads and epsilon, or None; ``tables`` are those of ``rope``."""
+    num_kv_heads = (heads.shape[1] - num_heads) // 2
+    rotated, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    if norms is None:
+        q, k = rope(rotated, *tables).split((num_heads, num_kv_heads), dim=1)
+        return q, k, v
+    query_weight, key_weight, epsilon = norms
+    q, k = rotated.split((num_heads, num_kv_heads), dim=1)
+    return rope(rms_norm(q, query_weight, epsilon), *tables), rope(rms_norm(k, key_weight, epsilon), *tables), v
+
+
+def rotate_heads(heads: Tensor, num_heads: int, tables: Tables, norms: Norms) -> Heads:
+    """May use the memory of ``heads``."""
+    if not _triton.serves(heads):
+        return reference(heads, num_heads, tables, norms)
+    from aioengine.kernels import _triton_heads
+
+    _triton_heads.rotate(heads, num_heads, tables, norms)
+    num_kv_heads = (heads.shape[1] - num_heads) // 2
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    return q, k, v

@@ -1,0 +1,103 @@
+"""Sampling on a GPU: the host prepares how each row is drawn, and never waits for what was drawn.
+
+The same rules and the same random numbers as ``runner.sampler``; probabilities are summed up in another order, so a
+draw that falls on the border between two tokens may give the other one. A row's token depends on its logits, seed and
+position alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from aioengine.kernels._triton_sampling import NUM_COLUMNS, Draws, SamplingKernels
+from aioengine.runner.logits import LogitsRow
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.runner.logits import LogitsProcessor
+    from aioengine.runner.rows import SampledRows
+    from aioengine.runner.upload import Upload
+
+_CHUNK_ROWS = 256
+_LOW_WORD = np.uint64(0xFFFFFFFF)
+_HIGH_SHIFT = np.uint64(32)
+
+
+def draw_words(rows: SampledRows, out: npt.NDArray[np.int32]) -> None:
+    """Fill ``kernels._triton_sampling.Draws.words`` [5, S] of these rows."""
+    records = rows.records
+    seeds, temperatures = records["seed"], records["temperature"]
+    is_greedy = records["is_greedy"]
+    out[0] = (seeds & _LOW_WORD).astype(np.uint32).view(np.int32)
+    out[1] = (seeds >> _HIGH_SHIFT).astype(np.uint32).view(np.int32)
+    out[2] = rows.positions
+    out[3] = (1.0 / np.where(is_greedy, np.float32(1.0), temperatures)).astype(np.float32).view(np.int32)
+    out[4] = is_greedy
+
+
+def is_simple(rows: SampledRows) -> bool:
+    """Whether no row needs more than a temperature."""
+    records = rows.records
+    return not (records["processors"].any() or (records["is_truncated"] & ~records["is_greedy"]).any())
+
+
+class DeviceSampler:
+    """Draws tokens below ``vocab_size``; logits of ``num_embeddings`` may be wider, the rest is never drawn."""
+
+    def __init__(
+        self, *, vocab_size: int, device: torch.device, processors: tuple[LogitsProcessor, ...], upload: Upload
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._processors = processors
+        self._device = device
+        self._upload = upload
+        self._kernels = SamplingKernels(max_rows=_CHUNK_ROWS, vocab_size=vocab_size, device=device)
+
+    def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """One token id for each row of the logits [S, >= V], as [S] int64 on their device; -1 for a bad row."""
+        num_rows = len(logits)
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=self._device)
+        if rows.records["processors"].any():
+            logits = self._process(logits, rows)
+        columns = np.empty((NUM_COLUMNS, num_rows), dtype=np.int32)
+        draw_words(rows, columns)
+        words = self._upload(columns)
+        is_truncated = rows.records["is_truncated"] & ~rows.records["is_greedy"]
+        for start in range(0, num_rows, _CHUNK_ROWS):
+            part = slice(start, start + _CHUNK_ROWS)
+            rules = self._rules(rows, np.flatnonzero(is_truncated[part]), start)
+            self._kernels.sample(logits[part], Draws(words[:, part], rules), token_ids[part])
+        return token_ids
+
+    def _rules(
+        self, rows: SampledRows, chosen: npt.NDArray[np.int64], start: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        if not chosen.size:
+            return None
+        records = rows.records[start + chosen]
+        return (
+            self._upload(chosen.astype(np.int32)),
+            self._upload(records["top_k"].astype(np.int32)),
+            self._upload(records["top_p"].astype(np.float32)),
+            self._upload(records["min_p"].astype(np.float32)),
+        )
+
+    def _process(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """The logits after the processors, fp32, in memory of their own."""
+        scores = logits[:, : self._vocab_size].float()
+        bits = rows.records["processors"]
+        for i, processor in enumerate(self._processors):
+            users = np.flatnonzero(bits >> i & 1).tolist()
+            if users:
+                processor.apply(scores, [_logits_row(rows, user) for user in users])
+        return scores
+
+
+def _logits_row(rows: SampledRows, row: int) -> LogitsRow:
+    request = rows.requests[row]
+    return LogitsRow(row, request.sampling, request.num_prompt, int(rows.positions[row]), request.history)

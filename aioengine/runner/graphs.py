@@ -1,0 +1,188 @@
+"""CUDA graphs of decode steps: from last tokens to next tokens in one launch.
+
+There is a graph for each of a ladder of row counts; a step of fewer rows is padded to the next with rows of the
+padding page. All that a step tells the device goes there in one copy. The graphs share one pool of memory, the largest
+is captured first.
+
+A graph samples every row by its temperature alone. Steps with rows that need more (top-k, penalties...) take the
+hidden states that it gives and sample outside it.
+
+Shape letters: R rows of a step, B rows of its graph, D model size, P pages of the longest row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from aioengine.attention._base import DecodeBuffers
+from aioengine.kernels._triton_sampling import NUM_COLUMNS, Draws, SamplingKernels
+from aioengine.runner.device_sampler import draw_words, is_simple
+from aioengine.runner.kv_pool import PADDING_PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.attention._base import CapturableAttention, FixedDecode
+    from aioengine.models._base import Model
+    from aioengine.runner.inputs import StepRows
+    from aioengine.runner.rows import RowTable, SampledRows
+
+    Ints = npt.NDArray[np.int32]
+
+_COLUMNS = 4 + NUM_COLUMNS
+"""Columns of B numbers in the memory of a step: slots, positions, slot_mapping, last_lengths, words of the draws."""
+
+
+def ladder(max_rows: int) -> list[int]:
+    """Row counts that get a graph: close together where a step is short, then in steps of a quarter to an eighth."""
+    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+    while sizes[-1] < max_rows:
+        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
+    return [*(size for size in sizes if size < max_rows), max_rows] if max_rows else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """One captured step of ``num_rows`` rows, with the memory that it reads and writes."""
+
+    num_rows: int
+    graph: torch.cuda.CUDAGraph
+    attention: FixedDecode
+    slots: Tensor
+    input_ids: Tensor
+    hidden: Tensor
+    token_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """What a replayed step gives: token_ids [R] int64, None where a row needs more than a temperature, and hidden
+    states [R, D].
+    """
+
+    token_ids: Tensor | None
+    hidden: Tensor
+
+
+class DecodeGraphs:
+    """The graphs of a model over one table of requests."""
+
+    def __init__(
+        self, model: Model, attention: CapturableAttention, table: RowTable, *, vocab_size: int, page_size: int
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._table = table
+        self._vocab_size = vocab_size
+        self._page_size = page_size
+        self._device = table.last_tokens.device
+        self._graphs: dict[int, _Graph] = {}
+        self._sizes = np.zeros(0, dtype=np.int64)
+        self._copied = torch.cuda.Event()
+        self._memory = torch.empty(0, dtype=torch.int32, device=self._device)
+        self._host = torch.empty(0, dtype=torch.int32)
+
+    @property
+    def max_rows(self) -> int:
+        return int(self._sizes[-1]) if self._sizes.size else 0
+
+    def capture(self, max_rows: int, report: Callable[[int, int], None]) -> None:
+        """Capture the ladder up to ``max_rows``; ``report`` hears how many graphs are done, and of how many."""
+        sizes = ladder(max_rows)
+        capacity = _COLUMNS * max_rows + max_rows + 1 + max_rows * self._table.page_table.shape[1]
+        self._memory = torch.zeros(capacity, dtype=torch.int32, device=self._device)
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=True)
+        kernels = SamplingKernels(max_rows=max_rows, vocab_size=self._vocab_size, device=self._device)
+        pool = torch.cuda.graph_pool_handle()
+        report(0, len(sizes))
+        for num_done, size in enumerate(reversed(sizes), 1):
+            self._graphs[size] = self._captured(size, kernels, pool)
+            report(num_done, len(sizes))
+        self._sizes = np.array(sizes)
+
+    def fits(self, rows: StepRows) -> bool:
+        """Whether these rows are a decode step for which there is a graph."""
+        num_rows = len(rows.requests)
+        if not num_rows or num_rows > self.max_rows or rows.known_ids.size:
+            return False
+        return int(rows.token_ends[-1]) == num_rows and bool(rows.samples.all())
+
+    def replay(self, rows: StepRows, sampled: SampledRows) -> DecodeStep:
+        """Queue the step; it must fit."""
+        num_rows = len(rows.requests)
+        size = int(self._sizes[np.searchsorted(self._sizes, num_rows)])
+        chosen = self._graphs[size]
+        self._copied.synchronize()
+        host = self._host.numpy()
+        num_words = self._fill(host, size, rows, sampled)
+        self._memory[:num_words].copy_(self._host[:num_words], non_blocking=True)
+        self._copied.record()
+        torch.index_select(self._table.last_tokens, 0, chosen.slots, out=chosen.input_ids)
+        ends = _COLUMNS * size
+        chosen.attention.plan(self._host[ends : ends + size + 1], self._host[3 * size : 4 * size])
+        chosen.graph.replay()
+        token_ids = chosen.token_ids[:num_rows] if is_simple(sampled) else None
+        return DecodeStep(token_ids, chosen.hidden[:num_rows])
+
+    def _fill(self, host: Ints, size: int, rows: StepRows, sampled: SampledRows) -> int:
+        """Write what the graph of ``size`` rows reads; returns how many words that is."""
+        num_rows, page_size = len(rows.requests), self._page_size
+        columns = host[: _COLUMNS * size].reshape(_COLUMNS, size)
+        page_places = rows.starts // page_size
+        last_lengths = rows.starts - page_places * page_size + 1
+        num_pages = int(page_places.max()) + 1
+        page_table_RP = self._table.page_table[rows.slots, :num_pages]
+        last_pages = page_table_RP[np.arange(num_rows), page_places]
+        columns[0, :num_rows] = rows.slots
+        columns[1, :num_rows] = rows.starts
+        columns[2, :num_rows] = last_pages * page_size + last_lengths - 1
+        columns[3, :num_rows] = last_lengths
+        draw_words(sampled, columns[4:, :num_rows])
+        if num_rows < size:
+            columns[:3, num_rows:] = 0
+            columns[3, num_rows:] = 1
+            columns[4:, num_rows:] = 0
+        starts = host[_COLUMNS * size : _COLUMNS * size + size + 1]
+        starts[0] = 0
+        np.cumsum(page_places + 1, out=starts[1 : num_rows + 1])
+        num_used = int(starts[num_rows])
+        starts[num_rows + 1 :] = np.arange(num_used + 1, num_used + 1 + size - num_rows)
+        first = _COLUMNS * size + size + 1
+        ids = host[first : first + num_used + size - num_rows]
+        ids[:num_used] = page_table_RP[np.arange(num_pages) <= page_places[:, None]]
+        ids[num_used:] = PADDING_PAGE
+        return first + len(ids)
+
+    def _captured(self, size: int, kernels: SamplingKernels, pool: tuple[int, int]) -> _Graph:
+        columns = self._memory[: _COLUMNS * size].view(_COLUMNS, size)
+        first = _COLUMNS * size + size + 1
+        buffers = DecodeBuffers(
+            slot_mapping=columns[2],
+            starts=self._memory[_COLUMNS * size : first],
+            last_lengths=columns[3],
+            page_ids=self._memory[first:],
+        )
+        attention = self._attention.fixed_decode(size, buffers)
+        self._memory.zero_()
+        attention.plan_first(np.ones(size, dtype=np.int32))
+        input_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
+        token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
+
+        def compute() -> Tensor:
+            hidden = self._model.forward(input_ids, columns[1], attention)
+            kernels.sample(self._model.compute_logits(hidden), Draws(columns[4:]), token_ids)
+            return hidden
+
+        compute()  # kernels that are compiled or chosen when they first run must not do so while being captured
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            hidden = compute()
+        return _Graph(size, graph, attention, columns[0], input_ids, hidden, token_ids)

@@ -1,0 +1,245 @@
+"""GPU workloads W1 to W6 on random weights, through the public API.
+
+    python benchmarks/gpu.py --models /tmp/bench-models --json results.json          # everything
+    python benchmarks/gpu.py --models /tmp/bench-models --rows W3 W4 --model a
+
+W1 / W2  256 requests, 100 to 1024 tokens in and out, temperature 0.6: output tokens per second (model a / b)
+W3       one stream, 128 in, 256 out, greedy: ms per token; wall time of one token after 1024 and 8192 new ones
+W4       256 and 1024 streams in one asyncio process, 128 in, 256 out, text on: rate, latencies, CPU seconds
+W5       256 requests that share 2048 tokens and have 128 of their own, 64 out: seconds (model b)
+W6       decode at batch 1 to 256 over 512 cached tokens: 128 steps, tokens per second (model b)
+
+Model a has the shape of Qwen3-0.6B, b that of Llama-3.1-8B. The prefix cache is emptied before each counted run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import uvloop
+from gpu_models import write_folder
+
+from aioengine import AsyncEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+Ids = list[int]
+Figures = dict[str, float]
+
+
+def ids(rng: random.Random, count: int) -> Ids:
+    return [rng.randint(0, 10_000) for _ in range(count)]
+
+
+def sampling(max_new_tokens: int, temperature: float = 0.6) -> dict[str, object]:
+    return {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
+
+
+@dataclass
+class Bench:
+    """An engine and what was measured on it: name of a figure -> its values."""
+
+    engine: AsyncEngine
+    figures: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    num_prompts: int = 0
+
+    def add(self, name: str, value: float) -> None:
+        self.figures.setdefault(name, []).append(value)
+
+    def rng(self) -> random.Random:
+        self.num_prompts += 1
+        return random.Random(1000 + self.num_prompts)
+
+    async def empty_cache(self) -> None:
+        for _ in range(100):
+            if await self.engine.flush_cache():
+                return
+            await asyncio.sleep(0.02)
+        raise RuntimeError("the prefix cache could not be emptied")
+
+    async def generate(self, prompts: list[Ids], samplings: list[dict[str, object]]) -> float:
+        """Seconds for all of them."""
+        await self.empty_cache()
+        started = time.perf_counter()
+        outs = await self.engine.async_generate(input_ids=prompts, sampling_params=samplings)  # type: ignore[arg-type]
+        elapsed = time.perf_counter() - started
+        counts = [out["meta_info"]["completion_tokens"] for out in outs]
+        wanted = [each["max_new_tokens"] for each in samplings]
+        if counts != wanted:
+            raise RuntimeError(f"expected {wanted[:5]}... tokens, got {counts[:5]}...")
+        return elapsed
+
+
+async def offline(bench: Bench) -> None:
+    for seed in (1, 0, 0):
+        random.seed(seed)
+        prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
+        counts = [random.randint(100, 1024) for _ in range(256)]
+        seconds = await bench.generate(prompts, [sampling(count) for count in counts])
+        if seed == 0:
+            bench.add("offline tok/s", sum(counts) / seconds)
+
+
+async def one_stream(bench: Bench) -> None:
+    for _ in range(4):
+        await bench.empty_cache()
+        arrivals = []
+        prompt = ids(bench.rng(), 128)
+        async for _chunk in bench.engine.async_generate(
+            input_ids=prompt, sampling_params=sampling(256, 0.0), stream=True
+        ):
+            arrivals.append(time.perf_counter())
+        bench.add("one stream ms/token", (arrivals[-1] - arrivals[0]) / 255 * 1000)
+    bench.figures["one stream ms/token"].pop(0)  # the warm-up
+    for length in (1024, 8192):
+        for number in range(6):
+            prompt = ids(bench.rng(), length)
+            seconds = await bench.generate([prompt], [sampling(1, 0.0)])
+            if number:
+                bench.add(f"TTFT {length} ms", seconds * 1000)
+
+
+async def _stream(bench: Bench, prompt: Ids, started: float, firsts: list[float], gaps: list[float]) -> int:
+    count, before = 0, 0.0
+    async for chunk in bench.engine.async_generate(input_ids=prompt, sampling_params=sampling(256), stream=True):
+        now = time.perf_counter()
+        if count:
+            gaps.append(now - before)
+        else:
+            firsts.append(now - started)
+        before = now
+        count = chunk["meta_info"]["completion_tokens"]
+    return count
+
+
+def cpu_seconds() -> float:
+    """Of this process and all below it."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
+
+
+async def streams(bench: Bench) -> None:
+    for num_streams in (256, 1024):
+        for number in range(3):
+            await bench.empty_cache()
+            rng = bench.rng()
+            prompts = [ids(rng, 128) for _ in range(num_streams)]
+            firsts: list[float] = []
+            gaps: list[float] = []
+            tree, own, started = cpu_seconds(), time.process_time(), time.perf_counter()
+            counts = await asyncio.gather(*(_stream(bench, prompt, started, firsts, gaps) for prompt in prompts))
+            seconds = time.perf_counter() - started
+            own, tree = time.process_time() - own, cpu_seconds() - tree
+            if counts != [256] * num_streams:
+                raise RuntimeError(f"streams of {min(counts)} to {max(counts)} tokens, not 256")
+            if not number:
+                continue
+            thousands = sum(counts) / 1000
+            for name, value in {
+                "tok/s": sum(counts) / seconds,
+                "TTFT p50 ms": percentile(firsts, 0.5) * 1000,
+                "TTFT p99 ms": percentile(firsts, 0.99) * 1000,
+                "gap p50 ms": percentile(gaps, 0.5) * 1000,
+                "gap p99 ms": percentile(gaps, 0.99) * 1000,
+                "frontend CPU s/1k": own / thousands,
+                "tree CPU s/1k": tree / thousands,
+            }.items():
+                bench.add(f"{num_streams} streams {name}", value)
+
+
+async def shared_prefix(bench: Bench) -> None:
+    for number in range(3):
+        rng = bench.rng()
+        shared = ids(rng, 2048)
+        prompts = [[*shared, *ids(rng, 128)] for _ in range(256)]
+        seconds = await bench.generate(prompts, [sampling(64)] * 256)
+        if number:
+            bench.add("shared prefix s", seconds)
+
+
+async def sweep(bench: Bench) -> None:
+    for batch in (1, 8, 32, 128, 256):
+        for number in range(4):
+            rng = bench.rng()
+            prompts = [ids(rng, 512) for _ in range(batch)]
+            short = await bench.generate(prompts, [sampling(16)] * batch)
+            long = await bench.generate(prompts, [sampling(144)] * batch)
+            if number:
+                bench.add(f"decode batch {batch} tok/s", batch * 128 / (long - short))
+
+
+WORKLOADS: dict[str, tuple[str, Callable[[Bench], Coroutine[None, None, None]]]] = {
+    "W3": ("ab", one_stream),
+    "W4": ("a", streams),
+    "W1": ("a", offline),
+    "W2": ("b", offline),
+    "W6": ("b", sweep),
+    "W5": ("b", shared_prefix),
+}
+
+
+def summary(values: list[float]) -> Figures:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+async def measure(name: str, folder: Path, rows: list[str], arguments: dict[str, object]) -> dict[str, object]:
+    started = time.perf_counter()
+    results: dict[str, object] = {}
+    async with AsyncEngine(str(folder), load_format="dummy", **arguments) as engine:
+        results["start s"] = time.perf_counter() - started
+        print(f"model {name}: started in {results['start s']:.1f} s", flush=True)
+        results["facts"] = await engine.get_server_info()
+        for row in rows:
+            models, workload = WORKLOADS[row]
+            if name not in models:
+                continue
+            bench = Bench(engine)
+            try:
+                await workload(bench)
+            except Exception as error:
+                results[row] = {"error": f"{type(error).__name__}: {error}"}
+                print(f"{row} {name}: {error}", flush=True)
+                continue
+            results[row] = {key: summary(values) for key, values in bench.figures.items()}
+            for key, values in bench.figures.items():
+                print(
+                    f"{row} {name} {key:32} {statistics.median(values):12.3f}   ({min(values):.3f} to {max(values):.3f})",
+                    flush=True,
+                )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, required=True, help="folder for the model folders")
+    parser.add_argument("--model", choices=["a", "b", "ab"], default="ab")
+    parser.add_argument("--rows", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--arguments", type=json.loads, default={}, help="arguments of the engine, as JSON")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results = {}
+    for name in options.model:
+        if any(name in WORKLOADS[row][0] for row in options.rows):
+            folder = write_folder(options.models, name)
+            results[name] = uvloop.run(measure(name, folder, options.rows, options.arguments))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1, default=str), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Two model folders without weights for the GPU workloads: the shapes of Qwen3-0.6B and of Llama-3.1-8B."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from models import write_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL: dict[str, object] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "max_position_embeddings": 40_960,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "eos_token_id": 151645,
+    "bos_token_id": 151643,
+}
+LARGE: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "max_position_embeddings": 131_072,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "eos_token_id": 128001,
+    "bos_token_id": 128000,
+}
+MODELS = {"a": SMALL, "b": LARGE}
+
+
+def write_folder(folder: Path, name: str) -> Path:
+    """The folder of model "a" or "b", written unless it is there."""
+    target = folder / name
+    if (target / "tokenizer.json").exists():
+        return target
+    target.mkdir(parents=True, exist_ok=True)
+    config = MODELS[name]
+    (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    vocab_size, end = config["vocab_size"], config["eos_token_id"]
+    assert isinstance(vocab_size, int)
+    assert isinstance(end, int)
+    write_tokenizer(target, vocab_size, eos_token_id=end)
+    return target

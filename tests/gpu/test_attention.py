@@ -1,0 +1,67 @@
+"""FlashInfer's attention against plain torch, over the same pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aioengine.attention._base import AttentionShape, ForwardBatch, kv_pool_shape
+from aioengine.attention.torch import TorchAttention
+
+NUM_PAGES, PAGE_SIZE = 600, 16
+
+
+def make_batch(rows: list[tuple[int, int]]) -> ForwardBatch:
+    """Rows of (positions before, positions computed) over pages in a scattered order."""
+    order = (torch.randperm(NUM_PAGES - 1) + 1).tolist()
+    tables = [[order.pop() for _ in range(-(-(start + count) // PAGE_SIZE))] for start, count in rows]
+    width = max(map(len, tables))
+    spans = [
+        (table, place)
+        for (start, count), table in zip(rows, tables, strict=True)
+        for place in range(start, start + count)
+    ]
+    slots = [table[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for table, place in spans]
+    page_table = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+    return ForwardBatch(
+        input_ids=torch.zeros(len(spans), dtype=torch.int64, device="cuda"),
+        positions=torch.tensor([place for _, place in spans], device="cuda"),
+        slot_mapping=torch.tensor(slots, device="cuda"),
+        page_table=page_table.cuda(),
+        query_lengths=[count for _, count in rows],
+        kv_lengths=[start + count for start, count in rows],
+        sample_rows=torch.zeros(1, dtype=torch.int64, device="cuda"),
+    )
+
+
+ROWS = {
+    "one decode": [(100, 1)],
+    "decodes": [(0, 1), (15, 1), (16, 1), (900, 1), (333, 1)],
+    "one prefill": [(0, 700)],
+    "prefills with a prefix": [(160, 33), (0, 5), (480, 129)],
+    "mixed": [(40, 1), (800, 1), (0, 300), (64, 1), (32, 77)],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 8), (32, 8)])
+def test_against_torch(num_heads: int, num_kv_heads: int, rows: list[tuple[int, int]]) -> None:
+    from aioengine.attention.flashinfer import FlashInferAttention
+
+    shape = AttentionShape(num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=128, scale=128**-0.5)
+    size = kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+    pool = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+    expected_pool = pool.float()
+    batch = make_batch(rows)
+    heads = torch.randn(len(batch.positions), num_heads + 2 * num_kv_heads, 128, device="cuda", dtype=torch.bfloat16)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)  # strided, as models give them
+    backend, reference = FlashInferAttention(shape, pool), TorchAttention(shape, expected_pool)
+    backend.prepare(batch)
+    reference.prepare(replace(batch))
+    for layer in range(2):
+        found = backend.forward(q, k, v, layer)
+        expected = reference.forward(q.float(), k.float(), v.float(), layer)
+        assert torch.equal(pool[layer].float(), expected_pool[layer]), "K and V in their slots"
+        assert float((found.float() - expected).norm() / expected.norm()) < 1e-2

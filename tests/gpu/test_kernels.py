@@ -1,0 +1,95 @@
+"""The fast forms of operations against their references."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from aioengine.kernels import add_rms_norm, rms_norm, rotate_heads, silu_and_mul
+from aioengine.runner.philox import uniforms
+from aioengine.runner.truncation import draw, kept
+
+SIZES = [(1, 1024), (3, 4096), (257, 896)]
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize(("num_rows", "size"), SIZES)
+def test_norms(num_rows: int, size: int) -> None:
+    x, delta, weight = random(num_rows, size), random(num_rows, size), random(size)
+    assert error(rms_norm.rms_norm(x, weight, 1e-6), rms_norm.reference(x, weight, 1e-6)) < 2e-3
+    residual, expected_residual = x.clone(), x.clone()
+    found = add_rms_norm.add_rms_norm(delta, residual, weight, 1e-6)
+    expected = add_rms_norm.reference(delta, expected_residual, weight, 1e-6)
+    assert torch.equal(residual, expected_residual)
+    assert error(found, expected) < 2e-3
+
+
+@pytest.mark.parametrize(("num_rows", "size"), SIZES)
+def test_activation(num_rows: int, size: int) -> None:
+    x = random(num_rows, 2 * size)
+    assert error(silu_and_mul.silu_and_mul(x), silu_and_mul.reference(x)) < 4e-3
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(16, 8, 128), (32, 8, 128), (4, 2, 32)])
+def test_rotation(num_heads: int, num_kv_heads: int, head_size: int, has_norms: bool) -> None:
+    heads = random(5, num_heads + 2 * num_kv_heads, head_size)
+    angles = random(5, 1, head_size // 2, dtype=torch.float32)
+    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    norms = (random(head_size), random(head_size), 1e-6) if has_norms else None
+    expected = rotate_heads.reference(heads.clone(), num_heads, tables, norms)
+    for found, wanted in zip(rotate_heads.rotate_heads(heads, num_heads, tables, norms), expected, strict=True):
+        assert error(found, wanted) < 4e-3
+
+
+def test_sampling() -> None:
+    from aioengine.kernels._triton_sampling import Draws, SamplingKernels
+
+    generator = np.random.default_rng(0)
+    num_rows, vocab_size = 64, 151_936
+    logits = random(num_rows, vocab_size, dtype=torch.float32) * 3
+    logits[5] = logits[5].round()  # ties
+    logits[6, 77] = torch.nan
+    seeds = generator.integers(0, 2**63, num_rows, dtype=np.uint64)
+    positions = np.arange(num_rows) * 1000
+    temperatures = np.linspace(0.3, 1.7, num_rows).astype(np.float32)
+    words = np.zeros((5, num_rows), dtype=np.int32)
+    words[0] = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
+    words[1] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
+    words[2] = positions
+    words[3] = (1 / temperatures).view(np.int32)
+    words[4, :4] = 1
+    kernels = SamplingKernels(max_rows=num_rows, vocab_size=vocab_size, device=torch.device("cuda"))
+    out = torch.empty(num_rows, dtype=torch.int64, device="cuda")
+    kernels.sample(logits, Draws(torch.from_numpy(words).cuda()), out)
+    assert torch.equal(out[:4], logits[:4].argmax(-1))
+    assert out[6] == -1
+    probabilities = torch.softmax(logits.cpu() / torch.from_numpy(temperatures)[:, None], -1).nan_to_num(1.0)
+    uniform = torch.from_numpy(uniforms(seeds, positions))
+    good = [row for row in range(4, num_rows) if row != 6]
+    same = (out.cpu() == draw(probabilities, uniform))[good]
+    assert same.float().mean() > 0.9, "a draw on a border may fall to the neighbour, seldom"
+
+    rows = np.array(good, dtype=np.int32)
+    rules = (
+        generator.choice([1, 5, 200, 1 << 30], len(rows)).astype(np.int32),
+        generator.choice([0.1, 0.5, 0.9, 1.0], len(rows)).astype(np.float32),
+        generator.choice([0.0, 0.1, 0.02], len(rows)).astype(np.float32),
+    )
+    draws = Draws(torch.from_numpy(words).cuda(), tuple(torch.from_numpy(x).cuda() for x in (rows, *rules)))
+    kernels.sample(logits, draws, out)
+    num_same = 0
+    for row, top_k, top_p, min_p in zip(rows, *rules, strict=True):
+        keep = kept(probabilities[row].numpy(), top_k=int(top_k), top_p=float(top_p), min_p=float(min_p))
+        mass = np.where(keep, probabilities[row].numpy(), 0).cumsum(dtype=np.float64)
+        expected = int(np.searchsorted(mass, float(uniform[row]) * mass[-1], side="right"))
+        num_same += int(out[row]) == expected
+    assert num_same > 0.9 * len(rows)
