@@ -1,0 +1,126 @@
+"""Where the time of a decode step goes: scheduler and runner in one process, without wire and text.
+
+    python benchmarks/gpu_steps.py --models /tmp/bench-models --model a --batches 1 32 256 [--kernels]
+
+Prints, for each batch, milliseconds a step: wall, and of it what the host spends in schedule, launch, and collect
+(waiting for the device included) and apply. ``--kernels`` adds the device's time by kernel, from torch's profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from gpu_models import write_folder
+
+from aioengine.args import engine_config
+from aioengine.machine import device_facts
+from aioengine.model_folder import read_facts
+from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
+from aioengine.resolve import resolve
+from aioengine.runner.model_runner import ModelRunner, build
+from aioengine.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from aioengine.scheduler.plan import Plan, StepResult
+
+
+class Steps:
+    """The loop of ``SchedulerCore`` at depth 1, with a clock between its parts."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.parts: dict[str, list[float]] = defaultdict(list)
+        self.in_flight: list[tuple[Plan, object]] = []
+
+    def step(self) -> None:
+        started = time.perf_counter()
+        plan = self.scheduler.schedule(0.0)
+        scheduled = time.perf_counter()
+        if plan is not None:
+            self.in_flight.append((plan, self.runner.launch(plan)))
+        launched = collected = time.perf_counter()
+        if len(self.in_flight) > 1 or plan is None:
+            oldest, ticket = self.in_flight.pop(0)
+            result: StepResult = self.runner.collect(ticket)  # type: ignore[arg-type]
+            collected = time.perf_counter()
+            self.scheduler.apply(oldest, result, 0.0)
+        ended = time.perf_counter()
+        for name, seconds in (
+            ("schedule", scheduled - started),
+            ("launch", launched - scheduled),
+            ("collect", collected - launched),
+            ("apply", ended - collected),
+            ("wall", ended - started),
+        ):
+            self.parts[name].append(seconds * 1000)
+
+
+def run(steps: Steps, batch: int, *, num_cached: int, num_steps: int, first_uid: int) -> None:
+    """Fill the batch, then take ``num_steps`` decode steps whose times alone are kept."""
+    for uid in range(first_uid, first_uid + batch):
+        prompt = [(uid * 7919 + place * 31) % 10_000 for place in range(num_cached)]
+        limits = Limits(num_steps + 40)
+        steps.scheduler.submit(Submit(uid, prompt, Sampling(uid, temperature=0.6), limits, TextRules()))
+    steps.step()
+    while steps.in_flight[-1][0].num_tokens > batch or len(steps.in_flight[-1][0].rows) < batch:
+        steps.step()
+    for _ in range(8):
+        steps.step()
+    steps.parts.clear()
+    for _ in range(num_steps):
+        steps.step()
+
+
+def finish(steps: Steps) -> None:
+    while steps.scheduler.has_requests or steps.in_flight:
+        steps.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--model", choices=["a", "b"], default="a")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--cached", type=int, default=512)
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--kernels", action="store_true", help="the device's time by kernel")
+    options = parser.parse_args()
+    folder = write_folder(options.models, options.model)
+    config = engine_config(str(folder), {"load_format": "dummy", "disable_cuda_graph": options.eager})
+    settings = resolve(config, read_facts(str(folder)), device_facts())
+    started = time.perf_counter()
+    runner = build(settings, lambda _: None)
+    print(f"built in {time.perf_counter() - started:.1f} s: {runner.facts}", flush=True)
+    num_pages = runner.facts["num_pages"]
+    assert isinstance(num_pages, int)
+    for number, batch in enumerate(options.batches):
+        scheduler = Scheduler(settings.scheduler, num_pages=num_pages, page_size=settings.memory.page_size)
+        steps = Steps(runner, scheduler)
+        run(steps, batch, num_cached=options.cached, num_steps=100, first_uid=10_000 * number)
+        parts = "  ".join(f"{name} {statistics.median(values):7.3f}" for name, values in steps.parts.items())
+        print(f"batch {batch:4}: {parts}", flush=True)
+        if options.kernels:
+            kernels(steps)
+        finish(steps)
+
+
+def kernels(steps: Steps) -> None:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(10):
+            steps.step()
+        torch.cuda.synchronize()
+    table = profile.key_averages().table(sort_by="self_device_time_total", row_limit=16, max_name_column_width=70)
+    sys.stdout.write(table + "\n")
+
+
+if __name__ == "__main__":
+    main()
