@@ -1,4 +1,4 @@
-"""What the fast forms on a GPU share: whether there is Triton, and the words of kernel signatures.
+"""What the fast forms on a GPU share.
 
 Triton compiles its kernels when they are first launched, without a C++ compiler; the runner launches each of them once
 before it is ready.
@@ -12,10 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    Pointer = Tensor
-    Scalar = int | float
-    Block = Tensor
 
 
 @lru_cache(maxsize=1)

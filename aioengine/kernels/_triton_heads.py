@@ -15,14 +15,15 @@ from aioengine.kernels._triton import next_power_of_2
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels._triton import Block, Pointer, Scalar
 
 HEADS = 8
 """Heads that one program works on."""
 
 
 @triton.jit
-def _normed(low: Block, high: Block, weight: Pointer, columns: Block, epsilon: Scalar, HALF: tl.constexpr) -> Block:
+def _normed(
+    low: tl.tensor, high: tl.tensor, weight: tl.tensor, columns: tl.tensor, epsilon: tl.tensor, HALF: tl.constexpr
+) -> tl.tensor:
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     mean = (tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)) / (2 * HALF)
     inverse = (1.0 / tl.sqrt_rn(mean + epsilon))[:, None]
@@ -34,13 +35,13 @@ def _normed(low: Block, high: Block, weight: Pointer, columns: Block, epsilon: S
 
 @triton.jit
 def _rotate_kernel(
-    heads: Pointer,
-    token_stride: Scalar,
-    cos: Pointer,
-    sin: Pointer,
-    query_weight: Pointer,
-    key_weight: Pointer,
-    epsilon: Scalar,
+    heads: tl.tensor,
+    token_stride: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    query_weight: tl.tensor,
+    key_weight: tl.tensor,
+    epsilon: tl.tensor,
     NUM_QUERY: tl.constexpr,
     NUM_ROTATED: tl.constexpr,
     HALF: tl.constexpr,
@@ -72,13 +73,13 @@ def _rotate_kernel(
 
 @triton.jit
 def _write_kernel(
-    k: Pointer,
-    v: Pointer,
-    slots: Pointer,
-    keys: Pointer,
-    values: Pointer,
-    k_stride: Scalar,
-    v_stride: Scalar,
+    k: tl.tensor,
+    v: tl.tensor,
+    slots: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -98,7 +99,9 @@ def _write_kernel(
 
 
 @triton.jit
-def _pages_kernel(page_table: Pointer, row_stride: Scalar, starts: Pointer, out: Pointer, BLOCK: tl.constexpr) -> None:
+def _pages_kernel(
+    page_table: tl.tensor, row_stride: tl.tensor, starts: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start

@@ -13,18 +13,16 @@ from aioengine.kernels._triton import next_power_of_2
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels._triton import Pointer, Scalar
-
 
 @triton.jit
 def _norm_kernel(
-    delta: Pointer,
-    residual: Pointer,
-    weight: Pointer,
-    out: Pointer,
-    row_stride: Scalar,
-    num_columns: Scalar,
-    epsilon: Scalar,
+    delta: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    row_stride: tl.tensor,
+    num_columns: tl.tensor,
+    epsilon: tl.tensor,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -43,7 +41,7 @@ def _norm_kernel(
 
 
 @triton.jit
-def _silu_kernel(x: Pointer, out: Pointer, size: Scalar, BLOCK: tl.constexpr) -> None:
+def _silu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size

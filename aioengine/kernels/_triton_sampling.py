@@ -21,7 +21,6 @@ from aioengine.kernels._triton import next_power_of_2
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels._triton import Block, Pointer, Scalar
 
 BLOCK = 2048
 LOOP_BLOCK = 8192
@@ -43,7 +42,7 @@ class Draws:
 
 
 @triton.jit
-def _uniform(words: Pointer, stride: Scalar, row: Scalar) -> Block:
+def _uniform(words: tl.tensor, stride: tl.tensor, row: tl.tensor) -> tl.tensor:
     """The number in [0, 1) of this row: Philox4x32-10."""
     key_0 = tl.load(words + row).to(tl.uint32, bitcast=True)
     key_1 = tl.load(words + stride + row).to(tl.uint32, bitcast=True)
@@ -73,14 +72,14 @@ def _uniform(words: Pointer, stride: Scalar, row: Scalar) -> Block:
 
 @triton.jit
 def _blocks_kernel(
-    logits: Pointer,
-    row_stride: Scalar,
-    num_tokens: Scalar,
-    words: Pointer,
-    num_rows: Scalar,
-    maxima: Pointer,
-    places: Pointer,
-    sums: Pointer,
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    words: tl.tensor,
+    num_rows: tl.tensor,
+    maxima: tl.tensor,
+    places: tl.tensor,
+    sums: tl.tensor,
     SIZE: tl.constexpr,
 ) -> None:
     """For each block of a row: its largest logit, where that is, and the mass of the block relative to it."""
@@ -102,16 +101,16 @@ def _blocks_kernel(
 
 @triton.jit
 def _pick_kernel(
-    logits: Pointer,
-    row_stride: Scalar,
-    num_tokens: Scalar,
-    words: Pointer,
-    num_rows: Scalar,
-    maxima: Pointer,
-    places: Pointer,
-    sums: Pointer,
-    out: Pointer,
-    num_blocks: Scalar,
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    words: tl.tensor,
+    num_rows: tl.tensor,
+    maxima: tl.tensor,
+    places: tl.tensor,
+    sums: tl.tensor,
+    out: tl.tensor,
+    num_blocks: tl.tensor,
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
@@ -150,8 +149,8 @@ def _pick_kernel(
 
 @triton.jit
 def _weights(
-    x: Pointer, start: Scalar, num_tokens: tl.constexpr, top: Scalar, scale: Scalar, SIZE: tl.constexpr
-) -> Block:
+    x: tl.tensor, start: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, SIZE: tl.constexpr
+) -> tl.tensor:
     """Probabilities relative to the largest, fp32."""
     columns = start + tl.arange(0, SIZE)
     loaded = tl.load(x + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
@@ -160,14 +159,14 @@ def _weights(
 
 @triton.jit
 def _above(
-    x: Pointer,
+    x: tl.tensor,
     num_tokens: tl.constexpr,
-    top: Scalar,
-    scale: Scalar,
-    border: Scalar,
+    top: tl.tensor,
+    scale: tl.tensor,
+    border: tl.tensor,
     COUNTS: tl.constexpr,
     SIZE: tl.constexpr,
-) -> Block:
+) -> tl.tensor:
     """Of the tokens whose weight's bits lie above ``border``: how many there are, or their mass; float64."""
     total = tl.zeros((), tl.float64)
     for start in range(0, num_tokens, SIZE):
@@ -183,14 +182,14 @@ def _above(
 
 @triton.jit
 def _border(
-    x: Pointer,
+    x: tl.tensor,
     num_tokens: tl.constexpr,
-    top: Scalar,
-    scale: Scalar,
-    limit: Scalar,
+    top: tl.tensor,
+    scale: tl.tensor,
+    limit: tl.tensor,
     COUNTS: tl.constexpr,
     SIZE: tl.constexpr,
-) -> Block:
+) -> tl.tensor:
     """The bits of the smallest weight above which there is less than ``limit``; -1: of no token is there so much."""
     low = tl.full((), -1, tl.int32)
     high = tl.full((), 0x3F800000, tl.int32)
@@ -205,18 +204,18 @@ def _border(
 
 @triton.jit
 def _truncated_kernel(
-    logits: Pointer,
-    row_stride: Scalar,
+    logits: tl.tensor,
+    row_stride: tl.tensor,
     num_tokens: tl.constexpr,
-    words: Pointer,
-    num_rows: Scalar,
-    maxima: Pointer,
-    num_blocks: Scalar,
-    rows: Pointer,
-    top_ks: Pointer,
-    top_ps: Pointer,
-    min_ps: Pointer,
-    out: Pointer,
+    words: tl.tensor,
+    num_rows: tl.tensor,
+    maxima: tl.tensor,
+    num_blocks: tl.tensor,
+    rows: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    min_ps: tl.tensor,
+    out: tl.tensor,
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
@@ -260,8 +259,13 @@ def _truncated_kernel(
 
 @triton.jit
 def _kept(
-    weight: Block, columns: Block, num_tokens: tl.constexpr, border: Scalar, num_ties: Scalar, num_seen: Scalar
-) -> Block:
+    weight: tl.tensor,
+    columns: tl.tensor,
+    num_tokens: tl.constexpr,
+    border: tl.tensor,
+    num_ties: tl.tensor,
+    num_seen: tl.tensor,
+) -> tl.tensor:
     bits = weight.to(tl.int32, bitcast=True)
     is_tie = (bits == border) & (columns < num_tokens)
     ties = is_tie.to(tl.int32)
@@ -272,14 +276,14 @@ def _kept(
 
 @triton.jit
 def _draw_kept(
-    x: Pointer,
+    x: tl.tensor,
     num_tokens: tl.constexpr,
-    top: Scalar,
-    scale: Scalar,
-    border: Scalar,
-    num_ties: Scalar,
-    uniform: Scalar,
-    out: Pointer,
+    top: tl.tensor,
+    scale: tl.tensor,
+    border: tl.tensor,
+    num_ties: tl.tensor,
+    uniform: tl.tensor,
+    out: tl.tensor,
     SIZE: tl.constexpr,
 ) -> None:
     """The first token at which the mass of what is kept exceeds ``uniform`` times all of it."""

@@ -257,8 +257,11 @@ class _Samples(Protocol):
 def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProcessor, ...]) -> _Samples:
     num_embeddings = parts.model.vocab_size
     vocab_size = min(parts.vocab_size, num_embeddings)
-    if parts.device.type == "cpu" or find_spec("triton") is None:
+    if parts.device.type == "cpu":
         return Sampler(vocab_size=vocab_size, num_embeddings=num_embeddings, device=parts.device, processors=processors)
+    if find_spec("triton") is None:
+        message = "the package triton is not installed, which device='cuda' needs: torch's own wheels for CUDA bring it"
+        raise ValueError(message)
     module = importlib.import_module("aioengine.runner.device_sampler")
     sampler: _Samples = module.DeviceSampler(
         vocab_size=vocab_size, device=parts.device, processors=processors, upload=table.upload
