@@ -10,6 +10,8 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,6 +24,12 @@ def is_installed() -> bool:
 def serves(x: Tensor) -> bool:
     """Whether the fast forms run on the device of this tensor."""
     return x.is_cuda and is_installed()
+
+
+@lru_cache(maxsize=1)
+def has_dependent_launch() -> bool:
+    """Whether a kernel may begin while the one before it still runs, and wait for it inside (Hopper and newer)."""
+    return torch.cuda.get_device_capability() >= (9, 0)
 
 
 def next_power_of_2(number: int) -> int:

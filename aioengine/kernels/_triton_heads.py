@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels._triton import next_power_of_2
+from aioengine.kernels._triton import has_dependent_launch, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,12 +49,16 @@ def _rotate_kernel(
     COLUMNS: tl.constexpr,
     HEADS_AT_ONCE: tl.constexpr,
     NORMS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
     columns = tl.arange(0, COLUMNS)
     inside = (head[:, None] < NUM_ROTATED) & (columns[None, :] < HALF)
     places = heads + token * token_stride + head[:, None] * (2 * HALF) + columns[None, :]
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     low = tl.load(places, mask=inside, other=0.0)
     high = tl.load(places + HALF, mask=inside, other=0.0)
     if NORMS:
@@ -85,11 +90,15 @@ def _write_kernel(
     HEAD_SIZE: tl.constexpr,
     HEADS_AT_ONCE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_AT_ONCE)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = (head < NUM_HEADS) & (columns < HEAD_SIZE)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     slot = tl.load(slots + token).to(tl.int64)
     place = (slot // PAGE_SIZE * NUM_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
     source = head * HEAD_SIZE + columns
@@ -136,7 +145,9 @@ def rotate(
         COLUMNS=next_power_of_2(head_size // 2),
         HEADS_AT_ONCE=HEADS,
         NORMS=norms is not None,
+        DEPENDENT=has_dependent_launch(),
         num_warps=4,
+        launch_pdl=has_dependent_launch(),
     )
 
 
@@ -157,7 +168,9 @@ def write_pages(k: Tensor, v: Tensor, slots: Tensor, pool: tuple[Tensor, Tensor]
         HEAD_SIZE=head_size,
         HEADS_AT_ONCE=next_power_of_2(num_heads),
         COLUMNS=next_power_of_2(head_size),
+        DEPENDENT=has_dependent_launch(),
         num_warps=4,
+        launch_pdl=has_dependent_launch(),
     )
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels._triton import next_power_of_2
+from aioengine.kernels._triton import has_dependent_launch, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,10 +26,14 @@ def _norm_kernel(
     epsilon: tl.tensor,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(residual + row * row_stride + columns, mask=inside, other=0.0)
     if ADDS:
         x = x + tl.load(delta + row * num_columns + columns, mask=inside, other=0.0)
@@ -41,10 +46,13 @@ def _norm_kernel(
 
 
 @triton.jit
-def _silu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _silu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     gate = tl.load(x + row * 2 * size + columns, mask=inside, other=0.0)
     up = tl.load(x + row * 2 * size + size + columns, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
@@ -71,7 +79,9 @@ def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon
         epsilon,
         ADDS=delta is not None,
         BLOCK=block,
+        DEPENDENT=has_dependent_launch(),
         num_warps=_num_warps(block),
+        launch_pdl=has_dependent_launch(),
     )
     return out
 
@@ -80,5 +90,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(size), 1024)
-    _silu_kernel[(num_rows, triton.cdiv(size, block))](x, out, size, BLOCK=block, num_warps=4)
+    _silu_kernel[(num_rows, triton.cdiv(size, block))](
+        x,
+        out,
+        size,
+        BLOCK=block,
+        DEPENDENT=has_dependent_launch(),
+        num_warps=4,
+        launch_pdl=has_dependent_launch(),
+    )
     return out

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn import functional
 
+from aioengine.kernels import _triton
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -45,9 +47,9 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 def prepare(weight: Tensor, bias: Tensor | None) -> Product:
     """The product with this weight in the fastest form there is; the weight may be copied and is needed no more."""
-    product = _fastest(weight, bias)
     if weight.device.type != "cpu":
-        return product
+        return _on_device(weight, bias)
+    product = _fastest(weight, bias)
     out_features, in_features = weight.shape
     min_rows = independent_from(out_features, in_features, weight.dtype, torch.get_num_threads())
     if min_rows is None:
@@ -82,6 +84,22 @@ def _fastest(weight: Tensor, bias: Tensor | None) -> Product:
     operation = torch.ops.mkldnn._linear_pointwise.default
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return lambda x: operation(x, packed, bias, "none", [], "")
+
+
+def _on_device(weight: Tensor, bias: Tensor | None) -> Product:
+    """One row goes through a kernel that reads the weight once at full speed, more through torch's library."""
+    if not _triton.serves(weight) or not weight.is_contiguous():
+        return lambda x: functional.linear(x, weight, bias)
+    from aioengine.kernels import _triton_vector
+
+    vector_product = _triton_vector.product
+
+    def product(x: Tensor) -> Tensor:
+        if x.shape[0] == 1 and x.is_contiguous():
+            return vector_product(x, weight, bias)
+        return functional.linear(x, weight, bias)
+
+    return product
 
 
 def _padded(product: Product, min_rows: int) -> Product:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.kernels import add_rms_norm, rms_norm, rotate_heads, silu_and_mul
+from aioengine.kernels import add_rms_norm, linear, rms_norm, rotate_heads, silu_and_mul
 from aioengine.runner.philox import uniforms
 from aioengine.runner.truncation import draw, kept
 
@@ -36,6 +36,17 @@ def test_norms(num_rows: int, size: int) -> None:
 def test_activation(num_rows: int, size: int) -> None:
     x = random(num_rows, 2 * size)
     assert error(silu_and_mul.silu_and_mul(x), silu_and_mul.reference(x)) < 4e-3
+
+
+@pytest.mark.parametrize(("size", "num_outputs"), [(1024, 4096), (3072, 1024), (896, 1000), (14336, 4096)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_matrix_with_one_vector(size: int, num_outputs: int, has_bias: bool) -> None:
+    weight, x = random(num_outputs, size), random(1, size)
+    bias = random(num_outputs) if has_bias else None
+    product = linear.prepare(weight, bias)
+    expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
+    assert error(product(x), expected) < 4e-3
+    assert error(product(x.expand(3, size).contiguous()), expected.expand(3, num_outputs)) < 4e-3
 
 
 @pytest.mark.parametrize("has_norms", [False, True])

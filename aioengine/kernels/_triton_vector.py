@@ -1,0 +1,82 @@
+"""Product of a matrix with one vector on a GPU: x [1, I], weight [O, I], bias [O] -> [1, O].
+
+It is as fast as the weight can be read. A program reads its first part of the weight while the kernel before is still
+at work, and then waits for x.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from aioengine.kernels._triton import has_dependent_launch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@triton.jit
+def _product_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_outputs: tl.tensor,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    is_row = rows[:, None] < num_outputs
+    places = weight + rows[:, None].to(tl.int64) * SIZE + columns[None, :]
+    part = tl.load(places, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    vector = tl.load(x + columns, mask=columns < SIZE, other=0.0)
+    total = part.to(tl.float32) * vector.to(tl.float32)[None, :]
+    for start in tl.range(BLOCK, SIZE, BLOCK, loop_unroll_factor=4):
+        inside = start + columns < SIZE
+        part = tl.load(places + start, mask=is_row & inside[None, :], other=0.0, eviction_policy="evict_first")
+        vector = tl.load(x + start + columns, mask=inside, other=0.0)
+        total += part.to(tl.float32) * vector.to(tl.float32)[None, :]
+    result = tl.sum(total, 1)
+    if HAS_BIAS:
+        result += tl.load(bias + rows, mask=rows < num_outputs, other=0.0).to(tl.float32)
+    tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)
+
+
+def shape_of_programs(num_outputs: int, size: int) -> tuple[int, int, int]:
+    """(rows of a program, block of columns, warps): enough programs to fill the GPU, enough to read for each."""
+    rows = 4 if num_outputs * size < (16 << 20) else 8
+    block = 1024 if size % 1024 == 0 else 512
+    return rows, block, 4
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, programs: tuple[int, int, int] | None = None) -> Tensor:
+    num_outputs, size = weight.shape
+    rows, block, num_warps = programs or shape_of_programs(num_outputs, size)
+    out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+    is_dependent = has_dependent_launch()
+    _product_kernel[(triton.cdiv(num_outputs, rows),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        num_outputs,
+        SIZE=size,
+        ROWS=rows,
+        BLOCK=block,
+        HAS_BIAS=bias is not None,
+        DEPENDENT=is_dependent,
+        num_warps=num_warps,
+        launch_pdl=is_dependent,
+    )
+    return out
