@@ -8,12 +8,26 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
     from torch import Tensor
+
+    Grid = tuple[int, int, int]
+
+    class Form(Protocol):
+        """What Triton compiled."""
+
+        def __getitem__(self, grid: Grid, /) -> Callable[..., None]: ...
+
+    class Kernel(Protocol):
+        """A function that Triton can compile."""
+
+        def __getitem__(self, grid: Grid, /) -> Callable[..., Form]: ...
 
 
 @lru_cache(maxsize=1)
@@ -26,11 +40,39 @@ def serves(x: Tensor) -> bool:
     return x.is_cuda and is_installed()
 
 
+class Launcher:
+    """A kernel with its compiled forms at hand: Triton's own search for them costs more than many a kernel runs.
+
+    A form is found by ``key``, which must tell apart whatever Triton compiles differently: types of tensors, constants,
+    and numbers and addresses that are multiples of 16 or not. ``arguments`` are all parameters in order, constants too.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._forms: dict[Hashable, Form] = {}
+
+    def __call__(
+        self, grid: tuple[int, int, int], key: Hashable, arguments: tuple[object, ...], options: Mapping[str, object]
+    ) -> None:
+        form = self._forms.get(key)
+        if form is None:
+            self._forms[key] = self._kernel[grid](*arguments, **options)
+        else:
+            form[grid](*arguments)
+
+
 @lru_cache(maxsize=1)
 def has_dependent_launch() -> bool:
     """Whether a kernel may begin while the one before it still runs, and wait for it inside (Hopper and newer)."""
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
+@lru_cache(maxsize=32)
+def options(num_warps: int) -> dict[str, object]:
+    """How to launch a kernel that waits for the one before it by itself."""
+    return {"num_warps": num_warps, "launch_pdl": has_dependent_launch()}
+
+
+@lru_cache(maxsize=64)
 def next_power_of_2(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels._triton import has_dependent_launch, next_power_of_2
+from aioengine.kernels._triton import Launcher, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ def _normed(
 ) -> tl.tensor:
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     mean = (tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)) / (2 * HALF)
-    inverse = (1.0 / tl.sqrt_rn(mean + epsilon))[:, None]
+    inverse = (1.0 / tl.sqrt_rn(mean + tl.load(epsilon)))[:, None]
     inside = columns < HALF
     weight_low = tl.load(weight + columns, mask=inside, other=0.0)[None, :]
     weight_high = tl.load(weight + HALF + columns, mask=inside, other=0.0)[None, :]
@@ -120,58 +120,43 @@ def _pages_kernel(
         tl.store(out + start + places, tl.load(page_table + row * row_stride + places, mask=inside), mask=inside)
 
 
+_rotate = Launcher(_rotate_kernel)
+_write = Launcher(_write_kernel)
+
+
 def rotate(
-    heads: Tensor, num_query: int, tables: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor, float] | None
+    heads: Tensor, num_query: int, tables: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor, Tensor] | None
 ) -> None:
     """Norm (weights of query and key heads, epsilon) and rotate the first heads of [T, H + 2 K, E], in place.
 
-    The last third of the heads after the queries, the values, stays as it is. ``tables`` are those of ``kernels.rope``.
+    The heads after the queries and keys, the values, stay as they are. ``tables`` are those of ``kernels.rope``.
     """
     num_tokens, num_heads, head_size = heads.shape
     num_rotated = (num_heads + num_query) // 2
     cos, sin = tables
-    query_weight, key_weight, epsilon = norms if norms is not None else (cos, cos, 0.0)
-    _rotate_kernel[(num_tokens, triton.cdiv(num_rotated, HEADS))](
-        heads,
-        heads.stride(0),
-        cos,
-        sin,
-        query_weight,
-        key_weight,
-        epsilon,
-        NUM_QUERY=num_query,
-        NUM_ROTATED=num_rotated,
-        HALF=head_size // 2,
-        COLUMNS=next_power_of_2(head_size // 2),
-        HEADS_AT_ONCE=HEADS,
-        NORMS=norms is not None,
-        DEPENDENT=has_dependent_launch(),
-        num_warps=4,
-        launch_pdl=has_dependent_launch(),
+    stride = heads.stride(0)
+    half = head_size // 2
+    arguments = (
+        *(heads, stride, cos, sin, *(norms or (cos, cos, cos))),
+        *(num_query, num_rotated, half, next_power_of_2(half), HEADS, norms is not None, has_dependent_launch()),
     )
+    key = (heads.dtype, stride, num_query, num_rotated, half, norms is None, heads.data_ptr() % 16)
+    _rotate((num_tokens, -(-num_rotated // HEADS), 1), key, arguments, options(4))
 
 
 def write_pages(k: Tensor, v: Tensor, slots: Tensor, pool: tuple[Tensor, Tensor]) -> None:
     """k and v [T, K, E] to their slots of keys and values [N, K, S, E]; heads of a token stand together."""
     keys, values = pool
     num_tokens, num_heads, head_size = k.shape
-    _write_kernel[(num_tokens,)](
-        k,
-        v,
-        slots,
-        keys,
-        values,
-        k.stride(0),
-        v.stride(0),
-        NUM_HEADS=num_heads,
-        PAGE_SIZE=keys.shape[2],
-        HEAD_SIZE=head_size,
-        HEADS_AT_ONCE=next_power_of_2(num_heads),
-        COLUMNS=next_power_of_2(head_size),
-        DEPENDENT=has_dependent_launch(),
-        num_warps=4,
-        launch_pdl=has_dependent_launch(),
+    page_size = keys.shape[2]
+    strides = k.stride(0), v.stride(0)
+    arguments = (
+        *(k, v, slots, keys, values, *strides, num_heads, page_size, head_size),
+        *(next_power_of_2(num_heads), next_power_of_2(head_size), has_dependent_launch()),
     )
+    places = k.data_ptr() % 16, v.data_ptr() % 16, slots.data_ptr() % 16
+    key = (k.dtype, keys.dtype, slots.dtype, strides, num_heads, page_size, head_size, places)
+    _write((num_tokens, 1, 1), key, arguments, options(4))
 
 
 def flatten_pages(page_table: Tensor, starts: Tensor, out: Tensor) -> None:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels._triton import has_dependent_launch, next_power_of_2
+from aioengine.kernels._triton import Launcher, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ def _norm_kernel(
         x = x + tl.load(delta + row * num_columns + columns, mask=inside, other=0.0)
         tl.store(residual + row * row_stride + columns, x, mask=inside)
     wide = x.to(tl.float32)
-    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + epsilon)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + tl.load(epsilon))
     scale = tl.load(weight + columns, mask=inside, other=0.0)
     normed = (wide * inverse).to(x.dtype) * scale
     tl.store(out + row * num_columns + columns, normed, mask=inside)
@@ -64,25 +64,22 @@ def _num_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
-def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+_norm = Launcher(_norm_kernel)
+_silu = Launcher(_silu_kernel)
+
+
+def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     """``residual`` [T, D] += delta, in place where there is a delta; returns its norm."""
     num_rows, num_columns = residual.shape
     out = torch.empty((num_rows, num_columns), dtype=residual.dtype, device=residual.device)
+    adds = delta is not None
+    key = (residual.dtype, num_columns, residual.stride(0), adds, residual.data_ptr() % 16)
     block = next_power_of_2(num_columns)
-    _norm_kernel[(num_rows,)](
-        residual if delta is None else delta,
-        residual,
-        weight,
-        out,
-        residual.stride(0),
-        num_columns,
-        epsilon,
-        ADDS=delta is not None,
-        BLOCK=block,
-        DEPENDENT=has_dependent_launch(),
-        num_warps=_num_warps(block),
-        launch_pdl=has_dependent_launch(),
+    arguments = (
+        *(delta if adds else residual, residual, weight, out),
+        *(residual.stride(0), num_columns, epsilon, adds, block, has_dependent_launch()),
     )
+    _norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out
 
 
@@ -90,13 +87,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(size), 1024)
-    _silu_kernel[(num_rows, triton.cdiv(size, block))](
-        x,
-        out,
-        size,
-        BLOCK=block,
-        DEPENDENT=has_dependent_launch(),
-        num_warps=4,
-        launch_pdl=has_dependent_launch(),
-    )
+    arguments = (x, out, size, block, has_dependent_launch())
+    _silu((num_rows, -(-size // block), 1), (x.dtype, size, x.data_ptr() % 16), arguments, options(4))
     return out

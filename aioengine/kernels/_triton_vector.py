@@ -6,6 +6,7 @@ at work, and then waits for x.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels._triton import has_dependent_launch
+from aioengine.kernels._triton import Launcher, has_dependent_launch, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,30 +54,31 @@ def _product_kernel(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)
 
 
+_product = Launcher(_product_kernel)
+
+
+@lru_cache(maxsize=256)
 def shape_of_programs(num_outputs: int, size: int) -> tuple[int, int, int]:
-    """(rows of a program, block of columns, warps): enough programs to fill the GPU, enough to read for each."""
-    rows = 4 if num_outputs * size < (16 << 20) else 8
-    block = 1024 if size % 1024 == 0 else 512
-    return rows, block, 4
+    """(rows of a program, block of columns, warps): enough programs to fill the GPU, enough to read for each.
+
+    Measured on an H200 for the layers of models of 0.6 and 8 billion parameters.
+    """
+    if size <= 1024:
+        return 4, 512, 4
+    if num_outputs <= 1024:
+        return (4, 2048, 4) if size <= 2048 else (2, 1024, 8)
+    return 4, 1024, 4
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, programs: tuple[int, int, int] | None = None) -> Tensor:
+    """``programs``: as ``shape_of_programs`` gives them."""
     num_outputs, size = weight.shape
     rows, block, num_warps = programs or shape_of_programs(num_outputs, size)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    is_dependent = has_dependent_launch()
-    _product_kernel[(triton.cdiv(num_outputs, rows),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        out,
-        num_outputs,
-        SIZE=size,
-        ROWS=rows,
-        BLOCK=block,
-        HAS_BIAS=bias is not None,
-        DEPENDENT=is_dependent,
-        num_warps=num_warps,
-        launch_pdl=is_dependent,
+    arguments = (
+        *(x, weight, weight if bias is None else bias, out, num_outputs),
+        *(size, rows, block, bias is not None, has_dependent_launch()),
     )
+    key = (x.dtype, weight.shape, rows, block, num_warps, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16)
+    _product((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))
     return out

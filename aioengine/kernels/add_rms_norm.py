@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def reference(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def reference(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     return rms_norm(residual.add_(delta), weight, epsilon)
 
 
-def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     if not _triton.serves(residual):
         return reference(delta, residual, weight, epsilon)
     from aioengine.kernels import _triton_rows

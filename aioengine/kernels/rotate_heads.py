@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Tables = tuple[Tensor, Tensor]
-    Norms = tuple[Tensor, Tensor, float] | None
+    Norms = tuple[Tensor, Tensor, Tensor] | None
     Heads = tuple[Tensor, Tensor, Tensor]
 
 

@@ -35,11 +35,11 @@ class SelfAttention:
         self._output = Linear(q_size, {"o_proj": hidden_size}, placement, bias=output_bias)
         self._query_norm: RMSNorm | None = None
         self._key_norm: RMSNorm | None = None
-        self._norms: tuple[Tensor, Tensor, float] | None = None
+        self._norms: tuple[Tensor, Tensor, Tensor] | None = None
         if head_norm is not None:
             query_norm = self._query_norm = RMSNorm(shape.head_size, head_norm, placement)
             key_norm = self._key_norm = RMSNorm(shape.head_size, head_norm, placement)
-            self._norms = query_norm.weight, key_norm.weight, head_norm
+            self._norms = query_norm.weight, key_norm.weight, query_norm.epsilon
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         found = self._qkv.weights(prefix) | self._output.weights(prefix)

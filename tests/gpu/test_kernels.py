@@ -24,10 +24,11 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @pytest.mark.parametrize(("num_rows", "size"), SIZES)
 def test_norms(num_rows: int, size: int) -> None:
     x, delta, weight = random(num_rows, size), random(num_rows, size), random(size)
-    assert error(rms_norm.rms_norm(x, weight, 1e-6), rms_norm.reference(x, weight, 1e-6)) < 2e-3
+    epsilon = torch.tensor(1e-6, device="cuda")
+    assert error(rms_norm.rms_norm(x, weight, epsilon), rms_norm.reference(x, weight, epsilon)) < 2e-3
     residual, expected_residual = x.clone(), x.clone()
-    found = add_rms_norm.add_rms_norm(delta, residual, weight, 1e-6)
-    expected = add_rms_norm.reference(delta, expected_residual, weight, 1e-6)
+    found = add_rms_norm.add_rms_norm(delta, residual, weight, epsilon)
+    expected = add_rms_norm.reference(delta, expected_residual, weight, epsilon)
     assert torch.equal(residual, expected_residual)
     assert error(found, expected) < 2e-3
 
@@ -55,7 +56,7 @@ def test_rotation(num_heads: int, num_kv_heads: int, head_size: int, has_norms: 
     heads = random(5, num_heads + 2 * num_kv_heads, head_size)
     angles = random(5, 1, head_size // 2, dtype=torch.float32)
     tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
-    norms = (random(head_size), random(head_size), 1e-6) if has_norms else None
+    norms = (random(head_size), random(head_size), torch.tensor(1e-6, device="cuda")) if has_norms else None
     expected = rotate_heads.reference(heads.clone(), num_heads, tables, norms)
     for found, wanted in zip(rotate_heads.rotate_heads(heads, num_heads, tables, norms), expected, strict=True):
         assert error(found, wanted) < 4e-3

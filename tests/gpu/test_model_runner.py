@@ -54,7 +54,7 @@ def check(found: list[list[int]], expected: list[list[int]], model: torch.nn.Mod
         num_parted += 1
         logits = model(torch.tensor([[*prompt, *theirs[:place]]], device="cuda")).logits[0, -1]
         gap = float((logits[theirs[place]] - logits[ours[place]]).abs() / logits.std())
-        assert gap < NEAR_TIE, f"token {place} of prompt {prompt[:5]}: {ours[place]} for {theirs[place]}"
+        assert gap < NEAR_TIE, f"token {place} of prompt {prompt[:5]}: {ours[place]} for {theirs[place]}, {found}"
     assert num_parted <= len(found) // 2
 
 
