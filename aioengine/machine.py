@@ -19,7 +19,8 @@ class DeviceFacts(Struct, frozen=True, kw_only=True):
     """What ``resolve`` must know about the machine.
 
     num_threads: cores that this process may use. cpu_bfloat16: whether the CPU has bf16 dot products. num_gpus: NVIDIA
-    devices. has_flashinfer: whether FlashInfer is installed. drawn_seed: a random number, for engines without
+    devices. has_triton, has_flashinfer: whether these are installed; Triton comes with torch's wheels for CUDA and not
+    with those for the CPU. drawn_seed: a random number, for engines without
     ``random_seed``. (Memory is measured by the runner, when the weights are loaded.)
     """
 
@@ -27,6 +28,7 @@ class DeviceFacts(Struct, frozen=True, kw_only=True):
     cpu_bfloat16: bool
     num_gpus: int
     drawn_seed: int
+    has_triton: bool = False
     has_flashinfer: bool = False
 
 
@@ -37,6 +39,7 @@ def device_facts() -> DeviceFacts:
         cpu_bfloat16=has_bfloat16(_text(Path("/proc/cpuinfo"))),
         num_gpus=sum(1 for _ in Path("/dev").glob("nvidia[0-9]*")),
         drawn_seed=secrets.randbits(63),
+        has_triton=find_spec("triton") is not None,
         has_flashinfer=find_spec("flashinfer") is not None,
     )
 

@@ -25,6 +25,9 @@ RUNNER_FACTORY: Final = "aioengine.runner.model_runner:build"
 CPU_LIMITS: Final = 512, 64
 """Tokens of a step, running requests."""
 
+FLASHINFER_HEADS: Final = 64, 128, 256
+"""Sizes of heads that it has kernels for, in 16 bits."""
+
 GPU_LIMITS: Final = 8192, 1024
 GPU_GRAPH_ROWS: Final = 1024
 CPU_MEMORY_FRACTION: Final = 0.4
@@ -46,7 +49,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
         runner=RunnerSettings(
             factory=RUNNER_FACTORY,
             device=_device(config, device),
-            attention_backend=_attention_backend(config, device),
+            attention_backend=_attention_backend(config, model, device),
             num_threads=device.num_threads,
             cuda_graph_max_rows=_graph_rows(config, model, device),
         ),
@@ -73,17 +76,18 @@ def _device(config: EngineConfig, device: DeviceFacts) -> str:
         raise ValueError("device='cuda' is not available: this machine shows no NVIDIA GPU; device='cpu' works")
     if config.device.name != "auto":
         return config.device.name
-    return "cuda" if device.num_gpus else "cpu"
+    return "cuda" if device.num_gpus and device.has_triton else "cpu"
 
 
 def _is_on_gpu(config: EngineConfig, device: DeviceFacts) -> bool:
     return _device(config, device) == "cuda"
 
 
-def _attention_backend(config: EngineConfig, device: DeviceFacts) -> str:
+def _attention_backend(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> str:
     if config.device.attention_backend != "auto":
         return config.device.attention_backend
-    return "flashinfer" if _is_on_gpu(config, device) and device.has_flashinfer else "torch"
+    has_kernels = model.head_dim in FLASHINFER_HEADS and _dtype(config, model, device) != "float32"
+    return "flashinfer" if _is_on_gpu(config, device) and device.has_flashinfer and has_kernels else "torch"
 
 
 def _graph_rows(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> int:

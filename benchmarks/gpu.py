@@ -19,8 +19,11 @@ import asyncio
 import json
 import random
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -191,6 +194,12 @@ WORKLOADS: dict[str, tuple[str, Callable[[Bench], Coroutine[None, None, None]]]]
 }
 
 
+def torch_device_name() -> str:
+    """Asked in a process of its own: this one measures what a frontend without torch costs."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def summary(values: list[float]) -> Figures:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
@@ -228,11 +237,17 @@ def main() -> None:
     parser.add_argument("--arguments", type=json.loads, default={}, help="arguments of the engine, as JSON")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results = {}
+    results: dict[str, object] = {}
     for name in options.model:
         if any(name in WORKLOADS[row][0] for row in options.rows):
             folder = write_folder(options.models, name)
             results[name] = uvloop.run(measure(name, folder, options.rows, options.arguments))
+    packages = ("torch", "triton", "flashinfer-python", "msgspec", "pyzmq")
+    results["made"] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch_device_name(),
+        "versions": {name: metadata.version(name) for name in packages},
+    }
     if options.json:
         options.json.write_text(json.dumps(results, indent=1, default=str), encoding="utf-8")
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 WORKSPACE_BYTES = 512 << 20
-TENSOR_CORE_GROUP = 4
+TENSOR_CORE_GROUP = 2
 """From so many query heads of a kv head on, decode is faster on tensor cores."""
 
 

@@ -87,16 +87,20 @@ def _fastest(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _on_device(weight: Tensor, bias: Tensor | None) -> Product:
-    """One row goes through a kernel that reads the weight once at full speed, more through torch's library."""
+    """One row and few rows go through kernels that read the weight at full speed, more through torch's library."""
     if not _triton.serves(weight) or not weight.is_contiguous():
         return lambda x: functional.linear(x, weight, bias)
-    from aioengine.kernels import _triton_vector
+    from aioengine.kernels import _triton_skinny, _triton_vector
 
-    vector_product = _triton_vector.product
+    vector_product, skinny_product = _triton_vector.product, _triton_skinny.product
+    programs = _triton_skinny.shape_of_programs(*weight.shape) if weight.dtype != torch.float32 else None
 
     def product(x: Tensor) -> Tensor:
-        if x.shape[0] == 1 and x.is_contiguous():
+        num_rows = x.shape[0]
+        if num_rows == 1 and x.is_contiguous():
             return vector_product(x, weight, bias)
+        if programs is not None and num_rows <= _triton_skinny.MAX_ROWS and x.is_contiguous():
+            return skinny_product(x, weight, bias, programs)
         return functional.linear(x, weight, bias)
 
     return product

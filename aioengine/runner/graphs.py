@@ -22,6 +22,7 @@ from aioengine.attention._base import DecodeBuffers
 from aioengine.kernels._triton_sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.device_sampler import draw_words, is_simple
 from aioengine.runner.kv_pool import PADDING_PAGE
+from aioengine.runner.ladder import ladder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,14 +39,6 @@ if TYPE_CHECKING:
 
 _COLUMNS = 4 + NUM_COLUMNS
 """Columns of B numbers in the memory of a step: slots, positions, slot_mapping, last_lengths, words of the draws."""
-
-
-def ladder(max_rows: int) -> list[int]:
-    """Row counts that get a graph: close together where a step is short, then in steps of a quarter to an eighth."""
-    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
-    while sizes[-1] < max_rows:
-        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
-    return [*(size for size in sizes if size < max_rows), max_rows] if max_rows else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +79,7 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
         self._sizes = np.zeros(0, dtype=np.int64)
         self._copied = torch.cuda.Event()
+        self._kernels: SamplingKernels | None = None  # the graphs write to its memory
         self._memory = torch.empty(0, dtype=torch.int32, device=self._device)
         self._host = torch.empty(0, dtype=torch.int32)
 
@@ -100,6 +94,7 @@ class DecodeGraphs:
         self._memory = torch.zeros(capacity, dtype=torch.int32, device=self._device)
         self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=True)
         kernels = SamplingKernels(max_rows=max_rows, vocab_size=self._vocab_size, device=self._device)
+        self._kernels = kernels
         pool = torch.cuda.graph_pool_handle()
         report(0, len(sizes))
         for num_done, size in enumerate(reversed(sizes), 1):

@@ -41,13 +41,16 @@ def test_activation(num_rows: int, size: int) -> None:
 
 @pytest.mark.parametrize(("size", "num_outputs"), [(1024, 4096), (3072, 1024), (896, 1000), (14336, 4096)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_matrix_with_one_vector(size: int, num_outputs: int, has_bias: bool) -> None:
+def test_matrix_with_few_vectors(size: int, num_outputs: int, has_bias: bool) -> None:
     weight, x = random(num_outputs, size), random(1, size)
     bias = random(num_outputs) if has_bias else None
     product = linear.prepare(weight, bias)
     expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
     assert error(product(x), expected) < 4e-3
-    assert error(product(x.expand(3, size).contiguous()), expected.expand(3, num_outputs)) < 4e-3
+    for num_rows in (3, 16, 17, 32, 33):
+        x = random(num_rows, size)
+        expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
+        assert error(product(x), expected) < 4e-3
 
 
 @pytest.mark.parametrize("has_norms", [False, True])

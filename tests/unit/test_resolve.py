@@ -80,6 +80,33 @@ def test_sizes() -> None:
     assert settings(mem_fraction_static=0.9).memory.mem_fraction_static == 0.9
 
 
+def test_on_a_gpu() -> None:
+    machine = replace(MACHINE, num_gpus=1, has_triton=True, has_flashinfer=True)
+    model = replace(MODEL, head_dim=128)
+    found = settings(model, machine)
+    assert (found.runner.device, found.runner.attention_backend, found.scheduler.depth) == ("cuda", "flashinfer", 1)
+    assert (found.scheduler.chunk_tokens, found.scheduler.max_running) == (8192, 1024)
+    assert (found.runner.cuda_graph_max_rows, found.memory.mem_fraction_static) == (1024, 0.88)
+    assert settings(model, machine, disable_overlap_schedule=True).scheduler.depth == 0
+    assert settings(model, machine, disable_cuda_graph=True).runner.cuda_graph_max_rows == 0
+    assert settings(model, machine, cuda_graph_max_bs=64).runner.cuda_graph_max_rows == 64
+    assert settings(model, machine, max_running_requests=5).runner.cuda_graph_max_rows == 5
+    assert settings(model, machine, device="cpu").runner.device == "cpu"
+    assert settings(model, machine, dtype="half").model.dtype == "float16"
+
+
+def test_what_a_gpu_cannot_do_with_flashinfer_it_does_with_torch() -> None:
+    machine = replace(MACHINE, num_gpus=1, has_triton=True, has_flashinfer=True)
+    assert settings(MODEL, machine).runner.attention_backend == "torch"  # heads of 16
+    wide = replace(MODEL, head_dim=128)
+    assert settings(wide, replace(machine, has_flashinfer=False)).runner.attention_backend == "torch"
+    assert settings(replace(wide, dtype="float32"), machine).runner.attention_backend == "torch"
+
+
+def test_a_gpu_that_torch_cannot_use_is_left_alone() -> None:
+    assert settings(machine=replace(MACHINE, num_gpus=1)).runner.device == "cpu"
+
+
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ValueError, match="context_length must be at most 1000.*got 1001"):
         settings(context_length=1001)
