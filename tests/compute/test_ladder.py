@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from aioengine.runner.ladder import ladder
@@ -12,7 +14,7 @@ def test_ladder(max_rows: int) -> None:
     sizes = ladder(max_rows)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max_rows
-    assert all(after - before <= max(4, before // 2) for before, after in zip(sizes, sizes[1:], strict=False))
+    assert all(after - before <= max(4, before // 2) for before, after in itertools.pairwise(sizes))
 
 
 def test_no_graphs() -> None:
