@@ -121,7 +121,7 @@ def test_a_wrong_flag_is_one_line_and_status_2(
         (["info", "--dtype", "int3"], "dtype must be one of"),
         (["info", "--context-length", "100000000"], "context_length must be at most"),
         (["generate", "x", "--model", "./no/such/folder"], "there is no such folder"),
-        (["chat", "--device", "cuda"], "device='cuda' is not available yet"),
+        (["chat", "--device", "cuda"], "device='cuda' is not available: this machine shows no NVIDIA GPU"),
         (["bench", "--output-tokens", "1"], "--output-tokens must be an integer of at least 2, got 1"),
     ],
 )

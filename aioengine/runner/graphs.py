@@ -155,7 +155,7 @@ class DecodeGraphs:
         ids[num_used:] = PADDING_PAGE
         return first + len(ids)
 
-    def _captured(self, size: int, kernels: SamplingKernels, pool: tuple[int, int]) -> _Graph:
+    def _captured(self, size: int, kernels: SamplingKernels, pool: torch.cuda._POOL_HANDLE) -> _Graph:
         columns = self._memory[: _COLUMNS * size].view(_COLUMNS, size)
         first = _COLUMNS * size + size + 1
         buffers = DecodeBuffers(

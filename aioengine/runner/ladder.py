@@ -10,7 +10,7 @@ def ladder(max_rows: int) -> list[int]:
 
     They stand close together where a step is short; a step is padded by a quarter of its rows at most, from 16 on.
     """
-    sizes = list(_SHORT)
+    sizes: list[int] = list(_SHORT)
     while sizes[-1] < max_rows:
         sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
     return [*(size for size in sizes if size < max_rows), max_rows] if max_rows else []
