@@ -56,7 +56,7 @@ def _skinny_kernel(
     for start in tl.range(0, SHARE, BLOCK, num_stages=STAGES):
         part = tl.load(places + start, mask=is_output, other=0.0)
         vectors = tl.load(x_places + start, mask=is_row, other=0.0)
-        total = tl.dot(vectors, part, total)
+        total = tl.dot(vectors, part, total, input_precision="ieee")  # not tf32 where they are fp32
     if IS_WHOLE:
         if HAS_BIAS:
             total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]

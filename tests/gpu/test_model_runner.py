@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from aioengine import models
+from aioengine.attention._base import ForwardBatch, kv_pool_shape
+from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Sampling
+from aioengine.runner import weights
 from tests.compute.runner_world import World, make_settings, save_model
+from tests.compute.stepping import make_batch
 
 HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
 
@@ -24,8 +32,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 PROMPTS = [[(7 * i + 3 * j) % 290 + 1 for j in range(3 + 5 * i)] for i in range(12)]
 
 
-def run(folder: Path, samplings: list[Sampling], *, depth: int, graphs: int, backend: str) -> list[list[int]]:
-    settings = make_settings(folder, dtype="bfloat16", depth=depth, page_size=16)
+def run(
+    folder: Path, samplings: list[Sampling], *, depth: int, graphs: int, backend: str, dtype: str = "bfloat16"
+) -> list[list[int]]:
+    settings = make_settings(folder, dtype=dtype, depth=depth, page_size=16)
     runner = msgspec.structs.replace(
         settings.runner, device="cuda", attention_backend=backend, cuda_graph_max_rows=graphs
     )
@@ -41,37 +51,50 @@ def run(folder: Path, samplings: list[Sampling], *, depth: int, graphs: int, bac
     return [world.outputs[uid] for uid in uids]
 
 
-def check(found: list[list[int]], expected: list[list[int]], model: torch.nn.Module) -> None:
-    """Equal, or parted where the two tokens are so near in fp32 that rounding in bf16 may change their places: each
-    of the two logits of ours and of theirs may be off by as much as transformers' own in bf16 are.
-    """
-    rounded = copy.deepcopy(model).bfloat16()
-    for prompt, ours, theirs in zip(PROMPTS, found, expected, strict=True):
-        assert len(ours) == len(theirs) == 24
-        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
-        if place is None:
-            continue
-        ids = torch.tensor([[*prompt, *theirs[:place]]], device="cuda")
-        logits = model(ids).logits[0, -1]
-        rounding = float((rounded(ids).logits[0, -1].float() - logits).abs().max())
-        gap = float((logits[theirs[place]] - logits[ours[place]]).abs())
-        message = f"token {place} of prompt {prompt[:5]}: {ours[place]} for {theirs[place]}, {gap=} {rounding=}"
-        assert gap < 4 * rounding, message
-
-
 def greedy() -> list[Sampling]:
     return [Sampling(i, temperature=0.0) for i in range(len(PROMPTS))]
 
 
-def test_greedy_against_transformers(model: tuple[Path, torch.nn.Module]) -> None:
+@pytest.mark.parametrize("graphs", [0, 16])
+def test_greedy_in_fp32_equals_transformers(model: tuple[Path, torch.nn.Module], graphs: int) -> None:
     folder, reference = model
     expected = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt], device="cuda")
         out = reference.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0, use_cache=True)
         expected.append(out[0, len(prompt) :].tolist())
-    for backend, graphs in (("flashinfer", 0), ("flashinfer", 16), ("torch", 0)):
-        check(run(folder, greedy(), depth=1, graphs=graphs, backend=backend), expected, reference)
+    assert run(folder, greedy(), depth=1, graphs=graphs, backend="torch", dtype="float32") == expected
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "torch"])
+def test_logits_in_bf16_are_as_near_as_those_of_transformers(model: tuple[Path, torch.nn.Module], backend: str) -> None:
+    """Greedy tokens of random weights part by rounding alone, so the logits are compared: over all prompts, the
+    error of ours in bf16 against fp32 is at most 1.5 times the error of transformers in bf16.
+    """
+    folder, reference = model
+    rounded = copy.deepcopy(reference).bfloat16()
+    device = torch.device("cuda")
+    config = json.loads((folder / "config.json").read_bytes())
+    ours = models.build(config, ModelOptions(dtype=torch.bfloat16, device=device, max_positions=256))
+    weights.load(ours, folder, load_format="auto", seed=0, report=lambda *_: None)
+    plugin = importlib.import_module(f"aioengine.attention.{backend}").PLUGIN
+    shape = kv_pool_shape(ours.attention_shape, num_pages=32, page_size=16)
+    attention = plugin(ours.attention_shape, torch.zeros(shape, dtype=torch.bfloat16, device=device))
+    our_error, their_error = 0.0, 0.0
+    for prompt in PROMPTS:
+        batch = on_device(make_batch([(0, len(prompt))], [list(range(1, 9))], 16), device)
+        ids = torch.tensor(prompt, device=device)
+        attention.prepare(batch)
+        found = ours.compute_logits(ours.forward(ids, batch.positions, attention)).float()
+        exact = reference(ids[None]).logits[0]
+        our_error += float((found - exact).square().sum())
+        their_error += float((rounded(ids[None]).logits[0].float() - exact).square().sum())
+    assert our_error**0.5 < 1.5 * their_error**0.5
+
+
+def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+    names = ("input_ids", "positions", "slot_mapping", "page_table", "sample_rows")
+    return replace(batch, **{name: getattr(batch, name).to(device) for name in names})
 
 
 def test_overlap_changes_nothing(model: tuple[Path, torch.nn.Module]) -> None:
@@ -90,4 +113,4 @@ def test_rows_that_need_more_than_a_temperature(model: tuple[Path, torch.nn.Modu
     with_graphs = run(folder, samplings, depth=1, graphs=16, backend="flashinfer")
     without = run(folder, samplings, depth=0, graphs=0, backend="flashinfer")
     same = sum(ours == theirs for ours, theirs in zip(with_graphs, without, strict=True))
-    assert same >= len(PROMPTS) // 2
+    assert same >= len(PROMPTS) // 2  # rounding of a batch of another size parts some of them
