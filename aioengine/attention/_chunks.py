@@ -25,8 +25,8 @@ def round_up(number: int, step: int) -> int:
 
 
 def chunk_scores(queries: Tensor, keys: Tensor, hidden: Tensor | None, groups: tuple[int, int]) -> Tensor:
-    """fp32 queries [B, M, E] and keys [B, C, E] -> scores [B, M, C]; the first C positions of a chunk are enough where the
-    others are hidden.
+    """fp32 queries [B, M, E] and keys [B, C, E] -> scores [B, M, C]. Positions of a chunk after the last visible
+    one can be left out.
 
     ``hidden`` [..., C] is added to the scores seen as [*groups, C].
     """

@@ -312,9 +312,7 @@ class TorchAttention:
         groups = (self._num_kv_heads * self._group, -1)
         if block.num_chunks == 1:
             width = block.last_width
-            return attend_only(
-                chunk_scores(queries, keys[0, :, :width], block.hidden[0], groups), values[0, :, :width]
-            )
+            return attend_only(chunk_scores(queries, keys[0, :, :width], block.hidden[0], groups), values[0, :, :width])
         widths = [*[CHUNK] * (block.num_chunks - 1), block.last_width]
         parts = [
             attend_part(
