@@ -26,6 +26,10 @@ CPU_CHUNK_TOKENS: Final = 512
 CPU_MAX_RUNNING: Final = 64
 CPU_MEMORY_FRACTION: Final = 0.4
 """Modest: a laptop's other programs stay in memory."""
+THREADED_PARAMETERS: Final = 16_000_000
+"""A step of a smaller model (of about so many weights) is made of operations of a few microseconds: to wake a second
+thread for each costs more than it does.
+"""
 
 
 def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Settings:
@@ -42,7 +46,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
             factory=RUNNER_FACTORY,
             device=_device(config),
             attention_backend="torch" if config.device.attention_backend == "auto" else config.device.attention_backend,
-            num_threads=device.num_threads,
+            num_threads=_num_threads(model, device),
         ),
         text=TextSettings(tokenizer_path=_tokenizer_path(config, model)),
         random_seed=device.drawn_seed if config.random_seed is None else config.random_seed,
@@ -60,6 +64,11 @@ def context_length(config: EngineConfig, model: ModelFacts) -> int:
             f"context_length must be at most {model.context_length}, which this model was made for, got {wanted}"
         )
     return wanted
+
+
+def _num_threads(model: ModelFacts, device: DeviceFacts) -> int:
+    parameters = 12 * model.num_layers * model.hidden_size**2 + model.vocab_size * model.hidden_size
+    return device.num_threads if parameters >= THREADED_PARAMETERS else 1
 
 
 def _device(config: EngineConfig) -> str:
