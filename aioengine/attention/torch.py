@@ -189,14 +189,10 @@ class TorchAttention:
     def _own_chunks(self, table: Tensor, left: Tensor, rows: Tensor, chunks: Tensor) -> _Units:
         """One product of the chunks [U] of these rows [U]."""
         visible = left[chunks, rows]
-        width = self._width(int(visible.max()))
+        width = min(CHUNK, round_up(int(visible.max()), self._columns_step))
         pages = self._pairs(table[rows, chunks, : width // self.page_size])
         hidden = ((self._columns[:width] >= visible.unsqueeze(1)) * MASKED).unsqueeze(1)
         return _Units(rows, chunks * left.shape[1] + rows, pages, width, hidden)
-
-    def _width(self, visible: int) -> int:
-        """Positions of a chunk that are worked on where so many, or all, are visible."""
-        return min(CHUNK, round_up(visible, self._columns_step))
 
     def _find_shared(self, table: Tensor, left: Tensor) -> tuple[list[_Units], Tensor]:
         """Chunks that several rows have whole and with the same pages; and [X, R] which others there are."""
@@ -280,7 +276,7 @@ class TorchAttention:
             size = min(step, count - offset)
             position = first + offset
             num_chunks = -(-(position + size) // CHUNK)
-            last_width = self._width(position + size - (num_chunks - 1) * CHUNK)
+            last_width = min(CHUNK, round_up(position + size - (num_chunks - 1) * CHUNK, self._columns_step))
             hidden = {
                 chunk: self._hidden(position, round_up(size, ROWS), chunk)
                 for chunk in range(position // CHUNK, num_chunks)
