@@ -32,6 +32,10 @@ GPU_LIMITS: Final = 8192, 1024
 GPU_GRAPH_ROWS: Final = 1024
 CPU_MEMORY_FRACTION: Final = 0.4
 """Modest: a laptop's other programs stay in memory."""
+THREADED_PARAMETERS: Final = 16_000_000
+"""A step of a smaller model (of about so many weights) is made of operations of a few microseconds: to wake a second
+thread for each costs more than it does.
+"""
 
 GPU_MEMORY_FRACTION: Final = 0.88
 
@@ -50,7 +54,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
             factory=RUNNER_FACTORY,
             device=_device(config, device),
             attention_backend=_attention_backend(config, model, device),
-            num_threads=device.num_threads,
+            num_threads=_num_threads(model, device),
             cuda_graph_max_rows=_graph_rows(config, model, device),
         ),
         text=TextSettings(tokenizer_path=_tokenizer_path(config, model)),
@@ -69,6 +73,11 @@ def context_length(config: EngineConfig, model: ModelFacts) -> int:
             f"context_length must be at most {model.context_length}, which this model was made for, got {wanted}"
         )
     return wanted
+
+
+def _num_threads(model: ModelFacts, device: DeviceFacts) -> int:
+    parameters = 12 * model.num_layers * model.hidden_size**2 + model.vocab_size * model.hidden_size
+    return device.num_threads if parameters >= THREADED_PARAMETERS else 1
 
 
 def _device(config: EngineConfig, device: DeviceFacts) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts_arrive() -> Iterator[None]:
-    """A shell starts a program in the background with Ctrl-C ignored, and its children inherit that; tests interrupt."""
+    """Shells start programs in the background with Ctrl-C ignored, children inherit that; tests do interrupt."""
     before = signal.getsignal(signal.SIGINT)
     if before == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 CHUNK = 256
 ROWS = 16
-"""Query rows come in multiples of this: from 12 rows on MKL adds up a row of an fp32 product always in one way."""
+"""Query rows of prefill come in multiples of this, those of decode in multiples of what ``_padding`` finds."""
 MASKED = -1.0e30
 """Added to the score of a position that a token may not see: its weight is zero, and a chunk without any position
 that the token may see loses against all others.
@@ -25,13 +25,14 @@ def round_up(number: int, step: int) -> int:
 
 
 def chunk_scores(queries: Tensor, keys: Tensor, hidden: Tensor | None, groups: tuple[int, int]) -> Tensor:
-    """fp32 queries [B, M, E] and keys [B, C, E] -> scores [B, M, C].
+    """fp32 queries [B, M, E] and keys [B, C, E] -> scores [B, M, C]. Positions of a chunk after the last visible
+    one can be left out.
 
     ``hidden`` [..., C] is added to the scores seen as [*groups, C].
     """
     scores = torch.bmm(queries, keys.transpose(1, 2))
     if hidden is not None:
-        scores.view(*groups, CHUNK).add_(hidden)
+        scores.view(*groups, scores.shape[2]).add_(hidden)
     return scores
 
 

@@ -2,10 +2,10 @@
 
 Every token's result is the same bits whatever it is computed with: alone or in any batch, as a decode step or inside
 any prefill chunk. Keys are taken in chunks of ``CHUNK`` positions that are aligned from position 0. One chunk gives a
-softmax and an output of its own, always with the full ``CHUNK`` columns (those that a token may not see have weight
-zero), and a token's chunks are put together in an order that chunks without weight do not change. The number of
-columns of every product is fixed, its rows are padded to multiples of ``ROWS``, from where on a row's result depends
-no more on the number of rows (``tests/compute/test_independence.py``).
+softmax and an output of its own as if it had the full ``CHUNK`` columns (those that a token may not see have weight
+zero), and a token's chunks are put together in an order that chunks without weight do not change. The rows and columns
+of a product are padded only as far as is needed for a row's result to depend on neither (``attention/_padding.py``,
+``tests/compute/test_independence.py``).
 
 Decode rows go together: a *unit* is one chunk of one row, and many units are one batched product. A chunk that many
 rows share (the same pages) is read once for all of them. Rows with more tokens go one by one, in blocks of tokens,
@@ -33,6 +33,7 @@ from aioengine.attention._chunks import (
     combine,
     round_up,
 )
+from aioengine.attention._padding import Padding, find_padding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,12 +54,14 @@ class _Units:
     rows: [U] row of each unit, counted among the decode rows.
     places: [U] chunk * R + row.
     pages: indices into the pool's (page, kv head) pairs: [U * K * P], or [K * P] if shared.
+    width: C, as many positions of the chunk as a unit may need.
     hidden: [U, 1, C] what to add to the scores, None if shared.
     """
 
     rows: Tensor
     places: Tensor
     pages: Tensor
+    width: int
     hidden: Tensor | None
 
 
@@ -74,11 +77,14 @@ class _DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some tokens of a prefill row. ``hidden``: chunk -> [tokens, C] to add to scores, where not all are visible."""
+    """Some tokens of a prefill row. ``hidden``: chunk -> [tokens, C] to add to scores, where not all are visible.
+    ``last_width``: C of the last chunk.
+    """
 
     start: int
     stop: int
     num_chunks: int
+    last_width: int
     hidden: dict[int, Tensor]
 
 
@@ -103,6 +109,11 @@ class TorchAttention:
         self._group = shape.num_heads // num_kv_heads
         self._head_size = head_size
         self._scale = shape.scale
+        padding = Padding(ROWS, CHUNK)
+        if kv_pool.device.type == "cpu":
+            padding = find_padding(head_size, kv_pool.dtype, torch.get_num_threads())
+        self._padded_group = round_up(self._group, padding.rows)
+        self._columns_step = max(padding.columns, page_size)
         by_page = kv_pool.view(num_layers, 2, num_pages * num_kv_heads, page_size * head_size)
         by_slot = kv_pool.view(num_layers, 2, num_pages * num_kv_heads * page_size, head_size)
         self._pages = [(by_page[layer, 0], by_page[layer, 1]) for layer in range(num_layers)]
@@ -162,13 +173,10 @@ class TorchAttention:
         left = lengths - torch.arange(num_chunks, device=device).unsqueeze(1) * CHUNK
         shared, alone = self._find_shared(table, left)
         chunks, rows = torch.nonzero(alone, as_tuple=True)
-        visible = left[chunks, rows].unsqueeze(1)
-        hidden = ((self._columns >= visible) * MASKED).unsqueeze(1)
-        padded = round_up(self._group, ROWS)
-        step = max(1, BLOCK_SCORES // (self._num_kv_heads * CHUNK * max(padded, self._head_size)))
+        step = max(1, BLOCK_SCORES // (self._num_kv_heads * CHUNK * max(self._padded_group, self._head_size)))
         units = [
-            _Units(row, chunk * len(single) + row, self._pairs(table[row, chunk]), mask)
-            for row, chunk, mask in zip(rows.split(step), chunks.split(step), hidden.split(step), strict=True)
+            self._own_chunks(table, left, row, chunk)
+            for row, chunk in zip(rows.split(step), chunks.split(step), strict=True)
             if row.numel()
         ]
         return _DecodeRows(
@@ -177,6 +185,14 @@ class TorchAttention:
             tokens=None if everything else torch.tensor([starts[row] for row in single], device=device),
             units=shared + units,
         )
+
+    def _own_chunks(self, table: Tensor, left: Tensor, rows: Tensor, chunks: Tensor) -> _Units:
+        """One product of the chunks [U] of these rows [U]."""
+        visible = left[chunks, rows]
+        width = min(CHUNK, round_up(int(visible.max()), self._columns_step))
+        pages = self._pairs(table[rows, chunks, : width // self.page_size])
+        hidden = ((self._columns[:width] >= visible.unsqueeze(1)) * MASKED).unsqueeze(1)
+        return _Units(rows, chunks * left.shape[1] + rows, pages, width, hidden)
 
     def _find_shared(self, table: Tensor, left: Tensor) -> tuple[list[_Units], Tensor]:
         """Chunks that several rows have whole and with the same pages; and [X, R] which others there are."""
@@ -196,12 +212,12 @@ class TorchAttention:
             for index in many:
                 rows = candidates[group == index]
                 alone[chunk, rows] = False
-                shared.append(_Units(rows, chunk * num_rows + rows, self._pairs(pages[index : index + 1]), None))
+                shared.append(_Units(rows, chunk * num_rows + rows, self._pairs(pages[index : index + 1]), CHUNK, None))
         return shared, alone
 
     def _attend_decode(self, decode: _DecodeRows, q: Tensor, layer: int) -> Tensor:
         """[R, H, E] -> [R, H * E]."""
-        kv_heads, head_size, padded = self._num_kv_heads, self._head_size, round_up(self._group, ROWS)
+        kv_heads, head_size, padded = self._num_kv_heads, self._head_size, self._padded_group
         queries = q.new_zeros(decode.num_rows, kv_heads, padded, head_size, dtype=torch.float32)
         grouped = q.view(decode.num_rows, kv_heads, self._group, head_size)
         torch.mul(grouped, self._scale, out=queries[:, :, : self._group])
@@ -234,7 +250,7 @@ class TorchAttention:
 
     def _decode_scores(self, queries: Tensor, units: _Units, layer: int) -> tuple[Tensor, Tensor]:
         """Scores [U * K, M, C] and values [U * K, C, E]; [K, U * M, C] and [K, C, E] where the chunk is shared."""
-        keys, values = self._gather(layer, units.pages)
+        keys, values = self._gather(layer, units.pages, units.width)
         num_units, head_size = units.rows.shape[0], self._head_size
         chosen = queries if queries.shape[0] == 1 else queries.index_select(0, units.rows)
         if units.hidden is None:
@@ -243,10 +259,10 @@ class TorchAttention:
         chosen = chosen.expand(num_units, -1, -1, -1).reshape(-1, queries.shape[2], head_size)
         return chunk_scores(chosen, keys, units.hidden, (num_units, -1)), values
 
-    def _gather(self, layer: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys in fp32 and values of whole chunks, [chunks * K, C, E] each."""
+    def _gather(self, layer: int, pairs: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Keys in fp32 and values, [chunks * K, C, E] each, where C is ``width``."""
         keys, values = self._pages[layer]
-        shape = (-1, CHUNK, self._head_size)
+        shape = (-1, width, self._head_size)
         return keys.index_select(0, pairs).view(shape).float(), values.index_select(0, pairs).view(shape)
 
     def _prefill_row(self, batch: ForwardBatch, row: int, start: int) -> _PrefillRow:
@@ -260,11 +276,13 @@ class TorchAttention:
             size = min(step, count - offset)
             position = first + offset
             num_chunks = -(-(position + size) // CHUNK)
+            last_width = min(CHUNK, round_up(position + size - (num_chunks - 1) * CHUNK, self._columns_step))
             hidden = {
                 chunk: self._hidden(position, round_up(size, ROWS), chunk)
                 for chunk in range(position // CHUNK, num_chunks)
             }
-            blocks.append(_Block(start + offset, start + offset + size, num_chunks, hidden))
+            hidden[num_chunks - 1] = hidden[num_chunks - 1][:, :last_width]
+            blocks.append(_Block(start + offset, start + offset + size, num_chunks, last_width, hidden))
         return _PrefillRow(pages=self._pairs(table[0]), blocks=blocks)
 
     def _hidden(self, position: int, size: int, chunk: int) -> Tensor:
@@ -274,7 +292,7 @@ class TorchAttention:
 
     def _attend_prefill(self, row: _PrefillRow, q: Tensor, layer: int, out: Tensor) -> None:
         kv_heads, group, head_size = self._num_kv_heads, self._group, self._head_size
-        keys, values = (part.view(-1, kv_heads, CHUNK, head_size) for part in self._gather(layer, row.pages))
+        keys, values = (part.view(-1, kv_heads, CHUNK, head_size) for part in self._gather(layer, row.pages, CHUNK))
         for block in row.blocks:
             size = block.stop - block.start
             padded = round_up(size, ROWS)
@@ -289,10 +307,15 @@ class TorchAttention:
         """[K, G * M, E] queries over keys and values [X, K, C, E] -> [K, G * M, E]."""
         groups = (self._num_kv_heads * self._group, -1)
         if block.num_chunks == 1:
-            return attend_only(chunk_scores(queries, keys[0], block.hidden.get(0), groups), values[0])
+            width = block.last_width
+            return attend_only(chunk_scores(queries, keys[0, :, :width], block.hidden[0], groups), values[0, :, :width])
+        widths = [*[CHUNK] * (block.num_chunks - 1), block.last_width]
         parts = [
-            attend_part(chunk_scores(queries, keys[chunk], block.hidden.get(chunk), groups), values[chunk])
-            for chunk in range(block.num_chunks)
+            attend_part(
+                chunk_scores(queries, keys[chunk, :, :width], block.hidden.get(chunk), groups),
+                values[chunk, :, :width],
+            )
+            for chunk, width in enumerate(widths)
         ]
         outputs, maxima, peaks = (torch.stack(part) for part in zip(*parts, strict=True))
         return combine((outputs, maxima, peaks))

@@ -83,7 +83,8 @@ class Feeder:
                 raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
         for prompt in prompts:
             if isinstance(prompt, IdsPrompt):
-                _check_vocabulary(prompt.token_ids, rules.vocab_size)
+                if len(prompt.token_ids) < rules.context_length:  # others are refused anyway, and may be very long
+                    _check_vocabulary(prompt.token_ids, rules.vocab_size)
             elif self._encoder is None:
                 raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
 

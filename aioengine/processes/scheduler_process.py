@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from aioengine.processes.child import Child, run_child
-from aioengine.processes.host import limit_threads
+from aioengine.processes.host import keep_freed_memory, limit_threads
 from aioengine.protocol.messages import (
     Abort,
     Control,
@@ -225,6 +225,7 @@ def load_factory(name: str) -> RunnerFactory:
 
 def work(child: Child) -> None:
     limit_threads(child.settings.runner.num_threads)
+    keep_freed_memory()
     child.serve(build_service(child.settings, child.uplink.report), child.orders.endpoints.detokenizer)
 
 

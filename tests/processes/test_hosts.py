@@ -255,3 +255,24 @@ def test_threads_are_limited_and_sleep_soon_unless_wished_otherwise(
     assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "3"
     assert environment.get("GOMP_SPINCOUNT") == ("1000" if wished is None else None)
     assert environment.get("OMP_WAIT_POLICY") == wished
+
+
+FREEING = """
+import resource
+from aioengine.processes.host import keep_freed_memory
+
+keep_freed_memory()
+block = bytearray(8 << 20)
+del block
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    block = bytearray(8 << 20)
+    del block
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other allocators have other ways")
+def test_freed_memory_is_used_again_without_the_system() -> None:
+    found = subprocess.run([sys.executable, "-c", FREEING], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert int(found.stdout) < 1000  # one block has 2048 pages

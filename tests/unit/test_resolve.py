@@ -40,8 +40,16 @@ def test_the_defaults() -> None:
     assert (found.memory.page_size, found.memory.num_pages) == (16, None)
     assert (found.scheduler.policy, found.scheduler.prefix_cache, found.scheduler.depth) == ("fcfs", True, 0)
     assert 256 <= found.scheduler.chunk_tokens <= 512
-    assert (found.runner.device, found.runner.attention_backend, found.runner.num_threads) == ("cpu", "torch", 3)
+    assert (found.runner.device, found.runner.attention_backend, found.runner.num_threads) == ("cpu", "torch", 1)
     assert (found.text.tokenizer_path, found.random_seed, found.log_level) == ("/words", 99, "error")
+
+
+def test_tiny_models_are_computed_by_one_thread() -> None:
+    tiny = replace(MODEL, hidden_size=256, num_layers=6, vocab_size=4096)
+    small = replace(MODEL, hidden_size=896, num_layers=24, vocab_size=151_936)
+    assert settings(tiny).runner.num_threads == 1
+    assert settings(small).runner.num_threads == 3
+    assert settings(replace(tiny, vocab_size=151_936)).runner.num_threads == 3
 
 
 def test_no_auto_is_left_and_children_can_read_them() -> None:

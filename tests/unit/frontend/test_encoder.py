@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
+import aioengine
 from aioengine.errors import RequestTooLargeError
-from aioengine.frontend.encoder import PIECE_CHARACTERS, Encoder, TextSizes, longest_token
+from aioengine.frontend.asks import TextPrompt
+from aioengine.frontend.encoder import PIECE_CHARACTERS, Encoder, Job, TextSizes, longest_token
+from aioengine.tokenizer import Tokenizer
+
+DEMO = Path(aioengine.__file__).parent / "demo"
 
 
 class Pairs:
@@ -77,3 +85,18 @@ def test_only_long_texts_are_looked_at_twice() -> None:
     assert isinstance(found[0], list)
     assert isinstance(found[1], RequestTooLargeError)
     encoder.close()
+
+
+async def test_the_loop_goes_on_while_a_long_text_is_tokenized() -> None:
+    encoder = Encoder(Tokenizer(DEMO))
+    done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    text = "Once upon a time there was a word, and 12 more. " * 10_000
+    encoder.encode(Job([TextPrompt(text, len(text))], lambda _encoded, seconds: done.set_result(seconds)))
+    longest = 0.0
+    last = time.perf_counter()
+    while not done.done():
+        await asyncio.sleep(0)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    encoder.close()
+    assert longest < max(0.05, done.result() / 4)  # a tokenizer on the loop's thread would take all of it
