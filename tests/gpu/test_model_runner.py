@@ -26,7 +26,10 @@ HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
     folder = tmp_path_factory.mktemp(request.param)
-    return folder, save_model(request.param, folder, dtype=torch.bfloat16, **HEADS).float().cuda()
+    reference = save_model(request.param, folder, dtype=torch.bfloat16, **HEADS).float().cuda()
+    # Fused attention in fp32 on a GPU was seen to be off by 1e-2 of the logits' norm, eager by 1e-6.
+    reference.set_attn_implementation("eager")
+    return folder, reference
 
 
 PROMPTS = [[(7 * i + 3 * j) % 290 + 1 for j in range(3 + 5 * i)] for i in range(12)]
