@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 def test_a_figure_is_about_its_rows() -> None:
     figure = measure(8, output=100, depth=1)
     assert (figure.rows, figure.depth) == (8, 1)
-    assert 0 < figure.token_us < figure.step_us < 1e5
 
 
 def test_the_figures_can_be_had_as_json() -> None:
