@@ -117,7 +117,7 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "fcfs, longest_prefix (lpm) or priority",
     ),
     "disable_overlap_schedule": Argument(
-        "scheduler.overlap", "switch", _negated, "read each step before the next is launched"
+        "scheduler.overlap", "switch", _negated, "read each step before the next is launched (a CPU always does)"
     ),
     "max_queued_requests": Argument("queue.max_requests", "whole", _whole(0), "requests that may wait (default: 4096)"),
     "max_queued_tokens": Argument(
