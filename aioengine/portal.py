@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
 
+from aioengine.transport.descriptors import hold_standard_descriptors
+
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
@@ -23,6 +25,7 @@ class Portal:
     """A uvloop event loop on a daemon thread. Made running; ``close`` ends it."""
 
     def __init__(self, name: str) -> None:
+        hold_standard_descriptors()
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -16,6 +16,7 @@ from aioengine.cli import benchmark, flags, report
 from aioengine.cli.flags import Arguments
 from aioengine.errors import EngineError, RequestTooLargeError
 from aioengine.sync import Engine
+from aioengine.transport.descriptors import hold_standard_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ INTERRUPTED, READER_GONE = 130, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its status."""
+    if not _has_output():
+        return _fail("standard output is closed: there is no place for an answer")
     arguments = flags.parser().parse_args(argv)
     commands: Mapping[str, Callable[[Arguments], int]] = {
         "generate": generate,
@@ -45,6 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (EngineError, ValueError, TypeError, OSError) as error:
         return _fail(error)
     return status
+
+
+def _has_output() -> bool:
+    """Whether there is a place for answers. Closed standard input is empty, closed standard error is not read."""
+    hold_standard_descriptors()
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    return sys.stdout is not None
 
 
 def generate(arguments: Arguments) -> int:
@@ -116,9 +127,10 @@ def _next_line(is_terminal: bool) -> str | None:
 
 
 def _piped_prompt() -> str:
-    if sys.stdin.isatty():
+    prompt = "" if sys.stdin.isatty() else sys.stdin.read()
+    if not prompt:
         raise ValueError('give a prompt: aioengine generate "Once upon a time"')
-    return sys.stdin.read()
+    return prompt
 
 
 def _fail(error: Exception | str) -> int:

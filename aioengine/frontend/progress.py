@@ -18,8 +18,8 @@ class Bar(tqdm):  # type: ignore[misc]  # it has no types
 
 
 def is_wanted(is_shown: bool | None) -> bool:
-    """Whether bars are drawn; None: only where stderr is a terminal."""
-    return sys.stderr.isatty() if is_shown is None else is_shown
+    """Whether bars are drawn; None: only where stderr is a terminal. Never where there is no stderr."""
+    return sys.stderr is not None and (sys.stderr.isatty() if is_shown is None else is_shown)
 
 
 class ProgressBars:

@@ -14,6 +14,7 @@ from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Processes, Running
 from aioengine.protocol.messages import Progress, ToFrontend
 from aioengine.tokenizer import Tokenizer
+from aioengine.transport.descriptors import hold_standard_descriptors
 
 
 class Events(Struct, frozen=True):
@@ -81,6 +82,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         ValueError, TypeError: the model folder or an argument cannot be served.
         EngineStartupError: a process could not start.
     """
+    hold_standard_descriptors()
     inbox = _Inbox()
     thread = ThreadPoolExecutor(1, thread_name_prefix="aioengine-start")
     loop = asyncio.get_running_loop()

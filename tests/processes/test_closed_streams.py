@@ -1,0 +1,80 @@
+"""A process whose standard streams are closed, as daemons and job runners start them, has an engine all the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.source import ROOT
+
+pytestmark = pytest.mark.process
+
+CLOSED = ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"]
+
+SYNC = """
+import json, os, pathlib, sys
+from aioengine.testing.fake_engine import fake_engine
+
+with fake_engine({"": "Paris."}, processes=True) as engine:
+    text = engine.generate("x")["text"]
+    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for pid in engine.get_all_child_pids() for fd in (0, 1, 2)]
+pathlib.Path(sys.argv[1]).write_text(json.dumps([text, links]))
+"""
+
+ASYNC = """
+import asyncio, json, os, pathlib, sys
+from aioengine.testing.fake_engine import fake_async_engine
+
+async def main():
+    async with fake_async_engine({"": "Paris."}, processes=True) as engine:
+        text = (await engine.async_generate("x"))["text"]
+        links = [os.readlink(f"/proc/{pid}/fd/{fd}") for pid in engine.get_all_child_pids() for fd in (0, 1, 2)]
+    pathlib.Path(sys.argv[1]).write_text(json.dumps([text, links]))
+
+asyncio.run(main())
+"""
+
+
+def run(closed: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """Python with some of its standard streams closed."""
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-W", "error", *argv]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=55, check=False)
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("program", [SYNC, ASYNC], ids=["sync", "async"])
+def test_an_engine_works_and_its_children_have_streams_of_their_own(program: str, closed: str, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    done = run(closed, "-c", program, str(told))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    text, links = json.loads(told.read_text())
+    assert text == "Paris."
+    assert len(links) == 6
+    assert [link for link in links if link.startswith("socket:")] == []
+
+
+@pytest.mark.parametrize(
+    ("closed", "argv", "status", "out", "error"),
+    [
+        ("<&-", ["The capital of France is", "--max-new-tokens", "2"], 0, " Paris.\n", ""),
+        ("2>&-", ["The capital of France is", "--max-new-tokens", "2"], 0, " Paris.\n", ""),
+        ("2>&-", ["x", "--temperature", "9"], 1, "", ""),
+        ("<&-", [], 1, "", 'aioengine: give a prompt: aioengine generate "Once upon a time"\n'),
+        (">&-", ["x"], 1, "", "aioengine: standard output is closed: there is no place for an answer\n"),
+        (">&- 2>&-", ["x"], 1, "", ""),
+    ],
+)
+def test_the_command_line_works_or_says_why_not(
+    closed: str, argv: list[str], status: int, out: str, error: str
+) -> None:
+    done = run(closed, "-m", "aioengine", "generate", *argv)
+    assert (done.returncode, done.stdout, done.stderr) == (status, out, error)
+
+
+def test_a_conversation_without_input_is_over() -> None:
+    done = run("<&-", "-m", "aioengine", "chat")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
