@@ -12,6 +12,7 @@ from aioengine.processes.open_text import ChunkColumns, OpenText
 from aioengine.processes.text_source import TextSource
 from aioengine.protocol.messages import (
     Abort,
+    Begun,
     Ended,
     FinishCode,
     Finished,
@@ -54,7 +55,7 @@ class DetokenizerService:
         for message in messages:
             if isinstance(message, StepOutput):
                 chunks = self._read(message, now)
-                if chunks.uids or chunks.finished:
+                if chunks.uids or chunks.finished or chunks.begun:
                     self._chunks.append(chunks)
 
     def step(self, now: float) -> Outbox:
@@ -101,6 +102,7 @@ class DetokenizerService:
     def _begin(self, opened: Opened, columns: ChunkColumns, now: float) -> None:
         request = OpenText(opened)
         self._open[opened.uid] = request
+        columns.begun.append(Begun(opened.uid, opened.num_cached, opened.admitted_at, opened.first_token_at))
         try:
             request.prepare(self._source)
         except Exception as error:

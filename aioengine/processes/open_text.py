@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.protocol.messages import Ended, FinishCode, Finished, Opened, TextChunks
+from aioengine.protocol.messages import Begun, Ended, FinishCode, Finished, Opened, TextChunks
 
 if TYPE_CHECKING:
     from aioengine.processes.text_source import TextSource
     from aioengine.text.pipeline import TextPipeline
 
-_NEVER = 1 << 62
+_WHOLE_INTERVAL = 64
+"""Ids of a whole answer that leave together: what the frontend has need not be computed again after a crash."""
 
 
 class ChunkColumns:
     """The ``TextChunks`` of a step, while it grows."""
 
-    __slots__ = ("counts", "finished", "texts", "token_ids", "uids")
+    __slots__ = ("begun", "counts", "finished", "texts", "token_ids", "uids")
 
     def __init__(self) -> None:
         self.uids: list[int] = []
@@ -24,16 +25,18 @@ class ChunkColumns:
         self.counts: list[int] = []
         self.token_ids: list[int] = []
         self.finished: list[Finished] = []
+        self.begun: list[Begun] = []
 
     def as_message(self, num_open: int) -> TextChunks:
-        return TextChunks(self.uids, self.texts, self.counts, self.token_ids, self.finished, num_open)
+        return TextChunks(self.uids, self.texts, self.counts, self.token_ids, self.finished, num_open, self.begun)
 
 
 class OpenText:
     """A request between its first token and its end.
 
-    Ids and text wait here until ``stream_interval`` ids are together (the first id does not wait), or for the end
-    where the request does not stream. Waiting ids are decoded together, unless each could complete a stop.
+    Ids and text wait here until ``stream_interval`` ids are together (the first id does not wait), or many where the
+    request does not stream. Waiting ids are decoded together, unless each could complete a stop. What text has left
+    is a function of the ids that have left, so a request goes on behind any chunk of it.
     """
 
     __slots__ = (
@@ -56,15 +59,17 @@ class OpenText:
         self._opened = opened
         self._pipeline: TextPipeline | None = None
         self._has_stops = bool(rules.stop or rules.stop_regex)
-        self._interval = max(1, rules.stream_interval) if rules.stream else _NEVER
-        self._num_wanted = 1 if rules.stream else _NEVER
+        self._interval = max(1, rules.stream_interval) if rules.stream else _WHOLE_INTERVAL
+        self._num_wanted = 1 if rules.stream else self._interval
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._num_decoded = 0  # of the ids that wait
 
     def prepare(self, source: TextSource) -> None:
-        """Make the stages of its text. Raises what is wrong with its rules."""
+        """Make the stages of its text, and bring them to where they were. Raises what is wrong with its rules."""
         self._pipeline = source.pipeline(self._opened.text)
+        if self._pipeline is not None and self._opened.resumed_ids:
+            self._pipeline.push(self._opened.resumed_ids)
 
     @property
     def matched(self) -> str | None:

@@ -96,8 +96,30 @@ class TextRules(Struct, frozen=True, array_like=True, gc=False):
 # ---------------------------------------------------------------- to the scheduler
 
 
+class Begun(Struct, frozen=True, array_like=True, gc=False):
+    """A request has given its first token. ``num_cached``: prompt tokens taken from the prefix cache."""
+
+    uid: int
+    num_cached: int
+    admitted_at: float
+    first_token_at: float
+
+
+class Resumed(Struct, frozen=True, array_like=True, gc=False):
+    """What a request had given before its processes were replaced: how it began, and its output ids, all given out.
+
+    The rest is a function of these: the next token of (seed, position), the text held back of the ids.
+    """
+
+    begun: Begun
+    token_ids: list[int]
+
+
 class Submit(Struct, tag="submit", array_like=True, gc=False):
-    """A new request. ``uid`` is unique for the life of the engine; ``priority``: higher runs sooner."""
+    """A new request. ``uid`` is unique for the life of the engine; ``priority``: higher runs sooner.
+
+    ``resumed``: it goes on where it was when its processes died; limits count from the prompt on, as ever.
+    """
 
     uid: int
     prompt_token_ids: list[int]
@@ -106,6 +128,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     text: TextRules
     priority: int = 0
     arrived_at: float = 0.0
+    resumed: Resumed | None = None
 
 
 class Abort(Struct, tag="abort", array_like=True, gc=False):
@@ -135,13 +158,17 @@ class Control(Struct, tag="control", array_like=True, gc=False):
 
 
 class Opened(Struct, array_like=True, gc=False):
-    """A request gave its first token in this step. ``num_cached``: prompt tokens taken from the prefix cache."""
+    """A request gave its first token in this step, or goes on behind ``resumed_ids``, which were given out before.
+
+    ``num_cached``: prompt tokens taken from the prefix cache.
+    """
 
     uid: int
     text: TextRules
     num_cached: int
     admitted_at: float
     first_token_at: float
+    resumed_ids: list[int] = []
 
 
 class Ended(Struct, array_like=True, gc=False):
@@ -189,7 +216,7 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
     """New text and ids of one step, as columns; ``counts[i]`` of the flat ``token_ids`` belong to ``uids[i]``.
 
     A request may be in ``finished`` and in the columns; its chunk comes first. ``num_open``: requests that the
-    detokenizer holds after this frame.
+    detokenizer holds after this frame. ``begun``: those that gave their first token, with or without a chunk.
     """
 
     uids: list[int]
@@ -198,6 +225,7 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
     token_ids: list[int]
     finished: list[Finished] = []
     num_open: int = 0
+    begun: list[Begun] = []
 
 
 class Stats(Struct, tag="stats", array_like=True, gc=False):

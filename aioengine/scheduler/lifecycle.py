@@ -75,6 +75,8 @@ class Lifecycle:
         self._requests[request.uid] = request
         insort(self.waiting, request, key=_order)
         self._deadlines.add(request.uid, submit.limits)
+        if submit.resumed is not None:
+            self.outbox.resume(request, submit.resumed)
 
     def abort(self, uids: Iterable[int], code: FinishCode, message: str) -> None:
         """End requests from outside. Unknown uids have just ended; of a stop string the frontend knows already."""

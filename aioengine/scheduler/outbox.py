@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from aioengine.protocol.messages import Ended, FinishCode, Opened, StepOutput
 
 if TYPE_CHECKING:
+    from aioengine.protocol.messages import Resumed
     from aioengine.scheduler.request import Request
     from aioengine.scheduler.stopping import Finish
 
@@ -61,6 +62,22 @@ class Outbox:
         self._preempted += [request.uid] * marks.num_preemptions
         self.totals.prompt_tokens += request.num_prompt
         self.totals.cached_tokens += marks.num_cached
+
+    def resume(self, request: Request, resumed: Resumed) -> None:
+        """It was opened before its processes were replaced; whoever makes its text begins anew."""
+        begun, marks = resumed.begun, request.marks
+        marks.is_opened = True
+        marks.admitted_at, marks.num_cached = begun.admitted_at, begun.num_cached
+        self._opened.append(
+            Opened(
+                request.uid,
+                request.submit.text,
+                begun.num_cached,
+                begun.admitted_at,
+                begun.first_token_at,
+                resumed.token_ids,
+            )
+        )
 
     def preempt(self, request: Request) -> None:
         request.marks.num_preemptions += 1

@@ -73,7 +73,9 @@ class Request:
         self.uid = submit.uid
         self.token_ids = list(submit.prompt_token_ids)
         self.num_prompt = len(self.token_ids)
-        self.num_tokens = self.num_prompt
+        if submit.resumed is not None:
+            self.token_ids += submit.resumed.token_ids
+        self.num_tokens = len(self.token_ids)
         self.num_computed = 0
         self.max_tokens = max_tokens
         self.stop_ids = frozenset(submit.limits.stop_token_ids)

@@ -103,7 +103,7 @@ class World:
     def submit(self, *submits: Submit) -> None:
         for submit in submits:
             self.submitted[submit.uid] = submit
-            self.outputs[submit.uid] = []
+            self.outputs[submit.uid] = [] if submit.resumed is None else list(submit.resumed.token_ids)
             self.runner.max_new[submit.uid] = submit.limits.max_new_tokens
             self.core.submit(submit)
 

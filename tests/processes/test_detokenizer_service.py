@@ -13,6 +13,7 @@ from aioengine.processes.detokenizer_process import DetokenizerService, build_se
 from aioengine.processes.text_source import TextSource
 from aioengine.protocol.messages import (
     Abort,
+    Begun,
     Ended,
     FinishCode,
     Finished,
@@ -22,6 +23,7 @@ from aioengine.protocol.messages import (
     TextChunks,
     TextRules,
 )
+from aioengine.testing.fake_engine import tokenizer_folder
 from aioengine.text.stop_regex import RegexSearch
 from aioengine.text.token_table import TokenTable
 from aioengine.tokenizer import Tokenizer
@@ -128,6 +130,62 @@ def test_chunks_leave_as_often_as_asked_for_and_the_first_at_once() -> None:
         play(steps, 1, list(range(50, 60)))
         sizes[name] = [count for one in steps.sent for count in one.counts]
     assert sizes == {"each": [1] * 10, "third": [1, 3, 3, 3], "whole": [10]}
+
+
+def test_a_long_whole_answer_leaves_in_parts() -> None:
+    steps = Steps()
+    steps.open(1, TextRules(stream=False))
+    play(steps, 1, [id_of("a")] * 150)
+    assert [count for one in steps.sent for count in one.counts] == [64, 64, 22]
+    assert steps.text(1) == "a" * 150
+
+
+SAMPLE = "One 🥖 two 東京, and now the END of it. More?"
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        TextRules(),
+        TextRules(stream_interval=3),
+        TextRules(stream_interval=4, stop=("the END",)),
+        TextRules(stop=("END of it. No", "END of it. More"), no_stop_trim=True),
+        TextRules(stop_regex=(r"E\w+ of i[a-t]",)),
+        TextRules(stop=("a stop that", "More?!"), stream=False),
+    ],
+)
+@pytest.mark.parametrize("code", [FinishCode.LENGTH, FinishCode.ABORT])
+def test_a_request_goes_on_behind_any_chunk_in_a_new_process(rules: TextRules, code: FinishCode) -> None:
+    """Half characters, text held back for a stop, ids that waited for others: all of it is found again."""
+    token_ids = list(SAMPLE.encode())
+    table = Steps(str(tokenizer_folder()))
+    table.open(1, rules)
+    play(table, 1, token_ids, code)
+    num_chunks = len(table.sent)
+    for cut in range(num_chunks):
+        first, second = Steps(str(tokenizer_folder())), Steps(str(tokenizer_folder()))
+        first.open(1, rules)
+        for token_id in token_ids:
+            if len(first.sent) == cut:
+                break
+            first.token(1, token_id)
+        given = first.ids(1)
+        second.give(StepOutput([], [], [Opened(1, rules, 3, 1.0, 2.0, given)]))
+        play(second, 1, token_ids[len(given) :], code)
+        assert first.text(1) + second.text(1) == table.text(1)
+        assert given + second.ids(1) == table.ids(1)
+        assert (second.end(1), second.aborted) == (table.end(1), table.aborted)
+
+
+def test_an_end_before_the_next_token_still_gives_what_was_held_back() -> None:
+    steps = Steps(str(tokenizer_folder()))
+    ids = list("stay, ST".encode())
+    steps.give(
+        StepOutput([], [], [Opened(1, TextRules(stop=("STOP",)), 3, 1.0, 2.0, ids)], [], [Ended(1, FinishCode.ABORT)])
+    )
+    assert steps.text(1) == "ST"
+    assert steps.ids(1) == []
+    assert steps.end(1).first_token_at == 2.0
 
 
 def test_one_message_for_a_step_whatever_is_in_it() -> None:
@@ -273,7 +331,8 @@ def test_the_context_of_the_prompt_is_not_text_and_special_tokens_are_skipped_or
 def test_a_silent_detokenizer_shows_that_it_lives() -> None:
     service = DetokenizerService(TextSource(None))
     service.handle([StepOutput([], [], [Opened(1, TextRules(), 0, 1.0, 1.0)])], NOW)
-    assert service.step(NOW).to_frontend == [TextChunks([], [], [], [], num_open=1)]
+    begun = [Begun(1, 0, 1.0, 1.0)]
+    assert service.step(NOW).to_frontend == [TextChunks([], [], [], [], num_open=1, begun=begun)]
     assert service.step(NOW + 0.9).to_frontend == []
     assert 0 < service.wait_s(NOW + 0.9) < 0.2
     assert service.step(NOW + 1.1).to_frontend == [TextChunks([], [], [], [], num_open=1)]

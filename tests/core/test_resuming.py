@@ -1,0 +1,89 @@
+"""A new core goes on where another one died: same tokens, same ends, whatever had been given out."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.protocol.messages import Begun, Ended, FinishCode, Limits, Opened, Resumed, Submit
+from tests.core.core_world import NO_EOS, World, settings_of, submit_of
+from tests.core.test_storms import COMMON, Storm, storms
+
+
+def resumed(world: World, uid: int, num_given: int) -> Submit:
+    """The request again, with so many of its tokens given out; as a new one where it had not begun."""
+    submit, opened = world.submitted[uid], world.opened.get(uid)
+    if opened is None:
+        return submit
+    begun = Begun(uid, opened.num_cached, opened.admitted_at, opened.first_token_at)
+    return msgspec.structs.replace(submit, resumed=Resumed(begun, world.outputs[uid][:num_given]))
+
+
+@COMMON
+@given(storms, st.integers(0, 60), st.integers(0, 2))
+def test_whatever_had_been_given_out_the_rest_is_the_same(storm: Storm, num_steps: int, depth: int) -> None:
+    rng = random.Random(storm.seed)
+    first = storm.world(depth)
+    first.submit(*storm.requests(rng))
+    for _ in range(num_steps):
+        first.step()
+    second = storm.world(depth)
+    again = [resumed(first, uid, rng.randint(0, len(given))) for uid, given in first.outputs.items()]
+    second.submit(*(submit for submit in again if submit.uid not in first.ended))
+    second.run()
+    second.check_all_over()
+    for uid, ended in first.ended.items():
+        if ended.code in (FinishCode.STOP, FinishCode.LENGTH):
+            assert first.outputs[uid] == first.reference(uid)
+
+
+@pytest.mark.parametrize("num_given", [0, 3])
+def test_it_is_opened_again_as_it_was_and_counted_once(num_given: int) -> None:
+    world = World(settings_of(), 64, 4, NO_EOS)
+    given = world_output(num_given)
+    begun = Begun(1, 2, 1.0, 2.0)
+    submit = msgspec.structs.replace(submit_of(1, [1, 2, 3]), resumed=Resumed(begun, given))
+    world.now = 50.0
+    world.submit(submit)
+    output = world.step()
+    assert output is not None
+    assert output.opened == [Opened(1, submit.text, 2, 1.0, 2.0, given)]
+    world.run()
+    assert world.ended[1].code is FinishCode.LENGTH
+    assert world.outputs[1] == world.reference(1)
+    stats = world.core.stats(60.0)
+    assert (stats.prompt_tokens, stats.output_tokens) == (0, 8 - num_given)
+
+
+def test_an_abort_before_its_first_step_is_told_behind_its_beginning() -> None:
+    """Its text may be held back, and only whoever makes the text anew can give that."""
+    world = World(settings_of(), 64, 4, NO_EOS)
+    world.submit(msgspec.structs.replace(submit_of(1, [1, 2, 3]), resumed=Resumed(Begun(1, 0, 1.0, 2.0), [5])))
+    world.abort([1])
+    output = world.step()
+    assert output is not None
+    assert ([one.uid for one in output.opened], output.ended) == ([1], [Ended(1, FinishCode.ABORT)])
+    assert world.runner.plans == []
+
+
+def test_deadlines_that_it_has_met_are_not_asked_again() -> None:
+    limits = Limits(max_new_tokens=4, queue_deadline=9.0, first_token_deadline=10.0)
+    world = World(settings_of(), 64, 4, NO_EOS)
+    world.now = 50.0
+    begun = Resumed(Begun(1, 0, 1.0, 2.0), [])
+    world.submit(msgspec.structs.replace(submit_of(1, [1, 2, 3], limits=limits), resumed=begun))
+    world.submit(submit_of(2, [1, 2, 3], limits=limits))
+    world.run()
+    assert world.ended[1].code is FinishCode.LENGTH
+    assert (world.ended[2].code, world.ended[2].matched) == (FinishCode.DEADLINE, "queue")
+
+
+def world_output(count: int) -> list[int]:
+    """The first tokens of that request."""
+    world = World(settings_of(), 64, 4, NO_EOS)
+    world.submit(submit_of(1, [1, 2, 3]))
+    return world.reference(1)[:count]
