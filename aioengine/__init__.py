@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     )
     from aioengine.frontend.asks import RequestOptions
     from aioengine.frontend.info import Health, ModelInfo, Outcome, __version__
+    from aioengine.frontend.profiling import ProfileOptions
     from aioengine.params import SamplingParams
     from aioengine.stream import Generation, Stream
     from aioengine.sync import ChunkIterator, Engine
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "aioengine.answers": ("Answer", "BatchOutput", "Chunk", "FinishReason", "MetaInfo", "Timings"),
     "aioengine.frontend.asks": ("RequestOptions",),
+    "aioengine.frontend.profiling": ("ProfileOptions",),
     "aioengine.engine": ("AsyncEngine",),
     "aioengine.errors": (
         "EngineClosedError",
@@ -99,6 +101,7 @@ __all__ = [
     "MetaInfo",
     "ModelInfo",
     "Outcome",
+    "ProfileOptions",
     "RequestError",
     "RequestOptions",
     "RequestTooLargeError",

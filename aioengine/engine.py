@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, overload
 from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.errors import WrongLoopError
-from aioengine.frontend import asks, calls, info
+from aioengine.frontend import asks, calls, info, profiling
 from aioengine.frontend.assembly import blueprint_of
 from aioengine.frontend.info import TokenizerNamespace
 from aioengine.frontend.progress import ProgressBars
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from aioengine.frontend.frontend import Frontend, Processes
     from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
+    from aioengine.frontend.profiling import ProfileOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.tokenizer import Tokenizer
 
@@ -326,6 +327,28 @@ class AsyncEngine:
     async def freeze_gc(self) -> None:
         """Leave everything that lives now out of later garbage collections, here and in the scheduler process."""
         await info.freeze_gc(self._running())
+
+    async def start_profile(
+        self, output_dir: str | os.PathLike[str] | None = None, **options: Unpack[ProfileOptions]
+    ) -> None:
+        """Begin a trace of the scheduler process by torch's profiler, with a range for each step.
+
+        It goes to a new file in ``output_dir`` (default: the system's folder for temporary files), for
+        chrome://tracing or Perfetto. ``options`` are described at ``ProfileOptions``.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong.
+            RuntimeError: a profile is being made already, or the folder cannot be written to.
+        """
+        await profiling.start(self._running(), output_dir, options)
+
+    async def stop_profile(self) -> str:
+        """End the trace and write it; returns the path of the file.
+
+        Raises:
+            RuntimeError: none was started, or it cannot be written.
+        """
+        return await profiling.stop(self._running())
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take nothing new and wait for what runs. After ``timeout`` seconds end the rest with reason ``shutdown``.

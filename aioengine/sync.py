@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 from aioengine.answers import Answer
 from aioengine.args import engine_config
-from aioengine.frontend import asks, calls, info
+from aioengine.frontend import asks, calls, info, profiling
 from aioengine.frontend.assembly import blueprint_of
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
 from aioengine.frontend.info import TokenizerNamespace
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
     from aioengine.frontend.outputs import Reader
+    from aioengine.frontend.profiling import ProfileOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.tokenizer import Tokenizer
 
@@ -408,6 +409,28 @@ class Engine:
     def freeze_gc(self) -> None:
         """Leave everything that lives now out of later garbage collections, here and in the scheduler process."""
         self._portal.call(info.freeze_gc(self._running()))
+
+    def start_profile(
+        self, output_dir: str | os.PathLike[str] | None = None, **options: Unpack[ProfileOptions]
+    ) -> None:
+        """Begin a trace of the scheduler process by torch's profiler, with a range for each step.
+
+        It goes to a new file in ``output_dir`` (default: the system's folder for temporary files), for
+        chrome://tracing or Perfetto. ``options`` are described at ``ProfileOptions``.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong.
+            RuntimeError: a profile is being made already, or the folder cannot be written to.
+        """
+        self._portal.call(profiling.start(self._running(), output_dir, options))
+
+    def stop_profile(self) -> str:
+        """End the trace and write it; returns the path of the file.
+
+        Raises:
+            RuntimeError: none was started, or it cannot be written.
+        """
+        return self._portal.call(profiling.stop(self._running()))
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take nothing new and wait for what runs. After ``timeout`` seconds end the rest with reason ``shutdown``.

@@ -25,10 +25,10 @@ TEST_LINES_PER_LINE = 0.6
 EXCEPTIONS: dict[tuple[str, str], int] = {
     ("base classes", "errors.py:UnknownParameterError"): 2,  # the contract: callers may catch it as either
     # the two faces have the methods of the contract, and overloads for their types
-    ("class lines", "engine.py:AsyncEngine"): 333,
-    ("class lines", "sync.py:Engine"): 351,
-    ("methods", "engine.py:AsyncEngine"): 29,
-    ("methods", "sync.py:Engine"): 25,
+    ("class lines", "engine.py:AsyncEngine"): 355,
+    ("class lines", "sync.py:Engine"): 373,
+    ("methods", "engine.py:AsyncEngine"): 31,
+    ("methods", "sync.py:Engine"): 27,
 }
 """(rule, place) -> the size that is put up with."""
 

@@ -27,7 +27,9 @@ class Controls:
         self._num_asked = 0
         self._failure: EngineError | None = None
 
-    async def ask(self, name: str, arguments: dict[str, Value] | None = None) -> Reply:
+    async def ask(
+        self, name: str, arguments: dict[str, Value] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> Reply:
         """Ask, and wait for the answer.
 
         Raises:
@@ -42,11 +44,11 @@ class Controls:
         self._waiting[call_id] = answer
         try:
             self._send([Control(call_id, name, arguments or {})])
-            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
             raise EngineStalledError(
-                f"the scheduler did not answer {name!r} within {CONTROL_TIMEOUT_S:g} s; see health()"
+                f"the scheduler did not answer {name!r} within {timeout_s:g} s; see health()"
             ) from None
         finally:
             del self._waiting[call_id]

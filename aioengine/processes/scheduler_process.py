@@ -12,6 +12,7 @@ import msgspec
 
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import keep_freed_memory, limit_threads
+from aioengine.processes.profile import Profile
 from aioengine.protocol.messages import (
     Abort,
     Control,
@@ -42,7 +43,9 @@ Facts = dict[str, str | int | float | bool]
 class SchedulerService:
     """``SchedulerCore`` with words: messages in, messages out, no I/O."""
 
-    def __init__(self, core: SchedulerCore[Any], runner: Runner[Any], *, settings: Settings, facts: Facts) -> None:
+    def __init__(
+        self, core: SchedulerCore[Any], runner: Runner[Any], profile: Profile, *, settings: Settings, facts: Facts
+    ) -> None:
         self.is_stopped = False
         self._core = core
         self._runner = runner
@@ -54,13 +57,15 @@ class SchedulerService:
         self._told_step_at = -1.0
         self._was_busy = False
         self._is_asked = False
-        self._controls: dict[str, Callable[[], tuple[bool, str, str]]] = {
+        self._controls: dict[str, Callable[..., tuple[bool, str, str]]] = {
             "flush_cache": self._flush_cache,
             "pause": self._pause,
             "continue": self._continue,
             "server_info": self._server_info,
             "collect_garbage": self._collect_garbage,
             "freeze_gc": self._freeze_gc,
+            "start_profile": profile.start,
+            "stop_profile": profile.stop,
             "stop": self._stop,
         }
 
@@ -143,7 +148,7 @@ class SchedulerService:
         if action is None:
             known = ", ".join(self._controls)
             return Reply(control.call_id, False, f"unknown control call {control.name!r}; there are {known}")
-        success, message, data = action()
+        success, message, data = action(**control.arguments)
         self._stats_sent_at = min(self._stats_sent_at, now - HEARTBEAT_S)  # what it changed is seen with its reply
         self._is_asked = True
         return Reply(control.call_id, success, message, data)
@@ -196,14 +201,15 @@ def build_service(settings: Settings, report: Callable[[Progress], None]) -> Sch
         raise ValueError(f"the runner of {settings.runner.factory!r} has {num_pages!r} pages; it needs at least 1")
     page_size = settings.memory.page_size
     scheduler = Scheduler(settings.scheduler, num_pages=num_pages, page_size=page_size)
-    core = SchedulerCore(scheduler, runner, settings.scheduler.depth, clock=time.monotonic)
+    profile = Profile()
+    core = SchedulerCore(scheduler, runner, settings.scheduler.depth, clock=time.monotonic, trace=profile)
     facts: Facts = {
         "page_size": page_size,
         "max_total_tokens": num_pages * page_size,
         "load_s": round(time.monotonic() - start, 3),
         **runner.facts,
     }
-    return SchedulerService(core, runner, settings=settings, facts=facts)
+    return SchedulerService(core, runner, profile, settings=settings, facts=facts)
 
 
 def load_factory(name: str) -> RunnerFactory:

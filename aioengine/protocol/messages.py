@@ -146,7 +146,8 @@ class Abort(Struct, tag="abort", array_like=True, gc=False):
 class Control(Struct, tag="control", array_like=True, gc=False):
     """A question or an order to the scheduler process, answered by one ``Reply`` with the same ``call_id``.
 
-    ``name``: "flush_cache", "pause", "continue", "server_info", "collect_garbage", "freeze_gc", "stop".
+    ``name``: "flush_cache", "pause", "continue", "server_info", "collect_garbage", "freeze_gc", "start_profile",
+    "stop_profile", "stop". ``arguments`` are those of what does it: only "start_profile" has some.
     """
 
     call_id: int

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from aioengine.protocol.messages import FinishCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from contextlib import AbstractContextManager
 
     from aioengine.config import Settings
     from aioengine.protocol.messages import Progress, Stats, StepOutput, Submit
@@ -45,6 +47,30 @@ class Runner(Protocol[Ticket]):
     def close(self) -> None: ...
 
 
+class Trace(Protocol):
+    """Marks the parts of a step for a profile, as long as one is made."""
+
+    def part(self, name: str) -> AbstractContextManager[object]:
+        """A range named ``name``."""
+        ...
+
+    def launch(self, number: int, plan: Plan) -> AbstractContextManager[object]:
+        """The range in which the runner launches ``plan``, the step of this number (from 1)."""
+        ...
+
+
+class NoTrace:
+    """Marks nothing."""
+
+    _nothing = nullcontext()
+
+    def part(self, name: str) -> AbstractContextManager[object]:
+        return self._nothing
+
+    def launch(self, number: int, plan: Plan) -> AbstractContextManager[object]:
+        return self._nothing
+
+
 class RunnerFactory(Protocol):
     """What ``settings.runner.factory`` names: builds the runner, telling of long work through ``report``."""
 
@@ -57,6 +83,7 @@ class SchedulerCore(Generic[Ticket]):
     depth: how many steps may be in flight beside the one just launched. 0 waits for each step before it plans the next;
     1 plans and launches the next while the device computes.
     clock: dates what is collected; without it, the ``now`` of the step, which is then too early by the wait.
+    trace: hears of the parts of each step.
     """
 
     def __init__(
@@ -66,6 +93,7 @@ class SchedulerCore(Generic[Ticket]):
         depth: int,
         *,
         clock: Callable[[], float] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         if depth < 0:
             raise ValueError(f"depth must be 0 or more, not {depth}")
@@ -73,7 +101,9 @@ class SchedulerCore(Generic[Ticket]):
         self._runner = runner
         self._depth = depth
         self._clock = clock
+        self._trace: Trace = NoTrace() if trace is None else trace
         self._in_flight: deque[tuple[Plan, Ticket]] = deque()
+        self._num_launched = 0
         self._num_failures = 0
         self._is_paused = False
         self._step_ended_at = 0.0
@@ -139,24 +169,29 @@ class SchedulerCore(Generic[Ticket]):
         if self._is_paused:
             self._scheduler.expire(now)
             return None
-        return self._scheduler.schedule(now)
+        with self._trace.part("schedule"):
+            return self._scheduler.schedule(now)
 
     def _launch(self, plan: Plan) -> None:
+        self._num_launched += 1
         try:
-            self._in_flight.append((plan, self._runner.launch(plan)))
+            with self._trace.launch(self._num_launched, plan):
+                self._in_flight.append((plan, self._runner.launch(plan)))
         except Exception as error:
             self._fail(plan, error)
 
     def _collect(self, now: float) -> StepOutput | None:
         plan, ticket = self._in_flight.popleft()
         try:
-            result = self._runner.collect(ticket)
+            with self._trace.part("collect"):
+                result = self._runner.collect(ticket)
         except Exception as error:
             self._fail(plan, error)
             return None
         self._num_failures = 0
         self._step_ended_at = now if self._clock is None else self._clock()
-        return self._scheduler.apply(plan, result, self._step_ended_at)
+        with self._trace.part("apply"):
+            return self._scheduler.apply(plan, result, self._step_ended_at)
 
     def _fail(self, plan: Plan, error: Exception) -> None:
         """The requests of the plan end; the engine goes on, unless it fails again and again."""

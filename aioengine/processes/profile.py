@@ -1,0 +1,114 @@
+"""A profile of some steps: torch's trace of this process, for chrome://tracing or Perfetto.
+
+Beside torch's own ranges it has one for each part of a step ("schedule", "collect", "apply") and one for each launch,
+named by step and batch ("step 1234: 256 rows, 256 tokens"), with the kernels that it started on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from aioengine.scheduler.plan import Plan
+
+_NOTHING = nullcontext()
+
+
+class _Running(Struct):
+    """A profile that is being made. ``num_steps`` None: until it is stopped; ``last_step`` is known at the first."""
+
+    profiler: Any
+    mark: Callable[[str], AbstractContextManager[object]]
+    path: Path
+    num_steps: int | None
+    last_step: int | None = None
+
+
+class Profile:
+    """What the control calls "start_profile" and "stop_profile" do, and the ``Trace`` of the core.
+
+    torch is imported by the first start: a process of a fake runner has no need of it.
+    """
+
+    def __init__(self) -> None:
+        self._running: _Running | None = None
+        self._written: Path | None = None
+        self._num_started = 0
+
+    def part(self, name: str) -> AbstractContextManager[object]:
+        return _NOTHING if self._running is None else self._running.mark(name)
+
+    def launch(self, number: int, plan: Plan) -> AbstractContextManager[object]:
+        """Also where a profile of so many steps ends."""
+        running = self._running
+        if running is None:
+            return _NOTHING
+        if running.num_steps is not None:
+            if running.last_step is None:
+                running.last_step = number + running.num_steps - 1
+            if number > running.last_step:
+                self._write(running)
+                return _NOTHING
+        return running.mark(f"step {number}: {len(plan.rows)} rows, {plan.num_tokens} tokens")
+
+    def start(
+        self,
+        *,
+        folder: str,
+        prefix: str,
+        num_steps: int | None,
+        activities: str,
+        with_stack: bool,
+        record_shapes: bool,
+    ) -> tuple[bool, str, str]:
+        """Begin one. ``activities``: of CPU, GPU and MEM, with commas between; GPU is left out where there is none."""
+        if self._running is not None:
+            return False, f"a profile is being made already, to be written to {self._running.path}", ""
+        torch = importlib.import_module("torch")
+        kinds = activities.split(",")
+        wanted = [torch.profiler.ProfilerActivity.CPU] if "CPU" in kinds else []
+        if "GPU" in kinds and torch.cuda.is_available():
+            wanted.append(torch.profiler.ProfilerActivity.CUDA)
+        self._num_started += 1
+        name = f"{prefix}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._num_started}.trace.json.gz"
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / name).touch()
+            profiler = torch.profiler.profile(
+                activities=wanted, with_stack=with_stack, record_shapes=record_shapes, profile_memory="MEM" in kinds
+            )
+            profiler.start()
+        except (OSError, RuntimeError, ValueError) as error:
+            return False, f"a profile could not be started: {type(error).__name__}: {error}", ""
+        self._written = None
+        self._running = _Running(profiler, torch.profiler.record_function, Path(folder) / name, num_steps)
+        return True, "", ""
+
+    def stop(self) -> tuple[bool, str, str]:
+        """End it and write the file; also gives the file of a profile that has ended by itself."""
+        if self._running is not None:
+            error = self._write(self._running)
+            if error is not None:
+                return False, f"the profile could not be written: {type(error).__name__}: {error}", ""
+        path, self._written = self._written, None
+        if path is None:
+            return False, "no profile is being made; start_profile begins one", ""
+        return True, str(path), ""
+
+    def _write(self, running: _Running) -> Exception | None:
+        self._running = None
+        try:
+            running.profiler.stop()
+            running.profiler.export_chrome_trace(str(running.path))
+        except (OSError, RuntimeError) as error:
+            return error
+        self._written = running.path
+        return None

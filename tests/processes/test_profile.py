@@ -1,0 +1,93 @@
+"""Profiles: what their traces hold, how they begin and end, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aioengine import AsyncEngine, Engine
+from aioengine.processes.profile import Profile
+from aioengine.scheduler.plan import Plan, Row
+
+PROMPT = "Once upon a time"
+
+
+def ranges(path: str | Path) -> list[str]:
+    """The names of the ranges that are ours, in the order of time."""
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    marks = [event for event in events if event.get("cat") == "user_annotation"]
+    return [mark["name"] for mark in sorted(marks, key=lambda mark: mark["ts"])]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine() as engine:
+        yield engine
+
+
+@pytest.mark.process
+def test_steps_stand_in_the_trace_by_number_and_batch(engine: Engine, tmp_path: Path) -> None:
+    engine.start_profile(tmp_path / "new", profile_prefix="mine")
+    num_before = engine.stats()["num_steps"]
+    engine.generate([PROMPT, "a"], {"max_new_tokens": 5, "ignore_eos": True})
+    path = Path(engine.stop_profile())
+    assert path.parent == tmp_path / "new"
+    assert re.fullmatch(r"mine-\d{8}-\d{6}-\d+-\d+\.trace\.json\.gz", path.name)
+    steps = [name for name in ranges(path) if name.startswith("step ")]
+    assert len(steps) == engine.stats()["num_steps"] - num_before
+    assert steps[-1] == f"step {num_before + len(steps)}: 2 rows, 2 tokens"
+    assert {"schedule", "collect", "apply"} <= set(ranges(path))
+
+
+@pytest.mark.process
+def test_a_profile_of_some_steps_ends_by_itself(engine: Engine, tmp_path: Path) -> None:
+    engine.start_profile(tmp_path, num_steps=3, activities=["cpu"])
+    engine.generate(PROMPT, {"max_new_tokens": 12, "ignore_eos": True})
+    engine.start_profile(tmp_path, num_steps=1)
+    path = engine.stop_profile()
+    written = [file for file in tmp_path.iterdir() if str(file) != path]
+    assert [len([name for name in ranges(file) if name.startswith("step ")]) for file in written] == [3]
+
+
+@pytest.mark.process
+def test_what_is_refused(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no profile is being made"):
+        engine.stop_profile()
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match="could not be started: NotADirectoryError"):
+        engine.start_profile(tmp_path / "file" / "folder")
+    engine.start_profile(tmp_path)
+    with pytest.raises(RuntimeError, match=f"being made already, to be written to {tmp_path}"):
+        engine.start_profile(tmp_path)
+    engine.stop_profile()
+    with pytest.raises(RuntimeError, match="no profile is being made"):
+        engine.stop_profile()
+
+
+@pytest.mark.process
+async def test_wrong_arguments_and_the_asynchronous_face(tmp_path: Path) -> None:
+    async with AsyncEngine() as engine:
+        with pytest.raises(TypeError, match="'num_step'.*did you mean 'num_steps'"):
+            await engine.start_profile(tmp_path, num_step=3)  # type: ignore[call-arg]
+        for options, words in (
+            ({"num_steps": 0}, "num_steps must be an integer of at least 1"),
+            ({"activities": ["TPU"]}, "activities must be some of CPU, GPU, MEM"),
+            ({"profile_prefix": "a/b"}, "profile_prefix must be"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                await engine.start_profile(tmp_path, **options)
+        await engine.start_profile(tmp_path, with_stack=True, record_shapes=True, activities=["CPU", "MEM"])
+        await engine.async_generate("a", {"max_new_tokens": 2})
+        assert any(name.startswith("step ") for name in ranges(await engine.stop_profile()))
+
+
+def test_without_a_profile_nothing_is_marked() -> None:
+    profile = Profile()
+    nothing = profile.part("schedule")
+    assert profile.launch(1, Plan([Row(1, 0, 1, True)])) is nothing
