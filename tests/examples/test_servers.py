@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -86,12 +86,12 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def ask(prompt: object, params: dict[str, object] | None = None) -> dict[str, object]:
+def ask(prompt: object, params: Mapping[str, object] | None = None) -> dict[str, object]:
     return {"prompt": prompt, "sampling_params": params}
 
 
 def test_it_streams(server: Server) -> None:
-    params: dict[str, object] = {"temperature": 0, "max_new_tokens": 8}
+    params = {"temperature": 0, "max_new_tokens": 8}
     with server.client.stream("POST", "/generate", json=ask("The capital of France is", params)) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
