@@ -31,7 +31,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aioengine.answers import Answer, BatchOutput, Chunk, FinishReason, MetaInfo, Timings
+    from aioengine.answers import Answer, BatchOutput, Chunk, ChunkInfo, FinishReason, MetaInfo, Timings
     from aioengine.engine import AsyncEngine
     from aioengine.errors import (
         EngineClosedError,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from aioengine.utils import async_stream_and_merge, stream_and_merge, trim_overlap
 
 _HOMES = {
-    "aioengine.answers": ("Answer", "BatchOutput", "Chunk", "FinishReason", "MetaInfo", "Timings"),
+    "aioengine.answers": ("Answer", "BatchOutput", "Chunk", "ChunkInfo", "FinishReason", "MetaInfo", "Timings"),
     "aioengine.frontend.asks": ("RequestOptions",),
     "aioengine.frontend.profiling": ("ProfileOptions",),
     "aioengine.engine": ("AsyncEngine",),
@@ -86,6 +86,7 @@ __all__ = [
     "AsyncEngine",
     "BatchOutput",
     "Chunk",
+    "ChunkInfo",
     "ChunkIterator",
     "Engine",
     "EngineClosedError",

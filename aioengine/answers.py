@@ -57,17 +57,34 @@ class Timings(TypedDict):
     total_s: float
 
 
-class MetaInfo(TypedDict):
-    """What is known about a request beside its output. The keys that are not required come with its end."""
+class CommonInfo(TypedDict):
+    """What is known about a request at any time."""
 
     id: str
-    finish_reason: FinishReason | None
     prompt_tokens: int
     completion_tokens: int
     reasoning_tokens: int
     weight_version: str
     dp_rank: int | None
     seed: int
+
+
+class MetaInfo(CommonInfo):
+    """What is known about a finished request beside its output."""
+
+    finish_reason: FinishReason
+    cached_tokens: int
+    cached_tokens_details: dict[str, int]
+    num_preemptions: int
+    num_retractions: int
+    e2e_latency: float
+    timings: Timings
+
+
+class ChunkInfo(CommonInfo):
+    """The ``meta_info`` of a chunk. The keys that are not required, and ``finish_reason``, come with the last one."""
+
+    finish_reason: FinishReason | None
     cached_tokens: NotRequired[int]
     cached_tokens_details: NotRequired[dict[str, int]]
     num_preemptions: NotRequired[int]
@@ -93,7 +110,7 @@ class Chunk(TypedDict):
 
     text: str
     output_ids: list[int]
-    meta_info: MetaInfo
+    meta_info: ChunkInfo
     text_offset: int
     token_offset: int
     index: NotRequired[int]
@@ -179,7 +196,7 @@ class RowFacts(Struct, gc=False):
     tokenize_s: float = 0.0
     prompt_token_ids: list[int] = []
     shows_prompt: bool = False
-    common_info: MetaInfo = {}  # type: ignore[typeddict-item]  # made below
+    common_info: ChunkInfo = {}  # type: ignore[typeddict-item]  # made below
 
     def __post_init__(self) -> None:
         self.common_info = {
@@ -226,13 +243,14 @@ def chunk(facts: RowFacts, piece: Piece) -> Chunk:
 
 def answer(facts: RowFacts, piece: Piece) -> Answer:
     """The public form of a row that was read as a whole."""
-    made: Answer = {"text": piece.text, "output_ids": piece.token_ids, "meta_info": _meta_info(facts, piece)}
+    info = cast("MetaInfo", _meta_info(facts, piece))  # whole: its request is finished
+    made: Answer = {"text": piece.text, "output_ids": piece.token_ids, "meta_info": info}
     if facts.shows_prompt:
         made["prompt_token_ids"] = facts.prompt_token_ids
     return made
 
 
-def _meta_info(facts: RowFacts, piece: Piece) -> MetaInfo:
+def _meta_info(facts: RowFacts, piece: Piece) -> ChunkInfo:
     num_output = piece.token_offset + len(piece.token_ids)
     made = facts.common_info.copy()
     made["completion_tokens"] = num_output
