@@ -7,8 +7,9 @@ import contextlib
 import os
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, NoReturn
 
+from aioengine import signatures
 from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.errors import WrongLoopError
@@ -27,17 +28,7 @@ if TYPE_CHECKING:
     from aioengine.answers import BatchOutput
     from aioengine.config import EngineConfig
     from aioengine.errors import EngineError
-    from aioengine.frontend.asks import (
-        Ask,
-        BatchIds,
-        BatchSampled,
-        Chats,
-        Messages,
-        RequestOptions,
-        Sampled,
-        Texts,
-        TokenIds,
-    )
+    from aioengine.frontend.asks import Ask, RequestOptions
     from aioengine.frontend.frontend import Frontend, Processes
     from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
     from aioengine.frontend.profiling import ProfileOptions
@@ -184,46 +175,7 @@ class AsyncEngine:
 
     # ------------------------------------------------------------ generate
 
-    @overload
-    def async_generate(
-        self,
-        prompt: str | None = None,
-        sampling_params: Sampled | None = None,
-        input_ids: TokenIds | None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> Generation[Answer]: ...
-    @overload
-    def async_generate(
-        self,
-        prompt: Texts,
-        sampling_params: BatchSampled | None = None,
-        input_ids: None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> Generation[BatchOutput]: ...
-    @overload
-    def async_generate(
-        self,
-        prompt: None = None,
-        sampling_params: BatchSampled | None = None,
-        *,
-        input_ids: BatchIds,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> Generation[BatchOutput]: ...
-    @overload
-    def async_generate(
-        self,
-        prompt: str | Texts | None = None,
-        sampling_params: BatchSampled | None = None,
-        input_ids: TokenIds | BatchIds | None = None,
-        *,
-        stream: Literal[True],
-        **options: Unpack[RequestOptions],
-    ) -> Stream: ...
+    @signatures.async_generate
     def async_generate(
         self,
         prompt: object = None,
@@ -250,33 +202,7 @@ class AsyncEngine:
         """
         return self._open(asks.to_generate(prompt, sampling_params, input_ids, stream=stream, options=options))
 
-    @overload
-    def async_chat(
-        self,
-        messages: Messages,
-        sampling_params: Sampled | None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> Generation[Answer]: ...
-    @overload
-    def async_chat(
-        self,
-        messages: Chats,
-        sampling_params: BatchSampled | None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> Generation[BatchOutput]: ...
-    @overload
-    def async_chat(
-        self,
-        messages: Messages | Chats,
-        sampling_params: BatchSampled | None = None,
-        *,
-        stream: Literal[True],
-        **options: Unpack[RequestOptions],
-    ) -> Stream: ...
+    @signatures.async_chat
     def async_chat(
         self,
         messages: object,

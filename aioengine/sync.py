@@ -7,8 +7,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, NoReturn, cast
 
+from aioengine import signatures
 from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.frontend import asks, calls, info, profiling
@@ -28,22 +29,13 @@ if TYPE_CHECKING:
 
     from aioengine.answers import BatchOutput, Chunk
     from aioengine.config import EngineConfig
-    from aioengine.frontend.asks import (
-        Ask,
-        BatchIds,
-        BatchSampled,
-        Chats,
-        Messages,
-        RequestOptions,
-        Sampled,
-        Texts,
-        TokenIds,
-    )
+    from aioengine.frontend.asks import Ask, RequestOptions
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
     from aioengine.frontend.outputs import Reader
     from aioengine.frontend.profiling import ProfileOptions
     from aioengine.frontend.startup import Blueprint
+    from aioengine.signatures import Chat, Generate
     from aioengine.tokenizer import Tokenizer
 
 
@@ -100,6 +92,14 @@ def wait_for_news(reader: Reader) -> None:
     except BaseException:
         reader.leave()
         raise
+
+
+def _generate(method: Callable[..., object]) -> Generate[Answer, BatchOutput, ChunkIterator]:
+    return cast("Generate[Answer, BatchOutput, ChunkIterator]", method)
+
+
+def _chat(method: Callable[..., object]) -> Chat[Answer, BatchOutput, ChunkIterator]:
+    return cast("Chat[Answer, BatchOutput, ChunkIterator]", method)
 
 
 class Engine:
@@ -179,46 +179,7 @@ class Engine:
 
     # ------------------------------------------------------------ generate
 
-    @overload
-    def generate(
-        self,
-        prompt: str | None = None,
-        sampling_params: Sampled | None = None,
-        input_ids: TokenIds | None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> Answer: ...
-    @overload
-    def generate(
-        self,
-        prompt: Texts,
-        sampling_params: BatchSampled | None = None,
-        input_ids: None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> BatchOutput: ...
-    @overload
-    def generate(
-        self,
-        prompt: None = None,
-        sampling_params: BatchSampled | None = None,
-        *,
-        input_ids: BatchIds,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> BatchOutput: ...
-    @overload
-    def generate(
-        self,
-        prompt: str | Texts | None = None,
-        sampling_params: BatchSampled | None = None,
-        input_ids: TokenIds | BatchIds | None = None,
-        *,
-        stream: Literal[True],
-        **options: Unpack[RequestOptions],
-    ) -> ChunkIterator: ...
+    @_generate
     def generate(
         self,
         prompt: object = None,
@@ -235,46 +196,7 @@ class Engine:
         """
         return self._wait(asks.to_generate(prompt, sampling_params, input_ids, stream=stream, options=options))
 
-    @overload
-    def async_generate(
-        self,
-        prompt: str | None = None,
-        sampling_params: Sampled | None = None,
-        input_ids: TokenIds | None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> Generation[Answer]: ...
-    @overload
-    def async_generate(
-        self,
-        prompt: Texts,
-        sampling_params: BatchSampled | None = None,
-        input_ids: None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> Generation[BatchOutput]: ...
-    @overload
-    def async_generate(
-        self,
-        prompt: None = None,
-        sampling_params: BatchSampled | None = None,
-        *,
-        input_ids: BatchIds,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> Generation[BatchOutput]: ...
-    @overload
-    def async_generate(
-        self,
-        prompt: str | Texts | None = None,
-        sampling_params: BatchSampled | None = None,
-        input_ids: TokenIds | BatchIds | None = None,
-        *,
-        stream: Literal[True],
-        **options: Unpack[RequestOptions],
-    ) -> Stream: ...
+    @signatures.async_generate
     def async_generate(
         self,
         prompt: object = None,
@@ -287,33 +209,7 @@ class Engine:
         """As ``AsyncEngine.async_generate``, to be awaited or iterated on any event loop."""
         return self._open(asks.to_generate(prompt, sampling_params, input_ids, stream=stream, options=options))
 
-    @overload
-    def chat(
-        self,
-        messages: Messages,
-        sampling_params: Sampled | None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> Answer: ...
-    @overload
-    def chat(
-        self,
-        messages: Chats,
-        sampling_params: BatchSampled | None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> BatchOutput: ...
-    @overload
-    def chat(
-        self,
-        messages: Messages | Chats,
-        sampling_params: BatchSampled | None = None,
-        *,
-        stream: Literal[True],
-        **options: Unpack[RequestOptions],
-    ) -> ChunkIterator: ...
+    @_chat
     def chat(
         self,
         messages: object,
@@ -325,33 +221,7 @@ class Engine:
         """Answer a conversation, put through the model's chat template; a list of them is a batch."""
         return self._wait(asks.to_chat(messages, sampling_params, stream=stream, options=options))
 
-    @overload
-    def async_chat(
-        self,
-        messages: Messages,
-        sampling_params: Sampled | None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> Generation[Answer]: ...
-    @overload
-    def async_chat(
-        self,
-        messages: Chats,
-        sampling_params: BatchSampled | None = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
-    ) -> Generation[BatchOutput]: ...
-    @overload
-    def async_chat(
-        self,
-        messages: Messages | Chats,
-        sampling_params: BatchSampled | None = None,
-        *,
-        stream: Literal[True],
-        **options: Unpack[RequestOptions],
-    ) -> Stream: ...
+    @signatures.async_chat
     def async_chat(
         self,
         messages: object,
