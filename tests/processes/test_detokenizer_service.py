@@ -179,7 +179,7 @@ def test_a_request_goes_on_behind_any_chunk_in_a_new_process(rules: TextRules, c
 
 def test_an_end_before_the_next_token_still_gives_what_was_held_back() -> None:
     steps = Steps(str(tokenizer_folder()))
-    ids = list("stay, ST".encode())
+    ids = list(b"stay, ST")
     steps.give(
         StepOutput([], [], [Opened(1, TextRules(stop=("STOP",)), 3, 1.0, 2.0, ids)], [], [Ended(1, FinishCode.ABORT)])
     )
