@@ -458,3 +458,18 @@ async def test_an_idle_engine_rests() -> None:
         await asyncio.sleep(2.0)
         used = [sum(one.cpu_times()[:2]) - start for one, start in zip(processes, before, strict=True)]
     assert sum(used) < 0.08  # ticks of 10 ms; a loop that spins takes 2 seconds
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+@pytest.mark.parametrize("place_of_child", [0, 1])
+async def test_a_task_ends_when_asked_also_while_a_message_comes(place_of_child: int, num_turns: int) -> None:
+    async with Frontend(launcher="inline") as frontend:
+        await asyncio.sleep(0.02)  # both wait for messages
+        frontend.submit(1, num_tokens=3000)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        child = frontend.supervisor._launcher.children[place_of_child]
+        child.terminate()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert child.exit_code == 0

@@ -104,8 +104,10 @@ class InlineChild:
             wait_s = service.wait_s(now)
             messages = self._inbox.drain()
             if not messages and wait_s > 0:
+                # (``wait_for`` of Python 3.11 forgets a cancellation that comes together with a message.)
                 with contextlib.suppress(TimeoutError):
-                    messages = await asyncio.wait_for(self._inbox.receive(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        messages = await self._inbox.receive()
             else:
                 await asyncio.sleep(0)
             now = time.monotonic()
