@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -138,6 +139,22 @@ def test_a_client_that_goes_away_frees_its_request(server: Server) -> None:
     stats = server.stats()
     assert stats["num_aborted"] == aborted + 1
     assert stats["num_free_pages"] == stats["num_pages"]
+
+
+def test_clients_that_go_away_at_any_moment_leave_nothing(server: Server) -> None:
+    """Before the answer began, in the middle of it, behind its end; some are refused, since the server is full."""
+    draw = random.Random(2)
+    request = json.dumps(ask("Once upon a time", LONG | {"max_new_tokens": 30})).encode()
+    head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(request)}"
+    data = head.encode() + b"\r\n\r\n" + request
+    for _ in range(40):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(data if draw.random() < 0.9 else data[: draw.randrange(len(data))])
+            time.sleep(draw.random() * 0.1)
+    server.wait_until_idle()
+    stats = server.stats()
+    assert stats["num_free_pages"] == stats["num_pages"]
+    assert server.client.post("/generate", json=ask("Hi", {"max_new_tokens": 2})).status_code == 200
 
 
 def test_a_full_server_answers_429_with_retry_after(server: Server) -> None:
