@@ -29,6 +29,10 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 _END_OF_MESSAGE = "\ue000end of the last message\ue000"
 
 
+_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What the code of a template may raise."""
+
+
 class ChatText(str):
     """Text that came out of a chat template: it has its special tokens, and ``Tokenizer.encode`` adds none."""
 
@@ -47,6 +51,7 @@ class ChatTemplates:
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, Template] = {}
+        self._takes_parts: dict[Template, bool] = {}
 
     def render(
         self,
@@ -60,24 +65,33 @@ class ChatTemplates:
     ) -> ChatText:
         """Write a chat as text; the arguments are those of ``Tokenizer.apply_chat_template``."""
         chat = _checked_messages(messages)
+        template = self._template(chat_template, has_tools=bool(tools))
+        if any(isinstance(message.get("content"), list) for message in chat) and not self._knows_parts(template):
+            chat = [_joined(place, message) for place, message in enumerate(chat)]
         if continue_final_message:
             add_generation_prompt = False
             chat = _open_ended(chat)
-        template = self._template(chat_template, has_tools=bool(tools))
+        checked = None if tools is None else [_checked_tool(tool) for tool in tools]
+        given = {**variables, "tools": checked, "add_generation_prompt": add_generation_prompt}
         try:
-            text = template.render(
-                {
-                    **self._special_tokens,
-                    "documents": None,
-                    **variables,
-                    "messages": chat,
-                    "tools": None if tools is None else [_checked_tool(tool) for tool in tools],
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            text = self._written(template, chat, given)
         except TemplateError as error:
             raise ValueError(f"the chat template refused the messages: {error}") from error
         return ChatText(_cut_at_end_of_message(text) if continue_final_message else text)
+
+    def _written(self, template: Template, chat: list[Json], variables: Mapping[str, object]) -> str:
+        return template.render({**self._special_tokens, "documents": None, **variables, "messages": chat})
+
+    def _knows_parts(self, template: Template) -> bool:
+        """Whether a list of one text part is, for this template, that text."""
+        if template not in self._takes_parts:
+            forms: list[object] = ["a text", [{"type": "text", "text": "a text"}]]
+            try:
+                written = {self._written(template, [{"role": "user", "content": form}], {}) for form in forms}
+                self._takes_parts[template] = len(written) == 1
+            except _ERRORS:
+                self._takes_parts[template] = False
+        return self._takes_parts[template]
 
     def _template(self, wanted: str | None, *, has_tools: bool) -> Template:
         source = self._source(wanted, has_tools=has_tools)
@@ -133,6 +147,20 @@ def _checked_messages(messages: object) -> list[Json]:
             raise TypeError(f"messages[{place}] must be a dict with role and content, not {type(message).__name__}")
         chat.append(dict(cast("Message", message)))
     return chat
+
+
+def _joined(place: int, message: Json) -> Json:
+    """The message with its text parts as one text."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts: list[str] = []
+    for part in cast("list[object]", content):
+        text = cast("Json", part).get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            raise ValueError(f"the chat template of this model takes text alone, and messages[{place}] has other parts")
+        texts.append(text)
+    return {**message, "content": "".join(texts)}
 
 
 def _checked_tool(tool: object) -> Json:

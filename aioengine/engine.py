@@ -213,6 +213,9 @@ class AsyncEngine:
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """Answer a conversation (dicts with ``role`` and ``content``), put through the model's chat template.
 
+        ``content`` is text, or a list of text parts (``{"type": "text", "text": ...}``): a template that knows parts
+        gets them as they are, any other their joined text.
+
         A list of conversations is a batch. Everything else is as in ``async_generate``; a model without a template
         raises ValueError when the generation is awaited.
         """

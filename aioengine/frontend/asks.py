@@ -233,12 +233,40 @@ def _chat_prompt(value: object) -> ChatPrompt:
     given = checks.items("messages", value, checks.MAX_COUNT, allowed=MESSAGES)
     if not given:
         raise ValueError("messages is empty; give at least one dict with role and content")
-    for position, message in enumerate(given):
-        if not isinstance(message, Mapping):
-            raise checks.wrong_type(f"messages[{position}]", "a dict with role and content", message)
-        if not isinstance(cast("Mapping[object, object]", message).get("role"), str):
-            raise ValueError(f"messages[{position}] has no role, got {checks.shown(cast('object', message))}")
-    return ChatPrompt([dict(message) for message in cast("Messages", given)])
+    return ChatPrompt([_message(f"messages[{position}]", message) for position, message in enumerate(given)])
+
+
+def _message(name: str, value: object) -> dict[str, object]:
+    """A message with its role and its content: text, text parts, or nothing beside calls of tools."""
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type(name, "a dict with role and content", value)
+    message = dict(cast("Mapping[str, object]", value))
+    if message.get("role") is None:
+        raise ValueError(f"{name} has no role, got {checks.shown(message)}")
+    checks.text(f"the role of {name}", message["role"])
+    content = message.get("content")
+    if content is None:
+        if not message.get("tool_calls"):
+            raise ValueError(f"{name} has no content, got {checks.shown(message)}")
+    elif isinstance(content, list | tuple):
+        parts = cast("Sequence[object]", content)
+        message["content"] = [_part(f"part {place} of {name}", part) for place, part in enumerate(parts)]
+    elif isinstance(content, str):
+        checks.text(f"the content of {name}", content)
+    else:
+        raise checks.wrong_type(f"the content of {name}", "a string or a list of text parts", content)
+    return message
+
+
+def _part(name: str, value: object) -> dict[str, object]:
+    """One part of a message's content: ``{"type": "text", "text": ...}``; there are no others yet."""
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type(name, 'a dict such as {"type": "text", "text": "..."}', value)
+    part = dict(cast("Mapping[str, object]", value))
+    if part.get("type") != "text":
+        raise ValueError(f"{name} is of type {checks.shown(part.get('type'))}; only text is supported yet")
+    checks.text(f"the text of {name}", part.get("text"))
+    return part
 
 
 def _rid(value: object) -> str:

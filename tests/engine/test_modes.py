@@ -91,6 +91,12 @@ async def test_chat_goes_through_the_template(world: World) -> None:
     assert both["text"] == [expected_text(f"<user>{word}<assistant>", 6) for word in ("hi", "ho")]
 
 
+async def test_a_message_that_calls_tools_needs_no_content(world: World) -> None:
+    asked = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    out = await world.engine.async_chat([asked, {"role": "tool", "content": "4"}], GREEDY)
+    assert out["text"] == expected_text("<assistant>None<tool>4<assistant>", 6)
+
+
 class TestBatches:
     async def test_answers_in_the_order_of_the_prompts(self, world: World) -> None:
         prompts = [f"prompt {number}" for number in range(30)]

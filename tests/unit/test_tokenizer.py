@@ -171,6 +171,26 @@ def test_a_chat_is_written_by_the_template(llama: Sample, tmp_path: Path) -> Non
     assert tokenizer.has_chat_template
 
 
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "Hi "}, {"type": "text", "text": "<b>"}]}, MESSAGES[1]]
+KNOWS_PARTS = """{% for message in messages %}[{{ message.role }}] {% if message.content is string %}
+{{- message.content }}{% else %}{% for part in message.content %}{% if loop.index > 1 %}+{% endif %}
+{{- part.text }}{% endfor %}{% endif %};{% endfor %}"""
+FAILS = "{% for message in messages %}[{{ message.role }}] {{ message.content + '' }};{% endfor %}"
+
+
+def test_text_parts_are_joined_unless_the_template_knows_them(llama: Sample, tmp_path: Path) -> None:
+    tokenizer = chatty(tmp_path, llama)
+    assert tokenizer.apply_chat_template(PARTS, add_generation_prompt=False) == WRITTEN
+    for template, written in ((KNOWS_PARTS, "[user] Hi +<b>;"), (FAILS, "[user] Hi <b>;")):
+        text = tokenizer.apply_chat_template(PARTS, chat_template=template)
+        assert text == written + "[assistant] Hello;"
+        assert text == tokenizer.apply_chat_template(PARTS, chat_template=template)
+    text = tokenizer.apply_chat_template(PARTS[:1], continue_final_message=True)
+    assert text == "<s>[user] Hi <b>"
+    with pytest.raises(ValueError, match=r"takes text alone, and messages\[0\] has other parts"):
+        tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}])
+
+
 def test_what_templates_may_use(llama: Sample, tmp_path: Path) -> None:
     template = (
         "{{ strftime_now('%Y') }}|{{ tools | tojson }}|{{ tools | tojson(indent=2) | length }}|{{ mood }}|"
