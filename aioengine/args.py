@@ -264,7 +264,7 @@ def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
                 raise ValueError(f"argument {name!r} is given twice: {key!r} means the same")
             given[name] = value
         elif key in _OFF:
-            _refuse_unless_off(key, value)
+            checks.off(key, value, *_OFF[key])
         elif key in _IGNORED:
             without_meaning.append(key)
         else:
@@ -274,10 +274,3 @@ def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
         names = ", ".join(sorted(without_meaning))
         warnings.warn(f"these arguments have no effect in aioengine: {names}", UserWarning, stacklevel=4)
     return given
-
-
-def _refuse_unless_off(name: str, value: object) -> None:
-    off, feature = _OFF[name]
-    if value is not None and not any(value == entry and type(value) is type(entry) for entry in off):
-        allowed = " or ".join(checks.shown(entry) for entry in (*off, None))
-        raise ValueError(f"{name}={checks.shown(value)}: {feature}: not available yet, only {allowed} is accepted")

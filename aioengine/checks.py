@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 from collections.abc import Sized
-from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, SupportsFloat, SupportsIndex, TypeVar, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -21,20 +22,35 @@ MAX_SHOWN_CHARACTERS = 80
 TEXTS = "a string or a list of strings"
 
 
+@runtime_checkable
+class Array(Protocol):
+    """What numpy, torch and pandas call an array, a tensor, a series."""
+
+    def tolist(self) -> object: ...
+
+
 def shown(value: object) -> str:
     """The value as an error message shows it: its repr, cut to a readable length without building all of it."""
     if isinstance(value, str | bytes) and len(value) > MAX_SHOWN_CHARACTERS:
         return f"{value[:MAX_SHOWN_CHARACTERS]!r}... ({len(value)} long)"
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, Sized) and not isinstance(value, str | bytes) and len(value) > MAX_SHOWN_CHARACTERS:
-        return f"a {type(value).__name__} of {len(value)} items"
+    if not isinstance(value, str | bytes) and (num_items := _num_items(value)) > MAX_SHOWN_CHARACTERS:
+        return f"a {type(value).__name__} of {num_items} items"
     shortened = repr(value)
     return shortened if len(shortened) <= MAX_SHOWN_CHARACTERS else f"{shortened[:MAX_SHOWN_CHARACTERS]}..."
 
 
+def _num_items(value: object) -> int:
+    try:
+        return len(value) if isinstance(value, Sized) else 0
+    except TypeError:  # an array of no dimension
+        return 0
+
+
 def wrong_type(name: str, allowed: str, value: object) -> TypeError:
-    return TypeError(f"{name} must be {allowed}, got {shown(value)} of type {type(value).__name__}")
+    hint = "; give its .tolist()" if isinstance(value, Array) else ""
+    return TypeError(f"{name} must be {allowed}, got {shown(value)} of type {type(value).__name__}{hint}")
 
 
 def wrong_value(name: str, allowed: str, value: object) -> ValueError:
@@ -46,7 +62,10 @@ def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
     allowed = f"an integer of at least {low}" if high == MAX_COUNT else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, int | SupportsIndex):  # int first: it is quick
         raise wrong_type(name, allowed, value)
-    found = int(value)
+    try:
+        found = int(value) if isinstance(value, int) else operator.index(value)
+    except TypeError:  # an array that is no number, or no whole one
+        raise wrong_type(name, allowed, value) from None
     if found > high:
         raise wrong_value(name, f"an integer from {low} to {high}", found)
     if found < low:
@@ -106,6 +125,13 @@ def items(name: str, value: object, max_items: int, *, allowed: str = "a list") 
     if len(found) > max_items:
         raise ValueError(f"{name} must have at most {max_items} entries, got {len(found)}")
     return found
+
+
+def off(name: str, value: object, allowed: tuple[object, ...], feature: str) -> None:
+    """Accept None, and the values that switch a feature off which does not exist yet; raise ValueError for others."""
+    if value is not None and not any(type(value) is type(entry) and value == entry for entry in allowed):
+        words = " or ".join(shown(entry) for entry in (*allowed, None))
+        raise ValueError(f"{name}={shown(value)}: {feature}: not available yet, only {words} is accepted")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -56,6 +56,45 @@ class RequestOptions(TypedDict, total=False):
     return_prompt_token_ids: bool
 
 
+_MEDIA: Final = "images, audio and video"
+_LOGPROBS: Final = "log-probabilities"
+_SESSIONS: Final = "sessions"
+_SEVERAL_ENGINES: Final = "separate prefill and decode engines"
+
+_OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+    "image_data": (([],), _MEDIA),
+    "audio_data": (([],), _MEDIA),
+    "video_data": (([],), _MEDIA),
+    "mm_hashes": (([],), _MEDIA),
+    "mm_content_hashes": (([],), _MEDIA),
+    "return_logprob": ((False,), _LOGPROBS),
+    "logprob_start_len": ((-1,), _LOGPROBS),
+    "top_logprobs_num": ((0,), _LOGPROBS),
+    "token_ids_logprob": (([],), _LOGPROBS),
+    "return_text_in_logprobs": ((False,), _LOGPROBS),
+    "lora_path": ((), "LoRA adapters"),
+    "custom_logit_processor": ((), "custom logits processors"),
+    "require_reasoning": ((False,), "grammars that begin after the reasoning"),
+    "return_hidden_states": ((False,), "hidden states"),
+    "return_routed_experts": ((False,), "routed experts"),
+    "routed_experts_start_len": ((0,), "routed experts"),
+    "input_embeds": ((), "embeddings as input"),
+    "session_params": ((), _SESSIONS),
+    "session_id": ((), _SESSIONS),
+    "cache_salt": (("",), "parts of the prefix cache"),
+    "extra_key": (("",), "parts of the prefix cache"),
+    "routed_dp_rank": ((0,), "data parallelism"),
+    "data_parallel_rank": ((0,), "data parallelism"),
+    "bootstrap_host": ((), _SEVERAL_ENGINES),
+    "bootstrap_port": ((), _SEVERAL_ENGINES),
+    "bootstrap_room": ((), _SEVERAL_ENGINES),
+    "disagg_prefill_dp_rank": ((), _SEVERAL_ENGINES),
+    "kv_hints": ((), _SEVERAL_ENGINES),
+    "external_trace_header": ((), "traces"),
+}
+"""Arguments of calls to come: name -> (values that mean "off", beside None; what it is)."""
+
+
 class TextPrompt(Struct, frozen=True, gc=False):
     """Text to be tokenized. ``num_bytes``: of its UTF-8."""
 
@@ -158,9 +197,9 @@ def to_chat(messages: object, sampling_params: object, *, stream: object, option
 def _ask(
     prompts: Sequence[Prompt], sampling_params: object, *, is_batch: bool, stream: object, options: Mapping[str, object]
 ) -> Ask:
-    for name in options:
+    for name, value in options.items():
         if name not in RequestOptions.__optional_keys__:
-            raise _unexpected(name)
+            _check_off(name, value)
     rid: object = options.get("rid")
     has_list = isinstance(rid, list | tuple)
     priority = options.get("priority")
@@ -180,10 +219,20 @@ def _ask(
     )
 
 
+def _check_off(name: str, value: object) -> None:
+    """An argument that has no use yet may say so, also once for each prompt."""
+    if name not in _OFF:
+        raise _unexpected(name)
+    allowed, feature = _OFF[name]
+    entries = cast("list[object]", value) if isinstance(value, list) else [value]
+    for entry in entries:
+        checks.off(name, entry, allowed, feature)
+
+
 def _unexpected(name: str) -> TypeError:
     if is_sampling_parameter(name):
         return TypeError(f"unexpected argument {name!r}: it belongs in sampling_params, as {{{name!r}: ...}}")
-    hint = checks.did_you_mean(name, RequestOptions.__optional_keys__)
+    hint = checks.did_you_mean(name, (*RequestOptions.__optional_keys__, *_OFF))
     return TypeError(f"unexpected argument {name!r}: not supported{hint}")
 
 

@@ -6,7 +6,9 @@ import asyncio
 import math
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from aioengine.config import QueueConfig
 from aioengine.errors import (
@@ -64,7 +66,16 @@ WRONG_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"prompt": "a", "priority": 0.5}, TypeError, "priority"),
     ({"prompt": "a", "stream": 1}, TypeError, "stream"),
     ({"prompt": "a", "return_exceptions": None}, TypeError, "return_exceptions"),
-    ({"prompt": "a", "image_data": "x.png"}, TypeError, "'image_data': not supported"),
+    ({"prompt": "a", "image_data": "x.png"}, ValueError, "image_data='x.png': images, audio and video: not available"),
+    ({"prompt": ["a"], "image_data": [None, "x.png"]}, ValueError, "image_data='x.png': images, audio and video"),
+    ({"prompt": "a", "return_logprob": True}, ValueError, "return_logprob=True: log-probabilities: not available yet"),
+    ({"prompt": "a", "return_logprob": 0}, ValueError, "only False or None is accepted"),
+    ({"prompt": "a", "return_logprobs": False}, TypeError, "did you mean 'return_logprob'"),
+    ({"input_ids": np.array([1, 2])}, TypeError, r"input_ids must be a list.* of type ndarray; give its .tolist\(\)"),
+    ({"input_ids": [np.array([1, 2])]}, TypeError, r"input_ids entries must be an integer.*; give its .tolist\(\)"),
+    ({"input_ids": torch.arange(99)}, TypeError, r"got a Tensor of 99 items of type Tensor; give its .tolist\(\)"),
+    ({"input_ids": [torch.tensor(1.5)]}, TypeError, r"got tensor\(1.5000\) of type Tensor; give its .tolist\(\)"),
+    ({"prompt": np.array(["a", "b"])}, TypeError, r"prompt must be a string.* of type ndarray; give its .tolist\(\)"),
     ({"prompt": "a", "temperature": 0}, TypeError, "'temperature': it belongs in sampling_params"),
     ({"prompt": "a", "max_tokens": 5}, TypeError, "'max_tokens': it belongs in sampling_params"),
     ({"prompt": "a", "timeouts": 1}, TypeError, "did you mean 'timeout'"),
@@ -80,6 +91,22 @@ async def test_wrong_arguments_raise_at_the_call(
     assert isinstance(caught.value, ValueError | TypeError)
     assert world.double.submits == []
     assert world.engine.stats()["num_streams"] == 0
+
+
+async def test_what_does_not_exist_yet_may_be_switched_off(world: World) -> None:
+    off = {
+        "image_data": None, "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0,
+        "token_ids_logprob": [], "lora_path": [None], "return_hidden_states": False, "session_params": None,
+    }  # fmt: skip
+    params = {"max_new_tokens": 2, "json_schema": None, "regex": "", "custom_params": None}
+    out = await world.engine.async_generate(["a"], params, **off)  # type: ignore[call-overload]
+    assert out[0]["meta_info"]["completion_tokens"] == 2
+
+
+async def test_ids_may_be_integers_of_other_kinds(world: World) -> None:
+    ids = [np.int64(1), torch.tensor(2), 3]
+    out = await world.engine.async_generate(input_ids=ids, return_prompt_token_ids=True)  # type: ignore[call-overload]
+    assert out["prompt_token_ids"] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
