@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NotRequired, SupportsIndex, TypedDict
 
 from msgspec import Struct
 
-from aioengine.errors import EngineError, RequestError, RequestTooLargeError
+from aioengine.errors import EngineError, EngineOverloadedError, RequestError, RequestTooLargeError
 from aioengine.protocol.messages import FinishCode, Finished
 
 if TYPE_CHECKING:
@@ -301,12 +301,17 @@ def finish_reason(finished: Finished, num_output: int) -> FinishReason:
             return FinishReason(type="abort", message=str(cause), err_type=type(cause).__name__)
 
 
-def error(finished: Finished) -> RequestTooLargeError | RequestError | None:
+def error(finished: Finished) -> RequestTooLargeError | RequestError | EngineOverloadedError | None:
     """The exception that a request ends with, or None where it has an answer, be it a partial one."""
     if finished.code is FinishCode.TOO_LARGE:
         return RequestTooLargeError(finished.message)
     if finished.code is FinishCode.FAILED:
         return RequestError(finished.stage, finished.message)
+    if finished.code is FinishCode.REFUSED:
+        missed_ms = finished.matched if isinstance(finished.matched, int) else 1000
+        return EngineOverloadedError(
+            f"the request would come too late: {finished.message}", retry_after=missed_ms / 1000
+        )
     return None
 
 

@@ -196,6 +196,7 @@ def limits(
     deadline: float | None = None,
     queue_deadline: float | None = None,
     first_token_deadline: float | None = None,
+    refuses_late: bool = False,
 ) -> Limits:
     """The scheduler's part. ``max_new_tokens`` from ``output_limit``, ``stop_token_ids`` from ``stop_ids``."""
     return Limits(
@@ -205,6 +206,7 @@ def limits(
         deadline=deadline,
         queue_deadline=queue_deadline,
         first_token_deadline=first_token_deadline,
+        refuses_late=refuses_late,
     )
 
 

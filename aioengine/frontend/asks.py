@@ -42,6 +42,8 @@ class RequestOptions(TypedDict, total=False):
     priority: higher runs sooner (with ``schedule_policy="priority"``).
     timeout, queue_timeout, first_token_timeout: seconds from the call until its end, until it is admitted, until its
         first token. One that runs out ends the request with reason ``deadline`` and what there is.
+    refuse_late: raise EngineOverloadedError at once where the engine knows already that a timeout would be missed, by
+        the pace of its queue; awaiting a stream then waits for its first chunk.
     return_exceptions: rows of a batch that fail give their exception instead of ending the call. (A single prompt
         raises all the same.)
     return_prompt_token_ids: answers and chunks carry ``prompt_token_ids``.
@@ -52,6 +54,7 @@ class RequestOptions(TypedDict, total=False):
     timeout: float | None
     queue_timeout: float | None
     first_token_timeout: float | None
+    refuse_late: bool
     return_exceptions: bool
     return_prompt_token_ids: bool
 
@@ -134,6 +137,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     queue_timeout_s: float | None = None
     first_token_timeout_s: float | None = None
+    refuses_late: bool = False
     returns_exceptions: bool = False
     shows_prompt: bool = False
 
@@ -214,6 +218,7 @@ def _ask(
         timeout_s=_timeout("timeout", options),
         queue_timeout_s=_timeout("queue_timeout", options),
         first_token_timeout_s=_timeout("first_token_timeout", options),
+        refuses_late=checks.switch("refuse_late", options.get("refuse_late", False)),
         returns_exceptions=checks.switch("return_exceptions", options.get("return_exceptions", False)),
         shows_prompt=checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False)),
     )

@@ -131,7 +131,8 @@ class Feeder:
                 for _ in range(call.ask.num_samples):
                     if not call.output.is_over:
                         self._begin_row(call, ids, tokenize_s, submits)
-            call.output.begin()
+            if not call.ask.refuses_late or not submits:  # else its first chunk says that it was not refused
+                call.output.begin()
         if submits:
             self._submit(submits)
         self._settle(call)
@@ -196,6 +197,7 @@ class Feeder:
                     deadline=deadlines.get("total"),
                     queue_deadline=deadlines.get("queue"),
                     first_token_deadline=deadlines.get("first_token"),
+                    refuses_late=ask.refuses_late,
                 ),
                 text=wire.text_rules(
                     params,

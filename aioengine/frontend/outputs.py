@@ -265,7 +265,7 @@ class Reader:
         with self._lock:
             if output.error is not None and not output.is_begun:
                 raise output.error.with_traceback(None)
-            return output.is_begun or output.is_over
+            return output.is_begun or output.is_over or bool(output.ready)
 
     def result(self) -> Answer | BatchOutput | None:
         """The whole answer, the same one each time, or None where it is not there yet.

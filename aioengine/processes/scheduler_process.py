@@ -78,7 +78,7 @@ class SchedulerService:
         for message in messages:
             match message:
                 case Submit():
-                    self._submit(message)
+                    self._submit(message, now)
                 case Abort():
                     self._core.abort(message.uids, message.code, message.message)
                 case Control():
@@ -112,9 +112,9 @@ class SchedulerService:
     def close(self) -> None:
         self._runner.close()
 
-    def _submit(self, submit: Submit) -> None:
+    def _submit(self, submit: Submit, now: float) -> None:
         try:
-            self._core.submit(submit)
+            self._core.submit(submit, now)
         except Exception as error:
             logger.warning("request %d failed when it was queued", submit.uid, exc_info=True)
             why = f"{type(error).__name__}: {error}"

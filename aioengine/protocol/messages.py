@@ -29,6 +29,7 @@ class FinishCode(IntEnum):
     SHUTDOWN = 4
     TOO_LARGE = 5  # refused: can never fit; raised as RequestTooLargeError
     FAILED = 6  # this request alone failed; ``stage`` and ``message``; raised as RequestError
+    REFUSED = 7  # it would miss its deadline; ``matched``: by how many milliseconds; raised as EngineOverloadedError
 
 
 # ---------------------------------------------------------------- the parts of a request
@@ -63,7 +64,8 @@ class Limits(Struct, frozen=True, array_like=True, gc=False):
     """When a request ends or is given up; the scheduler's part of a request.
 
     ``stop_token_ids`` holds the model's end-of-text ids too, unless ``ignore_eos``. They do not act before
-    ``min_new_tokens`` output tokens. Deadlines are absolute times or None.
+    ``min_new_tokens`` output tokens. Deadlines are absolute times or None. ``refuses_late``: a request that will
+    surely miss one of them is ended at once.
     """
 
     max_new_tokens: int
@@ -72,6 +74,7 @@ class Limits(Struct, frozen=True, array_like=True, gc=False):
     deadline: float | None = None
     queue_deadline: float | None = None
     first_token_deadline: float | None = None
+    refuses_late: bool = False
 
 
 class TextRules(Struct, frozen=True, array_like=True, gc=False):

@@ -129,9 +129,12 @@ class SchedulerCore(Generic[Ticket]):
             return True
         return self._scheduler.has_requests and not self._is_paused
 
-    def submit(self, submit: Submit) -> None:
-        """Queue a request. Raises ValueError for a uid that is alive."""
-        self._scheduler.submit(submit)
+    def submit(self, submit: Submit, now: float = 0.0) -> None:
+        """Queue a request; ``now`` is for those that are to be refused when late.
+
+        Raises ValueError for a uid that is alive.
+        """
+        self._scheduler.submit(submit, now)
 
     def abort(self, uids: Iterable[int], code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
         """End requests in whatever state; their pages are free at once. Unknown uids are ignored.

@@ -16,6 +16,7 @@ from aioengine import plugins
 from aioengine.memory.prefix_cache import PrefixCache
 from aioengine.protocol.messages import FinishCode
 from aioengine.scheduler.deadlines import Deadlines
+from aioengine.scheduler.forecast import Pace, refusal_of_late
 from aioengine.scheduler.outbox import Outbox
 from aioengine.scheduler.preemption import add_running, remove_running, take_victim
 from aioengine.scheduler.request import Request, State
@@ -45,7 +46,9 @@ class Lifecycle:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.closed: list[int] = []
+        self.pace = Pace(settings.chunk_tokens)
         self._context_length = settings.context_length
+        self._max_running = settings.max_running
         self._policy: Policy = plugins.load("scheduler/policies", settings.policy)()
         self._deadlines = Deadlines()
         self._requests: dict[int, Request] = {}
@@ -59,8 +62,11 @@ class Lifecycle:
         """The waiting requests in the order in which they are to be asked."""
         return self._policy.candidates(self.waiting, self._num_cached) if self.waiting else ()
 
-    def submit(self, submit: Submit) -> None:
-        """Queue a request; one that can never run is ended at once. Raises ValueError for a uid that is alive."""
+    def submit(self, submit: Submit, now: float) -> None:
+        """Queue a request; one that can never run is ended at once, and so is one that is late and asked for that.
+
+        Raises ValueError for a uid that is alive.
+        """
         if submit.uid in self._requests:
             raise ValueError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
         pool_tokens = self.cache.num_pages * self.cache.page_size
@@ -72,6 +78,9 @@ class Lifecycle:
         self._num_submitted += 1
         request = Request(submit, number=self._num_submitted, max_tokens=min(wanted, self._context_length, pool_tokens))
         request.order = (*self._policy.key(request), self._num_submitted)
+        if submit.limits.refuses_late and (late := self._refusal_of_late(request, now)) is not None:
+            self.outbox.end(submit.uid, late)
+            return
         self._requests[request.uid] = request
         insort(self.waiting, request, key=_order)
         self._deadlines.add(request.uid, submit.limits)
@@ -103,6 +112,7 @@ class Lifecycle:
         del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
         request.start(hold, num_cached)
         add_running(self.running, request)
+        self.pace.note_admission(now, is_waited=bool(self.waiting))
         if request.marks.admitted_at is None:
             request.marks.admitted_at = now
             request.marks.num_cached = num_cached
@@ -137,6 +147,13 @@ class Lifecycle:
         self.cache.unlock(request.hold, is_spoilt=is_spoilt)
         request.stop(state)
         self.closed.append(request.uid)
+
+    def _refusal_of_late(self, request: Request, now: float) -> Finish | None:
+        num_free = self._max_running - len(self.running)
+        num_ahead = bisect_left(self.waiting, request.order, key=_order) + 1 - num_free
+        of_running = sum(one.num_missing for one in self.running)
+        num_missing = request.num_prompt - self._num_cached(request) + of_running
+        return refusal_of_late(request.submit, self.pace, now, num_ahead=max(0, num_ahead), num_missing=num_missing)
 
     def _num_cached(self, request: Request) -> int:
         return len(self.cache.match(request.token_ids).path) * self.cache.page_size

@@ -30,15 +30,18 @@ PINNED = "its tokens do not fit beside the pinned pages of the KV pool; close a 
 class Flight:
     """A plan on its way: beside each row its request, and the pages that this held when the plan was made."""
 
-    __slots__ = ("holds", "plan", "requests")
+    __slots__ = ("holds", "num_prompt_tokens", "plan", "planned_at", "requests")
 
-    def __init__(self) -> None:
+    def __init__(self, planned_at: float) -> None:
+        self.planned_at = planned_at
+        self.num_prompt_tokens = 0
         self.plan = Plan([])
         self.requests: list[Request] = []
         self.holds: list[Hold] = []
 
     def add(self, row: Row, request: Request) -> None:
-        """``request`` computes ``row``; its counts move on as if that were done."""
+        """``request`` computes ``row`` of its prompt; its counts move on as if that were done."""
+        self.num_prompt_tokens += row.count
         self.plan.rows.append(row)
         self.requests.append(request)
         self.holds.append(request.hold)

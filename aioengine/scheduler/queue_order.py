@@ -8,11 +8,15 @@ waits: nobody who runs is stopped for it, but where pages run out the lowest pri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from aioengine.scheduler.request import Request
+
+SAME_TIME_S = 10.0
+"""Requests of one priority that arrived in the same so many seconds are equals."""
 
 NumCached = Callable[["Request"], int]
 
@@ -36,3 +40,16 @@ class Policy(Protocol):
 def head_start_key(request: Request, seconds: float) -> float:
     """Arrival, made earlier by ``seconds`` for each level of priority."""
     return request.submit.arrived_at - seconds * request.submit.priority
+
+
+def queue_key(request: Request, head_start_s: float) -> tuple[float, ...]:
+    """By priority, aged, in steps of ``SAME_TIME_S``; among equals by the nearest deadline, then by arrival."""
+    place = head_start_key(request, head_start_s)
+    return place // SAME_TIME_S, -request.submit.priority, nearest_deadline(request), place
+
+
+def nearest_deadline(request: Request) -> float:
+    """The first time by which something must have happened to it."""
+    limits = request.submit.limits
+    deadlines = (limits.deadline, limits.queue_deadline, limits.first_token_deadline)
+    return min((deadline for deadline in deadlines if deadline is not None), default=math.inf)

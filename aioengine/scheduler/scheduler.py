@@ -32,6 +32,7 @@ class Scheduler:
         self.cache = self._life.cache
         self._planner = Planner(settings, self._life)
         self._flights: deque[Flight] = deque()  # launched, not yet applied
+        self._applied_at = 0.0
 
     # ------------------------------------------------------------ requests come and go
 
@@ -45,9 +46,12 @@ class Scheduler:
         """Whether something ended that no ``StepOutput`` has told yet."""
         return self._outbox.has_events
 
-    def submit(self, submit: Submit) -> None:
-        """Queue a request; one that can never run is ended at once. Raises ValueError for a uid that is alive."""
-        self._life.submit(submit)
+    def submit(self, submit: Submit, now: float = 0.0) -> None:
+        """Queue a request; one that can never run is ended at once. Raises ValueError for a uid that is alive.
+
+        ``now``: no earlier than its arrival; for those that are to be refused when they come too late.
+        """
+        self._life.submit(submit, max(now, submit.arrived_at))
 
     def abort(self, uids: Iterable[int], code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
         """End requests from outside, in any state; unknown uids are ignored. STOP ends them without an ``Ended``."""
@@ -69,7 +73,7 @@ class Scheduler:
         Every plan must be given to ``apply``, in the same order, or to ``fail``.
         """
         self._life.expire(now)
-        flight = Flight()
+        flight = Flight(now)
         self._planner.fill(flight, now)
         if not flight.requests:
             return None
@@ -83,6 +87,8 @@ class Scheduler:
     def apply(self, plan: Plan, result: StepResult, now: float) -> StepOutput:
         """Take in the tokens of the oldest plan in flight; returns them with all that happened since the last time."""
         flight = self._take_flight(plan)
+        self._life.pace.note_step(now - max(flight.planned_at, self._applied_at), flight.num_prompt_tokens)
+        self._applied_at = now
         uids: list[int] = []
         token_ids: list[int] = []
         sampled = iter(result.token_ids)

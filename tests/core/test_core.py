@@ -221,8 +221,9 @@ def test_a_running_request_keeps_its_text_at_the_deadline(depth: int) -> None:
 
 def test_expired_waiting_requests_are_never_computed() -> None:
     world = world_of(max_running=1)
+    world.submit(submit_of(1, [1], limits=Limits(max_new_tokens=20)))
+    world.step()
     world.submit(
-        submit_of(1, [1], limits=Limits(max_new_tokens=20)),
         submit_of(2, [2], limits=Limits(max_new_tokens=1, queue_deadline=5.0)),
         submit_of(3, [3], limits=Limits(max_new_tokens=1, first_token_deadline=6.0)),
         submit_of(4, [4], limits=Limits(max_new_tokens=1, deadline=7.0)),

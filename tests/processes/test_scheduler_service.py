@@ -78,10 +78,10 @@ def test_requests_run_to_their_ends() -> None:
 def test_a_request_that_cannot_be_queued_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SchedulerCore[Any].submit
 
-    def refuse_second(self: SchedulerCore[Any], one: Submit) -> None:
+    def refuse_second(self: SchedulerCore[Any], one: Submit, now: float) -> None:
         if one.uid == 2:
             raise KeyError("broken")
-        plain(self, one)
+        plain(self, one, now)
 
     monkeypatch.setattr(SchedulerCore, "submit", refuse_second)
     loop = Loop()

@@ -72,7 +72,7 @@ def without_asyncio(is_stream: bool) -> None:
         parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
         assert_type(llm.chat(parts, stream=is_stream), Answer | BatchOutput | ChunkIterator)
         try:
-            llm.generate("a", timeout=5.0, priority=1, rid="mine")
+            llm.generate("a", timeout=5.0, refuse_late=True, priority=1, rid="mine")
         except EngineOverloadedError as error:
             assert_type(error.retry_after, float)
         except RequestTooLargeError as error:

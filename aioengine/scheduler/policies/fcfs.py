@@ -1,10 +1,13 @@
-"""First come, first served: a level of priority counts as having come ten seconds earlier."""
+"""First come, first served: a level of priority counts as having come ten seconds earlier.
+
+Of those who came in the same ten seconds, who has the nearest deadline goes first.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.scheduler.queue_order import NumCached, head_start_key
+from aioengine.scheduler.queue_order import NumCached, queue_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,7 +21,7 @@ class FirstComePolicy:
     """By arrival."""
 
     def key(self, request: Request) -> tuple[float, ...]:
-        return (head_start_key(request, HEAD_START_S),)
+        return queue_key(request, HEAD_START_S)
 
     def candidates(self, waiting: Sequence[Request], num_cached: NumCached) -> Iterable[Request]:
         return waiting

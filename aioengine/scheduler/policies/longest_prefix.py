@@ -11,14 +11,13 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from aioengine.scheduler.policies.fcfs import HEAD_START_S
-from aioengine.scheduler.queue_order import NumCached, head_start_key
+from aioengine.scheduler.queue_order import SAME_TIME_S, NumCached, head_start_key, queue_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from aioengine.scheduler.request import Request
 
-SAME_TIME_S = 10.0
 WINDOW = 32  # requests looked at in a step; each costs a look into the cache
 
 
@@ -26,7 +25,7 @@ class LongestPrefixPolicy:
     """By arrival in steps of ten seconds, then by cached tokens; by arrival alone beyond the window."""
 
     def key(self, request: Request) -> tuple[float, ...]:
-        return (head_start_key(request, HEAD_START_S),)
+        return queue_key(request, HEAD_START_S)
 
     def candidates(self, waiting: Sequence[Request], num_cached: NumCached) -> Iterable[Request]:
         def place(request: Request) -> tuple[float, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from aioengine import plugins
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.scheduler.policies.longest_prefix import WINDOW
-from aioengine.scheduler.queue_order import Policy
+from aioengine.scheduler.queue_order import Policy, nearest_deadline
 from aioengine.scheduler.request import Request
 
 
@@ -44,10 +45,19 @@ def test_who_waits_long_enough_is_overtaken_by_nobody(name: str) -> None:
     assert asked(name, requests, lambda request: request.uid)[0] == 1
 
 
-def test_priority_asks_the_nearest_deadline_first_among_equals() -> None:
+@pytest.mark.parametrize("name", plugins.names("scheduler/policies"))
+def test_the_nearest_deadline_is_first_among_equals_and_overtakes_nobody_else(name: str) -> None:
     requests = [request_of(1, 0.0), request_of(2, 0.1, deadline=50.0), request_of(3, 0.2, deadline=40.0)]
-    assert asked("priority", requests) == [3, 2, 1]
-    assert asked("fcfs", requests) == [1, 2, 3]
+    requests += [request_of(4, 0.3, deadline=1.0, priority=-1), request_of(5, 12.0, deadline=13.0)]
+    assert asked(name, requests) in ([3, 2, 1, 4, 5], [3, 2, 1, 5, 4])
+
+
+@pytest.mark.parametrize("kind", ["deadline", "queue_deadline", "first_token_deadline"])
+def test_the_first_of_its_deadlines_counts(kind: str) -> None:
+    limits = Limits(max_new_tokens=4, deadline=99.0)
+    limits = msgspec.structs.replace(limits, **{kind: 7.0})
+    submit = Submit(1, [1], Sampling(seed=0), limits, TextRules(), 0, 0.0)
+    assert nearest_deadline(Request(submit, number=1, max_tokens=5)) == 7.0
 
 
 def test_longest_prefix_asks_the_most_cached_first_within_its_window() -> None:

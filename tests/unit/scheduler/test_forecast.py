@@ -1,0 +1,86 @@
+"""Who is told at once that it would come too late."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.protocol.messages import Begun, FinishCode, Limits, Resumed, Sampling, Submit, TextRules
+from aioengine.scheduler.forecast import Pace, refusal_of_late
+
+CHUNK = 100
+
+
+def pace(step_s: float = 0.1, full_step_s: float = 1.0, admission_s: float = 0.0) -> Pace:
+    found = Pace(CHUNK)
+    found.note_step(step_s, 1)
+    found.note_step(full_step_s, CHUNK)
+    for number in range(200):
+        found.note_admission(number * admission_s, is_waited=True)
+    return found
+
+
+def submit_of(max_new: int = 10, *, stop_ids: tuple[int, ...] = (), min_new: int = 0, **deadlines: float) -> Submit:
+    limits = Limits(
+        max_new_tokens=max_new, min_new_tokens=min_new, stop_token_ids=stop_ids, refuses_late=True, **deadlines
+    )
+    return Submit(1, [1], Sampling(seed=0), limits, TextRules())
+
+
+def is_refused(submit: Submit, pace: Pace, *, num_ahead: int = 0, num_missing: int = 1) -> bool:
+    return refusal_of_late(submit, pace, 10.0, num_ahead=num_ahead, num_missing=num_missing) is not None
+
+
+def test_each_deadline_has_its_part_of_the_way() -> None:
+    # The queue: 4 others, one let in every 2 s of late, perhaps twice as fast: 4 s. The prompt: 3 full steps.
+    slow = pace(admission_s=2.0)
+    for kind, needed_s in (("queue_deadline", 4.0), ("first_token_deadline", 7.0), ("deadline", 7.9)):
+        late, in_time = submit_of(**{kind: 10 + needed_s - 0.1}), submit_of(**{kind: 10 + needed_s + 0.1})
+        assert is_refused(late, slow, num_ahead=4, num_missing=300)
+        assert not is_refused(in_time, slow, num_ahead=4, num_missing=300)
+
+
+def test_an_output_that_may_stop_counts_as_its_least() -> None:
+    assert is_refused(submit_of(100, deadline=15.0), pace())
+    assert not is_refused(submit_of(100, deadline=15.0, stop_ids=(3,)), pace())
+    assert is_refused(submit_of(100, deadline=15.0, stop_ids=(3,), min_new=80), pace())
+    with_stop = msgspec.structs.replace(submit_of(100, deadline=15.0), text=TextRules(stop=("x",)))
+    assert not is_refused(with_stop, pace())
+
+
+def test_the_end_says_by_how_much() -> None:
+    end = refusal_of_late(submit_of(deadline=10.5), pace(), 10.0, num_ahead=0, num_missing=200)
+    assert end is not None
+    assert (end.code, end.matched) == (FinishCode.REFUSED, 2400)
+    assert end.message == "it would take 2.9 s at least, and its timeout leaves 0.5 s"
+
+
+def test_who_does_not_ask_or_goes_on_after_a_crash_is_not_refused() -> None:
+    late = submit_of(deadline=10.5)
+    patient = msgspec.structs.replace(late, limits=msgspec.structs.replace(late.limits, refuses_late=False))
+    going_on = msgspec.structs.replace(late, resumed=Resumed(Begun(1, 0, 0.0, 0.0), []))
+    assert [is_refused(submit, pace(), num_missing=900) for submit in (late, patient, going_on)] == [True, False, False]
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0.001, 1e6))
+def test_who_knows_nothing_refuses_nobody(num_ahead: int, num_missing: int, seconds: float) -> None:
+    assert not is_refused(submit_of(deadline=10 + seconds), Pace(CHUNK), num_ahead=num_ahead, num_missing=num_missing)
+
+
+@given(st.lists(st.tuples(st.floats(1e-4, 10), st.integers(0, 2 * CHUNK)), min_size=1, max_size=50))
+def test_no_step_counts_as_longer_than_the_fastest_of_late(steps: list[tuple[float, int]]) -> None:
+    found = Pace(CHUNK)
+    for seconds, num_prompt_tokens in steps:
+        found.note_step(seconds, num_prompt_tokens)
+    newest = [seconds for seconds, num_prompt_tokens in steps if 2 * num_prompt_tokens < CHUNK]
+    assert found.output_s(1) <= (newest[-1] if newest else 0.0)
+
+
+@pytest.mark.parametrize("is_waited", [True, False])
+def test_pauses_while_nobody_waits_are_not_the_pace_of_the_queue(is_waited: bool) -> None:
+    found = Pace(CHUNK)
+    for number in range(100):
+        found.note_admission(60.0 * number, is_waited=is_waited)
+    assert (found.queue_s(1) > 20) is is_waited
