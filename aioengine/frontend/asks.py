@@ -5,7 +5,7 @@ Pure: whatever needs the tokenizer or the engine's state comes later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypedDict, cast
 
 from msgspec import Struct
@@ -44,8 +44,8 @@ class RequestOptions(TypedDict, total=False):
         first token. One that runs out ends the request with reason ``deadline`` and what there is.
     refuse_late: raise EngineOverloadedError at once where the engine knows already that a timeout would be missed, by
         the pace of its queue; awaiting a stream then waits for its first chunk.
-    return_exceptions: rows of a batch that fail give their exception instead of ending the call. (A single prompt
-        raises all the same.)
+    return_exceptions: rows of a batch that are wrong, or fail, give their exception instead of ending the call. (A
+        single prompt raises all the same, and so does what is wrong with the whole call.)
     return_prompt_token_ids: answers and chunks carry ``prompt_token_ids``.
     """
 
@@ -117,7 +117,13 @@ class IdsPrompt(Struct, frozen=True, gc=False):
     token_ids: list[int]
 
 
-Prompt = TextPrompt | ChatPrompt | IdsPrompt
+class RefusedPrompt(Struct, frozen=True):
+    """A row of a batch that is wrong and is to have its error in its place (``return_exceptions=True``)."""
+
+    error: ValueError | TypeError
+
+
+Prompt = TextPrompt | ChatPrompt | IdsPrompt | RefusedPrompt
 
 
 class Ask(Struct, frozen=True, kw_only=True):
@@ -170,19 +176,17 @@ def to_generate(
     if prompt is None and input_ids is None:
         raise ValueError("prompt and input_ids are both missing; give one of them")
     if prompt is not None:
-        is_batch = not isinstance(prompt, str)
-        if not is_batch:
-            texts = [_text_prompt("prompt", prompt)]
-        else:
-            given = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
-            texts = [_text_prompt(f"prompt[{place}]", text) for place, text in enumerate(given)]
-        return _ask(texts, sampling_params, is_batch=is_batch, stream=stream, options=options)
+        if isinstance(prompt, str):
+            return _ask(
+                [_text_prompt("prompt", prompt)], sampling_params, is_batch=False, stream=stream, options=options
+            )
+        given = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
+        texts = _rows("prompt", given, _text_prompt, options)
+        return _ask(texts, sampling_params, is_batch=True, stream=stream, options=options)
     rows = checks.items("input_ids", input_ids, checks.MAX_COUNT, allowed=IDS)
-    is_batch = bool(rows) and isinstance(rows[0], list | tuple)
-    if is_batch:
-        prompts = [_ids_prompt(f"input_ids[{place}]", row) for place, row in enumerate(rows)]
-    else:
-        prompts = [_ids_prompt("input_ids", input_ids)]
+    is_batch = _holds_rows(rows, options)
+    prompts: list[Prompt]
+    prompts = _rows("input_ids", rows, _ids_prompt, options) if is_batch else [_ids_prompt("input_ids", input_ids)]
     return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
@@ -193,13 +197,39 @@ def to_chat(messages: object, sampling_params: object, *, stream: object, option
         TypeError, ValueError: what is wrong, with the field and the value.
     """
     rows = checks.items("messages", messages, checks.MAX_COUNT, allowed=MESSAGES)
-    is_batch = bool(rows) and isinstance(rows[0], list | tuple)
-    prompts = [_chat_prompt(row) for row in (rows if is_batch else [rows])]
+    is_batch = _holds_rows(rows, options)
+    prompts: list[Prompt]
+    prompts = _rows("messages", rows, _chat_prompt, options) if is_batch else [_chat_prompt("messages", rows)]
     return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
+def _rows(
+    name: str, values: Sequence[object], make: Callable[[str, object], Prompt], options: Mapping[str, object]
+) -> list[Prompt]:
+    """The prompts of a batch. One that is wrong raises, or stands for its error (``return_exceptions=True``)."""
+    prompts: list[Prompt] = []
+    for place, value in enumerate(values):
+        try:
+            prompts.append(make(f"{name}[{place}]", value))
+        except (TypeError, ValueError) as error:
+            if not _fails_alone(options):
+                raise
+            prompts.append(RefusedPrompt(error))
+    return prompts
+
+
+def _fails_alone(options: Mapping[str, object]) -> bool:
+    return options.get("return_exceptions") is True
+
+
+def _holds_rows(values: Sequence[object], options: Mapping[str, object]) -> bool:
+    """Whether this is a list of lists; where a wrong row may stand beside others, one list among them tells."""
+    looked_at = values if _fails_alone(options) else values[:1]
+    return any(isinstance(value, list | tuple) for value in looked_at)
+
+
 def _ask(
-    prompts: Sequence[Prompt], sampling_params: object, *, is_batch: bool, stream: object, options: Mapping[str, object]
+    prompts: list[Prompt], sampling_params: object, *, is_batch: bool, stream: object, options: Mapping[str, object]
 ) -> Ask:
     for name, value in options.items():
         if name not in RequestOptions.__optional_keys__:
@@ -208,8 +238,8 @@ def _ask(
     has_list = isinstance(rid, list | tuple)
     priority = options.get("priority")
     return Ask(
-        prompts=list(prompts),
-        params=_params(sampling_params, len(prompts), is_batch),
+        prompts=prompts,
+        params=_params(sampling_params, prompts, is_batch=is_batch, fails_alone=_fails_alone(options)),
         is_batch=is_batch,
         is_stream=checks.switch("stream", stream),
         rid=None if rid is None or has_list else _rid(rid),
@@ -241,19 +271,31 @@ def _unexpected(name: str) -> TypeError:
     return TypeError(f"unexpected argument {name!r}: not supported{hint}")
 
 
-def _params(value: object, num_prompts: int, is_batch: bool) -> list[SamplingParams]:
-    """One for all prompts, or one for each; their ``n`` must agree, since it gives the answers their places."""
+def _params(value: object, prompts: list[Prompt], *, is_batch: bool, fails_alone: bool) -> list[SamplingParams]:
+    """One for all prompts, or one for each; their ``n`` must agree, since it gives the answers their places.
+
+    With ``fails_alone``, a wrong one of several refuses its prompt.
+    """
     if not isinstance(value, list | tuple):
         return [SamplingParams.parse(cast("Sampled | None", value))]
     given = cast("Sequence[Sampled | None]", value)
     if not is_batch:
         raise TypeError("sampling_params is a list, but there is one prompt; give a list of prompts, or one dict")
-    if len(given) != num_prompts:
-        raise ValueError(f"sampling_params has {len(given)} entries for {num_prompts} prompts; give one for each")
-    found = [SamplingParams.parse(entry) for entry in given]
-    if len({entry.n for entry in found}) > 1:
-        raise ValueError(f"n must be the same in all sampling_params of a batch, got {[entry.n for entry in found]}")
-    return found
+    if len(given) != len(prompts):
+        raise ValueError(f"sampling_params has {len(given)} entries for {len(prompts)} prompts; give one for each")
+    found: dict[int, SamplingParams] = {}
+    for place, entry in enumerate(given):
+        try:
+            found[place] = SamplingParams.parse(entry)
+        except (TypeError, ValueError) as error:
+            if not fails_alone:
+                raise
+            prompts[place] = RefusedPrompt(error)
+    counts = [entry.n for entry in found.values()]
+    if len(set(counts)) > 1:
+        raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
+    unused = SamplingParams(n=counts[0] if counts else 1)  # where a prompt is refused
+    return [found.get(place, unused) for place in range(len(given))]
 
 
 def _text_prompt(name: str, value: object) -> TextPrompt:
@@ -283,11 +325,11 @@ def _ids_prompt(name: str, value: object) -> IdsPrompt:
     return IdsPrompt([checks.whole(f"{name} entries", entry, 0) for entry in given])
 
 
-def _chat_prompt(value: object) -> ChatPrompt:
-    given = checks.items("messages", value, checks.MAX_COUNT, allowed=MESSAGES)
+def _chat_prompt(name: str, value: object) -> ChatPrompt:
+    given = checks.items(name, value, checks.MAX_COUNT, allowed=MESSAGES)
     if not given:
-        raise ValueError("messages is empty; give at least one dict with role and content")
-    return ChatPrompt([_message(f"messages[{position}]", message) for position, message in enumerate(given)])
+        raise ValueError(f"{name} is empty; give at least one dict with role and content")
+    return ChatPrompt([_message(f"{name}[{position}]", message) for position, message in enumerate(given)])
 
 
 def _message(name: str, value: object) -> dict[str, object]:

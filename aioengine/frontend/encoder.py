@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.errors import RequestError, RequestTooLargeError
-from aioengine.frontend.asks import ChatPrompt, IdsPrompt, Prompt, TextPrompt
+from aioengine.frontend.asks import ChatPrompt, IdsPrompt, Prompt, RefusedPrompt, TextPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class PromptTokenizer(Protocol):
     def apply_chat_template(self, messages: Messages, *, add_generation_prompt: bool = True) -> str | list[int]: ...
 
 
-Encoded = list[int] | ValueError | RequestError
+Encoded = list[int] | ValueError | TypeError | RequestError
 """The ids of a prompt, or why it has none."""
 
 
@@ -178,6 +178,8 @@ class Encoder:
             for place, prompt in enumerate(prompts):
                 if isinstance(prompt, IdsPrompt):
                     found[place] = prompt.token_ids
+                elif isinstance(prompt, RefusedPrompt):
+                    found[place] = prompt.error
                 elif isinstance(prompt, ChatPrompt) is is_chat:
                     rendered = self._render(prompt)
                     if isinstance(rendered, str):

@@ -7,11 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from aioengine import params as wire
 from aioengine.answers import RowFacts
 from aioengine.errors import RequestTooLargeError
-from aioengine.frontend.asks import IdsPrompt, TextPrompt
+from aioengine.frontend.asks import ChatPrompt, IdsPrompt, RefusedPrompt, TextPrompt
 from aioengine.frontend.encoder import Encoder, Job
 from aioengine.protocol.messages import FinishCode, Finished, Submit
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aioengine.answers import RowError
-    from aioengine.frontend.asks import Prompt
+    from aioengine.frontend.asks import Ask, Prompt
     from aioengine.frontend.calls import Call, Calls
     from aioengine.frontend.encoder import Encoded
     from aioengine.frontend.outputs import RowStream
@@ -71,22 +72,40 @@ class Feeder:
         self._num_uids = 0
         self._num_seeds = 0
 
-    def check(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        """What can be known at the call, from any thread.
+    def checked(self, ask: Ask) -> Ask:
+        """What can be known at the call, from any thread. Rows that are wrong are refused where they may fail alone.
 
         Raises ValueError: ids outside the vocabulary; text, or rules about text, without a tokenizer.
         """
+        if self._encoder is None and any(isinstance(prompt, TextPrompt | ChatPrompt) for prompt in ask.prompts):
+            raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
+        has_own_params = len(ask.params) > 1
+        if len(ask.params) == 1:
+            self._check_params(ask.params[0])
+        refused: dict[int, RefusedPrompt] = {}
+        for place, prompt in enumerate(ask.prompts):
+            try:
+                if has_own_params:
+                    self._check_params(ask.params[place])
+                if isinstance(prompt, IdsPrompt):
+                    self._check_ids(prompt.token_ids)
+            except ValueError as error:
+                if not (ask.returns_exceptions and ask.is_batch):
+                    raise
+                refused[place] = RefusedPrompt(error)
+        if not refused:
+            return ask
+        return replace(ask, prompts=[refused.get(place, prompt) for place, prompt in enumerate(ask.prompts)])
+
+    def _check_params(self, params: SamplingParams) -> None:
         rules = self._rules
-        for entry in params:
-            wire.sampling(entry, seed=0, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids)
-            if self._encoder is None and (entry.stop or entry.stop_regex):
-                raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
-        for prompt in prompts:
-            if isinstance(prompt, IdsPrompt):
-                if len(prompt.token_ids) < rules.context_length:  # others are refused anyway, and may be very long
-                    _check_vocabulary(prompt.token_ids, rules.vocab_size)
-            elif self._encoder is None:
-                raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
+        wire.sampling(params, seed=0, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids)
+        if self._encoder is None and (params.stop or params.stop_regex):
+            raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
+
+    def _check_ids(self, token_ids: list[int]) -> None:
+        if len(token_ids) < self._rules.context_length:  # others are refused anyway, and may be very long
+            _check_vocabulary(token_ids, self._rules.vocab_size)
 
     def feed(self, call: Call) -> None:
         """Begin as many rows of the call as may be in flight."""
@@ -111,6 +130,8 @@ class Feeder:
         """The ids of a prompt that needs no tokenizer, or why it can have none."""
         if isinstance(prompt, IdsPrompt):
             return prompt.token_ids
+        if isinstance(prompt, RefusedPrompt):
+            return prompt.error
         if isinstance(prompt, TextPrompt) and self._encoder is not None and self._encoder.sizes is not None:
             try:
                 self._encoder.sizes.check_bytes(prompt.num_bytes)

@@ -106,7 +106,7 @@ class Frontend:
             EngineError: the engine cannot take it.
         """
         called_at = time.monotonic()
-        self._life.feeder.check(ask.prompts, ask.params)
+        ask = self._life.feeder.checked(ask)
         with self._lock:
             call = self.calls.open(ask, called_at)
         self._act(self._life.begin, call)

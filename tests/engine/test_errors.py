@@ -132,12 +132,89 @@ async def test_ids_may_be_integers_of_other_kinds(world: World) -> None:
             TypeError,
             r"the text of part 0 of messages\[0\] must be a",
         ),
-        ([[{"role": "user", "content": "hi"}], []], ValueError, "messages is empty"),
+        ([[{"role": "user", "content": "hi"}], []], ValueError, r"messages\[1\] is empty"),
     ],
 )
 async def test_wrong_messages(world: World, messages: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         world.engine.async_chat(messages)  # type: ignore[call-overload]
+
+
+class TestWrongRows:
+    """With ``return_exceptions=True`` a row that is wrong has its error in its place, and the others their answers."""
+
+    async def test_texts(self, world: World) -> None:
+        prompts = ["a", "", "b", 5, "x" * 600]
+        outs = await world.engine.async_generate(prompts, GREEDY, return_exceptions=True)  # type: ignore[call-overload]
+        assert [outs[0]["text"], outs[2]["text"]] == [expected_text("a", 6), expected_text("b", 6)]
+        assert [type(outs[place]) for place in (1, 3, 4)] == [ValueError, TypeError, RequestTooLargeError]
+        assert "prompt[1] is empty" in str(outs[1])
+        assert "prompt[3] must be a string" in str(outs[3])
+        with pytest.raises(ValueError, match=r"prompt\[1\] is empty"):
+            world.engine.async_generate(prompts, GREEDY)  # type: ignore[call-overload]
+
+    async def test_ids(self, world: World) -> None:
+        rows = [None, [97], [VOCAB_SIZE], [], [98, "x"]]
+        outs = await world.engine.async_generate(None, GREEDY, input_ids=rows, return_exceptions=True)  # type: ignore[call-overload]
+        assert outs[1]["text"] == expected_text("a", 6)
+        words = [
+            "input_ids[0] must be a list",
+            "outside the vocabulary",
+            "input_ids[3] is empty",
+            "input_ids[4] entries",
+        ]
+        assert [word in str(outs[place]) for word, place in zip(words, (0, 2, 3, 4), strict=True)] == [True] * 4
+
+    async def test_conversations(self, world: World) -> None:
+        rows = [[{"role": "user", "content": "hi"}], [{"role": "user"}], []]
+        outs = await world.engine.async_chat(rows, GREEDY, return_exceptions=True)
+        assert outs[0]["text"] == expected_text("<user>hi<assistant>", 6)
+        assert "messages[1][0] has no content" in str(outs[1])
+        assert "messages[2] is empty" in str(outs[2])
+
+    async def test_sampling_parameters_of_rows(self, world: World) -> None:
+        wrong = [{"temperature": 9}, {"temprature": 1}, {"logit_bias": {VOCAB_SIZE: 1.0}}]
+        params = [wrong[0], {**GREEDY, "n": 2}, wrong[1], {**wrong[2], "n": 2}]
+        outs = await world.engine.async_generate(list("abcd"), params, return_exceptions=True)
+        names = [type(out).__name__ for out in outs]
+        assert names == [*["ValueError"] * 2, *["dict"] * 2, *["UnknownParameterError"] * 2, *["ValueError"] * 2]
+        assert outs[2]["text"] == outs[3]["text"] == expected_text("b", 6)
+
+    async def test_all_of_them(self, world: World) -> None:
+        outs = await world.engine.async_generate(["", ""], return_exceptions=True)
+        assert [str(out) for out in outs] == [f"prompt[{place}] is empty; give at least one character, or input_ids"
+                                              for place in range(2)]  # fmt: skip
+        assert world.double.submits == []
+        assert world.engine.stats()["num_streams"] == 0
+
+    async def test_a_stream_tells_it_with_the_last_chunk_of_the_row(self, world: World) -> None:
+        stream = world.engine.async_generate(["", "a"], GREEDY, stream=True, return_exceptions=True)
+        chunks = [chunk async for chunk in stream]
+        reason = next(chunk["meta_info"]["finish_reason"] for chunk in chunks if chunk["index"] == 0)
+        assert reason == "abort"
+        assert "prompt[0] is empty" in str(reason["message"])
+        assert "".join(chunk["text"] for chunk in chunks if chunk["index"] == 1) == expected_text("a", 6)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"prompt": ""}, "prompt is empty"),
+            ({"prompt": ["a", ""], "sampling_params": {"temperature": 9}}, "temperature"),
+            ({"prompt": ["a", ""], "sampling_params": {"logit_bias": {VOCAB_SIZE: 1.0}}}, "logit_bias"),
+            ({"prompt": ["a", ""], "sampling_params": [None]}, "1 entries for 2 prompts"),
+            ({"prompt": ["a", ""], "rid": ["x"]}, "1 entries for 2 prompts"),
+            ({"prompt": ["a", ""], "temprature": 1}, "unexpected argument 'temprature'"),
+        ],
+    )
+    async def test_what_is_wrong_with_the_call_raises(
+        self, world: World, arguments: dict[str, object], message: str
+    ) -> None:
+        with pytest.raises((TypeError, ValueError), match=message):
+            world.engine.async_generate(**arguments, return_exceptions=True)  # type: ignore[call-overload]
+
+
+async def test_a_batch_of_nothing_has_no_parameters(world: World) -> None:
+    assert await world.engine.async_generate([], []) == []
 
 
 class TestAtTheFirstAwait:
