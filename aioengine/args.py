@@ -96,7 +96,10 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "skip_tokenizer_init": Argument("model.tokenizer", "switch", _negated, "token ids in, token ids out, no text"),
     "device": Argument("device.name", "text", _words("auto", "cpu", "cuda"), "auto, cpu or cuda"),
     "attention_backend": Argument(
-        "device.attention_backend", "text", _words("auto", "torch", torch_native="torch"), "auto or torch"
+        "device.attention_backend",
+        "text",
+        _words("auto", "flashinfer", "torch", torch_native="torch"),
+        "auto, flashinfer or torch",
     ),
     "disable_cuda_graph": Argument("device.cuda_graphs", "switch", _negated, "no CUDA graphs"),
     "cuda_graph_max_bs": Argument("device.cuda_graph_max_rows", "whole", _whole(1, 65536), "most rows of a CUDA graph"),

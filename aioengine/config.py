@@ -129,6 +129,9 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
 class RunnerSettings(Struct, frozen=True, kw_only=True):
     """The device side. ``factory``: "module:function" that builds the runner from ``Settings``, named and not
     imported, so that tests and benchmarks start real processes with a fake one. ``options`` is the factory's own.
+
+    fallback_backend: taken, with a warning, where ``attention_backend`` turns out not to work here; "": that is an
+    error. compile_timeout_s: how long kernels may compile at the start.
     """
 
     factory: str
@@ -136,6 +139,8 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
     attention_backend: str
     num_threads: int
     cuda_graph_max_rows: int = 0
+    fallback_backend: str = ""
+    compile_timeout_s: float = 540.0
     options: dict[str, str | int | float | bool] = {}
 
 

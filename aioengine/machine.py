@@ -19,9 +19,9 @@ class DeviceFacts(Struct, frozen=True, kw_only=True):
     """What ``resolve`` must know about the machine.
 
     num_threads: cores that this process may use. cpu_bfloat16: whether the CPU has bf16 dot products. num_gpus: NVIDIA
-    devices. has_triton, has_flashinfer: whether these are installed; Triton comes with torch's wheels for CUDA and not
-    with those for the CPU. drawn_seed: a random number, for engines without
-    ``random_seed``. (Memory is measured by the runner, when the weights are loaded.)
+    devices. has_triton: whether it is installed; it comes with torch's wheels for CUDA and not with those for the CPU.
+    drawn_seed: a random number, for engines without ``random_seed``. (Memory is measured by the runner, when the
+    weights are loaded.)
     """
 
     num_threads: int
@@ -29,7 +29,6 @@ class DeviceFacts(Struct, frozen=True, kw_only=True):
     num_gpus: int
     drawn_seed: int
     has_triton: bool = False
-    has_flashinfer: bool = False
 
 
 def device_facts() -> DeviceFacts:
@@ -40,7 +39,6 @@ def device_facts() -> DeviceFacts:
         num_gpus=sum(1 for _ in Path("/dev").glob("nvidia[0-9]*")),
         drawn_seed=secrets.randbits(63),
         has_triton=find_spec("triton") is not None,
-        has_flashinfer=find_spec("flashinfer") is not None,
     )
 
 

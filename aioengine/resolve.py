@@ -25,8 +25,8 @@ RUNNER_FACTORY: Final = "aioengine.runner.model_runner:build"
 CPU_LIMITS: Final = 512, 64
 """Tokens of a step, running requests."""
 
-FLASHINFER_HEADS: Final = 64, 128, 256
-"""Sizes of heads that it has kernels for, in 16 bits."""
+COMPILE_SHARE: Final = 0.9
+"""Of the time to start, kernels may take this much to compile: an error of theirs says more than that of the whole."""
 
 GPU_LIMITS: Final = 8192, 1024
 GPU_GRAPH_ROWS: Final = 1024
@@ -54,8 +54,10 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
             factory=RUNNER_FACTORY,
             device=_device(config, device),
             attention_backend=_attention_backend(config, model, device),
+            fallback_backend="torch" if config.device.attention_backend == "auto" else "",
             num_threads=_num_threads(model, device),
             cuda_graph_max_rows=_graph_rows(config, model, device),
+            compile_timeout_s=COMPILE_SHARE * config.supervision.startup_timeout_s,
         ),
         text=TextSettings(tokenizer_path=_tokenizer_path(config, model)),
         random_seed=device.drawn_seed if config.random_seed is None else config.random_seed,
@@ -93,10 +95,14 @@ def _is_on_gpu(config: EngineConfig, device: DeviceFacts) -> bool:
 
 
 def _attention_backend(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> str:
-    if config.device.attention_backend != "auto":
-        return config.device.attention_backend
-    has_kernels = model.head_dim in FLASHINFER_HEADS and _dtype(config, model, device) != "float32"
-    return "flashinfer" if _is_on_gpu(config, device) and device.has_flashinfer and has_kernels else "torch"
+    """FlashInfer on a GPU, in the types that it is made for; whether it works there is found out by the runner."""
+    wanted = config.device.attention_backend
+    if wanted == "flashinfer" and not _is_on_gpu(config, device):
+        raise ValueError("attention_backend='flashinfer' needs an NVIDIA GPU, and this engine would run on the CPU")
+    if wanted != "auto":
+        return wanted
+    has_kernels = _dtype(config, model, device) != "float32"
+    return "flashinfer" if _is_on_gpu(config, device) and has_kernels else "torch"
 
 
 def _graph_rows(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> int:

@@ -42,7 +42,7 @@ FLOORS = {
     "2": Floor(
         ("runner > models > layers > attention > quantization > kernels > parallel",),
         "0 1",
-        "torch flashinfer triton safetensors numpy msgspec",
+        "torch flashinfer filelock triton safetensors numpy msgspec",
         "asyncio",
     ),
     "3": Floor(("processes",), "0 1 2 2' 2t", "torch zmq uvloop msgspec"),

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
 
 
+class BackendUnavailableError(ValueError):
+    """A backend cannot compute here; the message says why, and what would help."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
     """The tensors of one step; the tokens of a row stand together, rows in the order of the plan.

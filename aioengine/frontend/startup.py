@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -95,6 +96,8 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         if loading is not None:
             loading.add_done_callback(_retrieve)
         facts = await processes.start()
+        if warning := facts.get("warning"):
+            warnings.warn(str(warning), UserWarning, stacklevel=2)
         max_total_tokens = facts.get("max_total_tokens")
         if not isinstance(max_total_tokens, int):
             raise EngineStartupError(f"the scheduler process did not tell the size of its KV pool: {facts!r}")

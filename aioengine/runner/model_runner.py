@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
-import pkgutil
 import time
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -14,12 +12,13 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from aioengine import attention, models
+from aioengine import models
 from aioengine.attention._base import CapturableAttention
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.runner import logits as logits_processors
 from aioengine.runner import weights
+from aioengine.runner.attention_choice import choose_attention
 from aioengine.runner.capacity import Demand, fit_pages, free_memory, kv_bytes_per_token
 from aioengine.runner.device_memory import left_on_device, peak_memory
 from aioengine.runner.inputs import InputBuilder
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend, AttentionShape
+    from aioengine.attention._base import AttentionBackend
     from aioengine.config import Settings
     from aioengine.models._base import Model
     from aioengine.runner.graphs import DecodeGraphs
@@ -46,11 +45,7 @@ if TYPE_CHECKING:
 
     Facts = dict[str, str | int | float | bool]
 
-logger = logging.getLogger(__name__)
-
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-_FLASHINFER_HEADS = (64, 128, 256)
 
 _LOGITS_ROWS = 1024
 """Rows of logits that a step on a GPU is taken to make at most, for the measure of its memory."""
@@ -285,6 +280,8 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     folder = Path(settings.model.path)
     context_length = settings.model.context_length
     model = models.build(_read_config(folder), ModelOptions(dtype=dtype, device=device, max_positions=context_length))
+    shape = model.attention_shape
+    choice = choose_attention(settings.runner, shape, dtype, device, report=report)
     with torch.no_grad():
         weights_bytes = weights.load(
             model,
@@ -293,7 +290,6 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
             seed=settings.random_seed,
             report=lambda done, total: report(Progress("loading weights", done, total, "B")),
         )
-    shape = model.attention_shape
     page_size = settings.memory.page_size
     num_pages = _fit(settings, model, dtype, device)
     kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
@@ -303,15 +299,17 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
         "max_total_tokens": num_pages * page_size,
         "dtype": settings.model.dtype,
         "device": str(device),
-        "attention_backend": settings.runner.attention_backend,
+        "attention_backend": choice.name,
         "weights_bytes": weights_bytes,
         "kv_pool_bytes": kv_pool.num_bytes,
         "num_threads": torch.get_num_threads(),
         "load_s": time.monotonic() - started_at,
     }
+    if choice.warning:
+        facts["warning"] = choice.warning
     parts = DeviceParts(
         model=model,
-        attention=_attention(settings.runner.attention_backend, shape, kv_pool),
+        attention=choice.build(shape, kv_pool.tensor),
         kv_pool=kv_pool,
         vocab_size=_sampled_vocab_size(settings),
         context_length=context_length,
@@ -331,9 +329,7 @@ def _prepare_device(
     max_rows = settings.runner.cuda_graph_max_rows
     if not isinstance(parts.attention, CapturableAttention):
         return
-    report(Progress("compiling kernels", 0, 1))
     parts.attention.warm_up()
-    report(Progress("compiling kernels", 1, 1))
     if max_rows:
         runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
 
@@ -393,19 +389,3 @@ def _fit(settings: Settings, model: Model, dtype: torch.dtype, device: torch.dev
     left = settings.memory.mem_fraction_static
     reserved = peak_memory(model, device, num_tokens=settings.scheduler.chunk_tokens, num_rows=_LOGITS_ROWS)
     return fit_pages(replace(demand, fraction=1.0), free_bytes=left_on_device(device, fraction=left) - reserved)
-
-
-def _attention(name: str, shape: AttentionShape, kv_pool: KVPool) -> AttentionBackend:
-    known = sorted(module.name for module in pkgutil.iter_modules(attention.__path__) if module.name[0] != "_")
-    if name not in known:
-        message = f"attention_backend {name!r} is not known; what works: {', '.join(known)}"
-        raise ValueError(message)
-    if name == "flashinfer" and (shape.head_size not in _FLASHINFER_HEADS or kv_pool.tensor.dtype == torch.float32):
-        logger.warning(
-            "FlashInfer has no kernels for heads of %d in %s; attention runs on plain torch, which is much slower",
-            shape.head_size,
-            kv_pool.tensor.dtype,
-        )
-        name = "torch"
-    module = importlib.import_module(f"{attention.__name__}.{name}")
-    return cast("AttentionBackend", module.PLUGIN(shape, kv_pool.tensor))

@@ -89,7 +89,7 @@ def test_sizes() -> None:
 
 
 def test_on_a_gpu() -> None:
-    machine = replace(MACHINE, num_gpus=1, has_triton=True, has_flashinfer=True)
+    machine = replace(MACHINE, num_gpus=1, has_triton=True)
     model = replace(MODEL, head_dim=128)
     found = settings(model, machine)
     assert (found.runner.device, found.runner.attention_backend, found.scheduler.depth) == ("cuda", "flashinfer", 1)
@@ -103,12 +103,18 @@ def test_on_a_gpu() -> None:
     assert settings(model, machine, dtype="half").model.dtype == "float16"
 
 
-def test_what_a_gpu_cannot_do_with_flashinfer_it_does_with_torch() -> None:
-    machine = replace(MACHINE, num_gpus=1, has_triton=True, has_flashinfer=True)
-    assert settings(MODEL, machine).runner.attention_backend == "torch"  # heads of 16
-    wide = replace(MODEL, head_dim=128)
-    assert settings(wide, replace(machine, has_flashinfer=False)).runner.attention_backend == "torch"
-    assert settings(replace(wide, dtype="float32"), machine).runner.attention_backend == "torch"
+def test_the_backend_of_attention() -> None:
+    machine = replace(MACHINE, num_gpus=1, has_triton=True)
+
+    def backends(model: ModelFacts = MODEL, **arguments: object) -> tuple[str, str]:
+        found = settings(model, machine, **arguments).runner
+        return found.attention_backend, found.fallback_backend
+
+    assert backends() == ("flashinfer", "torch")
+    assert backends(attention_backend="flashinfer") == ("flashinfer", "")
+    assert backends(attention_backend="torch") == ("torch", "")
+    assert backends(replace(MODEL, dtype="float32")) == ("torch", "torch")
+    assert settings(startup_timeout=100).runner.compile_timeout_s == pytest.approx(90)
 
 
 def test_a_gpu_that_torch_cannot_use_is_left_alone() -> None:
@@ -122,6 +128,8 @@ def test_what_does_not_go_together_is_refused() -> None:
         settings(max_total_tokens=8, page_size=16)
     with pytest.raises(ValueError, match="device='cuda' is not available"):
         settings(device="cuda")
+    with pytest.raises(ValueError, match="attention_backend='flashinfer' needs an NVIDIA GPU"):
+        settings(attention_backend="flashinfer")
     with pytest.raises(ValueError, match="dtype='float16' is not available on a CPU"):
         settings(dtype="half")
     with pytest.raises(ValueError, match="no tokenizer.json.*skip_tokenizer_init"):

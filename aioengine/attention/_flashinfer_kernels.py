@@ -1,0 +1,82 @@
+"""Which of FlashInfer's kernels ``attention.flashinfer`` uses, and getting them ready before anything else is done."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from flashinfer.jit.attention import gen_batch_decode_module, gen_batch_prefill_module
+from flashinfer.utils import determine_attention_backend
+
+from aioengine.attention._base import AttentionShape, BackendUnavailableError, kv_pool_shape
+from aioengine.attention._compilation import Compilation, CompilationTimeoutError
+from aioengine.attention.flashinfer import DTYPES, HEAD_SIZES, TENSOR_CORE_GROUP, FlashInferAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashinfer.jit import JitSpec
+
+    from aioengine.protocol.messages import Progress
+
+logger = logging.getLogger(__name__)
+
+_NO_ROTATION = 0
+
+
+def kernels(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[JitSpec]:
+    """Those of prefill and decode."""
+    types = (dtype, dtype, dtype, torch.int32)
+    sizes = (shape.head_size, shape.head_size, _NO_ROTATION)
+    is_windowed = is_capped = False
+    found = [determine_attention_backend(device, _NO_ROTATION, False, False, dtype, dtype)]
+    if shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP and "fa2" not in found:
+        found.append("fa2")  # decode on tensor cores
+    specs = [gen_batch_prefill_module(name, *types, *sizes, is_windowed, is_capped, False) for name in found]
+    if shape.num_heads // shape.num_kv_heads < TENSOR_CORE_GROUP:
+        specs.append(gen_batch_decode_module(*types, *sizes, is_windowed, is_capped))
+    return specs
+
+
+def make_ready(
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    timeout_s: float,
+    report: Callable[[Progress], None],
+) -> None:
+    """Compile what is not compiled, load all of it, and run each kind of step once, over a pool of one page.
+
+    Raises:
+        BackendUnavailableError: FlashInfer has no kernels for these types and sizes, or they do not compile, load or
+            run here.
+        CompilationTimeoutError: they did not compile in time.
+    """
+    if dtype not in DTYPES or shape.head_size not in HEAD_SIZES:
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        message = (
+            f"FlashInfer has no kernels for heads of {shape.head_size} in {str(dtype).removeprefix('torch.')}; it has "
+            f"some for {sizes} in bfloat16 and float16"
+        )
+        raise BackendUnavailableError(message)
+    try:
+        specs = kernels(shape, dtype, device)
+        logger.info("FlashInfer's kernels: %s", ", ".join(f"{spec.name} ({_state(spec)})" for spec in specs))
+        Compilation(time.monotonic() + timeout_s, report).bring_up_to_date(specs)
+        pool = torch.zeros(kv_pool_shape(shape, num_pages=1, page_size=16), dtype=dtype, device=device)
+        FlashInferAttention(shape, pool).warm_up()
+        torch.cuda.synchronize(device)
+    except (BackendUnavailableError, CompilationTimeoutError, torch.OutOfMemoryError):
+        raise
+    except (OSError, RuntimeError, ImportError, AttributeError) as error:
+        message = f"FlashInfer's kernels cannot be used: {type(error).__name__}: {error}"
+        raise BackendUnavailableError(message) from error
+
+
+def _state(spec: JitSpec) -> str:
+    if spec.is_aot:
+        return "came compiled"
+    return "compiled before" if spec.is_compiled else "to be compiled"

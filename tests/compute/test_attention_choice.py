@@ -1,0 +1,78 @@
+"""Which backend computes attention where FlashInfer does not work, and what is said about it."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from aioengine.attention._base import AttentionShape, BackendUnavailableError
+from aioengine.config import RunnerSettings
+from aioengine.runner.attention_choice import AttentionChoice, choose_attention
+
+SHAPE = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=64, scale=0.125)
+EXPLICIT = RunnerSettings(factory="", device="cpu", attention_backend="flashinfer", num_threads=1)
+AUTOMATIC = msgspec.structs.replace(EXPLICIT, fallback_backend="torch")
+KERNELS = "aioengine.attention._flashinfer_kernels"
+
+
+def choose(settings: RunnerSettings) -> AttentionChoice:
+    return choose_attention(settings, SHAPE, torch.bfloat16, torch.device("cpu"), report=lambda _: None)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[float]:
+    """Kernels that fail to become ready, or do; the list gets how long they may take."""
+    timeouts: list[float] = []
+
+    def make_ready(*_: object, timeout_s: float, report: object) -> None:
+        timeouts.append(timeout_s)
+        if error is not None:
+            raise error
+
+    monkeypatch.setitem(sys.modules, KERNELS, SimpleNamespace(make_ready=make_ready))  # type: ignore[arg-type]
+    return timeouts
+
+
+def test_kernels_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts = stand_in(monkeypatch, None)
+    assert choose(msgspec.structs.replace(AUTOMATIC, compile_timeout_s=77.0)) == AttentionChoice("flashinfer")
+    assert timeouts == [77.0]
+
+
+def test_kernels_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, BackendUnavailableError("nvcc cannot be found"))
+    found = choose(AUTOMATIC)
+    assert (found.name, found.warning) == (
+        "torch",
+        "attention runs on plain torch, which is slower and has no CUDA graphs: nvcc cannot be found",
+    )
+    with pytest.raises(ValueError, match="attention_backend='flashinfer' does not work here: nvcc cannot be found"):
+        choose(EXPLICIT)
+
+
+def test_too_slow_is_an_error_in_either_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, TimeoutError("too slow"))
+    with pytest.raises(TimeoutError):
+        choose(AUTOMATIC)
+
+
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # importing it raises ModuleNotFoundError
+    monkeypatch.delitem(sys.modules, KERNELS, raising=False)
+    assert "pip install 'aioengine[cuda]' brings FlashInfer" in choose(AUTOMATIC).warning
+
+
+def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> None:
+        raise RuntimeError("flashinfer-cubin version (1) does not match flashinfer version (2)")
+
+    monkeypatch.setattr("importlib.import_module", fail)
+    assert "FlashInfer cannot be imported: RuntimeError: flashinfer-cubin version" in choose(AUTOMATIC).warning
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="attention_backend 'x' is not known; what works: flashinfer, torch"):
+        choose(msgspec.structs.replace(EXPLICIT, attention_backend="x"))

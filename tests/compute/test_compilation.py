@@ -1,0 +1,207 @@
+"""Kernels are compiled with progress, an end and a reason; locks of dead processes hold nobody up."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from aioengine.attention import _compilation
+from aioengine.attention._base import BackendUnavailableError
+from aioengine.attention._compilation import Compilation, CompilationTimeoutError, holder, missing_tools, title
+from aioengine.protocol.messages import Progress
+
+NAME = "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_head_dim_qk_128_f16qk_False_sm90"
+
+
+@dataclass
+class Kernel:
+    folder: Path
+    name: str = NAME
+    is_aot: bool = False
+
+    @property
+    def build_dir(self) -> Path:
+        return self.folder / self.name
+
+    @property
+    def library(self) -> Path:
+        return self.build_dir / "library.so"
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.library.exists()
+
+    @property
+    def ninja_path(self) -> Path:
+        return self.build_dir / "build.ninja"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.folder / f"{self.name}.lock"
+
+    def write_ninja(self) -> None:
+        self.build_dir.mkdir(exist_ok=True)
+        self.ninja_path.touch()
+
+
+@dataclass
+class Machine:
+    """A machine with tools that the test writes, and what was reported on it."""
+
+    bin: Path
+    kernel: Kernel
+    reports: list[Progress]
+
+    def tool(self, name: str, script: str) -> None:
+        (self.bin / name).write_text(f"#!/bin/sh\n{script}\n")
+        (self.bin / name).chmod(0o755)
+
+    def compile(self, *kernels: Kernel, seconds: float = 20.0) -> None:
+        Compilation(time.monotonic() + seconds, self.reports.append).bring_up_to_date(kernels or (self.kernel,))
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    here = Machine(tools, Kernel(tmp_path), [])
+    for name in ("nvcc", "c++"):
+        here.tool(name, "exit 0")
+    here.tool("ninja", 'echo "[1/2] first"; sleep 0.3; echo "[2/2] second"; touch "$3/library.so"')
+    for variable in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_NVCC", "CXX", "MAX_JOBS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    monkeypatch.setattr(_compilation, "_CUDA_FOLDER", tmp_path / "nowhere")
+    return here
+
+
+def test_progress_names_the_kernel_and_counts_its_files(machine: Machine) -> None:
+    machine.compile(Kernel(machine.kernel.folder, "came_compiled", is_aot=True), machine.kernel)
+    assert machine.kernel.is_compiled
+    first, last = machine.reports[0], machine.reports[-1]
+    assert (
+        first.label == "compiling FlashInfer's batch_prefill_with_kv_cache_sm90 (kernel 1 of 1, once for this machine)"
+    )
+    assert (1, 2) in {(report.done, report.total) for report in machine.reports}
+    assert ((first.done, first.total, first.unit), (last.done, last.total)) == ((0, 1, "files"), (2, 2))
+
+
+def test_nothing_is_said_where_everything_is_up_to_date(machine: Machine) -> None:
+    machine.tool("ninja", 'echo "ninja: no work to do."')
+    machine.kernel.write_ninja()
+    machine.kernel.library.touch()
+    machine.compile()
+    machine.compile(Kernel(machine.kernel.folder, is_aot=True))
+    assert machine.reports == []
+
+
+@pytest.mark.parametrize("tool", ["nvcc", "ninja", "c++"])
+def test_a_missing_tool_is_named_before_anything_is_compiled(
+    machine: Machine, tool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine.bin / tool).unlink()
+    monkeypatch.setenv("PATH", str(machine.bin))
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(machine.bin))
+    with pytest.raises(BackendUnavailableError) as caught:
+        machine.compile()
+    assert f"(batch_prefill_with_kv_cache_sm90) are not compiled, and {tool} cannot be found" in str(caught.value)
+    assert "flashinfer-jit-cache" in str(caught.value)
+    assert not machine.kernel.build_dir.exists()
+
+
+def test_a_ninja_beside_python_is_found(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = machine.kernel.folder / "scripts"
+    scripts.mkdir()
+    (machine.bin / "ninja").rename(scripts / "ninja")
+    monkeypatch.setenv("PATH", str(machine.bin))
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(scripts))
+    assert missing_tools() == []
+
+
+def test_cuda_home_says_where_nvcc_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(machine.kernel.folder))  # whose bin is ours
+    assert missing_tools() == []
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert missing_tools() == ["nvcc"]
+
+
+def test_a_kernel_that_does_not_compile_says_why(machine: Machine) -> None:
+    machine.tool("ninja", 'echo "[1/2] nvcc x.cu"; echo "x.cu(7): error: no such thing"; exit 1')
+    with pytest.raises(BackendUnavailableError, match=r"does not compile in .*\n  x.cu\(7\): error: no such thing$"):
+        machine.compile()
+
+
+def test_what_takes_too_long_is_ended(machine: Machine) -> None:
+    machine.tool("ninja", f'echo "[1/9] first"; echo $$ > {machine.bin}/pid; exec sleep 60')
+    started = time.monotonic()
+    with pytest.raises(CompilationTimeoutError, match=r"1 of 9 files were done.*startup_timeout"):
+        machine.compile(seconds=0.5)
+    assert time.monotonic() - started < 10
+    assert not Path(f"/proc/{(machine.bin / 'pid').read_text().strip()}").exists()
+
+
+HOLD = """
+import sys, time, filelock
+lock = filelock.FileLock(sys.argv[1])
+lock.acquire()
+print(flush=True)
+time.sleep(60)
+"""
+    "import sys, time, filelock as f; lock = f.FileLock(sys.argv[1]); lock.acquire(); print(flush=True); time.sleep(60)"
+)
+
+
+@pytest.fixture
+def rival(machine: Machine) -> subprocess.Popen[bytes]:
+    """Another process, which holds the kernel's lock."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, machine.kernel.lock_path], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout as output:
+        output.readline()
+    return process
+
+
+@pytest.mark.process
+def test_a_lock_of_a_dead_process_is_none(machine: Machine, rival: subprocess.Popen[bytes]) -> None:
+    rival.send_signal(signal.SIGKILL)
+    rival.wait()
+    machine.compile(seconds=5)
+    assert machine.kernel.is_compiled
+    assert not any("waiting" in report.label for report in machine.reports)
+
+
+@pytest.mark.process
+def test_a_live_process_is_named_and_waited_for(machine: Machine, rival: subprocess.Popen[bytes]) -> None:
+    try:
+        with pytest.raises(CompilationTimeoutError) as caught:
+            machine.compile(seconds=0.5)
+    finally:
+        rival.kill()
+        rival.wait()
+    who = f"process {rival.pid} ({sys.executable} -c" if Path("/proc/locks").exists() else "another process"
+    assert who in str(caught.value)
+    assert str(machine.kernel.lock_path) in str(caught.value)
+    assert [(report.done, report.total) for report in machine.reports] == [(0, 1)]
+    assert machine.reports[0].label.startswith(f"waiting for {who}")
+    machine.compile()
+    assert machine.kernel.is_compiled
+
+
+def test_a_holder_that_cannot_be_seen(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    assert holder(lock) == "another process"
+    with FileLock(lock):
+        (tmp_path / "locks").write_text(f"1: FLOCK  ADVISORY  WRITE 0 00:2f:{lock.stat().st_ino} 0 EOF\n")
+        assert holder(lock, tmp_path) == "another process, perhaps of another container or machine"
+
+
+def test_titles() -> None:
+    assert title("cascade") == "cascade"
+    assert title(NAME.removesuffix("_sm90")) == "batch_prefill_with_kv_cache"
