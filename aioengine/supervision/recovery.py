@@ -1,0 +1,336 @@
+"""Recovery: what is submitted again when the processes of an engine are replaced, and whether they are.
+
+Everything that the scheduler is told passes the ``Ledger``, and everything that comes of it. So it knows, for every
+request that is open, what it was asked for and every id that was given out; the rest is a function of these.
+
+A request that was in the step in which a process died is a *suspect*. After the restart the suspects go on one at a
+time, beside the others that had begun; the next one when the one before has got past the place where it had been, and
+what had not begun when all have. Should a process die in a step of the one on trial, that one goes on alone, with
+nothing beside it; and should one die again, it was killed by this request, which ends with an error. All others go on.
+
+Pure: no clock, no process; times come as arguments.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Resumed, Stats, Submit
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Mapping
+
+    from aioengine.protocol.messages import Begun, TextChunks, ToScheduler
+
+CRASH_STAGE: Final = "crash"
+"""The stage of the error of a request that killed its process."""
+
+_OWN_CALL: Final = -1
+"""Id of a control call that nobody waits for."""
+
+_TOTALS: Final = (
+    "num_preemptions", "num_steps", "prompt_tokens", "cached_tokens", "output_tokens", "num_finished", "num_aborted",
+)  # fmt: skip
+
+
+class Blame(Enum):
+    """Whose a crash was. NOBODY's are counted as restarts; a suspect's is not; with the one that proves its guilt, the
+    one that made it a suspect is not counted any more either.
+    """
+
+    NOBODY = 0
+    SUSPECT = 1
+    GUILTY = 2
+
+
+class Entry:
+    """An open request. ``is_sent``: the scheduler that runs now has it. ``abort``: how it was asked to end."""
+
+    __slots__ = ("abort", "begun", "is_sent", "submit", "token_ids")
+
+    def __init__(self, submit: Submit) -> None:
+        self.submit = submit
+        self.token_ids: list[int] = []
+        self.begun: Begun | None = None
+        self.abort: Abort | None = None
+        self.is_sent = False
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and output that are known to have been computed or drawn."""
+        return len(self.submit.prompt_token_ids) + max(len(self.token_ids), self.begun is not None)
+
+    def messages(self, *, is_suspect: bool) -> list[ToScheduler]:
+        """The request again, from where it is; and its abort. A suspect tells of each token at once."""
+        submit = self.submit
+        if self.begun is not None:
+            submit = msgspec.structs.replace(submit, resumed=Resumed(self.begun, self.token_ids.copy()))
+        if is_suspect:
+            text = msgspec.structs.replace(submit.text, stream=True, stream_interval=1)
+            submit = msgspec.structs.replace(submit, text=text)
+        return [submit] if self.abort is None else [submit, self.abort]
+
+    def expired(self, now: float) -> str | None:
+        """The deadline that has passed for a request that gave nothing yet."""
+        limits = self.submit.limits
+        deadlines = {
+            "total": limits.deadline,
+            "queue": limits.queue_deadline,
+            "first_token": limits.first_token_deadline,
+        }
+        return next((which for which, time in deadlines.items() if time is not None and time <= now), None)
+
+
+class Trials:
+    """Which suspect goes on now, and with whom beside it.
+
+    Attributes:
+        suspects: uid -> the tokens that it has when it has got past its crash.
+        on_trial: the suspect that goes on. is_alone: nothing else does.
+    """
+
+    def __init__(self) -> None:
+        self.suspects: dict[int, int] = {}
+        self.on_trial: int | None = None
+        self.is_alone = False
+
+    def admits(self, uid: int, *, has_begun: bool) -> bool:
+        """Whether a request may go on now."""
+        if self.on_trial is None or uid == self.on_trial:
+            return True
+        return has_begun and uid not in self.suspects and not self.is_alone
+
+    def settle(self) -> bool:
+        """Choose who is tried next, unless one is; whether that changed who may go on."""
+        if self.on_trial is None and not self.suspects:
+            return False
+        if self.on_trial in self.suspects:
+            return False
+        self.is_alone = False
+        self.on_trial = min(self.suspects, default=None)
+        return True
+
+    def crash(self, rows: Container[int]) -> Blame:
+        """A process died in a step of these rows, which are all suspects now."""
+        if self.on_trial in self.suspects and self.on_trial in rows:
+            blame = Blame.GUILTY if self.is_alone else Blame.SUSPECT
+            self.is_alone = True
+            return blame
+        if not self.is_alone:
+            self.on_trial = None
+        return Blame.NOBODY
+
+
+class Ledger:
+    """The open requests and control calls of an engine. Belongs to one loop and never waits.
+
+    Attributes:
+        is_connected: there is a scheduler to send to.
+    """
+
+    def __init__(self) -> None:
+        self.is_connected = True
+        self._entries: dict[int, Entry] = {}
+        self._given: dict[int, list[int]] = {}  # uid -> the ``token_ids`` of its entry
+        self._trials = Trials()
+        self._controls: dict[int, Control] = {}
+        self._is_paused = False
+        self._has_progress = True  # some request gave a token since one was found guilty
+        self._ended: list[Finished] = []
+
+    @property
+    def num_open(self) -> int:
+        return len(self._entries)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether requests may wait here that the scheduler does not know."""
+        return bool(self._entries) and (not self.is_connected or self._trials.on_trial is not None)
+
+    # ------------------------------------------------------------ to the scheduler
+
+    def pass_on(self, messages: Iterable[ToScheduler], now: float) -> list[ToScheduler]:
+        """Note what the scheduler is told; returns what is to be sent now."""
+        due: list[ToScheduler] = []
+        for message in messages:
+            match message:
+                case Submit():
+                    entry = self._entries[message.uid] = Entry(message)
+                    self._given[message.uid] = entry.token_ids
+                    entry.is_sent = self.is_connected and self._trials.admits(message.uid, has_begun=False)
+                    if entry.is_sent:
+                        due.append(message)
+                case Abort():
+                    due += self._abort(message, now)
+                case Control():
+                    self._controls[message.call_id] = message
+                    if message.name in ("pause", "continue"):
+                        self._is_paused = message.name == "pause"
+                    if self.is_connected:
+                        due.append(message)
+        return due
+
+    def replay(self) -> list[ToScheduler]:
+        """There is a new scheduler: what it has to be told first."""
+        self.is_connected = True
+        self._trials.settle()
+        messages: list[ToScheduler] = [Control(_OWN_CALL, "pause")] if self._is_paused else []
+        return [*messages, *self._release(), *self._controls.values()]
+
+    def _abort(self, abort: Abort, now: float) -> list[ToScheduler]:
+        """What has not begun and is not sent ends here; of the rest, text may be held back, which a process finds."""
+        sent: list[int] = []
+        for uid in abort.uids:
+            entry = self._entries.get(uid)
+            if entry is None:
+                continue
+            entry.abort = Abort([uid], abort.code, abort.message)
+            self._trials.suspects.pop(uid, None)
+            if entry.is_sent:
+                sent.append(uid)
+            elif entry.begun is None:
+                self._end(Finished(uid, abort.code, message=abort.message, ended_at=now))
+        due: list[ToScheduler] = [Abort(sent, abort.code, abort.message)] if sent else []
+        if self.holds_back and self.is_connected:
+            self._trials.settle()
+            due += self._release()
+        return due
+
+    def _release(self) -> list[ToScheduler]:
+        """All that may go on now and is not sent. What is aborted ends before it is computed."""
+        trials = self._trials
+        due: list[ToScheduler] = []
+        for uid, entry in self._entries.items():
+            if entry.is_sent:
+                continue
+            if entry.abort is not None or trials.admits(uid, has_begun=entry.begun is not None):
+                entry.is_sent = True
+                due += entry.messages(is_suspect=uid == trials.on_trial)
+        return due
+
+    # ------------------------------------------------------------ from the processes
+
+    def hear(self, chunks: TextChunks) -> list[ToScheduler]:
+        """Note what is given out; returns what is to be sent now."""
+        for begun in chunks.begun:
+            if (entry := self._entries.get(begun.uid)) is not None:
+                entry.begun = begun
+        self._note_ids(chunks)
+        for finished in chunks.finished:
+            self._forget(finished.uid)
+        if chunks.token_ids:
+            self._has_progress = True
+        trials = self._trials
+        if trials.on_trial is None:
+            return []
+        entry = self._entries.get(trials.on_trial)
+        if entry is not None and entry.num_known >= trials.suspects.get(trials.on_trial, 0):
+            trials.suspects.pop(trials.on_trial, None)
+        return self._release() if trials.settle() else []
+
+    def _note_ids(self, chunks: TextChunks) -> None:
+        given, token_ids, counts = map(self._given.get, chunks.uids), chunks.token_ids, chunks.counts
+        if counts.count(1) == len(counts):  # nearly every frame
+            for known, token_id in zip(given, token_ids, strict=True):
+                if known is not None:
+                    known.append(token_id)
+            return
+        start = 0
+        for known, count in zip(given, counts, strict=True):
+            if known is not None:
+                known += token_ids[start : start + count]
+            start += count
+
+    def answered(self, call_id: int) -> None:
+        """A control call has its reply."""
+        self._controls.pop(call_id, None)
+
+    def take_ended(self) -> list[Finished]:
+        """The ends of requests that no process will tell of."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def expire(self, now: float) -> None:
+        """End what waits here beyond its deadline, and gave nothing yet."""
+        for uid, entry in list(self._entries.items()):
+            if not entry.is_sent and entry.begun is None and (which := entry.expired(now)):
+                self._end(Finished(uid, FinishCode.DEADLINE, which, ended_at=now))
+
+    # ------------------------------------------------------------ crashes
+
+    def crash(self, rows: Mapping[int, int], how: str, now: float) -> Blame:
+        """The processes are gone; ``rows``: by uid, the end of what the step computed in which one of them died.
+
+        ``how``: what happened to the process. Nobody is blamed where everything crashes: when no request gave a token
+        since the last one was found guilty.
+        """
+        self.is_connected = False
+        for entry in self._entries.values():
+            entry.is_sent = False
+        for uid, end in rows.items():
+            entry = self._entries.get(uid)
+            if entry is not None and entry.abort is None:
+                self._trials.suspects[uid] = max(end, entry.num_known) + 1
+        blame = self._trials.crash(rows)
+        is_believed = self._has_progress
+        if blame is Blame.GUILTY and self._trials.on_trial is not None:
+            message = f"{how} each time it computed this request, at last with no other beside it; all others go on"
+            uid = self._trials.on_trial
+            self._end(Finished(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=message, ended_at=now))
+            self._has_progress = False
+        return blame if is_believed else Blame.NOBODY
+
+    def _end(self, finished: Finished) -> None:
+        """End a request here."""
+        self._forget(finished.uid)
+        self._ended.append(finished)
+
+    def _forget(self, uid: int) -> None:
+        self._entries.pop(uid, None)
+        self._given.pop(uid, None)
+        self._trials.suspects.pop(uid, None)
+
+
+class RestartWindow:
+    """How many restarts there may be within a time."""
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self.max_restarts = max_restarts
+        self.window_s = window_s
+        self._times: deque[float] = deque()
+
+    def take(self, now: float) -> bool:
+        """Count a restart; False where there were too many."""
+        while self._times and self._times[0] <= now - self.window_s:
+            self._times.popleft()
+        if len(self._times) >= self.max_restarts:
+            return False
+        self._times.append(now)
+        return True
+
+    def give_back(self) -> None:
+        """The last one is not counted: it was a single request's."""
+        if self._times:
+            self._times.pop()
+
+
+class Totals:
+    """Keeps the totals of ``Stats`` from falling when a new scheduler begins to count anew."""
+
+    def __init__(self) -> None:
+        self._before = dict.fromkeys(_TOTALS, 0)
+        self._last = dict.fromkeys(_TOTALS, 0)
+
+    def add(self, stats: Stats) -> Stats:
+        """The same with what was counted before."""
+        counts: dict[str, int] = msgspec.structs.asdict(stats)
+        self._last = {name: counts[name] + before for name, before in self._before.items()}
+        return msgspec.structs.replace(stats, **self._last)
+
+    def restart(self) -> None:
+        """Counting begins anew."""
+        self._before = self._last

@@ -1,0 +1,460 @@
+"""The ledger against a naive world: a scheduler that forgets everything when it dies, a reader that must not notice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from aioengine.protocol.messages import (
+    Abort,
+    Begun,
+    Control,
+    FinishCode,
+    Finished,
+    Limits,
+    Resumed,
+    Sampling,
+    Stats,
+    Submit,
+    TextChunks,
+    TextRules,
+)
+from aioengine.supervision.recovery import CRASH_STAGE, Blame, Ledger, RestartWindow, Totals
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aioengine.protocol.messages import ToScheduler
+
+
+def submit_of(uid: int, *, limits: Limits | None = None, num_prompt: int = 3) -> Submit:
+    return Submit(uid, [1] * num_prompt, Sampling(seed=uid), limits or Limits(8), TextRules(stream_interval=4))
+
+
+def chunks_of(uid: int, token_ids: Sequence[int], *, begins: bool = False, ends: bool = False) -> TextChunks:
+    begun = [Begun(uid, 0, 1.0, 2.0)] if begins else []
+    finished = [Finished(uid, FinishCode.LENGTH)] if ends else []
+    columns = ([uid], ["x"], [len(token_ids)], list(token_ids)) if token_ids else ([], [], [], [])
+    return TextChunks(*columns, finished, 0, begun)
+
+
+class World:
+    """A ledger, and what a scheduler has heard of it since it was started."""
+
+    def __init__(self, *uids: int) -> None:
+        self.ledger = Ledger()
+        self.sent = self.ledger.pass_on([submit_of(uid) for uid in uids], 0.0)
+
+    def hear(self, uid: int, token_ids: Sequence[int], *, begins: bool = False, ends: bool = False) -> None:
+        self.sent += self.ledger.hear(chunks_of(uid, token_ids, begins=begins, ends=ends))
+
+    def tell(self, *messages: ToScheduler, now: float = 0.0) -> None:
+        self.sent += self.ledger.pass_on(messages, now)
+
+    def crash(self, *uids: int, end: int = 0) -> Blame:
+        self.sent = []
+        return self.ledger.crash(dict.fromkeys(uids, end), "it died", 9.0)
+
+    def restart(self, *suspects: int, end: int = 0) -> None:
+        """Die in a step of these, and come back."""
+        self.crash(*suspects, end=end)
+        self.sent = self.ledger.replay()
+
+    def uids(self) -> list[int]:
+        return [message.uid for message in self.sent if isinstance(message, Submit)]
+
+    def resumed(self, uid: int) -> Resumed | None:
+        (submit,) = [message for message in self.sent if isinstance(message, Submit) and message.uid == uid]
+        return submit.resumed
+
+
+def test_what_is_open_goes_on_behind_what_was_given_out() -> None:
+    world = World(1, 2, 3)
+    world.hear(1, [7, 8], begins=True)
+    world.hear(2, [9], begins=True, ends=True)
+    world.hear(1, [5])
+    world.restart()
+    assert world.uids() == [1, 3]
+    assert world.resumed(1) == Resumed(Begun(1, 0, 1.0, 2.0), [7, 8, 5])
+    assert world.resumed(3) is None
+    world.hear(1, [6])
+    world.restart()
+    assert world.resumed(1) == Resumed(Begun(1, 0, 1.0, 2.0), [7, 8, 5, 6])
+
+
+def test_a_request_that_began_without_a_chunk_keeps_its_beginning() -> None:
+    world = World(1)
+    world.hear(1, [], begins=True)
+    world.restart()
+    assert world.resumed(1) == Resumed(Begun(1, 0, 1.0, 2.0), [])
+
+
+def test_what_comes_while_there_is_no_scheduler_waits_for_it() -> None:
+    world = World(1)
+    world.crash()
+    world.tell(submit_of(2), Control(1, "flush_cache"))
+    assert world.sent == []
+    assert world.ledger.holds_back
+    world.sent = world.ledger.replay()
+    assert world.uids() == [1, 2]
+    assert world.sent[-1] == Control(1, "flush_cache")
+    assert not world.ledger.holds_back
+
+
+def test_aborts_end_what_has_not_begun_and_follow_the_rest() -> None:
+    world = World(1, 2)
+    world.hear(1, [7], begins=True)
+    world.crash()
+    world.tell(Abort([1, 2, 9], FinishCode.SHUTDOWN, "why"), now=4.0)
+    assert world.ledger.take_ended() == [Finished(2, FinishCode.SHUTDOWN, message="why", ended_at=4.0)]
+    world.sent = world.ledger.replay()
+    assert [type(message) for message in world.sent] == [Submit, Abort]
+    assert world.sent[1] == Abort([1], FinishCode.SHUTDOWN, "why")
+    assert world.ledger.take_ended() == []
+
+
+def test_an_abort_that_was_not_answered_is_sent_again() -> None:
+    world = World(1)
+    world.tell(Abort([1]))
+    assert world.sent[-1] == Abort([1])
+    world.restart()
+    assert world.sent[1] == Abort([1])
+
+
+def test_deadlines_of_what_waits() -> None:
+    ledger = Ledger()
+    limits = {
+        1: Limits(8, deadline=3.0, queue_deadline=5.0),
+        2: Limits(8, queue_deadline=5.0),
+        3: Limits(8, first_token_deadline=2.0),
+        4: Limits(8),
+        5: Limits(8, deadline=1.0),
+    }
+    ledger.pass_on([submit_of(uid, limits=limit) for uid, limit in limits.items()], 0.0)
+    ledger.hear(chunks_of(5, [1], begins=True))
+    ledger.expire(9.0)
+    assert ledger.take_ended() == []  # the scheduler sees to what it has
+    ledger.crash({}, "", 0.0)
+    ledger.expire(3.0)
+    assert [(one.uid, one.code, one.matched) for one in ledger.take_ended()] == [
+        (1, FinishCode.DEADLINE, "total"),
+        (3, FinishCode.DEADLINE, "first_token"),
+    ]
+    ledger.expire(9.0)
+    assert [(one.uid, one.matched) for one in ledger.take_ended()] == [(2, "queue")]
+    assert ledger.num_open == 2
+
+
+def test_a_pause_outlives_the_scheduler_that_was_paused() -> None:
+    world = World(1)
+    world.tell(Control(1, "pause"))
+    world.ledger.answered(1)
+    world.restart()
+    assert [type(message) for message in world.sent] == [Control, Submit]
+    world.tell(Control(2, "continue"))
+    world.ledger.answered(2)
+    world.restart()
+    assert world.uids() == [1]
+    assert len(world.sent) == 1
+
+
+# ---------------------------------------------------------------- suspects
+
+
+def test_suspects_go_on_one_by_one_and_what_had_not_begun_behind_them() -> None:
+    world = World(1, 2, 3, 4)
+    for uid in (1, 2, 3):
+        world.hear(uid, [7], begins=True)
+    world.restart(1, 3, end=5)
+    assert world.uids() == [1, 2]
+    world.tell(submit_of(5))
+    world.hear(1, [8])
+    assert world.uids() == [1, 2]  # it had been further when it died
+    world.hear(1, [8])
+    assert world.uids() == [1, 2, 3]
+    world.hear(2, [8])
+    world.hear(3, [8], ends=True)
+    assert world.uids() == [1, 2, 3, 4, 5]
+    assert not world.ledger.holds_back
+
+
+def test_a_suspect_tells_of_each_token() -> None:
+    world = World(1)
+    world.restart(1)
+    (submit,) = world.sent
+    assert isinstance(submit, Submit)
+    assert (submit.text.stream, submit.text.stream_interval) == (True, 1)
+
+
+def test_who_kills_it_again_is_tried_alone_and_ends_alone() -> None:
+    world = World(1, 2, 3, 4)
+    for uid in (1, 4):
+        world.hear(uid, [5], begins=True)
+    assert world.crash(1, 2) is Blame.NOBODY
+    world.sent = world.ledger.replay()
+    assert world.uids() == [1, 4]
+    world.hear(1, [5])
+    assert world.uids() == [1, 4, 2]
+    assert world.crash(1, 2, 4) is Blame.SUSPECT
+    assert world.ledger.take_ended() == []
+    world.sent = world.ledger.replay()
+    assert world.uids() == [2]
+    assert world.crash(2) is Blame.GUILTY
+    (end,) = world.ledger.take_ended()
+    assert (end.uid, end.code, end.stage) == (2, FinishCode.FAILED, CRASH_STAGE)
+    assert end.message.startswith("it died each time it computed this request")
+    world.sent = world.ledger.replay()
+    assert world.uids() == [1]
+    world.hear(1, [5])
+    world.hear(4, [5])
+    assert world.uids() == [1, 4, 3]
+
+
+def test_who_gets_past_it_alone_is_innocent() -> None:
+    world = World(1, 2)
+    world.restart(1)
+    world.restart(1)
+    assert world.uids() == [1]
+    world.hear(1, [5], begins=True)
+    assert world.uids() == [1, 2]
+    world.restart(1)
+    world.restart(1)
+    assert world.ledger.take_ended() == []
+
+
+def test_a_crash_elsewhere_blames_nobody_and_suspects_more() -> None:
+    world = World(1, 2, 3)
+    world.restart(1, 2)
+    world.hear(1, [5], begins=True)
+    assert world.crash(1) is Blame.NOBODY
+    world.sent = world.ledger.replay()
+    assert world.uids() == [1]
+    world.hear(1, [5])
+    assert world.uids() == [1, 2]
+
+
+def test_where_everything_crashes_no_request_is_blamed() -> None:
+    world = World(1, 2, 3)
+    blames: list[Blame] = []
+    for uid in (1, 1, 1, 2, 2, 2):
+        blames.append(world.crash(uid))
+        world.sent = world.ledger.replay()
+        assert uid in world.uids() or world.ledger.take_ended()
+    assert blames == [Blame.NOBODY, Blame.SUSPECT, Blame.GUILTY, Blame.NOBODY, Blame.NOBODY, Blame.NOBODY]
+    world.hear(3, [5], begins=True)
+    blames = []
+    for _ in range(3):
+        blames.append(world.crash(3))
+        world.sent = world.ledger.replay()
+    assert blames == [Blame.NOBODY, Blame.SUSPECT, Blame.GUILTY]
+
+
+def test_who_is_tried_alone_may_be_aborted() -> None:
+    for is_up in (True, False):
+        world = World(1, 2, 3)
+        world.hear(2, [7], begins=True)
+        world.restart(1)
+        world.crash(1)
+        if is_up:
+            world.sent = world.ledger.replay()
+            assert world.uids() == [1]
+        world.tell(Abort([1, 2]))
+        if not is_up:
+            world.sent = world.ledger.replay()
+        assert world.uids()[-2:] == [2, 3]
+
+
+def test_an_aborted_request_is_no_suspect() -> None:
+    world = World(1, 2)
+    world.tell(Abort([1]))
+    world.restart(1, 2)
+    assert [type(message) for message in world.sent] == [Submit, Abort, Submit]
+
+
+def test_a_suspect_that_waits_can_be_aborted() -> None:
+    world = World(1, 2, 3)
+    for uid in (1, 2):
+        world.hear(uid, [7], begins=True)
+    world.restart(1, 2, 3)
+    world.tell(Abort([2, 3]))
+    assert [type(message) for message in world.sent] == [Submit, Submit, Abort]
+    assert [end.uid for end in world.ledger.take_ended()] == [3]
+    world.hear(1, [7])
+    assert not world.ledger.holds_back
+
+
+# ---------------------------------------------------------------- in any order
+
+
+class NaiveWorld(RuleBasedStateMachine):
+    """Every request gives 10 * uid, 10 * uid + 1, ... up to six ids, whatever dies meanwhile.
+
+    The scheduler of this world is a dict of what it was sent; the reader compares what it gets with what is right. The
+    request that is a multiple of five kills the process as soon as it has given two ids.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.num_made = 0
+        self.running: dict[int, int] = {}  # uid -> ids that the scheduler has given or was given
+        self.resumed: set[int] = set()
+        self.given: dict[int, list[int]] = {}
+        self.open: set[int] = set()
+        self.aborted: set[int] = set()
+        self.guilty: set[int] = set()
+        self.is_up = True
+
+    def take(self, messages: Sequence[ToScheduler]) -> None:
+        for message in messages:
+            if isinstance(message, Submit):
+                assert message.uid not in self.running, "sent twice"
+                known = message.resumed.token_ids if message.resumed else []
+                assert known == self.given[message.uid]
+                self.running[message.uid] = len(known)
+            elif isinstance(message, Abort):
+                for uid in message.uids:
+                    if self.running.pop(uid, None) is not None:
+                        self.hear(TextChunks([], [], [], [], [Finished(uid, message.code)]))
+                        self.close(uid)
+
+    def hear(self, chunks: TextChunks) -> None:
+        self.take(self.ledger.hear(chunks))
+
+    def close(self, uid: int) -> None:
+        assert uid in self.open, "ended twice"
+        self.open.remove(uid)
+
+    def take_ended(self) -> None:
+        for end in self.ledger.take_ended():
+            self.close(end.uid)
+            if end.code is FinishCode.FAILED:
+                assert end.uid % 5 == 0, "an innocent request was found guilty"
+                self.guilty.add(end.uid)
+            else:
+                assert end.uid in self.aborted
+                assert self.given[end.uid] == []
+
+    @rule()
+    def submit(self) -> None:
+        self.num_made += 1
+        uid = self.num_made
+        self.open.add(uid)
+        self.given[uid] = []
+        self.take(self.ledger.pass_on([submit_of(uid)], 0.0))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        uid = data.draw(st.sampled_from(sorted(self.open)))
+        self.aborted.add(uid)
+        self.take(self.ledger.pass_on([Abort([uid])], 0.0))
+        self.take_ended()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), is_heard=st.booleans())
+    def step(self, data: st.DataObject, is_heard: bool) -> None:
+        """One token of one request; what was not heard when the process dies is lost."""
+        uid = data.draw(st.sampled_from(sorted(self.running)))
+        if uid % 5 == 0 and self.running[uid] >= 2:
+            self.die(self.rows())
+            return
+        self.running[uid] = min(6, self.running[uid] + 1)
+        if is_heard:
+            self.deliver(uid)
+
+    def deliver(self, uid: int) -> None:
+        num_given, num_made = len(self.given[uid]), self.running[uid]
+        new = list(range(10 * uid + num_given, 10 * uid + num_made))
+        self.given[uid] += new
+        is_over = num_made >= 6
+        if is_over:
+            del self.running[uid]
+            self.close(uid)
+        self.hear(chunks_of(uid, new, begins=num_given == 0, ends=is_over))
+
+    def rows(self) -> dict[int, int]:
+        """A step of everybody."""
+        return {uid: 3 + num_made for uid, num_made in self.running.items()}
+
+    def die(self, rows: dict[int, int]) -> None:
+        self.running.clear()
+        self.is_up = False
+        self.ledger.crash(rows, "it died", 0.0)
+        self.take_ended()
+
+    @precondition(lambda self: self.is_up)
+    @rule()
+    def kill(self) -> None:
+        """From outside, between two steps."""
+        self.die({})
+
+    @precondition(lambda self: not self.is_up)
+    @rule()
+    def restart(self) -> None:
+        self.is_up = True
+        self.take(self.ledger.replay())
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        assert self.ledger.num_open == len(self.open)
+
+    def teardown(self) -> None:
+        """Left alone, everything comes to its end."""
+        for _ in range(1000):
+            if not self.is_up:
+                self.restart()
+            elif self.running:
+                uid = min(self.running, key=lambda uid: self.running[uid])
+                if uid % 5 == 0 and self.running[uid] >= 2:
+                    self.die(self.rows())
+                else:
+                    self.running[uid] = min(6, self.running[uid] + 1)
+                    self.deliver(uid)
+        assert self.open == set()
+        assert not self.ledger.holds_back
+        for uid, ids in self.given.items():
+            if uid not in self.aborted | self.guilty:
+                assert ids == list(range(10 * uid, 10 * uid + 6)), uid
+        assert self.guilty.isdisjoint(uid for uid in self.given if uid % 5)
+
+
+TestNaiveWorld = NaiveWorld.TestCase
+TestNaiveWorld.settings = settings(deadline=None, derandomize=True, max_examples=150, stateful_step_count=50)
+
+
+# ---------------------------------------------------------------- restarts
+
+
+def test_so_many_restarts_within_a_time() -> None:
+    window = RestartWindow(2, 10.0)
+    assert window.take(0.0)
+    assert window.take(5.0)
+    assert not window.take(9.0)
+    assert window.take(10.0)
+    assert not window.take(14.0)
+    window.give_back()
+    assert window.take(14.0)
+
+
+def test_none_at_all() -> None:
+    window = RestartWindow(0, 10.0)
+    assert not window.take(0.0)
+    window.give_back()
+    assert not window.take(1.0)
+
+
+def test_totals_never_fall() -> None:
+    totals = Totals()
+    stats = Stats(1.0, 1, 2, 64, 60, 5, *range(1, 8))
+    assert totals.add(stats) == stats
+    totals.restart()
+    new = msgspec.structs.replace(stats, num_steps=1, num_running=3, num_free_pages=9)
+    added = totals.add(new)
+    assert (added.num_steps, added.output_tokens, added.num_running, added.num_free_pages) == (3, 10, 3, 9)
+    totals.restart()
+    assert totals.add(new).num_steps == 4
