@@ -154,8 +154,6 @@ lock.acquire()
 print(flush=True)
 time.sleep(60)
 """
-    "import sys, time, filelock as f; lock = f.FileLock(sys.argv[1]); lock.acquire(); print(flush=True); time.sleep(60)"
-)
 
 
 @pytest.fixture
