@@ -98,8 +98,11 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "attention_backend": Argument(
         "device.attention_backend",
         "text",
-        _words("auto", "flashinfer", "torch", torch_native="torch"),
-        "auto, flashinfer or torch",
+        _words("auto", "flashinfer", "triton", "torch", torch_native="torch"),
+        "auto, flashinfer, triton or torch",
+    ),
+    "enable_deterministic_inference": Argument(
+        "device.batch_invariant", "switch", checks.switch, "the same bits in any batch on a GPU too (a CPU always does)"
     ),
     "disable_cuda_graph": Argument("device.cuda_graphs", "switch", _negated, "no CUDA graphs"),
     "cuda_graph_max_bs": Argument("device.cuda_graph_max_rows", "whole", _whole(1, 65536), "most rows of a CUDA graph"),
@@ -209,7 +212,7 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
 _IGNORED: Final = frozenset(
     """
     api_key base_gpu_id custom_sigquit_handler decode_log_interval disable_custom_all_reduce
-    disable_tokenizer_batch_decode enable_cache_report enable_deterministic_inference enable_metrics
+    disable_tokenizer_batch_decode enable_cache_report enable_metrics
     enable_mixed_chunk enable_p2p_check enable_tokenizer_batch_encode fastapi_root_path file_storage_path
     gpu_id_step grammar_backend grpc_mode host incremental_streaming_output log_level_http log_requests
     log_requests_level max_prefill_tokens nccl_port num_continuous_decode_steps port radix_eviction_policy

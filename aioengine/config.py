@@ -31,6 +31,7 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
 
     name: str = "auto"
     attention_backend: str = "auto"
+    batch_invariant: bool = False
     cuda_graphs: bool = True
     cuda_graph_max_rows: int | None = None
 
@@ -132,12 +133,14 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
 
     fallback_backend: taken, with a warning, where ``attention_backend`` turns out not to work here; "": that is an
     error. compile_timeout_s: how long kernels may compile at the start.
+    ``batch_invariant``: a GPU gives the same bits in any batch, as a CPU always does.
     """
 
     factory: str
     device: str
     attention_backend: str
     num_threads: int
+    batch_invariant: bool = False
     cuda_graph_max_rows: int = 0
     fallback_backend: str = ""
     compile_timeout_s: float = 540.0

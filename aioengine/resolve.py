@@ -54,8 +54,9 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
             factory=RUNNER_FACTORY,
             device=_device(config, device),
             attention_backend=_attention_backend(config, model, device),
-            fallback_backend="torch" if config.device.attention_backend == "auto" else "",
+            fallback_backend="triton" if config.device.attention_backend == "auto" else "",
             num_threads=_num_threads(model, device),
+            batch_invariant=config.device.batch_invariant,
             cuda_graph_max_rows=_graph_rows(config, model, device),
             compile_timeout_s=COMPILE_SHARE * config.supervision.startup_timeout_s,
         ),
@@ -96,13 +97,21 @@ def _is_on_gpu(config: EngineConfig, device: DeviceFacts) -> bool:
 
 def _attention_backend(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> str:
     """FlashInfer on a GPU, in the types that it is made for; whether it works there is found out by the runner."""
-    wanted = config.device.attention_backend
-    if wanted == "flashinfer" and not _is_on_gpu(config, device):
-        raise ValueError("attention_backend='flashinfer' needs an NVIDIA GPU, and this engine would run on the CPU")
+    wanted, is_on_gpu = config.device.attention_backend, _is_on_gpu(config, device)
+    is_invariant = config.device.batch_invariant and is_on_gpu
+    if wanted in {"flashinfer", "triton"} and not is_on_gpu:
+        raise ValueError(f"attention_backend={wanted!r} needs an NVIDIA GPU, and this engine would run on the CPU")
+    if wanted in {"flashinfer", "torch"} and is_invariant:
+        raise ValueError(
+            f"attention_backend={wanted!r} gives other bits in other batches on a GPU; enable_deterministic_inference "
+            "works with 'auto' or 'triton'"
+        )
     if wanted != "auto":
         return wanted
+    if not is_on_gpu:
+        return "torch"
     has_kernels = _dtype(config, model, device) != "float32"
-    return "flashinfer" if _is_on_gpu(config, device) and has_kernels else "torch"
+    return "flashinfer" if has_kernels and not is_invariant else "triton"
 
 
 def _graph_rows(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> int:

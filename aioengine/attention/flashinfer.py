@@ -23,7 +23,8 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 from flashinfer.decode import fast_decode_plan
 
 from aioengine.attention._base import ForwardBatch
-from aioengine.kernels._triton_heads import flatten_pages, write_pages
+from aioengine.attention._pages import flat_pages, page_columns, starts_of
+from aioengine.kernels._triton_heads import write_pages
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -76,14 +77,6 @@ class _Shared:
         return self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_size, self.page_size
 
 
-def _columns(kv_lengths: Ints, page_size: int) -> tuple[Tensor, Tensor]:
-    """Where the pages of each row begin [R + 1], and how full the last one is [R]; int32 on the host."""
-    num_pages = -(-kv_lengths // page_size)
-    starts = np.zeros(len(kv_lengths) + 1, dtype=np.int32)
-    np.cumsum(num_pages, out=starts[1:])
-    return torch.from_numpy(starts), torch.from_numpy(kv_lengths - (num_pages - 1) * page_size)
-
-
 class FlashInferAttention:
     """See the module. ``kv_pool``: [L, 2, N, K, S, E] in bf16 or fp16."""
 
@@ -92,7 +85,7 @@ class FlashInferAttention:
             message = (
                 f"attention_backend 'flashinfer' has no kernels for heads of {shape.head_size} in {kv_pool.dtype}; it "
                 f"has some for {', '.join(map(str, HEAD_SIZES))} in bfloat16 and float16. "
-                "attention_backend='torch' works"
+                "attention_backend='triton' works"
             )
             raise ValueError(message)
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
@@ -153,17 +146,11 @@ class FlashInferAttention:
             self.prepare(batch)
             self.forward(q, q[:, :num_kv_heads], q[:, :num_kv_heads], 0)
 
-    def _flat(self, page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        on_device = starts.to(page_table.device, non_blocking=True)
-        indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=page_table.device)
-        flatten_pages(page_table, on_device, indices)
-        return on_device, indices
-
     def _plan_decode(self, page_table: Tensor, kv_lengths: Ints) -> None:
-        starts, last_lengths = _columns(kv_lengths, self._shared.page_size)
+        starts, last_lengths = page_columns(kv_lengths, self._shared.page_size)
         self._decode.plan(
             starts,
-            self._flat(page_table, starts)[1],
+            flat_pages(page_table, starts)[1],
             last_lengths,
             *self._shared.heads(),
             q_data_type=self._shared.dtype,
@@ -172,13 +159,11 @@ class FlashInferAttention:
         )
 
     def _plan_prefill(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
-        starts, last_lengths = _columns(kv_lengths, self._shared.page_size)
-        query_starts = np.zeros(len(query_lengths) + 1, dtype=np.int32)
-        np.cumsum(query_lengths, out=query_starts[1:])
+        starts, last_lengths = page_columns(kv_lengths, self._shared.page_size)
         self._prefill.plan(
-            torch.from_numpy(query_starts),
+            starts_of(query_lengths),
             starts,
-            self._flat(page_table, starts)[1],
+            flat_pages(page_table, starts)[1],
             last_lengths,
             *self._shared.heads(),
             causal=True,
@@ -208,7 +193,7 @@ class FixedFlashInferDecode:
 
     def plan_first(self, kv_lengths: Ints) -> None:
         """The plan before the capture: chooses kernels, fills the buffers (with page 0 alone)."""
-        starts, last_lengths = _columns(kv_lengths, self._shared.page_size)
+        starts, last_lengths = page_columns(kv_lengths, self._shared.page_size)
         self._shared.staging.wait()
         self._wrapper.plan(
             starts,

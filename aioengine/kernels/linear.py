@@ -3,7 +3,7 @@
 On the CPU a row of the result is the same bits whatever T is. How a library adds up a row can depend on T (one row is
 often done by another kernel than many), so it is found out by trying from how many rows on it does not, and fewer
 rows are padded to that many, with copies of themselves. Where no such number is found, rows are worked on in blocks
-of ``BLOCK``.
+of ``BLOCK``. On a GPU that holds where it is asked for.
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def prepare(weight: Tensor, bias: Tensor | None) -> Product:
-    """The product with this weight in the fastest form there is; the weight may be copied and is needed no more."""
+def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Product:
+    """The product with this weight in the fastest form there is; the weight may be copied and is needed no more.
+
+    ``batch_invariant``: of the forms for a GPU, one whose rows do not depend on their number.
+    """
     if weight.device.type != "cpu":
-        return _on_device(weight, bias)
+        return _invariant(weight, bias) if batch_invariant else _on_device(weight, bias)
     product = _fastest(weight, bias)
     out_features, in_features = weight.shape
     min_rows = independent_from(out_features, in_features, weight.dtype, torch.get_num_threads())
@@ -104,6 +107,13 @@ def _on_device(weight: Tensor, bias: Tensor | None) -> Product:
         return functional.linear(x, weight, bias)
 
     return product
+
+
+def _invariant(weight: Tensor, bias: Tensor | None) -> Product:
+    from aioengine.kernels import _triton_invariant
+
+    invariant_product, whole = _triton_invariant.product, weight.contiguous()
+    return lambda x: invariant_product(x.contiguous(), whole, bias)
 
 
 def _padded(product: Product, min_rows: int) -> Product:

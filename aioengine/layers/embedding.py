@@ -18,6 +18,7 @@ class Embedding:
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
         self.weight = placement.empty(vocab_size, hidden_size)
+        self._batch_invariant = placement.batch_invariant
 
     def weights(self, name: str) -> dict[str, Tensor]:
         return {f"{name}.weight": self.weight}
@@ -27,4 +28,4 @@ class Embedding:
 
     def as_head(self) -> Product:
         """The product with the embedding's own weight, for models whose head is tied to it."""
-        return linear.prepare(self.weight, None)
+        return linear.prepare(self.weight, None, batch_invariant=self._batch_invariant)

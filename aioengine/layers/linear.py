@@ -21,6 +21,7 @@ class Linear:
     def __init__(self, in_features: int, parts: Mapping[str, int], placement: Placement, *, bias: bool = False) -> None:
         out_features = sum(parts.values())
         self._parts = dict(parts)
+        self._batch_invariant = placement.batch_invariant
         self._weight: Tensor | None = placement.empty(out_features, in_features)
         self._bias = placement.empty(out_features) if bias else None
         self._product: Product | None = None
@@ -39,7 +40,7 @@ class Linear:
     def finish_loading(self) -> None:
         """Bring the weight into the kernel's form and let go of the plain one."""
         assert self._weight is not None, "the weights were packed already"
-        self._product = linear.prepare(self._weight, self._bias)
+        self._product = linear.prepare(self._weight, self._bias, batch_invariant=self._batch_invariant)
         self._weight = None
 
     def __call__(self, x: Tensor) -> Tensor:

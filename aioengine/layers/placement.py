@@ -1,4 +1,4 @@
-"""Where the weights of a model are and of which type."""
+"""Where the weights of a model are, of which type, and how they are multiplied."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class Placement:
     dtype: torch.dtype
     device: torch.device
+    batch_invariant: bool = False
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How to build a model. ``max_positions``: the longest request that will run (rotary tables are made for it)."""
+    """How to build a model. ``max_positions``: the longest request that will run (rotary tables are made for it).
+    ``batch_invariant``: on a GPU, the numbers of a token must not depend on how many others there are.
+    """
 
     dtype: torch.dtype
     device: torch.device
     max_positions: int
+    batch_invariant: bool = False
 
 
 class Model(Protocol):

@@ -187,7 +187,7 @@ class Decoder:
     """See ``models._base.Model``; families subclass it only to read their config."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
-        placement = Placement(dtype=options.dtype, device=options.device)
+        placement = Placement(dtype=options.dtype, device=options.device, batch_invariant=options.batch_invariant)
         self.attention_shape = AttentionShape(
             num_layers=config.num_layers,
             num_heads=config.num_heads,

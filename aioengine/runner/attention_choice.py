@@ -63,7 +63,9 @@ def choose_attention(
         if not settings.fallback_backend:
             message = f"attention_backend='flashinfer' does not work here: {error}"
             raise ValueError(message) from error
-        warning = f"attention runs on plain torch, which is slower and has no CUDA graphs: {error}"
+        warning = (
+            f"attention runs in {settings.fallback_backend}'s kernels, which are slower than FlashInfer's: {error}"
+        )
         return AttentionChoice(settings.fallback_backend, warning)
     return AttentionChoice(name)
 

@@ -279,7 +279,13 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     dtype = _dtype(settings.model.dtype, device)
     folder = Path(settings.model.path)
     context_length = settings.model.context_length
-    model = models.build(_read_config(folder), ModelOptions(dtype=dtype, device=device, max_positions=context_length))
+    options = ModelOptions(
+        dtype=dtype,
+        device=device,
+        max_positions=context_length,
+        batch_invariant=settings.runner.batch_invariant,
+    )
+    model = models.build(_read_config(folder), options)
     shape = model.attention_shape
     choice = choose_attention(settings.runner, shape, dtype, device, report=report)
     with torch.no_grad():

@@ -15,7 +15,7 @@ from aioengine.runner.attention_choice import AttentionChoice, choose_attention
 
 SHAPE = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=64, scale=0.125)
 EXPLICIT = RunnerSettings(factory="", device="cpu", attention_backend="flashinfer", num_threads=1)
-AUTOMATIC = msgspec.structs.replace(EXPLICIT, fallback_backend="torch")
+AUTOMATIC = msgspec.structs.replace(EXPLICIT, fallback_backend="triton")
 KERNELS = "aioengine.attention._flashinfer_kernels"
 
 
@@ -46,8 +46,8 @@ def test_kernels_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, BackendUnavailableError("nvcc cannot be found"))
     found = choose(AUTOMATIC)
     assert (found.name, found.warning) == (
-        "torch",
-        "attention runs on plain torch, which is slower and has no CUDA graphs: nvcc cannot be found",
+        "triton",
+        "attention runs in triton's kernels, which are slower than FlashInfer's: nvcc cannot be found",
     )
     with pytest.raises(ValueError, match="attention_backend='flashinfer' does not work here: nvcc cannot be found"):
         choose(EXPLICIT)
@@ -74,5 +74,5 @@ def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(ValueError, match="attention_backend 'x' is not known; what works: flashinfer, torch"):
+    with pytest.raises(ValueError, match="attention_backend 'x' is not known; what works: flashinfer, torch, triton"):
         choose(msgspec.structs.replace(EXPLICIT, attention_backend="x"))

@@ -1,7 +1,8 @@
-"""FlashInfer's attention against plain torch, over the same pages."""
+"""FlashInfer's and Triton's attention against plain torch, over the same pages."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -46,18 +47,26 @@ ROWS = {
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 8), (32, 8)])
-def test_against_torch(num_heads: int, num_kv_heads: int, rows: list[tuple[int, int]]) -> None:
-    from aioengine.attention.flashinfer import FlashInferAttention
-
-    shape = AttentionShape(num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=128, scale=128**-0.5)
+@pytest.mark.parametrize(
+    ("name", "num_heads", "num_kv_heads", "head_size"),
+    [("flashinfer", 16, 8, 128), ("flashinfer", 32, 8, 128), ("triton", 16, 8, 128), ("triton", 14, 2, 32)],
+)
+def test_against_torch(
+    name: str, num_heads: int, num_kv_heads: int, head_size: int, rows: list[tuple[int, int]]
+) -> None:
+    shape = AttentionShape(
+        num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5
+    )
     size = kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
     pool = torch.randn(size, device="cuda", dtype=torch.bfloat16)
     expected_pool = pool.float()
     batch = make_batch(rows)
-    heads = torch.randn(len(batch.positions), num_heads + 2 * num_kv_heads, 128, device="cuda", dtype=torch.bfloat16)
+    heads = torch.randn(
+        len(batch.positions), num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=torch.bfloat16
+    )
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)  # strided, as models give them
-    backend, reference = FlashInferAttention(shape, pool), TorchAttention(shape, expected_pool)
+    plugin = importlib.import_module(f"aioengine.attention.{name}").PLUGIN
+    backend, reference = plugin(shape, pool), TorchAttention(shape, expected_pool)
     backend.prepare(batch)
     reference.prepare(replace(batch))
     for layer in range(2):

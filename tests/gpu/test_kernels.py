@@ -53,6 +53,21 @@ def test_matrix_with_few_vectors(size: int, num_outputs: int, has_bias: bool) ->
         assert error(product(x), expected) < 4e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("size", "num_outputs"), [(1024, 4096), (4096, 28672), (200, 1000)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_invariant_product(size: int, num_outputs: int, has_bias: bool, dtype: torch.dtype) -> None:
+    weight, x = random(num_outputs, size, dtype=dtype), random(700, size, dtype=dtype)
+    bias = random(num_outputs, dtype=dtype) if has_bias else None
+    product = linear.prepare(weight, bias, batch_invariant=True)
+    whole = product(x)
+    expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
+    assert error(whole, expected) < (4e-3 if dtype == torch.bfloat16 else 1e-5)
+    for num_rows in (1, 2, 7, 16, 33, 64, 65, 128, 200, 512):
+        assert torch.equal(product(x[:num_rows]), whole[:num_rows]), num_rows
+    assert torch.equal(product(x[5:6]), whole[5:6])
+
+
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(16, 8, 128), (32, 8, 128), (4, 2, 32)])
 def test_rotation(num_heads: int, num_kv_heads: int, head_size: int, has_norms: bool) -> None:

@@ -110,11 +110,32 @@ def test_the_backend_of_attention() -> None:
         found = settings(model, machine, **arguments).runner
         return found.attention_backend, found.fallback_backend
 
-    assert backends() == ("flashinfer", "torch")
+    assert backends() == ("flashinfer", "triton")
     assert backends(attention_backend="flashinfer") == ("flashinfer", "")
     assert backends(attention_backend="torch") == ("torch", "")
-    assert backends(replace(MODEL, dtype="float32")) == ("torch", "torch")
+    assert backends(replace(MODEL, dtype="float32")) == ("triton", "triton")
     assert settings(startup_timeout=100).runner.compile_timeout_s == pytest.approx(90)
+
+
+def test_batch_invariance() -> None:
+    machine = replace(MACHINE, num_gpus=1, has_triton=True)
+    model = replace(MODEL, head_dim=128)
+    on = {"enable_deterministic_inference": True}
+    assert settings(model, machine).runner.batch_invariant is False
+    found = settings(model, machine, **on).runner
+    assert (found.batch_invariant, found.attention_backend) == (True, "triton")
+    assert settings(model, machine, attention_backend="triton", **on).runner.attention_backend == "triton"
+    for backend in ("flashinfer", "torch"):
+        with pytest.raises(ValueError, match=f"attention_backend='{backend}'.*'auto' or 'triton'"):
+            settings(model, machine, attention_backend=backend, **on)
+    assert settings(model, **on).runner.attention_backend == "torch"  # a CPU
+    assert settings(model, attention_backend="torch", **on).runner.attention_backend == "torch"
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "triton"])
+def test_backends_of_a_gpu_need_one(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"attention_backend='{backend}' needs an NVIDIA GPU"):
+        settings(attention_backend=backend)
 
 
 def test_a_gpu_that_torch_cannot_use_is_left_alone() -> None:

@@ -1,0 +1,175 @@
+"""Attention on a GPU in Triton's kernels: any size of heads, any type of numbers, nothing to compile before.
+
+Every token's result is the same bits whatever it is computed with (``kernels/_triton_attention.py``); FlashInfer's is
+faster, and not that.
+
+T packed tokens, R rows, H query heads, K kv heads, E head size, L layers, N pages of the pool, S page size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from aioengine.attention._base import ForwardBatch
+from aioengine.attention._pages import flat_pages, page_columns, starts_of
+from aioengine.kernels._triton_attention import PART, Rows, attend, attend_in_parts, tokens_of_tile
+from aioengine.kernels._triton_heads import write_pages
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionShape, DecodeBuffers
+
+    Ints = npt.NDArray[np.int32]
+
+ENOUGH_PROGRAMS = 256
+"""From so many rows and kv heads on a GPU is busy without sharing out the parts of a row."""
+MAX_PARTS_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """``pool``: keys and values of each layer, [N, K, S, E]."""
+
+    shape: AttentionShape
+    pool: list[tuple[Tensor, Tensor]]
+
+    @property
+    def page_size(self) -> int:
+        return self.pool[0][0].shape[2]
+
+    def num_shares(self, num_rows: int, max_parts: int) -> int:
+        """Programs that share the parts of a row that decodes; 1: they go one after the other."""
+        programs = num_rows * self.shape.num_kv_heads
+        num_bytes = 4 * num_rows * max_parts * self.shape.num_heads * (self.shape.head_size + 2)
+        if programs >= ENOUGH_PROGRAMS or num_bytes > MAX_PARTS_BYTES:
+            return 1
+        return min(max_parts, -(-ENOUGH_PROGRAMS // programs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """``max_parts``: of the longest row, where all rows decode. ``num_shares``: 1 where ``tiles`` are gone through."""
+
+    slot_mapping: Tensor
+    rows: Rows
+    tiles: Tensor
+    max_parts: int
+    num_shares: int
+
+
+def _attended(shared: _Shared, step: _Step, heads: tuple[Tensor, Tensor, Tensor], layer: int) -> Tensor:
+    q, k, v = heads
+    pool = shared.pool[layer]
+    write_pages(k, v, step.slot_mapping, pool)
+    scale = shared.shape.scale
+    if step.num_shares == 1:
+        return attend(q, pool, step.rows, step.tiles, scale=scale)
+    return attend_in_parts(q, pool, step.rows, scale=scale, max_parts=step.max_parts, num_shares=step.num_shares)
+
+
+class TritonAttention:
+    """See the module. ``kv_pool``: [L, 2, N, K, S, E]."""
+
+    def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
+        self._shared = _Shared(shape, [(layer[0], layer[1]) for layer in kv_pool])
+        self._device = kv_pool.device
+        self._step: _Step | None = None
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        shared = self._shared
+        kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
+        query_lengths = np.array(batch.query_lengths, dtype=np.int32)
+        page_starts, last_lengths = page_columns(kv_lengths, shared.page_size)
+        on_device, page_ids = flat_pages(batch.page_table, page_starts)
+        rows = Rows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
+        max_parts = -(-int(kv_lengths.max()) // PART)
+        decodes = int(query_lengths.max()) == 1
+        num_shares = shared.num_shares(len(kv_lengths), max_parts) if decodes else 1
+        group = shared.shape.num_heads // shared.shape.num_kv_heads
+        tiles = self._upload(torch.from_numpy(_tiles(query_lengths, tokens_of_tile(group))))
+        self._step = _Step(batch.slot_mapping, rows, tiles, max_parts, num_shares)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        assert self._step is not None, "prepare was not called"
+        return _attended(self._shared, self._step, (q, k, v), layer)
+
+    def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedTritonDecode:
+        """Decode steps of exactly so many rows."""
+        return FixedTritonDecode(self._shared, num_rows, buffers)
+
+    def warm_up(self) -> None:
+        """Compile the kernels of steps without a graph: chunks of prompts, and rows that decode."""
+        shape, device = self._shared.shape, self._device
+        num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+        for count in (1, 2):
+            ids = torch.zeros(count, dtype=torch.int64, device=device)
+            self.prepare(
+                ForwardBatch(
+                    input_ids=ids,
+                    positions=ids,
+                    slot_mapping=ids,
+                    page_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
+                    query_lengths=[count],
+                    kv_lengths=[count],
+                    sample_rows=ids,
+                )
+            )
+            heads = torch.zeros(
+                *(count, num_heads + 2 * num_kv_heads, shape.head_size),
+                dtype=self._shared.pool[0][0].dtype,
+                device=device,
+            )
+            q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+            self.forward(q, k, v, 0)
+
+    def _upload(self, column: Tensor) -> Tensor:
+        return column.to(self._device, non_blocking=True)
+
+
+class FixedTritonDecode:
+    """Attention of decode steps with a fixed number of rows, over buffers that somebody else fills: nothing is
+    planned, the kernels read the lengths on the device.
+    """
+
+    def __init__(self, shared: _Shared, num_rows: int, buffers: DecodeBuffers) -> None:
+        device = buffers.starts.device
+        numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        tiles = torch.stack((numbers[:-1], torch.zeros_like(numbers[:-1])), dim=1)
+        rows = Rows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
+        max_parts = -(-len(buffers.page_ids) // num_rows * shared.page_size // PART)
+        self._shared = shared
+        self._step = _Step(buffers.slot_mapping, rows, tiles, max_parts, shared.num_shares(num_rows, max_parts))
+
+    def plan_first(self, kv_lengths: Ints) -> None:
+        """The lengths of the first step; page 0 alone is read."""
+        starts, last_lengths = page_columns(kv_lengths, self._shared.page_size)
+        rows = self._step.rows
+        rows.page_starts.copy_(starts)
+        rows.last_lengths.copy_(last_lengths)
+        rows.page_ids[: int(starts[-1])].zero_()
+
+    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+        """Nothing: the device knows."""
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Nothing: the buffers are filled."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        return _attended(self._shared, self._step, (q, k, v), layer)
+
+
+def _tiles(query_lengths: Ints, size: int) -> Ints:
+    """[X, 2]: row and first token of each tile of up to ``size`` tokens."""
+    counts = -(-query_lengths // size)
+    rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack((rows, (np.arange(len(rows)) - first) * size), axis=1).astype(np.int32)
+
+
+PLUGIN = TritonAttention

@@ -1,0 +1,311 @@
+"""Attention over pages on a GPU whose every number is a function of its own row alone.
+
+Positions are taken in parts of ``PART`` that are aligned from position 0, and the parts of a token are put together in
+their order. A part is computed in one way only: by a tile of so many query rows, in blocks of so many positions,
+whatever else is in the batch, whether the token is decoded or stands in a prefill chunk. So neither batch nor chunks,
+prefix hits or preemption change a bit of it.
+
+A tile is some tokens of one row with all query heads of one kv head. ``attend`` goes through the parts of a tile one
+after the other; ``attend_in_parts`` is for few rows of one token each, whose parts are computed side by side.
+
+T tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size, X parts of the longest row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from aioengine.kernels._triton import Launcher, next_power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PART = 256
+"""Positions."""
+ROWS = 64
+"""Query rows of a tile: the fewest that the tensor cores of Hopper take."""
+BLOCK = 64
+MASKED = tl.constexpr(-1.0e30)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the tokens and the pages of R rows are; all int32.
+
+    query_starts [R + 1]: their first tokens among T. page_starts [R + 1]: their first pages in ``page_ids``, the page
+    tables one after the other. last_lengths [R]: positions on the last page.
+    """
+
+    query_starts: Tensor
+    page_starts: Tensor
+    last_lengths: Tensor
+    page_ids: Tensor
+
+
+@triton.jit
+def _attend_part(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    page_ids: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    last: tl.tensor,
+    scale: tl.tensor,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of positions start to stop: highest score, sum of weights and weighted values of each query row, which sees
+    positions up to ``last``.
+    """
+    COLUMNS: tl.constexpr = queries.shape[1]
+    columns = tl.arange(0, COLUMNS)[None, :]
+    highest = tl.full((queries.shape[0],), MASKED, tl.float32)
+    total = tl.zeros((queries.shape[0],), tl.float32)
+    sums = tl.zeros(queries.shape, tl.float32)
+    for first in tl.range(start, stop, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        inside = places < stop
+        pages = tl.load(page_ids + places // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        offsets = (pages * PAGE_STRIDE + places % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
+        there = inside[:, None] & (columns < HEAD_SIZE)
+        block_keys = tl.load(keys + offsets, mask=there, other=0.0)
+        scores = tl.dot(queries, tl.trans(block_keys), input_precision="ieee") * scale
+        scores = tl.where(places[None, :] <= last[:, None], scores, MASKED)
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = tl.fma(total, shrink, tl.sum(weights, 1))
+        block_values = tl.load(values + offsets, mask=there, other=0.0)
+        sums = tl.dot(weights.to(block_values.dtype), block_values, sums * shrink[:, None], input_precision="ieee")
+        highest = higher
+    return highest, total, sums
+
+
+@triton.jit
+def _joined(
+    highest: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tensor,
+    part_highest: tl.tensor,
+    part_total: tl.tensor,
+    part_sums: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """What came of the parts before, and the next part. The multiplications and additions are named one by one, so
+    that no compiler joins them in two ways in two kernels.
+    """
+    higher = tl.maximum(highest, part_highest)
+    shrink = tl.exp2(highest - higher)
+    weight = tl.exp2(part_highest - higher)
+    total = tl.fma(part_total, weight, total * shrink)
+    sums = tl.fma(part_sums, tl.broadcast_to(weight[:, None], sums.shape), sums * shrink[:, None])
+    return higher, total, sums
+
+
+@triton.jit
+def _attend_kernel(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    query_starts: tl.tensor,
+    page_starts: tl.tensor,
+    last_lengths: tl.tensor,
+    page_ids: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    TOKEN_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+) -> None:
+    row = tl.load(tiles + 2 * tl.program_id(0))
+    place = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    head = tl.program_id(1)
+    first_token = tl.load(query_starts + row)
+    count = tl.load(query_starts + row + 1) - first_token
+    first_page = tl.load(page_starts + row)
+    length = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
+    members = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    token = place + members // GROUP
+    is_member = (members < ROWS // GROUP * GROUP) & (token < count)
+    heads = head * GROUP + members % GROUP
+    inside = is_member[:, None] & (columns < HEAD_SIZE)
+    tokens = (first_token + token).to(tl.int64)
+    queries = tl.load(q + (tokens * TOKEN_STRIDE + heads * HEAD_SIZE)[:, None] + columns, mask=inside, other=0.0)
+    last = length - count + tl.minimum(token, count - 1)
+    stop = length - count + tl.minimum(place + ROWS // GROUP, count)
+    highest = tl.full((ROWS,), MASKED, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
+    head_values = values + head * PAGE_SIZE * HEAD_SIZE
+    for start in range(0, stop, PART):
+        part_highest, part_total, part_sums = _attend_part(
+            *(queries, head_keys, head_values, page_ids + first_page, start, tl.minimum(start + PART, stop), last),
+            *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK),
+        )
+        highest, total, sums = _joined(highest, total, sums, part_highest, part_total, part_sums)
+    places = (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_SIZE + columns
+    tl.store(out + places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _parts_kernel(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    page_starts: tl.tensor,
+    last_lengths: tl.tensor,
+    page_ids: tl.tensor,
+    part_sums: tl.tensor,
+    part_marks: tl.tensor,
+    scale: tl.tensor,
+    TOKEN_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    SHARES: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    first_page = tl.load(page_starts + row)
+    length = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
+    members = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    is_member = members < GROUP
+    inside = is_member[:, None] & (columns < HEAD_SIZE)
+    heads = head * GROUP + members
+    queries = tl.load(q + row * TOKEN_STRIDE + (heads * HEAD_SIZE)[:, None] + columns, mask=inside, other=0.0)
+    last = tl.zeros((ROWS,), tl.int32) + (length - 1)
+    head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
+    head_values = values + head * PAGE_SIZE * HEAD_SIZE
+    for index in range(tl.program_id(2), tl.cdiv(length, PART), SHARES):
+        start = index * PART
+        highest, total, sums = _attend_part(
+            *(queries, head_keys, head_values, page_ids + first_page, start, tl.minimum(start + PART, length), last),
+            *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK),
+        )
+        places = (row * MAX_PARTS + index) * (NUM_KV_HEADS * GROUP) + heads
+        tl.store(part_marks + 2 * places, highest, mask=is_member)
+        tl.store(part_marks + 2 * places + 1, total, mask=is_member)
+        tl.store(part_sums + places[:, None] * HEAD_SIZE + columns, sums, mask=inside)
+
+
+@triton.jit
+def _join_kernel(
+    part_sums: tl.tensor,
+    part_marks: tl.tensor,
+    page_starts: tl.tensor,
+    last_lengths: tl.tensor,
+    out: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    num_pages = tl.load(page_starts + row + 1) - tl.load(page_starts + row)
+    length = (num_pages - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    is_head = heads < NUM_HEADS
+    inside = is_head[:, None] & (columns < HEAD_SIZE)
+    highest = tl.full((HEADS,), MASKED, tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    sums = tl.zeros((HEADS, COLUMNS), tl.float32)
+    for index in range(tl.cdiv(length, PART)):
+        places = (row * MAX_PARTS + index) * NUM_HEADS + heads
+        part_highest = tl.load(part_marks + 2 * places, mask=is_head, other=0.0)
+        part_total = tl.load(part_marks + 2 * places + 1, mask=is_head, other=1.0)
+        part = tl.load(part_sums + places[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
+        highest, total, sums = _joined(highest, total, sums, part_highest, part_total, part)
+    places = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + columns
+    tl.store(out + places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+_attend = Launcher(_attend_kernel)
+_parts = Launcher(_parts_kernel)
+_join = Launcher(_join_kernel)
+
+_JOINED_HEADS = 4
+
+
+def tokens_of_tile(group: int) -> int:
+    """How many tokens a tile takes, with ``group`` query heads each."""
+    return ROWS // group
+
+
+def _options(head_size: int, dtype: torch.dtype) -> dict[str, object]:
+    """All kernels that compute parts are compiled alike."""
+    is_wide = next_power_of_2(head_size) * dtype.itemsize > 256
+    return {"num_warps": 8 if is_wide else 4, "num_stages": 2 if is_wide else 3}
+
+
+def _sizes(q: Tensor, pool: tuple[Tensor, Tensor]) -> tuple[int, ...]:
+    """What the kernels that compute parts have as constants."""
+    _, num_kv_heads, page_size, head_size = pool[0].shape
+    columns = max(next_power_of_2(head_size), 16)
+    return q.stride(0), num_kv_heads, q.shape[1] // num_kv_heads, page_size, head_size, columns, ROWS, BLOCK, PART
+
+
+def attend(q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, tiles: Tensor, *, scale: float) -> Tensor:
+    """q [T, H, E] over keys and values [N, K, S, E] -> [T, H * E]. tiles: [X, 2] int32, the row of a tile and its
+    first token, counted among those of the row.
+    """
+    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+    sizes = _sizes(q, pool)
+    tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out)
+    key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors))
+    options = _options(q.shape[2], q.dtype)
+    _attend((tiles.shape[0], sizes[1], 1), key, (*tensors, scale / math.log(2), *sizes), options)
+    return out
+
+
+def attend_in_parts(
+    q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, *, scale: float, max_parts: int, num_shares: int
+) -> Tensor:
+    """The same bits for R rows of one token, q [R, H, E]; ``num_shares`` programs share the parts of a row and kv head.
+    ``max_parts``: of the longest row.
+    """
+    num_rows, num_heads, head_size = q.shape
+    out = torch.empty(num_rows, num_heads * head_size, dtype=q.dtype, device=q.device)
+    sums = torch.empty(num_rows, max_parts, num_heads, head_size, dtype=torch.float32, device=q.device)
+    marks = torch.empty(num_rows, max_parts, num_heads, 2, dtype=torch.float32, device=q.device)
+    sizes = (*_sizes(q, pool), max_parts, num_shares)
+    tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks)
+    places = tuple(tensor.data_ptr() % 16 for tensor in tensors)
+    options = _options(head_size, q.dtype)
+    grid = num_rows, sizes[1], num_shares
+    _parts(grid, (q.dtype, sizes, places), (*tensors, scale / math.log(2), *sizes), options)
+    _, _, _, page_size, _, columns, *_ = sizes
+    join_sizes = num_heads, page_size, head_size, columns, _JOINED_HEADS, PART, max_parts
+    join_tensors = sums, marks, rows.page_starts, rows.last_lengths, out
+    join_key = (q.dtype, join_sizes, *(tensor.data_ptr() % 16 for tensor in join_tensors))
+    _join((num_rows, -(-num_heads // _JOINED_HEADS), 1), join_key, (*join_tensors, *join_sizes), {"num_warps": 4})
+    return out

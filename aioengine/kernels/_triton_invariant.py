@@ -1,0 +1,105 @@
+"""Matrix product on a GPU whose rows do not depend on how many there are: x [T, I], weight [O, I], bias [O] -> [T, O].
+
+Every number of the result is added up over the inputs from the first to the last, in tensor core instructions of the
+same depth, whatever the tile that it stands in; so tiles can be chosen for speed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from aioengine.kernels._triton import Launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tile = tuple[int, int, int, int, int]
+"""Rows, outputs, block of inputs, stages, warps."""
+
+SMALL: Tile = 64, 64, 128, 4, 4
+MEDIUM: Tile = 64, 128, 64, 4, 4
+LARGE: Tile = 128, 256, 64, 3, 8
+FP32: Tile = 32, 32, 32, 2, 4
+"""Products of fp32 numbers run without tensor cores, in one tile only."""
+ENOUGH_TILES = 128
+"""From so many on a GPU is filled."""
+BAND = 8
+"""Row tiles that go over the weights together, so that these are read from the cache."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # one form serves all counts
+def _product_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    num_outputs: tl.tensor,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BAND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> None:
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    band_size = BAND * tl.cdiv(num_outputs, OUTPUTS)
+    first_tile = tl.program_id(0) // band_size * BAND
+    tiles_of_band = tl.minimum(row_tiles - first_tile, BAND)
+    place = tl.program_id(0) % band_size
+    rows = (first_tile + place % tiles_of_band) * ROWS + tl.arange(0, ROWS)
+    outputs = place // tiles_of_band * OUTPUTS + tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, BLOCK)
+    # rows and outputs beyond the end repeat the first ones, which costs no mask in the loop
+    x_places = x + (tl.where(rows < num_rows, rows, 0).to(tl.int64) * SIZE)[:, None] + columns[None, :]
+    places = weight + (tl.where(outputs < num_outputs, outputs, 0).to(tl.int64) * SIZE)[:, None] + columns[None, :]
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        if SIZE % BLOCK == 0:
+            vectors = tl.load(x_places + start)
+            part = tl.load(places + start)
+        else:
+            inside = (start + columns < SIZE)[None, :]
+            vectors = tl.load(x_places + start, mask=inside, other=0.0)
+            part = tl.load(places + start, mask=inside, other=0.0)
+        total = tl.dot(vectors, tl.trans(part), total, input_precision="ieee")
+    is_output = (outputs < num_outputs)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+    target = out + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & is_output)
+
+
+_product = Launcher(_product_kernel)
+
+
+def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
+    return -(-num_rows // tile[0]) * -(-num_outputs // tile[1])
+
+
+def tile_for(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
+    """The largest tile with which the GPU is filled."""
+    if dtype == torch.float32:
+        return FP32
+    fitting = (tile for tile in (LARGE, MEDIUM) if _num_tiles(num_rows, num_outputs, tile) >= ENOUGH_TILES)
+    return next(fitting, SMALL)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
+    """x and weight are contiguous."""
+    num_outputs, size = weight.shape
+    num_rows = x.shape[0]
+    tile = tile or tile_for(num_rows, num_outputs, x.dtype)
+    rows, outputs, block, num_stages, num_warps = tile
+    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    some_bias = weight if bias is None else bias
+    arguments = (x, weight, some_bias, out, num_rows, num_outputs, size, rows, outputs, block, BAND, bias is not None)
+    places = tuple(tensor.data_ptr() % 16 for tensor in (x, weight, some_bias))
+    key = x.dtype, weight.shape, tile, bias is None, places
+    grid = _num_tiles(num_rows, num_outputs, tile), 1, 1
+    _product(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
+    return out
