@@ -20,6 +20,7 @@ from aioengine.args import ARGUMENTS
 from aioengine.cli import flags, main
 from aioengine.cli.benchmark import Workload, percentile
 from aioengine.engine import AsyncEngine
+from aioengine.params import SamplingParams
 from aioengine.sync import Engine
 from tests.source import ROOT
 
@@ -62,6 +63,26 @@ def test_sampling_flags() -> None:
     assert arguments.prompt == "Hi"
     assert arguments.sampling() == {"temperature": 0.5, "max_new_tokens": 7, "seed": 3, "stop": ["a", "b"]}
     assert parsed("chat").sampling() == {"temperature": 0.0}
+
+
+def test_every_other_sampling_flag() -> None:
+    numbers = {"min_new_tokens": 2, "top_k": 3, "frequency_penalty": 0.5, "presence_penalty": 0.25, "min_p": 0.1}
+    given = [word for name, value in numbers.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    lists = ["--stop-regex", "a+", "--stop-token-ids", "5", "--stop-token-ids", "6"]
+    for command in ("generate", "chat"):
+        found = parsed(command, *given, *lists, "--ignore-eos", "--no-stop-trim").sampling()
+        switches = {"ignore_eos": True, "no_stop_trim": True}
+        expected = {"temperature": 0.0, **numbers, "stop_regex": ["a+"], "stop_token_ids": [5, 6], **switches}
+        assert found == expected
+        assert SamplingParams.parse(found).ignore_eos
+
+
+@pytest.mark.parametrize("argv", [["--vers"], ["generate", "x", "--temp", "1"], ["info", "--js"]])
+def test_flags_are_not_abbreviated(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("argv", [[], *([command] for command in COMMANDS)])
@@ -167,6 +188,17 @@ def test_generate_prints_the_answer_alone() -> None:
     done = run("generate", "The capital of France is", "--max-new-tokens", "12")
     assert (done.returncode, done.stdout, done.stderr) == (0, expected + "\n", "")
     assert "Paris" in done.stdout
+
+
+@pytest.mark.process
+def test_several_answers_are_printed_one_below_the_other() -> None:
+    done = run("generate", "The capital of France is", "--max-new-tokens", "3", "--n", "2", "--ignore-eos")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = done.stdout.removesuffix("\n").split("\n\n")
+    assert first == second
+    assert first.startswith(" Paris.")
+    done = run("generate", "x", "--n", "0")
+    assert (done.returncode, done.stderr) == (1, "aioengine: n must be an integer from 1 to 1024, got 0\n")
 
 
 @pytest.mark.process

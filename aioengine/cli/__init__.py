@@ -59,9 +59,13 @@ def _has_output() -> bool:
 
 
 def generate(arguments: Arguments) -> int:
-    """Stream the answer to one prompt."""
+    """Stream the answer to one prompt; several answers come one below the other."""
     prompt = _piped_prompt() if arguments.prompt in (None, "-") else arguments.prompt
     with Engine(arguments.model, **arguments.engine()) as engine:
+        if arguments.num_samples != 1:
+            answers = engine.generate([prompt], {**arguments.sampling(), "n": arguments.num_samples})
+            print("\n\n".join(answers["text"]))
+            return 0
         for chunk in engine.generate(prompt, arguments.sampling(), stream=True):
             print(chunk["text"], end="", flush=True)
         print(flush=True)

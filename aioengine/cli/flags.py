@@ -15,12 +15,26 @@ if TYPE_CHECKING:
 
 _SAMPLING: Final[dict[str, tuple[Callable[[str], object], str]]] = {
     "max_new_tokens": (int, "output tokens at most (default: 128)"),
+    "min_new_tokens": (int, "no end before so many output tokens"),
     "temperature": (float, "0 (the likeliest token; the default here) to 2"),
     "top_p": (float, "draw from the likeliest tokens that make up this share"),
     "top_k": (int, "draw from so many of the likeliest tokens"),
     "min_p": (float, "draw from tokens at least this likely, relative to the likeliest"),
     "repetition_penalty": (float, "above 1: less of what was there before"),
+    "frequency_penalty": (float, "above 0: less of what the answer has often"),
+    "presence_penalty": (float, "above 0: less of what the answer has at all"),
     "seed": (int, "the same seed gives the same answer"),
+}
+
+_REPEATED: Final[dict[str, tuple[Callable[[str], object], str, str]]] = {
+    "stop": (str, "TEXT", "end before this text (may be given again)"),
+    "stop_regex": (str, "PATTERN", "end before what matches (may be given again)"),
+    "stop_token_ids": (int, "N", "end at this token id (may be given again)"),
+}
+
+_SWITCHES: Final = {
+    "ignore_eos": "neither the model's own end of text nor --stop-token-ids end the answer",
+    "no_stop_trim": "print the text that ended the answer, too",
 }
 
 _EXAMPLES: Final = {
@@ -33,6 +47,7 @@ _EXAMPLES: Final = {
     "generate": """examples:
   aioengine generate "The capital of France is"
   aioengine generate --max-new-tokens 20 --stop . "Hello, my name is"
+  aioengine generate --n 3 --temperature 1 --top-p 0.9 "Once upon a time"
   echo "Once upon a time" | aioengine generate --temperature 0.8 --seed 7""",
     "chat": """examples:
   aioengine chat
@@ -61,6 +76,10 @@ class Arguments:
         return cast("str | None", self._values["system"])
 
     @property
+    def num_samples(self) -> int:
+        return cast("int", self._values["n"])
+
+    @property
     def json(self) -> bool:
         return bool(self._values["json"])
 
@@ -75,8 +94,8 @@ class Arguments:
 
     def sampling(self) -> dict[str, object]:
         """The sampling parameters that were given; greedy without a word about the temperature."""
-        given = {name: self._values[name] for name in (*_SAMPLING, "stop") if self._values[name] is not None}
-        return {"temperature": 0.0} | given
+        names = (*_SAMPLING, *_REPEATED, *_SWITCHES)
+        return {"temperature": 0.0} | {name: self._values[name] for name in names if self._values[name] is not None}
 
     def workload(self) -> Workload:
         names = Workload.__struct_fields__
@@ -108,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
             description=about.capitalize() + ".",
             epilog=_EXAMPLES[name],
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         add(command)
         _add_engine(command)
@@ -116,13 +136,14 @@ def parser() -> argparse.ArgumentParser:
 
 def _parser(name: str, command: str | None, about: str) -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    return _Parser(prog=name, description=about, epilog=_EXAMPLES[command], formatter_class=form)
+    return _Parser(prog=name, description=about, epilog=_EXAMPLES[command], formatter_class=form, allow_abbrev=False)
 
 
 def _add_generate(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="the text to go on from (default, and -: standard input)"
     )
+    to.add_argument("--n", type=int, default=1, metavar="N", help="answers; several are printed when all are there")
     _add_sampling(to)
 
 
@@ -147,7 +168,10 @@ def _add_sampling(to: argparse.ArgumentParser) -> None:
     group = to.add_argument_group("sampling")
     for name, (read, about) in _SAMPLING.items():
         group.add_argument(_flag(name), dest=name, type=read, metavar="N", help=about)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (may be given again)")
+    for name, (read, metavar, about) in _REPEATED.items():
+        group.add_argument(_flag(name), dest=name, action="append", type=read, metavar=metavar, help=about)
+    for name, about in _SWITCHES.items():
+        group.add_argument(_flag(name), dest=name, action="store_const", const=True, help=about)
 
 
 def _add_engine(to: argparse.ArgumentParser) -> None:
