@@ -279,13 +279,7 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     dtype = _dtype(settings.model.dtype, device)
     folder = Path(settings.model.path)
     context_length = settings.model.context_length
-    options = ModelOptions(
-        dtype=dtype,
-        device=device,
-        max_positions=context_length,
-        batch_invariant=settings.runner.batch_invariant,
-    )
-    model = models.build(_read_config(folder), options)
+    model = _model(settings, dtype, device)
     shape = model.attention_shape
     choice = choose_attention(settings.runner, shape, dtype, device, report=report)
     with torch.no_grad():
@@ -326,6 +320,16 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
         _prepare_device(runner, parts, settings, report)
     facts["load_s"] = time.monotonic() - started_at
     return runner
+
+
+def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Model:
+    options = ModelOptions(
+        dtype=dtype,
+        device=device,
+        max_positions=settings.model.context_length,
+        batch_invariant=settings.runner.batch_invariant,
+    )
+    return models.build(_read_config(Path(settings.model.path)), options)
 
 
 def _prepare_device(
