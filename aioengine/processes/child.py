@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -15,6 +16,7 @@ import zmq
 
 from aioengine.processes.host import die_with_parent, handle_signals, name_process
 from aioengine.processes.uplink import Uplink, forward_logs
+from aioengine.protocol.board import StepBoard
 from aioengine.protocol.codec import fingerprint
 from aioengine.protocol.messages import Failed, Ready
 from aioengine.protocol.orders import Orders
@@ -37,6 +39,7 @@ class Child:
     def __init__(self, orders: Orders, wake_fd: int) -> None:
         self.orders = orders
         self.settings = orders.settings
+        self.board = StepBoard.open(Path(orders.board))
         self._context: Context = zmq.Context()
         endpoint = orders.endpoints.scheduler if orders.role == "scheduler" else orders.endpoints.detokenizer
         self.receiver = ZmqReceiver(

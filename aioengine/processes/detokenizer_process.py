@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aioengine.config import Settings
+    from aioengine.protocol.board import StepBoard
 
 _STAGE = "detokenize"
 # So many requests that ended here are remembered, since the scheduler may have ended them too before it heard of it.
@@ -36,10 +37,18 @@ _MAX_REMEMBERED = 16_384
 class DetokenizerService:
     """Turns each ``StepOutput`` into a ``TextChunks``; ends requests at their stop strings."""
 
-    def __init__(self, source: TextSource, *, facts: Mapping[str, str | int | float | bool] | None = None) -> None:
+    def __init__(
+        self,
+        source: TextSource,
+        *,
+        facts: Mapping[str, str | int | float | bool] | None = None,
+        board: StepBoard | None = None,
+    ) -> None:
+        """``board``: where the requests are told whose text is made."""
         self.facts = facts or {}
         self.is_stopped = False
         self._source = source
+        self._board = board
         self._open: dict[int, OpenText] = {}
         self._stopped: dict[int, None] = {}  # in order of their ends
         self._to_abort: list[int] = []
@@ -54,7 +63,11 @@ class DetokenizerService:
     def handle(self, messages: list[Message], now: float) -> None:
         for message in messages:
             if isinstance(message, StepOutput):
+                if self._board is not None:
+                    self._board.begin(message.uids, [0] * len(message.uids))
                 chunks = self._read(message, now)
+                if self._board is not None:
+                    self._board.end()
                 if chunks.uids or chunks.finished or chunks.begun:
                     self._chunks.append(chunks)
 
@@ -147,7 +160,7 @@ class DetokenizerService:
             del self._stopped[next(iter(self._stopped))]
 
 
-def build_service(settings: Settings) -> DetokenizerService:
+def build_service(settings: Settings, board: StepBoard | None = None) -> DetokenizerService:
     """Read the tokenizer that the settings name.
 
     Raises:
@@ -156,12 +169,12 @@ def build_service(settings: Settings) -> DetokenizerService:
     """
     start = time.monotonic()
     source = TextSource(settings.text.tokenizer_path)
-    return DetokenizerService(source, facts={"detokenizer_load_s": round(time.monotonic() - start, 3)})
+    return DetokenizerService(source, facts={"detokenizer_load_s": round(time.monotonic() - start, 3)}, board=board)
 
 
 def work(child: Child) -> None:
     limit_threads(1)
-    child.serve(build_service(child.settings), child.orders.endpoints.scheduler)
+    child.serve(build_service(child.settings, child.board), child.orders.endpoints.scheduler)
 
 
 def main() -> NoReturn:

@@ -13,6 +13,7 @@ import msgspec
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import keep_freed_memory, limit_threads
 from aioengine.processes.profile import Profile
+from aioengine.processes.told_runner import ToldRunner
 from aioengine.protocol.messages import (
     Abort,
     Control,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from aioengine.config import Settings
+    from aioengine.protocol.board import StepBoard
     from aioengine.scheduler.core import Runner
 
 logger = logging.getLogger(__name__)
@@ -187,15 +189,21 @@ class SchedulerService:
         return True, "", ""
 
 
-def build_service(settings: Settings, report: Callable[[Progress], None]) -> SchedulerService:
+def build_service(
+    settings: Settings, report: Callable[[Progress], None], board: StepBoard | None = None
+) -> SchedulerService:
     """Build the runner that the settings name, and the scheduler for as many pages as it has.
+
+    ``board``: where its steps are told.
 
     Raises:
         ValueError: the factory's name or what it built cannot be used.
         Exception: whatever the factory raises.
     """
     start = time.monotonic()
-    runner = load_factory(settings.runner.factory)(settings, report)
+    runner: Runner[Any] = load_factory(settings.runner.factory)(settings, report)
+    if board is not None:
+        runner = ToldRunner(runner, board)
     num_pages = runner.facts.get("num_pages")
     if not isinstance(num_pages, int) or num_pages < 1:
         raise ValueError(f"the runner of {settings.runner.factory!r} has {num_pages!r} pages; it needs at least 1")
@@ -232,7 +240,8 @@ def load_factory(name: str) -> RunnerFactory:
 def work(child: Child) -> None:
     limit_threads(child.settings.runner.num_threads)
     keep_freed_memory()
-    child.serve(build_service(child.settings, child.uplink.report), child.orders.endpoints.detokenizer)
+    service = build_service(child.settings, child.uplink.report, child.board)
+    child.serve(service, child.orders.endpoints.detokenizer)
 
 
 def main() -> NoReturn:

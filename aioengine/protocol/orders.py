@@ -24,6 +24,7 @@ class Orders(Struct, frozen=True, kw_only=True):
 
     epoch: a large random number that all frames of this start carry; a frame without it is nobody's we know.
     listener_fd: the inherited descriptor on which the child's own endpoint listens.
+    board: the file in which it tells what it computes.
     parent_pid: whose end is the child's end. import_path: where the parent finds modules; the child looks there last.
     """
 
@@ -31,6 +32,7 @@ class Orders(Struct, frozen=True, kw_only=True):
     epoch: int
     endpoints: Endpoints
     listener_fd: int
+    board: str
     parent_pid: int
     import_path: list[str]
     settings: Settings

@@ -22,6 +22,8 @@ import zmq
 _PREFIX = "aioengine-"
 _OURS = re.compile(rf"{_PREFIX}[0-9a-f]{{12}}")
 _BACKLOG = 64
+BOARD_SUFFIX = ".board"
+"""Of the files beside the sockets and the logs in which the processes tell what they compute."""
 # What a socket's name adds to the directory's path, at most.
 _NAME_ROOM = len("/detokenizer")
 
@@ -132,4 +134,4 @@ def _remove_unlocked(path: str) -> None:
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
-    return entry.name.endswith(".log") or stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)
+    return entry.name.endswith((".log", BOARD_SUFFIX)) or stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)

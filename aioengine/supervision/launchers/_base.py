@@ -45,6 +45,10 @@ class RunningChild(Protocol):
         """The last lines that it wrote."""
         ...
 
+    def rows_in_flight(self) -> dict[int, int]:
+        """The requests in the steps that it computes, or was computing at its end: uid -> the end of its row."""
+        ...
+
 
 class Launcher(Protocol):
     """Makes the channels and starts the children. Used once, on one loop; ``close`` comes after the children's end."""

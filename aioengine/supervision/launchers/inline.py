@@ -80,6 +80,10 @@ class InlineChild:
     def log_lines(self) -> tuple[str, ...]:
         return self._log
 
+    def rows_in_flight(self) -> dict[int, int]:
+        """A task ends between two steps."""
+        return {}
+
     async def _run(self, build: Callable[[], Service]) -> None:
         try:
             service = build()

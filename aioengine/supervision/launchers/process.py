@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aioengine.errors import EngineStartupError
+from aioengine.protocol.board import blank_board, read_board
 from aioengine.protocol.orders import ROLES, Endpoints, Orders
-from aioengine.transport.addresses import Listener, PrivateDirectory, listen
+from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, listen
 from aioengine.transport.zmq import AsyncZmqReceiver, AsyncZmqSender, Context
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class ProcessChild:
     """A child process. Its standard input stays open as long as this object: its end is the child's end."""
 
     def __init__(self, role: str, popen: subprocess.Popen[bytes], log_path: Path) -> None:
+        """``log_path``: what it writes; its board lies beside it."""
         self.role = role
         self.pid = popen.pid
         self._popen = popen
@@ -90,6 +92,9 @@ class ProcessChild:
         except OSError:
             return ()
         return tuple(line for line in text.splitlines() if line.strip())[-_NUM_LOG_LINES:]
+
+    def rows_in_flight(self) -> dict[int, int]:
+        return read_board(self._log_path.with_suffix(BOARD_SUFFIX).read_bytes())
 
     def close(self) -> None:
         """Stop watching, and let go of its standard input, which ends it should it still run."""
@@ -164,6 +169,7 @@ class ProcessLauncher:
             self._directory = PrivateDirectory()
             for name in (_FRONTEND, *ROLES):
                 self._listeners[name] = listen(self._directory.path, name)
+            boards = {role: self._make_board(role, Path(self._directory.path)) for role in ROLES}
         except OSError as error:
             raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
         endpoints = Endpoints(**{name: listener.endpoint for name, listener in self._listeners.items()})
@@ -174,6 +180,7 @@ class ProcessLauncher:
                 epoch=self._epoch,
                 endpoints=endpoints,
                 listener_fd=self._listeners[role].fd,
+                board=boards[role],
                 parent_pid=os.getpid(),
                 import_path=[os.path.abspath(entry) for entry in sys.path],
                 settings=self._settings,
@@ -182,6 +189,12 @@ class ProcessLauncher:
         own = self._listeners.pop(_FRONTEND)
         self._close_listeners()  # the children have them now
         self._listeners[_FRONTEND] = own
+
+    def _make_board(self, role: str, directory: Path) -> str:
+        scheduler = self._settings.scheduler
+        path = directory / f"{role}{BOARD_SUFFIX}"
+        path.write_bytes(blank_board(scheduler.depth + 1, scheduler.max_running))
+        return str(path)
 
     def _close_listeners(self) -> None:
         while self._listeners:

@@ -11,6 +11,7 @@ from aioengine.protocol import codec
 from aioengine.protocol.codec import BadFrameError, FrameDecoder, FrameEncoder, FrameTooLargeError, fingerprint
 from aioengine.protocol.messages import (
     Abort,
+    Begun,
     Control,
     Ended,
     Failed,
@@ -23,6 +24,7 @@ from aioengine.protocol.messages import (
     Progress,
     Ready,
     Reply,
+    Resumed,
     Sampling,
     Stats,
     StepOutput,
@@ -35,6 +37,7 @@ EPOCH = 2**62 + 11
 
 MESSAGES: list[Message] = [
     Submit(1, [5, 6], Sampling(seed=2**63), Limits(7, stop_token_ids=(1,)), TextRules(stop=("\n",)), arrived_at=1.5),
+    Submit(2, [5], Sampling(seed=1), Limits(7), TextRules(), resumed=Resumed(Begun(2, 0, 1.0, 2.0), [7])),
     Abort([1, 2], FinishCode.STOP, "why"),
     Control(3, "flush_cache", {"a": None, "b": 1.5, "c": "d", "e": True}),
     StepOutput([1], [2], [Opened(1, TextRules(), 3, 1.0, 2.0)], [4], [Ended(1, FinishCode.LENGTH)]),
@@ -128,7 +131,7 @@ def test_the_fingerprint_knows_each_field_of_each_struct(monkeypatch: pytest.Mon
     lines: dict[str, str] = {}
     codec._describe(codec.Frame, lines)
     names = {type(message).__name__ for message in MESSAGES} | {"Frame", "Sampling", "Limits", "TextRules"}
-    assert set(lines) == names | {"Opened", "Ended", "Finished", "FinishCode"}
+    assert set(lines) == names | {"Begun", "Resumed", "Opened", "Ended", "Finished", "FinishCode"}
     assert "queue_deadline:float | None:False" in lines["Limits"]
     assert "('DEADLINE', 3)" in lines["FinishCode"]
     first = fingerprint()

@@ -1,0 +1,51 @@
+"""The board: what it says is what is in flight, also when nobody is left to say it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.protocol.board import StepBoard, blank_board, read_board
+
+rows = st.dictionaries(st.integers(0, 2**40), st.integers(0, 2**20), max_size=8)
+
+
+@given(st.integers(1, 3), st.lists(rows, max_size=12), st.data())
+def test_it_says_what_is_in_flight(num_steps: int, steps: list[dict[int, int]], data: st.DataObject) -> None:
+    memory = blank_board(num_steps, 8)
+    board = StepBoard(memory)
+    flying: list[dict[int, int]] = []
+    for step in steps:
+        if len(flying) == num_steps or (flying and data.draw(st.booleans())):
+            flying.pop(0)
+            board.end()
+        board.begin(list(step), list(step.values()))
+        flying.append(step)
+        if data.draw(st.integers(0, 4)) == 0:
+            flying.pop()
+            board.forget()
+        expected: dict[int, int] = {}
+        for one in flying:
+            for uid, end in one.items():
+                expected[uid] = max(end, expected.get(uid, 0))
+        assert read_board(memory) == expected
+
+
+def test_rows_beyond_the_most_are_left_out() -> None:
+    memory = blank_board(2, 3)
+    board = StepBoard(memory)
+    board.begin([1, 2, 3, 4, 5], [6, 6, 6, 6, 6])
+    board.begin([9], [7])
+    assert read_board(memory) == {1: 6, 2: 6, 3: 6, 9: 7}
+
+
+def test_a_file_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "board"
+    path.write_bytes(blank_board(1, 4))
+    board = StepBoard.open(path)
+    board.begin([5], [17])
+    assert read_board(path.read_bytes()) == {5: 17}
+    board.end()
+    assert read_board(path.read_bytes()) == {}
