@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, NotRequired, SupportsIndex, TypedDict
 
 from msgspec import Struct
 
+from aioengine import checks
 from aioengine.errors import EngineError, EngineOverloadedError, RequestError, RequestTooLargeError
 from aioengine.protocol.messages import FinishCode, Finished
 
@@ -178,7 +179,8 @@ def _column(rows: Iterable[object], key: str) -> list[object]:
     entries = list(rows)
     dicts = [cast("dict[str, object]", entry) for entry in entries if isinstance(entry, dict)]
     if dicts and not any(key in entry for entry in dicts):
-        raise KeyError(key)
+        known = list(dict.fromkeys(name for entry in dicts for name in entry))
+        raise KeyError(f"no column {key!r}{checks.did_you_mean(key, known)}; there are {', '.join(known)}")
     return [cast("dict[str, object]", entry).get(key) if isinstance(entry, dict) else entry for entry in entries]
 
 

@@ -149,9 +149,11 @@ class TestBatchOutput:
         assert self.OUTS[1:]["text"] == ["text 1", "text 2"]
 
     def test_unknown_columns(self) -> None:
-        with pytest.raises(KeyError):
-            self.OUTS["texts"]
-        with pytest.raises(KeyError):
+        with pytest.raises(
+            KeyError, match=r"no column 'txt' \(did you mean 'text'\?\); there are text, output_ids, meta"
+        ):
+            self.OUTS["txt"]
+        with pytest.raises(KeyError, match="no column 'tokens'.*there are .*completion_tokens"):
             self.OUTS["meta_info"]["tokens"]
 
     def test_an_exception_stands_for_itself(self) -> None:
