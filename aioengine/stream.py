@@ -50,6 +50,9 @@ class Generation(Coroutine[object, None, Result]):
         """The id of the call, the caller's own or a drawn one."""
         return self._reader.rid
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.rid!r} {self._reader.state}>"
+
     def abort(self) -> None:
         """End the request now; it finishes with reason ``abort`` and the output so far. Harmless after the end."""
         self._reader.abort()

@@ -159,6 +159,13 @@ class CallOutput:
         """Whether the engine has nothing more to give."""
         return self.num_open == 0 or self.error is not None or self.is_left
 
+    @property
+    def state(self) -> str:
+        """One word for people."""
+        if self.is_left:
+            return "left"
+        return "failed" if self.error is not None else "running" if self.num_open else "finished"
+
     def add_row(self, position: int, facts: RowFacts) -> RowStream:
         row = self.live[position] = RowStream(self, position, facts)
         self.num_held += 1
@@ -230,6 +237,11 @@ class Reader:
     @property
     def is_stream(self) -> bool:
         return self._output.is_stream
+
+    @property
+    def state(self) -> str:
+        """One word for people: "running", "finished", "failed" or "left"."""
+        return self._output.state
 
     def take(self) -> Chunk | None:
         """The next chunk of a stream, or None where none is there yet.

@@ -11,6 +11,7 @@ import pytest
 
 from aioengine.answers import BatchOutput
 from aioengine.config import QueueConfig
+from aioengine.errors import RequestTooLargeError
 from tests.engine.engine_double import World, expected_text, until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
@@ -95,6 +96,21 @@ async def test_a_message_that_calls_tools_needs_no_content(world: World) -> None
     asked = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
     out = await world.engine.async_chat([asked, {"role": "tool", "content": "4"}], GREEDY)
     assert out["text"] == expected_text("<assistant>None<tool>4<assistant>", 6)
+
+
+async def test_a_generation_shows_its_id_and_how_it_is(world: World) -> None:
+    world.double.is_held = True
+    whole = world.engine.async_generate("a", GREEDY, rid="x")
+    stream = world.engine.async_generate("a", GREEDY, rid="y", stream=True)
+    failing = world.engine.async_generate("a" * 600, rid="z")
+    assert [repr(whole), repr(stream)] == ["<Generation 'x' running>", "<Stream 'y' running>"]
+    await stream.aclose()
+    with pytest.raises(RequestTooLargeError):
+        await failing
+    world.double.resume()
+    await whole
+    assert [repr(whole), repr(stream)] == ["<Generation 'x' finished>", "<Stream 'y' left>"]
+    assert repr(failing) == "<Generation 'z' failed>"
 
 
 class TestBatches:

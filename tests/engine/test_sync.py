@@ -113,6 +113,7 @@ class TestLeaving:
     def test_close_and_with(self, sync_world: SyncWorld) -> None:
         with sync_world.engine.generate("a", LONG, stream=True, rid="x") as stream:
             assert stream.rid == "x"
+            assert repr(stream) == "<ChunkIterator 'x' running>"
             next(stream)
         sync_world.wait("double.aborts")
         assert list(stream) == []
