@@ -75,6 +75,7 @@ class AsyncEngine:
         self._stopping: asyncio.Task[None] | None = None
         self._frontend: Frontend | None = None
         self._is_closed = False
+        self._has_failed = False
 
     # ------------------------------------------------------------ life
 
@@ -91,8 +92,12 @@ class AsyncEngine:
                 return
             self._check_usable()
             bars = ProgressBars(self._progress)
+            self._has_failed = False
             try:
                 frontend = await start_frontend(self._prepare, bars.show)
+            except BaseException:
+                self._has_failed = True
+                raise
             finally:
                 bars.close()
             self._frontend = frontend
@@ -234,7 +239,7 @@ class AsyncEngine:
         """End a live request, or all; they finish with reason ``abort`` and the output so far.
 
         ``rid`` may be that of a call, of one prompt of a batch (``x_2``) or of one sample. An unknown one is no
-        error. May be called from any thread.
+        error, neither of both is a ValueError. May be called from any thread.
         """
         self._anywhere().abort_request(rid, abort_all)
 
@@ -308,10 +313,12 @@ class AsyncEngine:
         return info.stats(self._anywhere())
 
     def health(self) -> Health:
-        """The state of the engine and of its processes; may be called at any time, from any thread."""
+        """The state of the engine and of its processes; may be called at any time, from any thread.
+
+        "starting" until ``start()`` has succeeded, also before it was called; "closed" where that failed.
+        """
         if self._frontend is None:
-            state = "closed" if self._is_closed else "starting" if self._lock.locked() else "closed"
-            return {"state": state, "processes": []}
+            return {"state": "closed" if self._is_closed or self._has_failed else "starting", "processes": []}
         return info.health(self._frontend)
 
     def get_all_child_pids(self) -> list[int]:

@@ -52,6 +52,9 @@ class ChunkIterator(Iterator["Chunk"]):
         """The id of the call."""
         return self._reader.rid
 
+    def __repr__(self) -> str:
+        return f"<ChunkIterator {self.rid!r} {self._reader.state}>"
+
     def __next__(self) -> Chunk:
         while True:
             try:
@@ -257,7 +260,8 @@ class Engine:
     def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
         """End a live request, or all; they finish with reason ``abort`` and the output so far.
 
-        ``rid`` may be that of a call, of one prompt of a batch (``x_2``) or of one sample. An unknown one is no error.
+        ``rid`` may be that of a call, of one prompt of a batch (``x_2``) or of one sample. An unknown one is no
+        error, neither of both is a ValueError.
         """
         self._running().abort_request(rid, abort_all)
 

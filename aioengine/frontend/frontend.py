@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec import Struct
 
+from aioengine import checks
 from aioengine.config import QueueConfig, Settings
 from aioengine.errors import EngineClosedError, EngineError, EngineStalledError
 from aioengine.frontend import calls as open_calls
@@ -131,7 +132,9 @@ class Frontend:
         """End the live rows that an id means, or all; unknown ids are no error, they have just ended."""
         if abort_all:
             self.abort_all()
-        elif rid:
+        elif rid is None:
+            raise ValueError("abort_request needs a rid, or abort_all=True")
+        elif checks.text("rid", rid):
             with self._lock:
                 name = self.calls.find(rid)
             if name is not None:

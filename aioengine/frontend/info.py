@@ -43,7 +43,10 @@ class ProcessHealth(TypedDict):
 
 
 class Health(TypedDict):
-    """``state``: "starting", "running", "draining", "stalled", "recovering", "dead" or "closed"."""
+    """``state``: "starting", "running", "draining", "stalled", "recovering", "dead" or "closed".
+
+    An engine that was not started yet is "starting"; one that was shut down, or could not start, is "closed".
+    """
 
     state: str
     processes: list[ProcessHealth]

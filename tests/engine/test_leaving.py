@@ -171,6 +171,10 @@ class TestAbort:
         await until(lambda: bool(world.double.live))
         world.engine.abort_request("unknown")
         world.engine.abort_request("")
+        with pytest.raises(ValueError, match="needs a rid, or abort_all=True"):
+            world.engine.abort_request()
+        with pytest.raises(TypeError, match="rid must be a string, got 5"):
+            world.engine.abort_request(5)  # type: ignore[arg-type]
         world.engine.tokenizer_manager.abort_request("mine")
         out = await task
         assert out["meta_info"]["finish_reason"] == "abort"

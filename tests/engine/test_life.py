@@ -42,6 +42,18 @@ class TestStart:
         assert here.engine.health()["state"] == "running"
         await here.engine.shutdown()
 
+    async def test_an_engine_that_is_not_started_yet_is_not_closed(self) -> None:
+        here = World()
+        assert here.engine.health() == {"state": "starting", "processes": []}
+        assert not here.engine.is_alive
+        assert repr(here.engine) == "<AsyncEngine starting>"
+        async with here.engine:
+            assert here.engine.health()["state"] == "running"
+        assert here.engine.health()["state"] == "closed"
+        unused = World().engine
+        await unused.shutdown()
+        assert unused.health() == {"state": "closed", "processes": []}
+
     async def test_files_that_cannot_be_read(self) -> None:
         def prepare() -> Blueprint:
             raise ValueError("no such model")
