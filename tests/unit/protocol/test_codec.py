@@ -76,7 +76,7 @@ def test_a_large_frame_does_not_keep_its_buffer() -> None:
 
 def test_sizes_are_limited_at_both_ends() -> None:
     frame = bytes(FrameEncoder(EPOCH).encode(MESSAGES))
-    with pytest.raises(FrameTooLargeError, match=rf"11 messages takes {len(frame)} bytes, the limit is 100"):
+    with pytest.raises(FrameTooLargeError, match=rf"12 messages takes {len(frame)} bytes, the limit is 100"):
         FrameEncoder(EPOCH, max_bytes=100).encode(MESSAGES)
     with pytest.raises(BadFrameError, match="its size is not within 2 and 100"):
         FrameDecoder(EPOCH, max_bytes=100).decode(frame)
