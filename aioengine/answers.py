@@ -5,7 +5,7 @@ Everything here is built from what a row of the engine knows; nothing here waits
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NotRequired, SupportsIndex, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Literal, NotRequired, Protocol, SupportsIndex, TypedDict, cast, overload
 
 from msgspec import Struct
 
@@ -213,7 +213,7 @@ class RowFacts(Struct, gc=False):
         }
 
 
-class Piece(Struct, gc=False):
+class Piece(Protocol):
     """Text and ids of one row with the offset of their beginning; ``finished`` with its last piece.
 
     ``delivered_at``: when the end of the row came to the frontend.
@@ -229,12 +229,17 @@ class Piece(Struct, gc=False):
 
 def chunk(facts: RowFacts, piece: Piece) -> Chunk:
     """The public form of a piece of a stream."""
+    token_ids, token_offset = piece.token_ids, piece.token_offset
+    info = facts.common_info.copy()
+    info["completion_tokens"] = token_offset + len(token_ids)
+    if piece.finished is not None:
+        _add_end(info, facts, piece, piece.finished)
     made: Chunk = {
         "text": piece.text,
-        "output_ids": piece.token_ids,
-        "meta_info": _meta_info(facts, piece),
+        "output_ids": token_ids,
+        "meta_info": info,
         "text_offset": piece.text_offset,
-        "token_offset": piece.token_offset,
+        "token_offset": token_offset,
     }
     if facts.index is not None:
         made["index"] = facts.index
@@ -245,26 +250,25 @@ def chunk(facts: RowFacts, piece: Piece) -> Chunk:
 
 def answer(facts: RowFacts, piece: Piece) -> Answer:
     """The public form of a row that was read as a whole."""
-    info = cast("MetaInfo", _meta_info(facts, piece))  # whole: its request is finished
-    made: Answer = {"text": piece.text, "output_ids": piece.token_ids, "meta_info": info}
+    info = facts.common_info.copy()
+    info["completion_tokens"] = len(piece.token_ids)
+    if piece.finished is not None:
+        _add_end(info, facts, piece, piece.finished)
+    whole = cast("MetaInfo", info)  # its request is finished
+    made: Answer = {"text": piece.text, "output_ids": piece.token_ids, "meta_info": whole}
     if facts.shows_prompt:
         made["prompt_token_ids"] = facts.prompt_token_ids
     return made
 
 
-def _meta_info(facts: RowFacts, piece: Piece) -> ChunkInfo:
-    num_output = piece.token_offset + len(piece.token_ids)
-    made = facts.common_info.copy()
-    made["completion_tokens"] = num_output
-    finished = piece.finished
-    if finished is not None:
-        made["finish_reason"] = finish_reason(finished, num_output)
-        made["cached_tokens"] = finished.num_cached
-        made["cached_tokens_details"] = {"device": finished.num_cached, "host": 0}
-        made["num_preemptions"] = made["num_retractions"] = finished.num_preemptions
-        made["e2e_latency"] = piece.delivered_at - facts.called_at
-        made["timings"] = _timings(facts, finished, piece.delivered_at)
-    return made
+def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: Finished) -> None:
+    """What is known of a request at its end alone."""
+    info["finish_reason"] = finish_reason(finished, info["completion_tokens"])
+    info["cached_tokens"] = finished.num_cached
+    info["cached_tokens_details"] = {"device": finished.num_cached, "host": 0}
+    info["num_preemptions"] = info["num_retractions"] = finished.num_preemptions
+    info["e2e_latency"] = piece.delivered_at - facts.called_at
+    info["timings"] = _timings(facts, finished, piece.delivered_at)
 
 
 def _timings(facts: RowFacts, finished: Finished, delivered_at: float) -> Timings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from asyncio import get_running_loop
 from collections.abc import Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -98,13 +99,16 @@ class Generation(Coroutine[object, None, Result]):
         reader = self._reader
         while True:
             if not reader.ready:
-                waiter = self._waiter()
+                loop = get_running_loop()
+                waiter = reader.wait_here(loop) if loop is self._home else self._waiter(loop)
                 if waiter is not None:
                     try:
-                        await waiter
+                        chunk = await waiter
                     except BaseException:
                         reader.leave()
                         raise
+                    if chunk is not None:
+                        return chunk
             try:
                 chunk = reader.take()
             except EndOfOutput:
@@ -128,7 +132,9 @@ class Generation(Coroutine[object, None, Result]):
 
     async def _changed(self, *, for_begin: bool = False) -> None:
         """Wait until there may be something new. A reader that is cancelled here leaves for good."""
-        waiter = self._waiter(for_begin=for_begin)
+        loop = get_running_loop()
+        is_here = loop is self._home and not for_begin
+        waiter = self._reader.wait_here(loop) if is_here else self._waiter(loop, for_begin=for_begin)
         if waiter is None:
             return
         try:
@@ -137,20 +143,18 @@ class Generation(Coroutine[object, None, Result]):
             self._reader.leave()
             raise
 
-    def _waiter(self, *, for_begin: bool = False) -> asyncio.Future[None] | None:
+    def _waiter(
+        self, loop: asyncio.AbstractEventLoop, *, for_begin: bool = False
+    ) -> asyncio.Future[Chunk | None] | None:
         """What to wait for until there may be something new, or None where there is."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        if loop is self._home:
-            is_waiting = self._reader.wait_here(future, for_begin=for_begin)
-        elif self._is_bound:
+        if self._is_bound and loop is not self._home:
             raise WrongLoopError(
                 "this generation belongs to the event loop on which its AsyncEngine was started; "
                 "use Engine to call from several loops"
             )
-        else:
-            is_waiting = self._reader.wait(partial(_resolve_elsewhere, loop, future), for_begin=for_begin)
-        return future if is_waiting else None
+        future: asyncio.Future[Chunk | None] = loop.create_future()
+        wake = partial(resolve, future) if loop is self._home else partial(_resolve_elsewhere, loop, future)
+        return future if self._reader.wait(wake, for_begin=for_begin) else None
 
     # ------------------------------------------------------------ the coroutine protocol, one driver for each task
 
@@ -203,7 +207,7 @@ class Stream(Generation["Stream"]):
     __slots__ = ()
 
 
-def _resolve_elsewhere(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+def _resolve_elsewhere(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Chunk | None]) -> None:
     """Wake a reader on another loop; one whose loop is closed will never read again."""
     with contextlib.suppress(RuntimeError):  # closed
         loop.call_soon_threadsafe(resolve, future)

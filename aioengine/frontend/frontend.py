@@ -168,12 +168,13 @@ class Frontend:
                     call = self.calls.by_output.get(row.output)
                     if call is not None and row.output.is_over:
                         self._life.settle(call)
-                    elif call is not None and row.output.wants_feed and not row.output.is_stream:
+                    elif call is not None and row.output.wants_feed:
                         self._life.feeder.feed(call)
             elif isinstance(message, Stats):
                 self.last_stats = message
             elif isinstance(message, Reply):
                 self.controls.answer(message)
+        self.router.wake()
 
     def fail(self, error: EngineError) -> None:
         """The engine is dead, stalled or closed: every call that waits, and every later one, gets ``error``."""

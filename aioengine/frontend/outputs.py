@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from aioengine import answers
-from aioengine.answers import Answer, BatchOutput, Chunk, Piece
+from aioengine.answers import Answer, BatchOutput, Chunk
 from aioengine.errors import RequestError
 
 if TYPE_CHECKING:
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Finished
 
 MAX_UNJOINED_TEXTS = 64
-_NO_IDS: list[int] = []
-"""Stands for an empty list and is never added to."""
 
 
-def resolve(waiter: asyncio.Future[None]) -> None:
+def resolve(waiter: asyncio.Future[Chunk | None]) -> None:
     """Wake who waits, unless it was cancelled meanwhile."""
     if not waiter.done():
         waiter.set_result(None)
@@ -63,12 +61,14 @@ class RowStream:
 
     Attributes:
         position: its place in the call. uid: the engine's number of it, -1 before it was submitted.
+        text_offset, token_offset: what was read, in characters and ids; ``token_ids``: the ids that were not.
         finished: its end, once that came; ``error`` where it has no answer.
+        is_queued: it stands in ``ready`` of its call (or never will, since its call is no stream).
     """
 
     __slots__ = (
-        "delivered_at", "error", "facts", "finished", "is_queued", "more_texts", "num_chars", "num_ids", "output",
-        "position", "text", "token_ids", "uid",
+        "delivered_at", "error", "facts", "finished", "is_queued", "more_texts", "output", "position", "text",
+        "text_offset", "token_ids", "token_offset", "uid",
     )  # fmt: skip
 
     def __init__(self, output: CallOutput, position: int, facts: RowFacts) -> None:
@@ -79,45 +79,43 @@ class RowStream:
         self.finished: Finished | None = None
         self.error: RowError | None = None
         self.delivered_at = 0.0
-        self.is_queued = False
-        self.num_chars = 0
-        self.num_ids = 0
+        self.is_queued = not output.is_stream
+        self.text_offset = 0
+        self.token_offset = 0
         self.text = ""
         self.more_texts: list[str] = []
-        self.token_ids = _NO_IDS
+        self.token_ids: list[int] = []
 
-    def put(self, text: str, token_ids: list[int]) -> None:
-        """Add what is new and wake the reader of a stream. Under the lock, before the end."""
-        if self.token_ids:
-            self.token_ids += token_ids
-        else:
-            self.token_ids = token_ids
+    def put(self, text: str, token_ids: list[int]) -> bool:
+        """Add what is new; whether readers are to be told (``CallOutput.wake``). Under the lock, before the end."""
+        self.token_ids += token_ids
         if not self.text:
             self.text = text
         elif text:
             self.more_texts.append(text)
             if len(self.more_texts) == MAX_UNJOINED_TEXTS:
                 self.more_texts = ["".join(self.more_texts)]
-        if not self.is_queued:
-            output = self.output
-            if output.is_stream:
-                self.is_queued = True
-                output.ready.append(self)
-                if output.waiter is not None or output.wakers:
-                    output.wake()
+        if self.is_queued:
+            return False
+        self.is_queued = True
+        self.output.ready.append(self)
+        return True
 
-    def take(self) -> Piece:
-        """Everything unread as one piece. Under the lock."""
-        text, token_ids = self.text, self.token_ids
+    def take(self) -> Chunk:
+        """Everything unread as one chunk. Under the lock, for the first of ``ready``."""
         if self.more_texts:
-            text += "".join(self.more_texts)
-            self.more_texts = []
-        piece = Piece(text, token_ids, self.num_chars, self.num_ids, self.finished, self.delivered_at)
-        self.num_chars += len(text)
-        self.num_ids += len(token_ids)
-        self.text, self.token_ids = "", _NO_IDS
+            self.join()
+        made = answers.chunk(self.facts, self)
+        self.text_offset += len(self.text)
+        self.token_offset += len(self.token_ids)
+        self.text, self.token_ids = "", []
         self.is_queued = False
-        return piece
+        return made
+
+    def join(self) -> None:
+        """Make one text of those that came."""
+        self.text += "".join(self.more_texts)
+        self.more_texts = []
 
 
 class CallOutput:
@@ -128,7 +126,8 @@ class CallOutput:
         num_held: rows begun whose end was not read yet (what bounds the feeding of a batch).
         error: what the whole call ended with. is_left: nobody reads any more.
         is_begun: its first rows are on their way. wants_feed: rows wait for ``num_held`` to fall.
-        waiter, wakers: readers that wait, one on the engine's own loop, others elsewhere.
+        ready: rows of a stream that have something to read.
+        waiter, wakers: readers that wait, one on the engine's own loop for a chunk, others for news.
         results: answers (or exceptions) by position, where the call is no stream.
     """
 
@@ -151,7 +150,7 @@ class CallOutput:
         self.error: BaseException | None = None
         self.ready: deque[RowStream] = deque()
         self.results: list[Answer | BaseException | None] = [] if is_stream else [None] * num_rows
-        self.waiter: asyncio.Future[None] | None = None
+        self.waiter: asyncio.Future[Chunk | None] | None = None
         self.wakers: list[Callable[[], None]] = []
 
     @property
@@ -192,9 +191,11 @@ class CallOutput:
             self.fail(row.error)
         elif self.is_stream:
             row.put("", [])
+            self.wake()
         else:
             self.num_held -= 1
-            self.results[row.position] = row.error or answers.answer(row.facts, row.take())
+            row.join()
+            self.results[row.position] = row.error or answers.answer(row.facts, row)
             if self.num_open == 0:
                 self.wake()
 
@@ -205,16 +206,23 @@ class CallOutput:
             self.wake()
 
     def wake(self) -> None:
-        """Wake every reader that waits: the one on the engine's loop, and those elsewhere."""
+        """Wake every reader that waits. The first on the engine's loop gets its chunk along with that."""
         waiter = self.waiter
         if waiter is not None:
             self.waiter = None
             if not waiter.done():
-                waiter.set_result(None)
+                waiter.set_result(self.take() if self.ready else None)
         if self.wakers:
             wakers, self.wakers = self.wakers, []
             for wake in wakers:
                 wake()
+
+    def take(self) -> Chunk:
+        """The next chunk of a stream that has one."""
+        row = self.ready.popleft()
+        if row.finished is not None:
+            self.num_held -= 1
+        return row.take()
 
 
 class Reader:
@@ -255,21 +263,17 @@ class Reader:
             if output.is_left:
                 raise EndOfOutput
             if output.ready:
-                row = output.ready.popleft()
-                piece = row.take()
-            elif not output.is_stream:
-                raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
-            elif output.error is not None:
-                raise output.error.with_traceback(None)
-            elif output.num_open == 0:
-                raise EndOfOutput
-            else:
-                return None
-            if piece.finished is not None:
-                output.num_held -= 1
-                if output.wants_feed:
+                chunk = output.take()
+                if output.wants_feed and chunk["meta_info"]["finish_reason"] is not None:
                     self._calls.feed(output)
-        return answers.chunk(row.facts, piece)
+                return chunk
+            if not output.is_stream:
+                raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
+            if output.error is not None:
+                raise output.error.with_traceback(None)
+            if output.num_open == 0:
+                raise EndOfOutput
+            return None
 
     def begun(self) -> bool:
         """Whether a stream is on its way; raises what went wrong before it was."""
@@ -312,17 +316,20 @@ class Reader:
             output.wakers.append(wake)
             return True
 
-    def wait_here(self, waiter: asyncio.Future[None], *, for_begin: bool = False) -> bool:
-        """As ``wait``, for a future of the engine's own loop."""
+    def wait_here(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Chunk | None] | None:
+        """What to await on the engine's own loop: a chunk where the stream has one, None for other news.
+
+        None at once where there is something to take already. Takes no lock: whoever writes runs on this loop too.
+        """
         output = self._output
-        with self._lock:
-            if output.ready or output.is_over or (for_begin and output.is_begun):
-                return False
-            if output.waiter is None:
-                output.waiter = waiter
-            else:
-                output.wakers.append(partial(resolve, waiter))
-            return True
+        if output.ready or output.is_over:
+            return None
+        waiter: asyncio.Future[Chunk | None] = loop.create_future()
+        if output.waiter is None:
+            output.waiter = waiter
+        else:
+            output.wakers.append(partial(resolve, waiter))
+        return waiter
 
     def leave(self) -> None:
         """Nobody will read the rest. Harmless after the end, and twice."""

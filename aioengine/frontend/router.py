@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import threading
 
-    from aioengine.frontend.outputs import RowStream
+    from aioengine.frontend.outputs import CallOutput, RowStream
     from aioengine.protocol.messages import TextChunks
+
+
+MAX_WOKEN = 128
+"""Readers that are told in one turn of the loop. They read in the next: what they make is gone before the others are
+told, so a thousand streams set off no garbage collection at every step, and no turn is long."""
 
 
 class Router:
@@ -23,19 +29,21 @@ class Router:
         self.rows: dict[int, RowStream] = {}
         self.num_detokenizing = 0
         self._lock = lock
+        self._fresh: list[CallOutput] = []
 
     def deliver(self, chunks: TextChunks) -> list[RowStream]:
-        """Hand out one frame; returns the rows that it ended."""
-        rows = self.rows
+        """Put one frame into the slots of its rows; returns the rows that it ended. ``wake`` tells their readers."""
+        rows, fresh = self.rows, self._fresh
         ended: list[RowStream] = []
         with self._lock:
             token_ids = chunks.token_ids
             start = 0
             for uid, text, count in zip(chunks.uids, chunks.texts, chunks.counts, strict=True):
                 row = rows.get(uid)
-                if row is not None:
-                    row.put(text, token_ids[start : start + count])
-                start += count
+                end = start + count
+                if row is not None and row.put(text, token_ids[start:end]):
+                    fresh.append(row.output)
+                start = end
             if chunks.finished:
                 now = time.monotonic()
                 for finished in chunks.finished:
@@ -45,3 +53,16 @@ class Router:
                         ended.append(row)
         self.num_detokenizing = chunks.num_open
         return ended
+
+    def wake(self) -> None:
+        """Tell some readers what is new, and the others when these have read.
+
+        What frames bring meanwhile is merged with what still waits.
+        """
+        fresh = self._fresh
+        with self._lock:
+            for output in fresh[:MAX_WOKEN]:
+                output.wake()
+        del fresh[:MAX_WOKEN]
+        if fresh:
+            asyncio.get_running_loop().call_soon(self.wake)

@@ -3,10 +3,23 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec import Struct
 
-from aioengine.answers import BatchOutput, FinishReason, Piece, RowFacts, answer, chunk, error, finish_reason
+from aioengine.answers import BatchOutput, FinishReason, RowFacts, answer, chunk, error, finish_reason
 from aioengine.errors import RequestError, RequestTooLargeError
 from aioengine.protocol.messages import FinishCode, Finished
+
+
+class Piece(Struct):
+    """What a row has to give."""
+
+    text: str
+    token_ids: list[int]
+    text_offset: int
+    token_offset: int
+    finished: Finished | None
+    delivered_at: float
+
 
 FACTS = RowFacts(rid="x", index=None, seed=5, called_at=10.0, tokenize_s=1.0, prompt_token_ids=[1, 2, 3])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -11,8 +13,11 @@ from hypothesis import strategies as st
 from aioengine.answers import RowFacts
 from aioengine.errors import EngineDeadError, RequestError
 from aioengine.frontend.outputs import MAX_UNJOINED_TEXTS, CallOutput, EndOfOutput, Reader, RowStream
-from aioengine.frontend.router import Router
+from aioengine.frontend.router import MAX_WOKEN, Router
 from aioengine.protocol.messages import FinishCode, Finished, TextChunks
+
+if TYPE_CHECKING:
+    from aioengine.answers import Chunk
 
 
 class Notes:
@@ -45,6 +50,11 @@ class Slot:
         self.lock = threading.Lock()
         self.reader = Reader(self.output, lock=self.lock, calls=self.notes)
         self.rows = [self.output.add_row(position, _facts(position, num_rows)) for position in range(num_rows)]
+
+    def put(self, row: RowStream, text: str, token_ids: list[int]) -> None:
+        """As a frame does it: put, then tell."""
+        if row.put(text, token_ids):
+            self.output.wake()
 
     def end(self, row: RowStream, code: FinishCode = FinishCode.LENGTH) -> None:
         self.output.end_row(row, Finished(0, code, message="broke"), 1.0)
@@ -107,8 +117,8 @@ class TestWaking:
         slot = Slot()
         calls: list[int] = []
         assert slot.reader.wait(lambda: calls.append(1))
-        slot.rows[0].put("a", [1])
-        slot.rows[0].put("b", [2])
+        slot.put(slot.rows[0], "a", [1])
+        slot.put(slot.rows[0], "b", [2])
         assert calls == [1]
         assert not slot.reader.wait(lambda: calls.append(2))
 
@@ -117,7 +127,7 @@ class TestWaking:
         calls: list[int] = []
         assert slot.reader.wait(lambda: calls.append(1))
         assert slot.reader.wait(lambda: calls.append(2))
-        slot.rows[0].put("a", [1])
+        slot.put(slot.rows[0], "a", [1])
         assert calls == []
         slot.end(slot.rows[0])
         assert calls == [1, 2]
@@ -196,6 +206,62 @@ class TestLeaving:
         assert slot.notes.asked == ["feed"]
 
 
+async def wait_here(slot: Slot) -> asyncio.Future[Chunk | None]:
+    waiter = slot.reader.wait_here(asyncio.get_running_loop())
+    assert waiter is not None
+    return waiter
+
+
+class TestHandingOver:
+    """A reader on the engine's own loop gets its chunk with the call that wakes it."""
+
+    async def test_the_chunk_comes_with_the_news(self) -> None:
+        slot = Slot()
+        waiter = await wait_here(slot)
+        slot.put(slot.rows[0], "a", [1])
+        slot.put(slot.rows[0], "b", [2])
+        chunk = waiter.result()
+        assert chunk is not None
+        assert (chunk["text"], chunk["output_ids"], chunk["token_offset"]) == ("a", [1], 0)
+        assert slot.reader.wait_here(asyncio.get_running_loop()) is None
+        rest = slot.reader.take()
+        assert rest is not None
+        assert (rest["text"], rest["output_ids"], rest["token_offset"]) == ("b", [2], 1)
+
+    async def test_a_reader_that_was_cancelled_takes_no_chunk_along(self) -> None:
+        slot = Slot()
+        (await wait_here(slot)).cancel()
+        slot.put(slot.rows[0], "a", [1])
+        chunk = slot.reader.take()
+        assert chunk is not None
+        assert chunk["text"] == "a"
+
+    async def test_one_reader_has_the_chunk_and_the_others_the_news(self) -> None:
+        slot = Slot()
+        waiters = [await wait_here(slot) for _ in range(3)]
+        slot.put(slot.rows[0], "a", [1])
+        assert [waiter.done() and waiter.result() is not None for waiter in waiters] == [True, False, False]
+        assert all(waiter.done() for waiter in waiters)
+
+    async def test_who_waits_for_the_beginning_takes_nothing(self) -> None:
+        slot = Slot()
+        assert slot.reader.wait(lambda: None, for_begin=True)
+        slot.put(slot.rows[0], "a", [1])
+        assert slot.reader.take() is not None
+
+    @pytest.mark.parametrize("how", ["error", "leaving", "end of the rows"])
+    async def test_ends_are_news_without_a_chunk(self, how: str) -> None:
+        slot = Slot(is_stream=how != "end of the rows")
+        waiter = await wait_here(slot)
+        if how == "error":
+            slot.output.fail(EngineDeadError("scheduler", pid=1, exit_code=1))
+        elif how == "leaving":
+            slot.output.wake()
+        else:
+            slot.end(slot.rows[0])
+        assert waiter.result() is None
+
+
 class TestRouter:
     def test_a_frame_reaches_its_rows(self) -> None:
         slot = Slot(3)
@@ -209,3 +275,34 @@ class TestRouter:
         assert (slot.rows[0].text, slot.rows[0].token_ids) == ("", [4])
         assert set(router.rows) == {7, 9}
         assert router.num_detokenizing == 2
+
+    async def test_frames_that_come_together_are_one_chunk_with_the_end(self) -> None:
+        slot = Slot()
+        router = Router(slot.lock)
+        router.rows = {7: slot.rows[0]}
+        waiter = await wait_here(slot)
+        router.deliver(TextChunks([7], ["a"], [1], [1]))
+        router.deliver(TextChunks([7], ["b"], [1], [2], [Finished(7, FinishCode.LENGTH)]))
+        chunk = waiter.result()
+        assert chunk is not None
+        assert (chunk["text"], chunk["meta_info"]["finish_reason"]) == ("ab", "length")
+        router.wake()
+        assert slot.reader.wait_here(asyncio.get_running_loop()) is None
+
+    async def test_readers_are_told_some_at_a_time_and_all_in_the_end(self) -> None:
+        slots = [Slot() for _ in range(2 * MAX_WOKEN + 1)]
+        router = Router(slots[0].lock)
+        router.rows = {uid: slot.rows[0] for uid, slot in enumerate(slots)}
+        waiters = [await wait_here(slot) for slot in slots]
+        count = len(slots)
+        router.deliver(TextChunks(list(range(count)), ["a"] * count, [1] * count, [1] * count))
+        assert sum(waiter.done() for waiter in waiters) == 0
+        router.wake()
+        assert [waiter.done() for waiter in waiters] == [True] * MAX_WOKEN + [False] * (MAX_WOKEN + 1)
+        router.deliver(TextChunks([0, count - 1], ["b", "b"], [1, 1], [2, 2]))  # meanwhile, another step
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert all(waiter.done() for waiter in waiters)
+        last = waiters[-1].result()
+        assert last is not None
+        assert last["text"] == "ab"
