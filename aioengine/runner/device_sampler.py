@@ -14,16 +14,19 @@ import torch
 
 from aioengine.kernels._triton_sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.logits import LogitsRow
+from aioengine.runner.logits.penalties import Penalties
+from aioengine.runner.token_counts import TokenCounts
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.runner.logits import LogitsProcessor
-    from aioengine.runner.rows import SampledRows
-    from aioengine.runner.upload import Upload
+    from aioengine.runner.rows import RowTable, SampledRows
 
-_CHUNK_ROWS = 256
+CHUNK_ROWS = 256
+"""Rows that are worked on at once: bounds the scratch memory."""
+
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _HIGH_SHIFT = np.uint64(32)
 
@@ -50,28 +53,30 @@ class DeviceSampler:
     """Draws tokens below ``vocab_size``; logits of ``num_embeddings`` may be wider, the rest is never drawn."""
 
     def __init__(
-        self, *, vocab_size: int, device: torch.device, processors: tuple[LogitsProcessor, ...], upload: Upload
+        self, *, vocab_size: int, num_embeddings: int, table: RowTable, processors: tuple[LogitsProcessor, ...]
     ) -> None:
         self._vocab_size = vocab_size
         self._processors = processors
-        self._device = device
-        self._upload = upload
-        self._kernels = SamplingKernels(max_rows=_CHUNK_ROWS, vocab_size=vocab_size, device=device)
+        self._device = table.last_tokens.device
+        self._upload = table.upload
+        self._counts = TokenCounts(table, width=num_embeddings, device=self._device)
+        self._kernels = SamplingKernels(max_rows=CHUNK_ROWS, vocab_size=vocab_size, device=self._device)
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
         """One token id for each row of the logits [S, >= V], as [S] int64 on their device; -1 for a bad row."""
         num_rows = len(logits)
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=self._device)
-        if rows.records["processors"].any():
-            logits = self._process(logits, rows)
         columns = np.empty((NUM_COLUMNS, num_rows), dtype=np.int32)
         draw_words(rows, columns)
         words = self._upload(columns)
         is_truncated = rows.records["is_truncated"] & ~rows.records["is_greedy"]
-        for start in range(0, num_rows, _CHUNK_ROWS):
-            part = slice(start, start + _CHUNK_ROWS)
+        for start in range(0, num_rows, CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
+            scores = logits[part]
+            if rows.records["processors"][part].any():
+                scores = self._process(scores, rows, start)
             rules = self._rules(rows, np.flatnonzero(is_truncated[part]), start)
-            self._kernels.sample(logits[part], Draws(words[:, part], rules), token_ids[part])
+            self._kernels.sample(scores, Draws(words[:, part], rules), token_ids[part])
         return token_ids
 
     def _rules(
@@ -87,17 +92,24 @@ class DeviceSampler:
             self._upload(records["min_p"].astype(np.float32)),
         )
 
-    def _process(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """The logits after the processors, fp32, in memory of their own."""
-        scores = logits[:, : self._vocab_size].float()
-        bits = rows.records["processors"]
+    def _process(self, logits: Tensor, rows: SampledRows, start: int) -> Tensor:
+        """The logits of the rows from ``start`` on after the processors, fp32, in memory of their own.
+
+        They have their whole width: a request may name tokens that are never drawn.
+        """
+        scores = logits.float()
+        bits = rows.records["processors"][start : start + len(logits)]
         for i, processor in enumerate(self._processors):
-            users = np.flatnonzero(bits >> i & 1).tolist()
-            if users:
-                processor.apply(scores, [_logits_row(rows, user) for user in users])
+            users = np.flatnonzero(bits >> i & 1)
+            if not users.size:
+                continue
+            if isinstance(processor, Penalties):
+                self._counts.apply(scores, rows, users, start)
+            else:
+                processor.apply(scores, [_logits_row(rows, start, user) for user in users.tolist()], self._upload)
         return scores
 
 
-def _logits_row(rows: SampledRows, row: int) -> LogitsRow:
-    request = rows.requests[row]
-    return LogitsRow(row, request.sampling, request.num_prompt, int(rows.positions[row]), request.history)
+def _logits_row(rows: SampledRows, start: int, index: int) -> LogitsRow:
+    request = rows.requests[start + index]
+    return LogitsRow(index, request.sampling, request.num_prompt, int(rows.positions[start + index]), None)

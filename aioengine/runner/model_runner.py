@@ -259,7 +259,7 @@ def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProces
         raise ValueError(message)
     module = importlib.import_module("aioengine.runner.device_sampler")
     sampler: _Samples = module.DeviceSampler(
-        vocab_size=vocab_size, device=parts.device, processors=processors, upload=table.upload
+        vocab_size=vocab_size, num_embeddings=num_embeddings, table=table, processors=processors
     )
     return sampler
 

@@ -50,13 +50,18 @@ _SEED_MASK = (1 << 64) - 1
 
 @dataclass(slots=True)
 class RequestRow:
-    """An open request. ``history``: its tokens on the device, [more than there are] int64, where penalties read it."""
+    """An open request.
+
+    history: on the CPU its tokens, [more than there are] int64, where penalties read them. token_ids: on a GPU, where
+    ``runner.token_counts`` counts them, those that it was opened with; else empty.
+    """
 
     uid: int
     slot: int
     sampling: Sampling
     num_prompt: int
     history: Tensor | None
+    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +112,13 @@ class RowTable:
         if not self._free_slots:
             self._grow()
         slot = self._free_slots.pop()
-        history = None
+        history, token_ids = None, list[int]()
         if opened.sampling.has_penalties:
-            history = torch.tensor([*opened.token_ids, *[0] * 64], dtype=torch.int64, device=self.last_tokens.device)
-        request = RequestRow(opened.uid, slot, opened.sampling, opened.num_prompt, history)
+            if self.last_tokens.is_cuda:
+                token_ids = opened.token_ids
+            else:
+                history = torch.tensor([*opened.token_ids, *[0] * 64], dtype=torch.int64)
+        request = RequestRow(opened.uid, slot, opened.sampling, opened.num_prompt, history, token_ids)
         self.requests[opened.uid] = request
         self.sampling[slot] = self._record(opened.sampling)
         self.num_pages[slot] = 0

@@ -98,7 +98,7 @@ class Sampler:
         for i, processor in enumerate(self._processors):
             users = np.flatnonzero(bits >> i & 1).tolist()
             if users:
-                processor.apply(scores_SW, [_logits_row(rows, int(chunk[user]), user) for user in users])
+                processor.apply(scores_SW, [_logits_row(rows, int(chunk[user]), user) for user in users], self._upload)
         return scores_SW
 
     def _probabilities(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class PinnedUpload:
     def __call__(self, column: npt.NDArray[np.generic], /) -> Tensor:
         column = np.ascontiguousarray(column)
         if column.nbytes > _SEGMENT_BYTES:
-            return torch.from_numpy(column).to(self._device)
+            return torch.from_numpy(column).pin_memory().to(self._device, non_blocking=True)
         if self._used + column.nbytes > _SEGMENT_BYTES:
             self._next_segment()
         start, end = self._used, self._used + column.nbytes

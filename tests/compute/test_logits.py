@@ -37,7 +37,7 @@ def test_repetition_penalty_is_that_of_transformers(logits: torch.Tensor, penalt
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(tokens), logits[:2].clone())
     sampling = Sampling(0, repetition_penalty=penalty)
     before = logits.clone()
-    Penalties().apply(logits, [row(0, sampling, tokens[0], 3), row(1, sampling, tokens[1], 1)])
+    Penalties().apply(logits, [row(0, sampling, tokens[0], 3), row(1, sampling, tokens[1], 1)], torch.from_numpy)
     assert torch.equal(logits[:2], expected)
     assert torch.equal(logits[2:], before[2:])
 
@@ -54,6 +54,7 @@ def test_frequency_and_presence_count_output_tokens_alone(logits: torch.Tensor) 
                 row(3, Sampling(0, presence_penalty=-1.0), [1, 1, 2, 1], 2),
                 row(2, Sampling(0, frequency_penalty=2.0), [1, 1, 2, 1], 4),
             ],
+            torch.from_numpy,
         )
         expected = before.clone()
         expected[1, 4] -= 3 * 0.5 + 0.25
@@ -65,15 +66,17 @@ def test_frequency_and_presence_count_output_tokens_alone(logits: torch.Tensor) 
 def test_counts_come_before_repetition(logits: torch.Tensor) -> None:
     logits[0, 4] = 1.0
     sampling = Sampling(0, frequency_penalty=2.0, repetition_penalty=2.0)
-    Penalties().apply(logits, [row(0, sampling, [9, 4], 1)])
+    Penalties().apply(logits, [row(0, sampling, [9, 4], 1)], torch.from_numpy)
     assert logits[0, 4] == (1.0 - 2.0) * 2.0  # negative by then, so it is multiplied
 
 
 def test_bias_and_suppression_touch_their_rows_alone(logits: torch.Tensor) -> None:
     before = logits.clone()
-    Bias().apply(logits, [row(2, Sampling(0, bias_token_ids=(3, 0), logit_bias=(1.5, -100.0)), [1], 1)])
+    Bias().apply(
+        logits, [row(2, Sampling(0, bias_token_ids=(3, 0), logit_bias=(1.5, -100.0)), [1], 1)], torch.from_numpy
+    )
     suppressing = Sampling(0, min_new_tokens=2, suppressed_token_ids=(10, 11))
-    MinNewTokens().apply(logits, [row(0, suppressing, [1, 2], 1), row(1, suppressing, [1, 2, 3], 1)])
+    MinNewTokens().apply(logits, [row(0, suppressing, [1, 2], 1), row(1, suppressing, [1, 2, 3], 1)], torch.from_numpy)
     expected = before.clone()
     expected[2, 3] += 1.5
     expected[2, 0] -= 100.0

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
+    from aioengine.runner.upload import Upload
 
 ORDER = ("min_new_tokens", "penalties", "bias")
 """The processors, in the order in which they are applied."""
@@ -24,7 +25,8 @@ class LogitsRow:
     """A row of logits and the request that it belongs to.
 
     index: its row in the logits. num_tokens: tokens before the one that is sampled now, prompt and output.
-    history: [at least num_tokens] int64, the tokens; None for a request that ``Sampling.has_penalties`` is false for.
+    history: [at least num_tokens] int64, the tokens; None for a request that ``Sampling.has_penalties`` is false for,
+        and on a GPU.
     """
 
     index: int
@@ -45,8 +47,10 @@ class LogitsProcessor(Protocol):
         """Whether a request with these parameters ever needs it."""
         ...
 
-    def apply(self, logits: Tensor, rows: list[LogitsRow]) -> None:
-        """Change ``rows`` of the logits [S, W] fp32 in place."""
+    def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
+        """Change ``rows`` of the logits [S, W] fp32 in place. What they need of the host goes through ``upload``: a GPU
+        is not waited for.
+        """
         ...
 
 

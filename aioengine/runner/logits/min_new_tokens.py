@@ -5,31 +5,28 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
     from aioengine.runner.logits import LogitsRow
+    from aioengine.runner.upload import Upload
 
 
 class MinNewTokens:
     def wants(self, sampling: Sampling) -> bool:
         return sampling.min_new_tokens > 0 and bool(sampling.suppressed_token_ids)
 
-    def apply(self, logits: Tensor, rows: list[LogitsRow]) -> None:
+    def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
         early = [row for row in rows if row.num_output < row.sampling.min_new_tokens]
         if not early:
             return
-        ids = list(chain.from_iterable(row.sampling.suppressed_token_ids for row in early))
-        indices = [row.index for row in early for _ in row.sampling.suppressed_token_ids]
-        minus_infinity = torch.tensor(-torch.inf, device=logits.device)
-        logits.index_put_((_ids(indices, logits), _ids(ids, logits)), minus_infinity)
-
-
-def _ids(values: list[int], logits: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=logits.device)
+        ids = np.array(list(chain.from_iterable(row.sampling.suppressed_token_ids for row in early)), dtype=np.int64)
+        indices = np.array([row.index for row in early for _ in row.sampling.suppressed_token_ids], dtype=np.int64)
+        minus_infinity = upload(np.full(1, -np.inf, dtype=np.float32))
+        logits.index_put_((upload(indices), upload(ids)), minus_infinity)
 
 
 PLUGIN = MinNewTokens

@@ -1,4 +1,6 @@
-"""Frequency and presence penalties over the output, then the repetition penalty over prompt and output.
+"""Frequency and presence penalties over the output, then the repetition penalty over prompt and output: on the CPU.
+
+On a GPU ``runner.token_counts`` does this.
 
 The tokens of all rows are handled as one flat list of (row, id) pairs, of the length of the histories and not of the
 vocabulary. A pair that occurs several times is given the same new value each time, which does no harm.
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.messages import Sampling
     from aioengine.runner.logits import LogitsRow
+    from aioengine.runner.upload import Upload
 
 
 class Penalties:
@@ -26,7 +29,7 @@ class Penalties:
     def wants(self, sampling: Sampling) -> bool:
         return sampling.has_penalties
 
-    def apply(self, logits: Tensor, rows: list[LogitsRow]) -> None:
+    def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
         counted = [
             row
             for row in rows

@@ -1,0 +1,68 @@
+"""Penalties on a GPU, from tables of how often a request has which token.
+
+S rows of logits, X of which are penalized, N rows of the table of counts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IN_PROMPT = 1 << 30
+"""This bit of a count says that the prompt has the token; the bits below it, how often the output has it."""
+
+_BLOCK = 2048
+
+
+class PenalizedRows(NamedTuple):
+    """Columns [X] on the device: rows of the logits, rows of the counts (both int32), and the penalties (fp32)."""
+
+    rows: Tensor
+    places: Tensor
+    frequency: Tensor
+    presence: Tensor
+    repetition: Tensor
+
+
+@triton.jit(do_not_specialize=["logits_stride", "counts_stride"])
+def _penalties_kernel(
+    logits: tl.tensor,
+    logits_stride: tl.tensor,
+    counts: tl.tensor,
+    counts_stride: tl.tensor,
+    rows: tl.tensor,
+    places: tl.tensor,
+    frequencies: tl.tensor,
+    presences: tl.tensor,
+    repetitions: tl.tensor,
+    num_tokens: tl.tensor,
+    IN_PROMPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    index = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + index).to(tl.int64)
+    count = tl.load(counts + place * counts_stride + columns, mask=columns < num_tokens, other=0)
+    target = logits + tl.load(rows + index).to(tl.int64) * logits_stride + columns
+    x = tl.load(target, mask=count != 0, other=0.0)
+    num_output = (count % IN_PROMPT).to(tl.float32)
+    presence = tl.where(num_output > 0, tl.load(presences + index), 0.0)
+    x -= tl.load(frequencies + index) * num_output + presence
+    repetition = tl.load(repetitions + index)
+    tl.store(target, tl.where(x < 0, x * repetition, x / repetition), mask=count != 0)
+
+
+def penalize(logits: Tensor, counts: Tensor, rows: PenalizedRows) -> None:
+    """Frequency and presence penalties over the output, then the repetition penalty over prompt and output.
+
+    logits [S, V] fp32 are changed in place; counts [N, at least V] int32.
+    """
+    num_tokens = logits.shape[1]
+    _penalties_kernel[(len(rows.rows), triton.cdiv(num_tokens, _BLOCK))](
+        logits, logits.stride(0), counts, counts.stride(0), *rows, num_tokens, IN_PROMPT=IN_PROMPT, BLOCK=_BLOCK
+    )

@@ -1,0 +1,77 @@
+"""Penalties from counts on the device are those of the definition; Triton's interpreter runs the kernel here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+PROGRAM = """
+import numpy as np
+import torch
+
+from aioengine.protocol.messages import Sampling
+from aioengine.runner import logits as logits_processors
+from aioengine.runner.logits import LogitsRow
+from aioengine.runner.logits.penalties import Penalties
+from aioengine.runner.rows import RowTable
+from aioengine.runner.token_counts import TokenCounts
+from aioengine.scheduler.plan import OpenedRow
+
+WIDTH = 3000
+processors = logits_processors.load()
+table = RowTable(max_row_pages=4, num_pages=4, num_embeddings=WIDTH, device=torch.device("cpu"), processors=processors)
+generator = np.random.default_rng(0)
+samplings = [
+    Sampling(0, frequency_penalty=0.5, presence_penalty=0.25),
+    Sampling(0, repetition_penalty=1.3),
+    Sampling(0, presence_penalty=-1.0, repetition_penalty=0.7),
+]
+tokens = {}
+for uid in range(24):
+    tokens[uid] = generator.integers(0, 40, 3 + uid).tolist()
+    table.open(OpenedRow(uid, samplings[uid % 3], 2 + uid // 2, tokens[uid]))
+    table.requests[uid].token_ids = list(tokens[uid])  # as on a GPU
+counts = TokenCounts(table, width=WIDTH, device=torch.device("cpu"))
+for step in range(4):
+    if step == 2:  # another request in the slot of one that ended
+        table.close(5)
+        tokens[30] = [7, 7, 7, 8]
+        table.open(OpenedRow(30, samplings[0], 1, tokens[30]))
+        table.requests[30].token_ids = list(tokens[30])
+        del tokens[5]
+    requests = [table.requests[uid] for uid in tokens]
+    slots = np.array([request.slot for request in requests])
+    positions = np.array([len(ids) for ids in tokens.values()])
+    rows = table.sampled(requests, slots, positions)
+    logits = torch.from_numpy(generator.normal(size=(len(requests), WIDTH)).astype(np.float32)) * 3
+    expected = logits.clone()
+    users = np.arange(step, len(requests))  # rows of the step may be left out
+    reference = [
+        LogitsRow(int(user), requests[user].sampling, requests[user].num_prompt, len(ids), torch.tensor(ids))
+        for user, ids in enumerate(tokens.values())
+        if user in users
+    ]
+    Penalties().apply(expected, reference, torch.from_numpy)
+    first = 1 if step else 0
+    counts.apply(logits[first:], rows, users - first, first)
+    assert torch.allclose(logits, expected, rtol=1e-6, atol=1e-6), step
+    new = torch.from_numpy(generator.integers(0, 40, len(requests)))
+    for user in users.tolist():
+        list(tokens.values())[user].append(int(new[user]))
+    table.last_tokens[torch.from_numpy(slots)] = new
+"""
+
+
+@pytest.mark.slow
+def test_counts_on_the_device_give_the_same_logits() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
