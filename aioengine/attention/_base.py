@@ -31,7 +31,7 @@ class ForwardBatch:
     page_table: [R, P] int32, page ids of each row in order; entries beyond a row's pages are any valid page id.
     query_lengths: R host ints, tokens that a row computes in this step, at least 1.
     kv_lengths: R host ints, positions of the row that have K and V once this step has written its own.
-    sample_rows: [S] int64, indices into T of the tokens whose logits are wanted.
+    last_tokens: [R] int64, indices into T of the last token of each row.
     """
 
     input_ids: Tensor
@@ -40,7 +40,7 @@ class ForwardBatch:
     page_table: Tensor
     query_lengths: list[int]
     kv_lengths: list[int]
-    sample_rows: Tensor
+    last_tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

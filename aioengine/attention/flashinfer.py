@@ -140,7 +140,7 @@ class FlashInferAttention:
                 page_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
                 query_lengths=query_lengths,
                 kv_lengths=query_lengths,
-                sample_rows=torch.zeros(1, dtype=torch.int64, device=device),
+                last_tokens=torch.zeros(1, dtype=torch.int64, device=device),
             )
             q = torch.zeros(num_tokens, num_heads, head_size, dtype=self._shared.dtype, device=device)
             self.prepare(batch)

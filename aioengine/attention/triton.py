@@ -117,7 +117,7 @@ class TritonAttention:
                     page_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
                     query_lengths=[count],
                     kv_lengths=[count],
-                    sample_rows=ids,
+                    last_tokens=ids,
                 )
             )
             heads = torch.zeros(

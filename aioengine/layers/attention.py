@@ -51,7 +51,17 @@ class SelfAttention:
         self._qkv.finish_loading()
         self._output.finish_loading()
 
-    def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor], attention: AttentionBackend, layer: int) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        tables: tuple[Tensor, Tensor],
+        attention: AttentionBackend,
+        layer: int,
+        *,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """``wanted``: the tokens whose result is given, None for all; keys and values are kept of all."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         q, k, v = rotate_heads(heads, self._num_heads, tables, self._norms)
-        return self._output(attention.forward(q, k, v, layer))
+        attended = attention.forward(q, k, v, layer)
+        return self._output(attended if wanted is None else attended.index_select(0, wanted))

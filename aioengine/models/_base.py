@@ -49,8 +49,13 @@ class Model(Protocol):
         """Bring the weights into the form in which the kernels want them; ``weights()`` ends to be valid."""
         ...
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        """[T] ids and positions -> [T, D] hidden states after the last norm; ``attention`` is prepared."""
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
+    ) -> Tensor:
+        """[T] ids and positions -> [T, D] hidden states after the last norm; ``attention`` is prepared.
+
+        ``wanted``: indices into T of the tokens whose hidden states alone are given, in this order.
+        """
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

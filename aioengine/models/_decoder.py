@@ -173,14 +173,19 @@ class _Block:
         self._attention.finish_loading()
         self._mlp.finish_loading()
 
-    def __call__(self, x: Tensor, delta: Tensor | None, step: _Step, layer: int) -> Tensor:
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, step: _Step, layer: int, *, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """``x``: the residual stream, changed in place. ``delta``: what the block before gave, which x still lacks.
+        ``wanted``: the tokens that anything comes after; None: all.
 
-        Returns what is to be added to x next.
+        Returns the stream and what is to be added to it next.
         """
         normed = self._attention_norm(x) if delta is None else self._attention_norm.after(delta, x)
-        attended = self._attention(normed, step.tables, step.attention, layer)
-        return self._mlp(self._mlp_norm.after(attended, x))
+        attended = self._attention(normed, step.tables, step.attention, layer, wanted=wanted)
+        if wanted is not None:
+            x = x.index_select(0, wanted)
+        return x, self._mlp(self._mlp_norm.after(attended, x))
 
 
 class Decoder:
@@ -228,12 +233,15 @@ class Decoder:
         else:
             self._head.finish_loading()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
+    ) -> Tensor:
         step = _Step(self._rotary.tables(positions), attention)
         x = self._embedding(input_ids)
         delta: Tensor | None = None
         for layer, block in enumerate(self._blocks):
-            delta = block(x, delta, step, layer)
+            is_last = layer == len(self._blocks) - 1
+            x, delta = block(x, delta, step, layer, wanted=wanted if is_last else None)
         return self._norm(x) if delta is None else self._norm.after(delta, x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

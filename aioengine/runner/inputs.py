@@ -113,7 +113,7 @@ class InputBuilder:
             page_table=upload(page_table_RP),
             query_lengths=rows.counts.tolist(),
             kv_lengths=kv_lengths.tolist(),
-            sample_rows=upload(rows.token_ends[rows.samples] - 1),
+            last_tokens=upload(rows.token_ends - 1),
         )
 
     def _input_ids(self, rows: StepRows, num_tokens: int) -> Tensor:

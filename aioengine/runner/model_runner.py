@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+import numpy as np
 import torch
 
 from aioengine import models
@@ -217,16 +218,19 @@ class ModelRunner:
             return self._replay(self._graphs, rows)
         batch = self._inputs.build(rows)
         self._attention.prepare(batch)
-        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention)
-        if len(sampled) == len(batch.input_ids):
+        is_decode = len(batch.input_ids) == len(rows.requests)
+        wanted = None if is_decode else batch.last_tokens
+        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention, wanted)
+        if len(sampled) == len(rows.requests):
             return self._sample(hidden, self._table.sampled(sampled, rows.slots, rows.starts + rows.counts))
         # A bad number anywhere in a row has reached its last token through attention.
-        ends = self._table.upload(rows.token_ends[~rows.samples] - 1)
-        silent = torch.where(hidden[ends].isfinite().all(-1), 0, FAILED)
+        silent_rows = self._table.upload(np.flatnonzero(~rows.samples))
+        silent = torch.where(hidden[silent_rows].isfinite().all(-1), 0, FAILED)
         if not sampled:
             return silent
         slots, positions = rows.slots[rows.samples], (rows.starts + rows.counts)[rows.samples]
-        token_ids = self._sample(hidden[batch.sample_rows], self._table.sampled(sampled, slots, positions))
+        sampled_rows = self._table.upload(np.flatnonzero(rows.samples))
+        token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, slots, positions))
         return torch.cat([token_ids, silent])
 
     def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor:

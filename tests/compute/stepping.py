@@ -42,7 +42,7 @@ def make_batch(rows: list[tuple[int, int]], tables: list[list[int]], page_size: 
         page_table=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
         query_lengths=[count for _, count in rows],
         kv_lengths=[start + count for start, count in rows],
-        sample_rows=torch.arange(len(positions)),
+        last_tokens=torch.tensor([count for _, count in rows]).cumsum(0) - 1,
     )
 
 

@@ -168,6 +168,19 @@ def test_logits_are_the_same_bits_alone_and_in_any_batch_and_chunks(dtype: torch
         assert torch.equal(torch.stack(request.logits), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hidden_states_of_the_wanted_tokens_alone(dtype: torch.dtype) -> None:
+    model = random_model(dtype, 24)
+    stepper = Stepper(model)
+    batch = make_batch([(0, 40), (0, 7), (0, 1)], [[1, 2, 3], [4], [5]], 16)
+    ids = torch.randint(0, 300, batch.positions.shape)
+    stepper.attention.prepare(batch)
+    whole = model.forward(ids, batch.positions, stepper.attention)
+    assert batch.last_tokens.tolist() == [39, 46, 47]
+    wanted = model.forward(ids, batch.positions, stepper.attention, batch.last_tokens)
+    assert torch.equal(wanted, whole[batch.last_tokens])
+
+
 def test_prefix_computed_by_another_request_gives_the_same_bits() -> None:
     model = random_model(torch.bfloat16, 16)
     token_ids = torch.randint(0, 300, (100,)).tolist()

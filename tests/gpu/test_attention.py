@@ -33,7 +33,7 @@ def make_batch(rows: list[tuple[int, int]]) -> ForwardBatch:
         page_table=page_table.cuda(),
         query_lengths=[count for _, count in rows],
         kv_lengths=[start + count for start, count in rows],
-        sample_rows=torch.zeros(1, dtype=torch.int64, device="cuda"),
+        last_tokens=torch.zeros(1, dtype=torch.int64, device="cuda"),
     )
 
 

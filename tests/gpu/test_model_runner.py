@@ -99,7 +99,7 @@ def test_logits_in_bf16_are_as_near_as_those_of_transformers(model: tuple[Path, 
 
 
 def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
-    names = ("input_ids", "positions", "slot_mapping", "page_table", "sample_rows")
+    names = ("input_ids", "positions", "slot_mapping", "page_table", "last_tokens")
     return replace(batch, **{name: getattr(batch, name).to(device) for name in names})
 
 
