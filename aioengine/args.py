@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import Final
+from typing import Final, cast
 
 from msgspec import Struct
 
@@ -65,6 +65,29 @@ def _chunk(name: str, value: object) -> int:
     return size
 
 
+def _weights(name: str, value: object) -> dict[str, float]:
+    """Tenant -> weight; on the command line as "gold=3,free=1"."""
+    allowed = 'a dict of tenant to number, or "tenant=number,..."'
+    if isinstance(value, str):
+        entries = [entry.rpartition("=") for entry in value.split(",") if entry]
+        if not all(tenant and _is_number(weight) for tenant, _, weight in entries):
+            raise checks.wrong_value(name, allowed, value)
+        value = {tenant: float(weight) for tenant, _, weight in entries}
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type(name, allowed, value)
+    given = cast("Mapping[object, object]", value)
+    return {
+        checks.text(f"{name} keys", tenant, max_bytes=checks.MAX_TENANT_BYTES): checks.number(
+            f"{name}[{tenant!r}]", weight, 0, MAX_WEIGHT, above=True
+        )
+        for tenant, weight in given.items()
+    }
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal()
+
+
 _dtypes = _words(
     "auto",
     "bfloat16",
@@ -77,6 +100,7 @@ _dtypes = _words(
     fp32="float32",
 )
 _A_DAY: Final = 86400.0
+MAX_WEIGHT: Final = 1e6
 
 ARGUMENTS: Final[dict[str, Argument]] = {
     "model_path": Argument("model.path", "text", _text, "folder or hub id of the model (default: the demo model)"),
@@ -122,12 +146,18 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         _words("fcfs", "priority", "longest_prefix", lpm="longest_prefix"),
         "fcfs, longest_prefix (lpm) or priority",
     ),
+    "tenant_weights": Argument(
+        "scheduler.tenant_weights", "text", _weights, "tenant=weight,...: shares of the engine (default: 1 each)"
+    ),
     "disable_overlap_schedule": Argument(
         "scheduler.overlap", "switch", _negated, "read each step before the next is launched (a CPU always does)"
     ),
     "max_queued_requests": Argument("queue.max_requests", "whole", _whole(0), "requests that may wait (default: 4096)"),
     "max_queued_tokens": Argument(
         "queue.max_tokens", "whole", _whole(0), "prompt tokens that may wait (default: 4194304)"
+    ),
+    "max_queued_bytes": Argument(
+        "queue.max_bytes", "whole", _whole(0), "bytes of the prompts of open calls (default: 268435456)"
     ),
     "max_restarts": Argument("supervision.max_restarts", "whole", _whole(0), "restarts of a dead process (only 0 yet)"),
     "restart_window": Argument(

@@ -52,6 +52,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     chunk_tokens: int | None = None
     policy: str = "fcfs"
     overlap: bool = True
+    tenant_weights: dict[str, float] = {}
 
 
 class QueueConfig(Struct, frozen=True, kw_only=True):
@@ -59,6 +60,7 @@ class QueueConfig(Struct, frozen=True, kw_only=True):
 
     max_requests: int = 4096
     max_tokens: int = 4 * 1024 * 1024
+    max_bytes: int = 256 * 1024 * 1024
 
 
 class SupervisionConfig(Struct, frozen=True, kw_only=True):
@@ -115,7 +117,8 @@ class MemorySettings(Struct, frozen=True, kw_only=True):
 
 class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """What the scheduler may do in one step. ``chunk_tokens``: the token budget of a step; ``depth``: steps launched
-    before the first of them is collected, less one (0: no overlap); ``stats_interval_s``: between two snapshots.
+    before the first of them is collected, less one (0: no overlap); ``stats_interval_s``: between two snapshots;
+    ``tenant_weights``: shares of tenants, 1 for all others.
     """
 
     max_running: int
@@ -125,6 +128,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     prefix_cache: bool
     depth: int
     stats_interval_s: float = 0.1
+    tenant_weights: dict[str, float] = {}
 
 
 class RunnerSettings(Struct, frozen=True, kw_only=True):

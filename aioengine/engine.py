@@ -7,6 +7,7 @@ import contextlib
 import os
 import warnings
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from aioengine import signatures
@@ -205,7 +206,7 @@ class AsyncEngine:
         Awaiting it raises ``RequestTooLargeError`` where the prompt does not fit, ``RequestError`` where this request
         alone failed, and ``EngineDeadError`` where the engine died.
         """
-        return self._open(asks.to_generate(prompt, sampling_params, input_ids, stream=stream, options=options))
+        return self._open(partial(asks.to_generate, prompt, sampling_params, input_ids, stream=stream, options=options))
 
     @signatures.async_chat
     def async_chat(
@@ -224,12 +225,12 @@ class AsyncEngine:
         A list of conversations is a batch. Everything else is as in ``async_generate``; a model without a template
         raises ValueError when the generation is awaited.
         """
-        return self._open(asks.to_chat(messages, sampling_params, stream=stream, options=options))
+        return self._open(partial(asks.to_chat, messages, sampling_params, stream=stream, options=options))
 
-    def _open(self, ask: Ask) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+    def _open(self, make_ask: Callable[[], Ask]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         frontend = self._running()
-        reader = frontend.open(ask)
-        if ask.is_stream:
+        reader = frontend.open(make_ask)
+        if reader.is_stream:
             return Stream(reader, home=frontend.loop, is_bound=True, owner=self)
         return Generation[Answer](reader, home=frontend.loop, is_bound=True, owner=self)
 
@@ -242,6 +243,16 @@ class AsyncEngine:
         error, neither of both is a ValueError. May be called from any thread.
         """
         self._anywhere().abort_request(rid, abort_all)
+
+    async def admit(self) -> None:
+        """Wait in line, first come first served, until there is room for a call.
+
+        The place is this task's until its next call, for a second at most. Cancelling it leaves the line.
+
+        Raises:
+            EngineDrainingError, EngineClosedError, EngineDeadError: no call will be taken.
+        """
+        await self._running().entrance.wait()
 
     async def flush_cache(self) -> Outcome:
         """Empty the prefix cache; refused, with a false outcome, while requests run or wait."""

@@ -179,6 +179,7 @@ def _scheduler_settings(config: EngineConfig, model: ModelFacts, device: DeviceF
         policy=wishes.policy,
         prefix_cache=config.memory.prefix_cache,
         depth=1 if is_on_gpu and wishes.overlap else 0,
+        tenant_weights=wishes.tenant_weights,
     )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from asyncio import get_running_loop
 from collections.abc import Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from aioengine.errors import WrongLoopError
-from aioengine.frontend.outputs import EndOfOutput, Reader, resolve
+from aioengine.frontend.outputs import EndOfOutput, Reader, resolve, resolve_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -153,7 +152,7 @@ class Generation(Coroutine[object, None, Result]):
                 "use Engine to call from several loops"
             )
         future: asyncio.Future[Chunk | None] = loop.create_future()
-        wake = partial(resolve, future) if loop is self._home else partial(_resolve_elsewhere, loop, future)
+        wake = partial(resolve, future) if loop is self._home else partial(resolve_elsewhere, loop, future)
         return future if self._reader.wait(wake, for_begin=for_begin) else None
 
     # ------------------------------------------------------------ the coroutine protocol, one driver for each task
@@ -205,9 +204,3 @@ class Stream(Generation["Stream"]):
     """The type of a ``Generation`` with ``stream=True``: awaiting it gives itself."""
 
     __slots__ = ()
-
-
-def _resolve_elsewhere(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Chunk | None]) -> None:
-    """Wake a reader on another loop; one whose loop is closed will never read again."""
-    with contextlib.suppress(RuntimeError):  # closed
-        loop.call_soon_threadsafe(resolve, future)

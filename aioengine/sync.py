@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from aioengine import signatures
@@ -197,7 +198,7 @@ class Engine:
         With ``stream=True`` returns an iterator over the chunks, at once. Arguments and errors are those of
         ``AsyncEngine.async_generate``. Ctrl-C aborts this call alone.
         """
-        return self._wait(asks.to_generate(prompt, sampling_params, input_ids, stream=stream, options=options))
+        return self._wait(partial(asks.to_generate, prompt, sampling_params, input_ids, stream=stream, options=options))
 
     @signatures.async_generate
     def async_generate(
@@ -210,7 +211,7 @@ class Engine:
         **options: Unpack[RequestOptions],
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """As ``AsyncEngine.async_generate``, to be awaited or iterated on any event loop."""
-        return self._open(asks.to_generate(prompt, sampling_params, input_ids, stream=stream, options=options))
+        return self._open(partial(asks.to_generate, prompt, sampling_params, input_ids, stream=stream, options=options))
 
     @_chat
     def chat(
@@ -222,7 +223,7 @@ class Engine:
         **options: Unpack[RequestOptions],
     ) -> Answer | BatchOutput | ChunkIterator:
         """Answer a conversation, put through the model's chat template; a list of them is a batch."""
-        return self._wait(asks.to_chat(messages, sampling_params, stream=stream, options=options))
+        return self._wait(partial(asks.to_chat, messages, sampling_params, stream=stream, options=options))
 
     @signatures.async_chat
     def async_chat(
@@ -234,11 +235,11 @@ class Engine:
         **options: Unpack[RequestOptions],
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """As ``AsyncEngine.async_chat``, to be awaited or iterated on any event loop."""
-        return self._open(asks.to_chat(messages, sampling_params, stream=stream, options=options))
+        return self._open(partial(asks.to_chat, messages, sampling_params, stream=stream, options=options))
 
-    def _wait(self, ask: Ask) -> Answer | BatchOutput | ChunkIterator:
-        reader = self._running().open(ask)
-        if ask.is_stream:
+    def _wait(self, make_ask: Callable[[], Ask]) -> Answer | BatchOutput | ChunkIterator:
+        reader = self._running().open(make_ask)
+        if reader.is_stream:
             return ChunkIterator(reader, self)
         try:
             while (result := reader.result()) is None:
@@ -248,10 +249,10 @@ class Engine:
             raise
         return result
 
-    def _open(self, ask: Ask) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+    def _open(self, make_ask: Callable[[], Ask]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         frontend = self._running()
-        reader = frontend.open(ask)
-        if ask.is_stream:
+        reader = frontend.open(make_ask)
+        if reader.is_stream:
             return Stream(reader, home=frontend.loop, is_bound=False, owner=self)
         return Generation[Answer](reader, home=frontend.loop, is_bound=False, owner=self)
 
@@ -264,6 +265,20 @@ class Engine:
         error, neither of both is a ValueError.
         """
         self._running().abort_request(rid, abort_all)
+
+    def admit(self) -> None:
+        """Wait in line, first come first served, until there is room for a call.
+
+        The place is this thread's (or task's) until its next call, for a second at most.
+
+        Raises:
+            EngineDrainingError, EngineClosedError, EngineDeadError: no call will be taken.
+        """
+        self._running().entrance.wait_blocking()
+
+    async def async_admit(self) -> None:
+        """As ``admit``, on any event loop; cancelling it leaves the line."""
+        await self._running().entrance.wait()
 
     def flush_cache(self) -> Outcome:
         """Empty the prefix cache; refused, with a false outcome, while requests run or wait."""

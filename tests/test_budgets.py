@@ -25,8 +25,9 @@ TEST_LINES_PER_LINE = 0.6
 EXCEPTIONS: dict[tuple[str, str], int] = {
     ("base classes", "errors.py:UnknownParameterError"): 2,  # the contract: callers may catch it as either
     # the two faces have the methods of the contract
-    ("methods", "engine.py:AsyncEngine"): 31,
-    ("methods", "sync.py:Engine"): 27,
+    ("class lines", "engine.py:AsyncEngine"): 330,
+    ("methods", "engine.py:AsyncEngine"): 33,
+    ("methods", "sync.py:Engine"): 31,
 }
 """(rule, place) -> the size that is put up with."""
 

@@ -40,6 +40,8 @@ class RequestOptions(TypedDict, total=False):
     rid: an id for ``abort_request`` and the logs, unique among live requests; a batch takes a list, or one from which
         ``rid_0``, ``rid_1`` ... are made, as ``n`` samples do. None: one is drawn.
     priority: higher runs sooner (with ``schedule_policy="priority"``).
+    tenant: whose request it is; tenants share the engine by their weights (``tenant_weights``), whatever each asks for,
+        and ``priority`` orders the requests of one tenant.
     timeout, queue_timeout, first_token_timeout: seconds from the call until its end, until it is admitted, until its
         first token. One that runs out ends the request with reason ``deadline`` and what there is.
     refuse_late: raise EngineOverloadedError at once where the engine knows already that a timeout would be missed, by
@@ -51,6 +53,7 @@ class RequestOptions(TypedDict, total=False):
 
     rid: str | Sequence[str] | None
     priority: int | None
+    tenant: str | None
     timeout: float | None
     queue_timeout: float | None
     first_token_timeout: float | None
@@ -110,17 +113,28 @@ class ChatPrompt(Struct, frozen=True):
 
     messages: Messages
 
+    @property
+    def num_bytes(self) -> int:
+        """About: the characters of its text."""
+        return sum(_num_characters(value) for message in self.messages for value in message.values())
+
 
 class IdsPrompt(Struct, frozen=True, gc=False):
     """Token ids."""
 
     token_ids: list[int]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the list."""
+        return 8 * len(self.token_ids)
+
 
 class RefusedPrompt(Struct, frozen=True):
     """A row of a batch that is wrong and is to have its error in its place (``return_exceptions=True``)."""
 
     error: ValueError | TypeError
+    num_bytes: int = 0
 
 
 Prompt = TextPrompt | ChatPrompt | IdsPrompt | RefusedPrompt
@@ -140,6 +154,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     rid: str | None = None
     rids: list[str] | None = None
     priority: int = 0
+    tenant: str = ""
     timeout_s: float | None = None
     queue_timeout_s: float | None = None
     first_token_timeout_s: float | None = None
@@ -150,6 +165,11 @@ class Ask(Struct, frozen=True, kw_only=True):
     @property
     def num_samples(self) -> int:
         return self.params[0].n if self.params else 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the prompt. None of a batch, which the caller holds anyway and whose rows begin by and by."""
+        return 0 if self.is_batch else self.prompts[0].num_bytes
 
     @property
     def num_rows(self) -> int:
@@ -245,6 +265,7 @@ def _ask(
         rid=None if rid is None or has_list else _rid(rid),
         rids=_rids(options.get("rid"), len(prompts), is_batch) if has_list else None,
         priority=0 if priority is None else checks.whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY),
+        tenant=_tenant(options.get("tenant")),
         timeout_s=_timeout("timeout", options),
         queue_timeout_s=_timeout("queue_timeout", options),
         first_token_timeout_s=_timeout("first_token_timeout", options),
@@ -365,6 +386,14 @@ def _part(name: str, value: object) -> dict[str, object]:
     return part
 
 
+def _num_characters(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_characters, cast("Mapping[object, object]", value).values()))
+    return sum(map(_num_characters, cast("list[object]", value))) if isinstance(value, list) else 0
+
+
 def _rid(value: object) -> str:
     found = checks.text("rid", value, max_bytes=MAX_RID_BYTES)
     if not found:
@@ -379,6 +408,10 @@ def _rids(value: object, num_prompts: int, is_batch: bool) -> list[str]:
     if len(found) != num_prompts:
         raise ValueError(f"rid has {len(found)} entries for {num_prompts} prompts; give one for each")
     return found
+
+
+def _tenant(value: object) -> str:
+    return "" if value is None else checks.text("tenant", value, max_bytes=checks.MAX_TENANT_BYTES)
 
 
 def _timeout(name: str, options: Mapping[str, object]) -> float | None:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import os
 import uuid
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError, EngineOverloadedError
+from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
 from aioengine.frontend.outputs import CallOutput
+from aioengine.frontend.room import Place, Room
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable, Hashable
 
     from aioengine.config import QueueConfig
     from aioengine.frontend.asks import Ask
 
-MIN_RETRY_S: Final = 0.1
-MAX_RETRY_S: Final = 60.0
+
+DRAINING = "the engine is draining and takes no new requests"
 
 
 class Call:
@@ -97,49 +99,60 @@ class Calls:
         self.failure: EngineError | None = None
         self.is_draining = False
         self._names: dict[str, Name] = {}
-        self._queue = queue
-        self._max_running = max_running
-        self._max_total_tokens = max_total_tokens
-        self._num_prompt_tokens = 0
-        self._closed_at = 0.0
-        self._close_interval_s = MIN_RETRY_S
+        self.room = Room(queue, max_running=max_running, max_total_tokens=max_total_tokens)
 
-    def open(self, ask: Ask, called_at: float) -> Call:
+    def check(self, caller: Hashable) -> None:
+        """Raise EngineError where a call of ``caller`` could not be taken now, whatever it is."""
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+        if self.is_draining:
+            raise EngineDrainingError(DRAINING)
+        self.room.check(caller)
+
+    def enter_line(self, caller: Hashable, wake: Callable[[], None], now: float) -> Place:
+        """Stand in line for a call; ``wake`` is called, from any thread, when the place is given or will never be.
+
+        Raises:
+            EngineError: the engine is dead, closed or draining.
+        """
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+        if self.is_draining:
+            raise EngineDrainingError(DRAINING)
+        place = Place(caller, wake)
+        self.room.enter(place, now)
+        return place
+
+    def drain(self) -> None:
+        """Take nothing new."""
+        self.is_draining = True
+        self.room.fail(EngineDrainingError(DRAINING))
+
+    def fail(self, error: EngineError) -> None:
+        """Take nothing any more."""
+        self.failure = error
+        self.room.fail(error)
+
+    def open(self, ask: Ask, called_at: float, caller: Hashable) -> Call:
         """Register a call.
 
         Raises:
             EngineError: the engine is dead, closed, draining or overloaded.
             ValueError: an id is in use.
         """
-        if self.failure is not None:
-            raise self.failure.with_traceback(None)
-        if self.is_draining:
-            raise EngineDrainingError("the engine is draining and takes no new requests")
-        self._check_room()
+        self.check(caller)
         call = Call(ask, ask.rid or uuid.uuid4().hex, called_at)
         names = call.names()
         self._check_free(names)
         self._names |= names
         call.reserved = list(names)
         self.by_output[call.output] = call
+        self.room.take(caller, ask.num_bytes)
         return call
-
-    def _check_room(self) -> None:
-        """What runs does not wait: the bounds are on top of what can run at once."""
-        num_waiting = len(self.by_output) - self._max_running
-        tokens_waiting = self._num_prompt_tokens - self._max_total_tokens
-        if num_waiting >= self._queue.max_requests:
-            what = f"{num_waiting} calls wait (max_queued_requests={self._queue.max_requests})"
-        elif tokens_waiting >= self._queue.max_tokens:
-            what = f"{tokens_waiting} prompt tokens wait (max_queued_tokens={self._queue.max_tokens})"
-        else:
-            return
-        retry_after = min(MAX_RETRY_S, max(MIN_RETRY_S, self._close_interval_s * max(1, num_waiting) / 2))
-        raise EngineOverloadedError(f"the engine is overloaded: {what}; try again later", retry_after=retry_after)
 
     def add_prompt(self, call: Call, num_tokens: int) -> None:
         call.num_prompt_tokens += num_tokens
-        self._num_prompt_tokens += num_tokens
+        self.room.num_tokens += num_tokens
 
     def find(self, rid: str) -> Name | None:
         """The rows that an id means: one that was given or drawn, or one made from it with ``_0``, ``_1`` ..."""
@@ -159,12 +172,9 @@ class Calls:
             return
         for name in call.reserved:
             del self._names[name]
-        self._num_prompt_tokens -= call.num_prompt_tokens
+        self.room.give_back(call.num_prompt_tokens, call.ask.num_bytes, now)
         if call.timer is not None:
             call.timer.cancel()
-        if self._closed_at:
-            self._close_interval_s += 0.1 * (now - self._closed_at - self._close_interval_s)
-        self._closed_at = now
 
 
 def _find(names: dict[str, Name], rid: str) -> Name | None:

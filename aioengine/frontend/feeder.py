@@ -228,6 +228,7 @@ class Feeder:
                 ),
                 priority=ask.priority,
                 arrived_at=call.called_at,
+                tenant=ask.tenant,
             )
         )
 

@@ -22,6 +22,7 @@ from aioengine.frontend.call_life import CallLife
 from aioengine.frontend.calls import Calls
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.encoder import Encoder, TextSizes
+from aioengine.frontend.entrance import Entrance, this_caller
 from aioengine.frontend.feeder import PromptRules
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.router import Router
@@ -80,6 +81,7 @@ class Frontend:
         self.calls = Calls(
             parts.queue, max_running=settings.scheduler.max_running, max_total_tokens=parts.max_total_tokens
         )
+        self.entrance = Entrance(self.calls, lock, self.loop)
         self.controls = Controls(self._send)
         self._lock = lock
         self._encoder = None if parts.tokenizer is None else Encoder(parts.tokenizer, _sizes(parts))
@@ -99,17 +101,19 @@ class Frontend:
 
     # ------------------------------------------------------------ from any thread
 
-    def open(self, ask: Ask) -> Reader:
-        """Register a call and begin it.
+    def open(self, make_ask: Callable[[], Ask]) -> Reader:
+        """Register a call and begin it. Without room for one, nobody looks at what it asks for.
 
         Raises:
-            ValueError: ids outside the vocabulary, an id in use, text without a tokenizer.
+            TypeError, ValueError: what ``make_ask`` raises; ids outside the vocabulary, an id in use, text without a
+                tokenizer.
             EngineError: the engine cannot take it.
         """
         called_at = time.monotonic()
-        ask = self._life.feeder.checked(ask)
+        self.entrance.check()
+        ask = self._life.feeder.checked(make_ask())
         with self._lock:
-            call = self.calls.open(ask, called_at)
+            call = self.calls.open(ask, called_at, this_caller())
         self._act(self._life.begin, call)
         return Reader(call.output, lock=self._lock, calls=self)
 
@@ -182,7 +186,7 @@ class Frontend:
             return
         self.failure = error
         with self._lock:
-            self.calls.failure = error
+            self.calls.fail(error)
         for call in list(self.calls.by_output.values()):
             self._life.fail(call, error)
         self.controls.fail(error)
@@ -202,7 +206,7 @@ class Frontend:
     async def drain(self, timeout_s: float | None) -> bool:
         """Take nothing new and wait for what there is; after ``timeout_s`` end the rest with reason ``shutdown``."""
         with self._lock:
-            self.calls.is_draining = True
+            self.calls.drain()
         if not await self._become_idle(timeout_s):
             self._life.end_all(list(self.calls.by_output.values()), FinishCode.SHUTDOWN)
             if not await self._become_idle(STOP_TIMEOUT_S):

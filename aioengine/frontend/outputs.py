@@ -7,6 +7,7 @@ nobody waits while holding it.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
@@ -30,6 +31,12 @@ def resolve(waiter: asyncio.Future[Chunk | None]) -> None:
     """Wake who waits, unless it was cancelled meanwhile."""
     if not waiter.done():
         waiter.set_result(None)
+
+
+def resolve_elsewhere(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Chunk | None]) -> None:
+    """The same for who waits on another loop; one whose loop is closed will never read again."""
+    with contextlib.suppress(RuntimeError):  # closed
+        loop.call_soon_threadsafe(resolve, waiter)
 
 
 class EndOfOutput(Exception):  # not an error: the reader has everything

@@ -122,6 +122,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     """A new request. ``uid`` is unique for the life of the engine; ``priority``: higher runs sooner.
 
     ``resumed``: it goes on where it was when its processes died; limits count from the prompt on, as ever.
+    ``tenant``: whose share of the engine it uses.
     """
 
     uid: int
@@ -132,6 +133,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     priority: int = 0
     arrived_at: float = 0.0
     resumed: Resumed | None = None
+    tenant: str = ""
 
 
 class Abort(Struct, tag="abort", array_like=True, gc=False):

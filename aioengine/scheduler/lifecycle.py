@@ -21,6 +21,7 @@ from aioengine.scheduler.outbox import Outbox
 from aioengine.scheduler.preemption import add_running, remove_running, take_victim
 from aioengine.scheduler.request import Request, State
 from aioengine.scheduler.stopping import Finish, refusal_of
+from aioengine.scheduler.tenants import Tenants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,6 +47,7 @@ class Lifecycle:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.closed: list[int] = []
+        self._tenants = Tenants(settings.tenant_weights)
         self.pace = Pace(settings.chunk_tokens)
         self._context_length = settings.context_length
         self._max_running = settings.max_running
@@ -59,8 +61,10 @@ class Lifecycle:
         return not self._requests
 
     def candidates(self) -> Iterable[Request]:
-        """The waiting requests in the order in which they are to be asked."""
-        return self._policy.candidates(self.waiting, self._num_cached) if self.waiting else ()
+        """The waiting requests as of now, in the order in which they are to be asked; whom to ask next may depend on
+        who was admitted before.
+        """
+        return self._tenants.in_turn(list(self._policy.candidates(self.waiting, self._num_cached)))
 
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a request; one that can never run is ended at once, and so is one that is late and asked for that.
@@ -82,6 +86,7 @@ class Lifecycle:
             self.outbox.end(submit.uid, late)
             return
         self._requests[request.uid] = request
+        self._tenants.enter(submit.tenant)
         insort(self.waiting, request, key=_order)
         self._deadlines.add(request.uid, submit.limits)
         if submit.resumed is not None:
@@ -113,6 +118,9 @@ class Lifecycle:
         request.start(hold, num_cached)
         add_running(self.running, request)
         self.pace.note_admission(now, is_waited=bool(self.waiting))
+        if not request.marks.num_charged:
+            request.marks.num_charged = request.max_tokens
+            self._tenants.charge(request.submit.tenant, request.marks.num_charged)
         if request.marks.admitted_at is None:
             request.marks.admitted_at = now
             request.marks.num_cached = num_cached
@@ -131,6 +139,9 @@ class Lifecycle:
         is_spoilt: what it computed is wrong and must not be found by others.
         """
         del self._requests[request.uid]
+        if request.marks.num_charged:
+            self._tenants.charge(request.submit.tenant, len(request.token_ids) - request.marks.num_charged)
+        self._tenants.leave(request.submit.tenant)
         if request.state is State.RUNNING:
             remove_running(self.running, request)
             self._give_back(request, State.ENDED, is_spoilt=is_spoilt)
@@ -150,7 +161,8 @@ class Lifecycle:
 
     def _refusal_of_late(self, request: Request, now: float) -> Finish | None:
         num_free = self._max_running - len(self.running)
-        num_ahead = bisect_left(self.waiting, request.order, key=_order) + 1 - num_free
+        ahead = self.waiting[: bisect_left(self.waiting, request.order, key=_order)]
+        num_ahead = sum(one.submit.tenant == request.submit.tenant for one in ahead) + 1 - num_free
         of_running = sum(one.num_missing for one in self.running)
         num_missing = request.num_prompt - self._num_cached(request) + of_running
         return refusal_of_late(request.submit, self.pace, now, num_ahead=max(0, num_ahead), num_missing=num_missing)

@@ -134,7 +134,7 @@ class Planner:
         if not budget.left or len(running) >= self._max_running:
             return
         num_later = 0
-        for request in list(self._life.candidates()):
+        for request in self._life.candidates():
             if request.waits_for_prefix:
                 continue
             answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial)

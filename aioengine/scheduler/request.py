@@ -28,13 +28,17 @@ class State(Enum):
 
 
 class Marks:
-    """What happened to a request, for its ``Opened`` message and for its deadlines."""
+    """What happened to a request, for its ``Opened`` message and for its deadlines.
 
-    __slots__ = ("admitted_at", "is_opened", "num_cached", "num_preemptions")
+    num_charged: tokens that its tenant was charged for it.
+    """
+
+    __slots__ = ("admitted_at", "is_opened", "num_cached", "num_charged", "num_preemptions")
 
     def __init__(self) -> None:
         self.admitted_at: float | None = None
         self.num_cached = 0
+        self.num_charged = 0
         self.num_preemptions = 0
         self.is_opened = False
 

@@ -72,6 +72,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     max_running: int = 64
     max_queued: int = 4096
     chunk_tokens: int = 512
+    tenant_weights: Mapping[str, float] = {}
     random_seed: int = 0
     stall_timeout_s: float = 600.0
 
@@ -108,6 +109,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
                 policy="priority",
                 prefix_cache=True,
                 depth=1,
+                tenant_weights=dict(self.tenant_weights),
             ),
             runner=RunnerSettings(
                 factory=FAKE_RUNNER if self.answers is None else SCRIPTED_RUNNER,

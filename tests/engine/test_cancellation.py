@@ -204,7 +204,7 @@ def test_at_every_step(program: Program, way: Callable[..., Awaitable[None]]) ->
                 await assert_nothing_is_left(engine)
                 if not was_interrupted:
                     break
-            assert step > 5
+            assert step > 5 or program is timed  # which may be over before it begins
             assert (await engine.async_generate("afterwards", SHORT))["text"] == expected["text"]
         gc.collect()
         assert [thing for thing in gc.get_objects() if type(thing) in (CallOutput, RowStream)] == []

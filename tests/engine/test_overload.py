@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
+import msgspec
 import pytest
 
+from aioengine.config import QueueConfig
 from aioengine.engine import AsyncEngine
-from aioengine.errors import EngineOverloadedError
-from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.errors import EngineClosedError, EngineDrainingError, EngineOverloadedError
+from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from tests.engine.engine_double import until
 
 TWENTY = {"max_new_tokens": 20, "temperature": 0}
@@ -42,3 +46,147 @@ class TestRefusingLate:
             stream = await engine.async_generate("a", TWENTY, stream=True, timeout=60, refuse_late=True)
             assert len("".join([chunk["text"] async for chunk in stream])) == 20
             await engine.async_generate(input_ids=[1], sampling_params={"max_new_tokens": 0}, refuse_late=True)
+
+
+def full_engine() -> AsyncEngine:
+    """One request runs, two wait, more are refused."""
+    return fake_async_engine(max_running=1, max_queued=2, step_time_s=0.001, processes=False)
+
+
+LONG = {"max_new_tokens": 1500, "temperature": 0}
+
+
+class TestWaitingInLine:
+    async def test_where_there_is_room_nobody_waits(self) -> None:
+        async with full_engine() as engine:
+            async with asyncio.timeout(1):
+                await engine.admit()
+            assert (await engine.async_generate("a", TWENTY))["text"]
+
+    async def test_first_come_first_served_and_nobody_is_refused(self) -> None:
+        async with full_engine() as engine:
+            order: list[int] = []
+
+            async def ask(number: int) -> None:
+                await engine.admit()
+                order.append(number)
+                assert (await engine.async_generate(f"{number}", TWENTY))["meta_info"]["finish_reason"] == "length"
+
+            async with asyncio.TaskGroup() as group:
+                for number in range(20):
+                    group.create_task(ask(number))
+            assert order == list(range(20))
+
+    async def test_a_place_is_kept_from_those_who_do_not_stand_in_line(self) -> None:
+        async with full_engine() as engine:
+            running = [engine.async_generate("a", LONG) for _ in range(3)]
+            waiting = asyncio.create_task(engine.admit())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            running[0].abort()
+            await waiting
+            with pytest.raises(EngineOverloadedError):
+                engine.async_generate("b", TWENTY)
+            await asyncio.sleep(1.1)  # whoever had the place did not use it
+            await engine.async_generate("b", {**TWENTY, "max_new_tokens": 1}, priority=9)
+
+    async def test_who_leaves_the_line_makes_room(self) -> None:
+        async with full_engine() as engine:
+            running = [engine.async_generate("a", LONG) for _ in range(3)]
+            line = [asyncio.create_task(engine.admit()) for _ in range(4)]
+            await asyncio.sleep(0.01)
+            line[0].cancel()
+            running[0].abort()
+            await asyncio.wait([line[1]], timeout=5)
+            assert [task.done() for task in line] == [True, True, False, False]
+            line[2].cancel()
+            line[3].cancel()
+            await asyncio.sleep(0.01)
+            running[1].abort()
+            await asyncio.sleep(0.01)
+            await engine.async_generate("b", {**TWENTY, "max_new_tokens": 1}, priority=9)
+
+    @pytest.mark.parametrize("how", ["drain", "shutdown"])
+    async def test_the_end_is_told_to_those_in_line(self, how: str) -> None:
+        async with full_engine() as engine:
+            running = [engine.async_generate("a", LONG) for _ in range(3)]
+            waiting = asyncio.create_task(engine.admit())
+            await asyncio.sleep(0.01)
+            await (engine.drain(0.01) if how == "drain" else engine.shutdown())
+            with pytest.raises(EngineDrainingError if how == "drain" else EngineClosedError):
+                await waiting
+            with pytest.raises(EngineDrainingError if how == "drain" else EngineClosedError):
+                await engine.admit()
+            del running
+
+    def test_threads_stand_in_line_too(self) -> None:
+        with fake_engine(max_running=1, max_queued=1, step_time_s=0.001, processes=False) as llm:
+
+            def ask() -> str:
+                llm.admit()
+                return llm.generate("a", TWENTY)["text"]
+
+            async def ask_here() -> str:
+                await llm.async_admit()
+                return (await llm.async_generate("a", TWENTY))["text"]
+
+            with ThreadPoolExecutor(8) as pool:
+                texts = [pool.submit(ask) for _ in range(16)]
+                texts += [pool.submit(asyncio.run, ask_here()) for _ in range(4)]
+                assert {len(text.result()) for text in texts} == {20}
+
+
+class TestBounds:
+    async def test_bytes(self) -> None:
+        setup = FakeSetup(max_running=1, step_time_s=0.001, processes=False)
+        blueprint = setup.blueprint()
+        blueprint = msgspec.structs.replace(blueprint, queue=QueueConfig(max_bytes=1000))
+        async with AsyncEngine.from_blueprint(lambda: blueprint) as engine:
+            long = [{"role": "user", "content": [{"type": "text", "text": "x" * 400}]}]
+            calls = [
+                engine.async_generate("é" * 200, TWENTY),
+                engine.async_generate(["y" * 900] * 3, TWENTY),  # a batch is not refused, and does not count
+                engine.async_generate(input_ids=[1] * 70, sampling_params=TWENTY),
+                engine.async_chat(long, TWENTY),
+            ]
+            with pytest.raises(EngineOverloadedError, match="max_queued_bytes=1000"):
+                engine.async_generate("b", TWENTY)
+            await asyncio.gather(*calls)
+            await engine.async_generate("b", TWENTY)
+
+    async def test_a_refusal_does_not_look_at_the_prompt(self) -> None:
+        class Untouched(list[int]):
+            def __iter__(self) -> NoReturn:
+                raise AssertionError("somebody read the ids")
+
+        async with full_engine() as engine:
+            running = [engine.async_generate("a", LONG) for _ in range(3)]
+            with pytest.raises(EngineOverloadedError):
+                engine.async_generate(input_ids=Untouched([1] * 1000))
+            del running
+
+
+class TestTenants:
+    async def test_a_flood_of_one_does_not_hold_up_another(self) -> None:
+        async with fake_async_engine(max_running=1, step_time_s=0.0005, processes=False) as engine:
+            flood = [engine.async_generate(f"{number}", TWENTY, tenant="loud") for number in range(30)]
+            await flood[0]
+            quiet = await engine.async_generate("q", TWENTY, tenant="quiet")
+            assert quiet["meta_info"]["finish_reason"] == "length"
+            stats = await engine.get_server_info()
+            assert stats["internal_states"][0]["num_waiting"] > 20  # type: ignore[index]
+            await asyncio.gather(*flood)
+
+    async def test_weights_are_shares(self) -> None:
+        order: list[str] = []
+
+        async def ask(engine: AsyncEngine, tenant: str) -> None:
+            await engine.async_generate("a", TWENTY, tenant=tenant)
+            order.append(tenant)
+
+        async with fake_async_engine(
+            max_running=1, step_time_s=0.0005, processes=False, tenant_weights={"gold": 3}
+        ) as engine:
+            await asyncio.gather(*(ask(engine, tenant) for tenant in ["gold"] * 30 + ["free"] * 30))
+        assert 27 <= order[:36].count("gold") <= 30
+        assert order[:36].count("free") >= 6

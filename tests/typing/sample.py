@@ -54,6 +54,7 @@ async def with_asyncio(is_stream: bool) -> None:
 
         async for text in async_stream_and_merge(engine, "a", {"temperature": 0.5}):
             assert_type(text, str)
+        assert_type(await engine.admit(), None)
         assert_type(await engine.drain(timeout=5), bool)
 
 
@@ -72,7 +73,7 @@ def without_asyncio(is_stream: bool) -> None:
         parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
         assert_type(llm.chat(parts, stream=is_stream), Answer | BatchOutput | ChunkIterator)
         try:
-            llm.generate("a", timeout=5.0, refuse_late=True, priority=1, rid="mine")
+            llm.generate("a", timeout=5.0, refuse_late=True, priority=1, tenant="gold", rid="mine")
         except EngineOverloadedError as error:
             assert_type(error.retry_after, float)
         except RequestTooLargeError as error:

@@ -15,6 +15,7 @@ DOCUMENTED = """
     model_path tokenizer_path device dtype context_length trust_remote_code load_format random_seed
     max_running_requests max_queued_requests max_queued_tokens max_total_tokens mem_fraction_static page_size
     chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule disable_cuda_graph
+    tenant_weights max_queued_bytes
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
     startup_timeout revision download_dir log_level progress enable_deterministic_inference
 """.split()
@@ -70,6 +71,7 @@ def test_each_argument_changes_one_field() -> None:
         "load_format": "dummy",
         "attention_backend": "torch",
         "schedule_policy": "priority",
+        "tenant_weights": "gold=3,free=0.5",
         "log_level": "info",
     }
     seen: set[EngineConfig | str] = set()
@@ -102,11 +104,22 @@ def test_a_wrong_type_is_a_type_error_that_names_the_argument(name: str) -> None
         ("stall_timeout", math.inf, "2 to 86400"),
         ("stall_timeout", 1.9, "2 to 86400"),
         ("model_path", "\ud800", "surrogate"),
+        ("tenant_weights", "gold", "tenant=number"),
+        ("tenant_weights", "=3", "tenant=number"),
+        ("tenant_weights", "gold=3,free=-1", "tenant=number"),
     ],
 )
 def test_a_value_outside_the_range_is_a_value_error(name: str, value: object, allowed: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be .*{allowed}"):
         engine_config(None, {name: value})
+
+
+def test_weights_of_tenants_are_a_dict_or_text() -> None:
+    for given in ({"a=b": 3, "free": 0.5}, "a=b=3,free=0.5"):
+        assert engine_config(None, {"tenant_weights": given}).scheduler.tenant_weights == {"a=b": 3.0, "free": 0.5}
+    for wrong in ({"a": 0}, {"a": "x"}, {"a": True}, {3: 1}):
+        with pytest.raises((ValueError, TypeError), match="tenant_weights"):
+            engine_config(None, {"tenant_weights": wrong})
 
 
 def test_unknown_arguments_are_type_errors_with_a_suggestion() -> None:

@@ -1,0 +1,89 @@
+"""Where calls come in: whether there is room for one, and waiting in line until there is. From any thread and loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from aioengine.frontend.outputs import resolve_elsewhere
+from aioengine.frontend.room import PLACE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from aioengine.answers import Chunk
+    from aioengine.frontend.calls import Calls
+    from aioengine.frontend.room import Place
+
+
+class Entrance:
+    """A place that was given belongs to the caller (its task, or its thread) until its next call, for a while."""
+
+    def __init__(self, calls: Calls, lock: threading.Lock, loop: asyncio.AbstractEventLoop) -> None:
+        self._calls = calls
+        self._lock = lock
+        self._loop = loop
+
+    def check(self) -> None:
+        """Raise what a call would raise now whatever it asks for, so that nobody looks at its prompt in vain."""
+        with self._lock:
+            self._calls.check(this_caller())
+
+    async def wait(self) -> None:
+        """Stand in line until there is room for a call of this task. Cancelling it leaves the line.
+
+        Raises:
+            EngineError: the engine died, was shut down or is drained.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Chunk | None] = loop.create_future()
+        place = self._enter(partial(resolve_elsewhere, loop, future))
+        try:
+            await future
+        except BaseException:
+            self._leave(place)
+            raise
+        self._use(place)
+
+    def wait_blocking(self) -> None:
+        """The same for a thread without a loop."""
+        gate = threading.Lock()
+        gate.acquire()
+        place = self._enter(gate.release)
+        try:
+            gate.acquire()
+        except BaseException:
+            self._leave(place)
+            raise
+        self._use(place)
+
+    def _enter(self, wake: Callable[[], None]) -> Place:
+        with self._lock:
+            return self._calls.enter_line(this_caller(), wake, time.monotonic())
+
+    def _leave(self, place: Place) -> None:
+        with self._lock:
+            self._calls.room.leave(place, time.monotonic())
+
+    def _use(self, place: Place) -> None:
+        if place.error is not None:
+            raise place.error.with_traceback(None)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._loop.call_later, PLACE_S, self._serve)
+
+    def _serve(self) -> None:
+        """A place that was not used goes to the next."""
+        with self._lock:
+            self._calls.room.serve(time.monotonic())
+
+
+def this_caller() -> Hashable:
+    """Whose call this is: the running task, or else the thread."""
+    try:
+        return asyncio.current_task() or threading.get_ident()
+    except RuntimeError:
+        return threading.get_ident()

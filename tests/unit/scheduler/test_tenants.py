@@ -1,0 +1,113 @@
+"""Everybody gets the share of their weight, whatever they ask for."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
+from aioengine.scheduler.request import Request
+from aioengine.scheduler.tenants import Tenants
+
+
+def request_of(uid: int, tenant: str, num_tokens: int) -> Request:
+    submit = Submit(uid, [1], Sampling(seed=0), Limits(max_new_tokens=num_tokens), TextRules(), tenant=tenant)
+    return Request(submit, number=uid, max_tokens=num_tokens)
+
+
+def shares(tenants: Tenants, sizes: dict[str, list[int]], num_admitted: int) -> dict[str, int]:
+    """What each tenant was given when so many requests were let in; its sizes come again and again."""
+    requests = [
+        request_of(uid, tenant, line[uid % len(line)]) for tenant, line in sizes.items() for uid in range(num_admitted)
+    ]
+    for request in requests:
+        tenants.enter(request.submit.tenant)
+    given_to = dict.fromkeys(sizes, 0)
+    for _, request in zip(range(num_admitted), tenants.in_turn(requests), strict=False):
+        tenants.charge(request.submit.tenant, request.max_tokens)
+        given_to[request.submit.tenant] += request.max_tokens
+    return given_to
+
+
+SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=5)
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), SIZES, min_size=2), st.lists(st.floats(0.1, 10), min_size=4, max_size=4)
+)
+def test_shares_differ_by_no_more_than_one_request_each(sizes: dict[str, list[int]], weights: list[float]) -> None:
+    weight_of = dict(zip("abcd", weights, strict=True))
+    given_to = shares(Tenants(weight_of), sizes, 60)
+    for one in sizes:
+        for other in sizes:
+            most = max(sizes[one]) / weight_of[one] + max(sizes[other]) / weight_of[other]
+            assert abs(given_to[one] / weight_of[one] - given_to[other] / weight_of[other]) <= most + 1e-6
+
+
+def test_a_flood_of_one_does_not_keep_another_waiting() -> None:
+    tenants = Tenants({})
+    flood = [request_of(uid, "loud", 100) for uid in range(1000)]
+    for _ in flood:
+        tenants.enter("loud")
+    for request in flood[:50]:
+        tenants.charge("loud", request.max_tokens)
+    tenants.enter("quiet")
+    turns = tenants.in_turn([*flood[50:], request_of(1000, "quiet", 100)])
+    assert next(turns).uid == 50  # as much as the other, and older
+    tenants.charge("loud", 100)
+    assert next(turns).uid == 1000
+
+
+def test_rest_is_not_saved_up_and_debts_are_kept_while_others_wait() -> None:
+    tenants = Tenants({})
+    tenants.enter("steady")
+    tenants.enter("greedy")
+    tenants.charge("steady", 100)
+    tenants.charge("greedy", 300)
+    tenants.leave("greedy")
+    tenants.enter("rested")
+    tenants.enter("greedy")
+    line = [request_of(1, "greedy", 50), request_of(2, "rested", 50), request_of(3, "steady", 50)]
+    taken = deque[str]()
+    for request in tenants.in_turn(line * 4):
+        tenants.charge(request.submit.tenant, 50)
+        taken.append(request.submit.tenant)
+    assert list(taken)[:8] == ["rested", "steady"] * 4
+
+
+def test_what_was_not_used_is_given_back() -> None:
+    tenants = Tenants({})
+    for tenant in "ab":
+        tenants.enter(tenant)
+    tenants.charge("a", 1000)
+    tenants.charge("a", -990)
+    tenants.charge("b", 20)
+    assert next(tenants.in_turn([request_of(1, "b", 1), request_of(2, "a", 1)])).uid == 2
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 100)), max_size=60))
+def test_nothing_is_kept_of_those_that_are_gone(visits: list[tuple[str, int]]) -> None:
+    tenants = Tenants({})
+    tenants.enter("stays")
+    for tenant, num_tokens in visits:
+        tenants.enter(tenant)
+        tenants.charge(tenant, num_tokens)
+        tenants.leave(tenant)
+    tenants.charge("stays", 10_000)
+    tenants.enter("x")
+    tenants.leave("x")
+    assert tenants.num_known == 1
+    tenants.leave("stays")
+    assert tenants.num_known == 0
+
+
+@pytest.mark.parametrize("tenant", ["", "a"])
+def test_one_tenant_alone_keeps_the_order(tenant: str) -> None:
+    tenants = Tenants({})
+    requests = [request_of(uid, tenant, 10) for uid in (3, 1, 2)]
+    for _ in requests:
+        tenants.enter(tenant)
+    assert [request.uid for request in tenants.in_turn(requests)] == [3, 1, 2]
