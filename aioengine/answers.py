@@ -68,16 +68,16 @@ class CommonInfo(TypedDict):
     weight_version: str
     dp_rank: int | None
     seed: int
+    cached_tokens: int
+    num_preemptions: int
+    num_retractions: int
 
 
 class MetaInfo(CommonInfo):
     """What is known about a finished request beside its output."""
 
     finish_reason: FinishReason
-    cached_tokens: int
     cached_tokens_details: dict[str, int]
-    num_preemptions: int
-    num_retractions: int
     e2e_latency: float
     timings: Timings
 
@@ -86,10 +86,7 @@ class ChunkInfo(CommonInfo):
     """The ``meta_info`` of a chunk. The keys that are not required, and ``finish_reason``, come with the last one."""
 
     finish_reason: FinishReason | None
-    cached_tokens: NotRequired[int]
     cached_tokens_details: NotRequired[dict[str, int]]
-    num_preemptions: NotRequired[int]
-    num_retractions: NotRequired[int]
     e2e_latency: NotRequired[float]
     timings: NotRequired[Timings]
 
@@ -210,7 +207,19 @@ class RowFacts(Struct, gc=False):
             "weight_version": WEIGHT_VERSION,
             "dp_rank": None,
             "seed": self.seed,
+            "cached_tokens": 0,
+            "num_preemptions": 0,
+            "num_retractions": 0,
         }
+
+    def begin(self, num_cached: int) -> None:
+        """Its prompt is computed; so many tokens of it were in the prefix cache."""
+        self.common_info["cached_tokens"] = num_cached
+
+    def preempt(self) -> None:
+        """It had to give up its pages, once more."""
+        self.common_info["num_preemptions"] += 1
+        self.common_info["num_retractions"] += 1
 
 
 class Piece(Protocol):

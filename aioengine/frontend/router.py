@@ -36,6 +36,7 @@ class Router:
         rows, fresh = self.rows, self._fresh
         ended: list[RowStream] = []
         with self._lock:
+            self._note(chunks)
             token_ids = chunks.token_ids
             start = 0
             for uid, text, count in zip(chunks.uids, chunks.texts, chunks.counts, strict=True):
@@ -53,6 +54,15 @@ class Router:
                         ended.append(row)
         self.num_detokenizing = chunks.num_open
         return ended
+
+    def _note(self, chunks: TextChunks) -> None:
+        """What chunks tell of their request from now on."""
+        for begun in chunks.begun:
+            if (row := self.rows.get(begun.uid)) is not None:
+                row.facts.begin(begun.num_cached)
+        for uid in chunks.preempted:
+            if (row := self.rows.get(uid)) is not None:
+                row.facts.preempt()
 
     def wake(self) -> None:
         """Tell some readers what is new, and the others when these have read.

@@ -65,11 +65,11 @@ class DetokenizerService:
             if isinstance(message, StepOutput):
                 if self._board is not None:
                     self._board.begin(message.uids, [0] * len(message.uids))
-                chunks = self._read(message, now)
+                columns = self._read(message, now)
                 if self._board is not None:
                     self._board.end()
-                if chunks.uids or chunks.finished or chunks.begun:
-                    self._chunks.append(chunks)
+                if columns.has_news:
+                    self._chunks.append(columns.as_message(num_open=len(self._open)))
 
     def step(self, now: float) -> Outbox:
         """What came of the messages since the last call; nothing for long: an empty chunk, as a sign of life."""
@@ -90,7 +90,7 @@ class DetokenizerService:
     def close(self) -> None:
         self._open.clear()
 
-    def _read(self, output: StepOutput, now: float) -> TextChunks:
+    def _read(self, output: StepOutput, now: float) -> ChunkColumns:
         columns = ChunkColumns()
         for opened in output.opened:
             self._begin(opened, columns, now)
@@ -108,9 +108,10 @@ class DetokenizerService:
         for uid in output.preempted:
             if uid in requests:
                 requests[uid].num_preemptions += 1
+                columns.preempted.append(uid)
         for end in output.ended:
             self._end(end, columns, now)
-        return columns.as_message(num_open=len(requests))
+        return columns
 
     def _begin(self, opened: Opened, columns: ChunkColumns, now: float) -> None:
         request = OpenText(opened)

@@ -17,7 +17,7 @@ _WHOLE_INTERVAL = 64
 class ChunkColumns:
     """The ``TextChunks`` of a step, while it grows."""
 
-    __slots__ = ("begun", "counts", "finished", "texts", "token_ids", "uids")
+    __slots__ = ("begun", "counts", "finished", "preempted", "texts", "token_ids", "uids")
 
     def __init__(self) -> None:
         self.uids: list[int] = []
@@ -26,9 +26,16 @@ class ChunkColumns:
         self.token_ids: list[int] = []
         self.finished: list[Finished] = []
         self.begun: list[Begun] = []
+        self.preempted: list[int] = []
 
     def as_message(self, num_open: int) -> TextChunks:
-        return TextChunks(self.uids, self.texts, self.counts, self.token_ids, self.finished, num_open, self.begun)
+        return TextChunks(
+            self.uids, self.texts, self.counts, self.token_ids, self.finished, num_open, self.begun, self.preempted
+        )
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.uids or self.finished or self.begun or self.preempted)
 
 
 class OpenText:

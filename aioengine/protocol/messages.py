@@ -223,6 +223,7 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
 
     A request may be in ``finished`` and in the columns; its chunk comes first. ``num_open``: requests that the
     detokenizer holds after this frame. ``begun``: those that gave their first token, with or without a chunk.
+    ``preempted``: uids of requests that were preempted since the frame before, once for each time.
     """
 
     uids: list[int]
@@ -232,6 +233,7 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
     finished: list[Finished] = []
     num_open: int = 0
     begun: list[Begun] = []
+    preempted: list[int] = []
 
 
 class Stats(Struct, tag="stats", array_like=True, gc=False):

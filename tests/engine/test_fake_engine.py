@@ -78,6 +78,23 @@ class TestUnderLoad:
             stats = engine.stats()
             assert stats["num_streams"] == 0
 
+    async def test_chunks_tell_of_prefix_hits_and_preemptions(self) -> None:
+        """Each says what is known by then; the last agrees with those before it."""
+        async with fake_async_engine({"": "x" * 200}, num_pages=40, max_running=8) as engine:
+
+            async def read() -> list[tuple[int, int]]:
+                params = {"max_new_tokens": 150}
+                stream = engine.async_generate("the same prompt, longer than a page", params, stream=True)
+                infos = [chunk["meta_info"] async for chunk in stream]
+                return [(info["cached_tokens"], info["num_preemptions"]) for info in infos]
+
+            told = await asyncio.gather(*(read() for _ in range(8)))
+            assert all(len({num_cached for num_cached, _ in one}) == 1 for one in told)
+            assert any(one[0][0] > 0 for one in told)
+            counts = [[count for _, count in one] for one in told]
+            assert all(one == sorted(one) for one in counts)
+            assert any(one[-2] > 0 for one in counts)
+
     async def test_everything_is_free_again(self) -> None:
         async with fake_async_engine({"": "x" * 200}, num_pages=128) as engine:
             tasks = [asyncio.create_task(engine.async_generate("p", {"max_new_tokens": 150})) for _ in range(20)]

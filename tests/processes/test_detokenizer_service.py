@@ -202,6 +202,7 @@ def test_one_message_for_a_step_whatever_is_in_it() -> None:
         (9, FinishCode.DEADLINE, "queue"),
     ]
     assert chunks.num_open == 2
+    assert chunks.preempted == [2]
     assert steps.end(9).first_token_at is None
     steps.give(StepOutput([], [], ended=[Ended(2, FinishCode.ABORT)]))
     assert steps.end(2).num_preemptions == 1

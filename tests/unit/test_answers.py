@@ -90,6 +90,9 @@ class TestDicts:
                 "weight_version": "default",
                 "dp_rank": None,
                 "seed": 5,
+                "cached_tokens": 0,
+                "num_preemptions": 0,
+                "num_retractions": 0,
             },
         }
 

@@ -14,7 +14,7 @@ from aioengine.answers import RowFacts
 from aioengine.errors import EngineDeadError, RequestError
 from aioengine.frontend.outputs import MAX_UNJOINED_TEXTS, CallOutput, EndOfOutput, Reader, RowStream
 from aioengine.frontend.router import MAX_WOKEN, Router
-from aioengine.protocol.messages import FinishCode, Finished, TextChunks
+from aioengine.protocol.messages import Begun, FinishCode, Finished, TextChunks
 
 if TYPE_CHECKING:
     from aioengine.answers import Chunk
@@ -306,3 +306,16 @@ class TestRouter:
         last = waiters[-1].result()
         assert last is not None
         assert last["text"] == "ab"
+
+    def test_chunks_tell_of_the_cache_and_of_preemptions(self) -> None:
+        slot = Slot(2)
+        router = Router(slot.lock)
+        router.rows = dict(zip((7, 8), slot.rows, strict=True))
+        begun = [Begun(uid, 16 * (uid - 7), 1.0, 2.0) for uid in (7, 8, 99)]
+        router.deliver(TextChunks([7, 8], ["a", "b"], [1, 1], [1, 2], begun=begun))
+        first = [slot.reader.take(), slot.reader.take()]
+        router.deliver(TextChunks([7, 8], ["a", "b"], [1, 1], [1, 2], preempted=[7, 99, 7]))
+        second = [slot.reader.take(), slot.reader.take()]
+        keys = ("cached_tokens", "num_preemptions", "num_retractions")
+        told = [tuple(chunk["meta_info"][key] for key in keys) for chunk in (*first, *second) if chunk is not None]  # type: ignore[literal-required]
+        assert told == [(0, 0, 0), (16, 0, 0), (0, 2, 2), (16, 0, 0)]
