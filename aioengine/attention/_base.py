@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from aioengine.kernels.rotate_and_write import KVTarget
+
     Ints = npt.NDArray[np.int32]
 
 
@@ -77,6 +79,14 @@ class AttentionBackend(Protocol):
 
         q is [T, H, E], k and v [T, K, E], already rotated; returns [T, H * E]. ``layer`` counts from 0.
         """
+        ...
+
+    def target(self, layer: int) -> KVTarget | None:
+        """Where k and v go, for a kernel that rotates and writes them at once before ``attend``; None: ``forward``."""
+        ...
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
+        """The second half of ``forward``: k and v of the step's tokens are in their slots."""
         ...
 
 

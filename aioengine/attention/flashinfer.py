@@ -25,6 +25,7 @@ from flashinfer.decode import fast_decode_plan
 from aioengine.attention._base import ForwardBatch
 from aioengine.attention._pages import flat_pages, page_columns, starts_of
 from aioengine.kernels._triton_heads import write_pages
+from aioengine.kernels.rotate_and_write import KVTarget
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -113,8 +114,14 @@ class FlashInferAttention:
         self._shared.staging.mark()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        write_pages(k, v, self._slot_mapping, self._shared.pool[layer])
+        return self.attend(q, layer)
+
+    def target(self, layer: int) -> KVTarget:
+        return KVTarget(self._slot_mapping, *self._shared.pool[layer])
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
         pool = self._shared.pool[layer]
-        write_pages(k, v, self._slot_mapping, pool)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         split = self._num_decode
         if split:
@@ -226,9 +233,14 @@ class FixedFlashInferDecode:
         """Nothing: ``plan`` has done it."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        pool = self._shared.pool[layer]
-        write_pages(k, v, self._buffers.slot_mapping, pool)
-        out = cast("Tensor", self._wrapper.run(q, pool))
+        write_pages(k, v, self._buffers.slot_mapping, self._shared.pool[layer])
+        return self.attend(q, layer)
+
+    def target(self, layer: int) -> KVTarget:
+        return KVTarget(self._buffers.slot_mapping, *self._shared.pool[layer])
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
+        out = cast("Tensor", self._wrapper.run(q, self._shared.pool[layer]))
         return out.view(self._num_rows, -1)
 
 

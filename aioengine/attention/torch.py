@@ -96,6 +96,21 @@ class _PrefillRow:
     blocks: list[_Block]
 
 
+def _chunk_table(page_table: Tensor, num_chunks: int, page_size: int) -> Tensor:
+    """[R, pages] -> [R, X, P] page ids of each chunk, padded with page 0."""
+    num_rows, given = page_table.shape
+    chunk_pages = CHUNK // page_size
+    table = page_table.new_zeros(num_rows, num_chunks * chunk_pages, dtype=torch.int64)
+    used = min(given, table.shape[1])
+    table[:, :used] = page_table[:, :used]
+    return table.view(num_rows, num_chunks, chunk_pages)
+
+
+def _pairs(pages: Tensor, kv_heads: Tensor) -> Tensor:
+    """[U, P] page ids -> [U * K * P] indices into (page, kv head) pairs; ``kv_heads``: 0 to K - 1."""
+    return ((pages * len(kv_heads)).unsqueeze(1) + kv_heads.unsqueeze(1)).flatten()
+
+
 class TorchAttention:
     """See the module. ``kv_pool``: [L, 2, N, K, S, E], zeros at first; the page size divides ``CHUNK``."""
 
@@ -140,28 +155,21 @@ class TorchAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         for slots, new in zip(self._slots[layer], (k, v), strict=True):
             slots.index_copy_(0, self._new_slots, new.to(slots.dtype).reshape(-1, self._head_size))
+        return self.attend(q, layer)
+
+    def target(self, layer: int) -> None:
+        """``forward`` writes: the pages are spread by an operation of torch."""
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
         if self._decode and self._decode.tokens is None:
-            return self._attend_decode(self._decode, q, layer).to(v.dtype)
-        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=v.dtype, device=q.device)
+            return self._attend_decode(self._decode, q, layer).to(q.dtype)
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         if self._decode and self._decode.tokens is not None:
             attended = self._attend_decode(self._decode, q.index_select(0, self._decode.tokens), layer)
-            out.index_copy_(0, self._decode.tokens, attended.to(v.dtype))
+            out.index_copy_(0, self._decode.tokens, attended.to(q.dtype))
         for row in self._prefill:
             self._attend_prefill(row, q, layer, out)
         return out
-
-    def _chunk_table(self, page_table: Tensor, num_chunks: int) -> Tensor:
-        """[R, pages] -> [R, X, P] page ids of each chunk, padded with page 0."""
-        num_rows, given = page_table.shape
-        chunk_pages = CHUNK // self.page_size
-        table = page_table.new_zeros(num_rows, num_chunks * chunk_pages, dtype=torch.int64)
-        used = min(given, table.shape[1])
-        table[:, :used] = page_table[:, :used]
-        return table.view(num_rows, num_chunks, chunk_pages)
-
-    def _pairs(self, pages: Tensor) -> Tensor:
-        """[U, P] page ids -> [U * K * P] indices into (page, kv head) pairs."""
-        return ((pages * self._num_kv_heads).unsqueeze(1) + self._kv_heads.unsqueeze(1)).flatten()
 
     def _decode_rows(self, batch: ForwardBatch, single: list[int], starts: list[int]) -> _DecodeRows:
         everything = len(single) == len(batch.query_lengths)
@@ -169,7 +177,7 @@ class TorchAttention:
         lengths = torch.tensor([batch.kv_lengths[row] for row in single], device=device)
         num_chunks = -(-max(batch.kv_lengths[row] for row in single) // CHUNK)
         page_table = batch.page_table if everything else batch.page_table[torch.tensor(single, device=device)]
-        table = self._chunk_table(page_table, num_chunks)
+        table = _chunk_table(page_table, num_chunks, self.page_size)
         left = lengths - torch.arange(num_chunks, device=device).unsqueeze(1) * CHUNK
         shared, alone = self._find_shared(table, left)
         chunks, rows = torch.nonzero(alone, as_tuple=True)
@@ -190,7 +198,7 @@ class TorchAttention:
         """One product of the chunks [U] of these rows [U]."""
         visible = left[chunks, rows]
         width = min(CHUNK, round_up(int(visible.max()), self._columns_step))
-        pages = self._pairs(table[rows, chunks, : width // self.page_size])
+        pages = _pairs(table[rows, chunks, : width // self.page_size], self._kv_heads)
         hidden = ((self._columns[:width] >= visible.unsqueeze(1)) * MASKED).unsqueeze(1)
         return _Units(rows, chunks * left.shape[1] + rows, pages, width, hidden)
 
@@ -212,7 +220,8 @@ class TorchAttention:
             for index in many:
                 rows = candidates[group == index]
                 alone[chunk, rows] = False
-                shared.append(_Units(rows, chunk * num_rows + rows, self._pairs(pages[index : index + 1]), CHUNK, None))
+                pairs = _pairs(pages[index : index + 1], self._kv_heads)
+                shared.append(_Units(rows, chunk * num_rows + rows, pairs, CHUNK, None))
         return shared, alone
 
     def _attend_decode(self, decode: _DecodeRows, q: Tensor, layer: int) -> Tensor:
@@ -267,7 +276,7 @@ class TorchAttention:
 
     def _prefill_row(self, batch: ForwardBatch, row: int, start: int) -> _PrefillRow:
         count, kv_length = batch.query_lengths[row], batch.kv_lengths[row]
-        table = self._chunk_table(batch.page_table[row : row + 1], -(-kv_length // CHUNK))
+        table = _chunk_table(batch.page_table[row : row + 1], -(-kv_length // CHUNK), self.page_size)
         heads = self._group * self._num_kv_heads
         step = max(ROWS, BLOCK_SCORES // (heads * CHUNK) // ROWS * ROWS)
         first = kv_length - count
@@ -283,7 +292,7 @@ class TorchAttention:
             }
             hidden[num_chunks - 1] = hidden[num_chunks - 1][:, :last_width]
             blocks.append(_Block(start + offset, start + offset + size, num_chunks, last_width, hidden))
-        return _PrefillRow(pages=self._pairs(table[0]), blocks=blocks)
+        return _PrefillRow(pages=_pairs(table[0], self._kv_heads), blocks=blocks)
 
     def _hidden(self, position: int, size: int, chunk: int) -> Tensor:
         """[size, C] for the tokens from ``position`` on."""

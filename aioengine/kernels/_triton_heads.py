@@ -1,4 +1,4 @@
-"""What happens to heads on a GPU: norm and rotation in one pass, and the way of K and V into their pages.
+"""What happens to heads on a GPU: norm, rotation, and the way of K and V into their pages, in one pass.
 
 T tokens, H query heads, K kv heads, E head size, N pages, S page size.
 """
@@ -43,37 +43,58 @@ def _rotate_kernel(
     query_weight: tl.tensor,
     key_weight: tl.tensor,
     epsilon: tl.tensor,
+    slots: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
     NUM_QUERY: tl.constexpr,
-    NUM_ROTATED: tl.constexpr,
+    NUM_KV: tl.constexpr,
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS_AT_ONCE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     NORMS: tl.constexpr,
+    WRITES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
-    columns = tl.arange(0, COLUMNS)
-    inside = (head[:, None] < NUM_ROTATED) & (columns[None, :] < HALF)
-    places = heads + token * token_stride + head[:, None] * (2 * HALF) + columns[None, :]
+    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
+    columns, in_table = tl.arange(0, COLUMNS), tl.arange(0, COLUMNS) < HALF
+    is_rotated = head < NUM_QUERY + NUM_KV
+    inside = ((head < NUM_QUERY + 2 * NUM_KV) if WRITES else is_rotated) & in_table[None, :]
+    places = heads + token * token_stride + head * (2 * HALF) + columns[None, :]
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     low = tl.load(places, mask=inside, other=0.0)
     high = tl.load(places + HALF, mask=inside, other=0.0)
+    value_low, value_high = low, high
+    is_query = head < NUM_QUERY
     if NORMS:
         query_low, query_high = _normed(low, high, query_weight, columns, epsilon, HALF)
         key_low, key_high = _normed(low, high, key_weight, columns, epsilon, HALF)
-        is_query = head[:, None] < NUM_QUERY
         low = tl.where(is_query, query_low, key_low)
         high = tl.where(is_query, query_high, key_high)
     table = token * (2 * HALF) + columns
-    in_table = columns < HALF
     cosine = tl.load(cos + table, mask=in_table, other=0.0)[None, :]
     sine = tl.load(sin + HALF + table, mask=in_table, other=0.0)[None, :]
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-    tl.store(places, (wide_low * cosine - wide_high * sine).to(low.dtype), mask=inside)
-    tl.store(places + HALF, (wide_high * cosine + wide_low * sine).to(low.dtype), mask=inside)
+    low = (wide_low * cosine - wide_high * sine).to(low.dtype)
+    high = (wide_high * cosine + wide_low * sine).to(low.dtype)
+    if WRITES:
+        tl.store(places, low, mask=inside & is_query)
+        tl.store(places + HALF, high, mask=inside & is_query)
+        slot = tl.load(slots + token).to(tl.int64)
+        kv_head = tl.where(is_rotated, head, head - NUM_KV) - NUM_QUERY
+        target = ((slot // PAGE_SIZE * NUM_KV + kv_head) * PAGE_SIZE + slot % PAGE_SIZE) * (2 * HALF) + columns[None, :]
+        is_key = inside & is_rotated & (head >= NUM_QUERY)
+        is_value = inside & (head >= NUM_QUERY + NUM_KV)
+        tl.store(keys + target, low, mask=is_key)
+        tl.store(keys + target + HALF, high, mask=is_key)
+        tl.store(values + target, value_low, mask=is_value)
+        tl.store(values + target + HALF, value_high, mask=is_value)
+    else:
+        tl.store(places, low, mask=inside)
+        tl.store(places + HALF, high, mask=inside)
 
 
 @triton.jit
@@ -125,23 +146,35 @@ _write = Launcher(_write_kernel)
 
 
 def rotate(
-    heads: Tensor, num_query: int, tables: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor, Tensor] | None
+    heads: Tensor,
+    num_query: int,
+    tables: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor, Tensor] | None,
+    *,
+    target: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """Norm (weights of query and key heads, epsilon) and rotate the first heads of [T, H + 2 K, E], in place.
 
     The heads after the queries and keys, the values, stay as they are. ``tables`` are those of ``kernels.rope``.
+    target: slots [T] of keys and values [N, K, S, E]. Rotated keys and values go there, and the queries alone are
+    changed in place.
     """
     num_tokens, num_heads, head_size = heads.shape
-    num_rotated = (num_heads + num_query) // 2
+    num_kv = (num_heads - num_query) // 2
     cos, sin = tables
     stride = heads.stride(0)
     half = head_size // 2
+    slots, keys, values = target or (cos, heads, heads)
+    page_size = keys.shape[2] if target else 1
+    writes, has_norms = target is not None, norms is not None
     arguments = (
-        *(heads, stride, cos, sin, *(norms or (cos, cos, cos))),
-        *(num_query, num_rotated, half, next_power_of_2(half), HEADS, norms is not None, has_dependent_launch()),
+        *(heads, stride, cos, sin, *(norms or (cos, cos, cos)), slots, keys, values),
+        *(num_query, num_kv, half, next_power_of_2(half), HEADS, page_size, has_norms, writes, has_dependent_launch()),
     )
-    key = (heads.dtype, stride, num_query, num_rotated, half, norms is None, heads.data_ptr() % 16)
-    _rotate((num_tokens, -(-num_rotated // HEADS), 1), key, arguments, options(4))
+    sizes = stride, num_query, num_kv, half, page_size
+    places = heads.data_ptr() % 16, slots.data_ptr() % 16
+    key = (heads.dtype, keys.dtype, slots.dtype, sizes, has_norms, writes, places)
+    _rotate((num_tokens, -(-(num_heads if writes else num_query + num_kv) // HEADS), 1), key, arguments, options(4))
 
 
 def write_pages(k: Tensor, v: Tensor, slots: Tensor, pool: tuple[Tensor, Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aioengine.kernels.rotate_and_write import rotate_and_write
 from aioengine.kernels.rotate_heads import rotate_heads
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
@@ -62,6 +63,11 @@ class SelfAttention:
     ) -> Tensor:
         """``wanted``: the tokens whose result is given, None for all; keys and values are kept of all."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
-        q, k, v = rotate_heads(heads, self._num_heads, tables, self._norms)
-        attended = attention.forward(q, k, v, layer)
+        target = attention.target(layer)
+        if target is None:
+            q, k, v = rotate_heads(heads, self._num_heads, tables, self._norms)
+            attended = attention.forward(q, k, v, layer)
+        else:
+            q = rotate_and_write(heads, self._num_heads, tables, self._norms, target=target)
+            attended = attention.attend(q, layer)
         return self._output(attended if wanted is None else attended.index_select(0, wanted))

@@ -22,6 +22,12 @@ class _NoAttention:
         """Nothing."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        return self.attend(q, layer)
+
+    def target(self, layer: int) -> None:
+        """Nothing is written."""
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
         return q.reshape(q.shape[0], -1).clone()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.kernels import add_rms_norm, linear, rms_norm, rotate_heads, silu_and_mul
+from aioengine.kernels import add_rms_norm, linear, rms_norm, rotate_and_write, rotate_heads, silu_and_mul
 from aioengine.runner.philox import uniforms
 from aioengine.runner.truncation import draw, kept
 
@@ -78,6 +78,24 @@ def test_rotation(num_heads: int, num_kv_heads: int, head_size: int, has_norms: 
     expected = rotate_heads.reference(heads.clone(), num_heads, tables, norms)
     for found, wanted in zip(rotate_heads.rotate_heads(heads, num_heads, tables, norms), expected, strict=True):
         assert error(found, wanted) < 4e-3
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(16, 8, 128), (4, 2, 32), (7, 1, 64)])
+def test_rotation_into_the_pool(num_heads: int, num_kv_heads: int, head_size: int, has_norms: bool) -> None:
+    heads = random(5, num_heads + 2 * num_kv_heads, head_size)
+    angles = random(5, 1, head_size // 2, dtype=torch.float32)
+    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    norms = (random(head_size), random(head_size), torch.tensor(1e-6, device="cuda")) if has_norms else None
+    slots = torch.tensor([16, 17, 5, 95, 40], dtype=torch.int32, device="cuda")
+    pools = [random(6, num_kv_heads, 16, head_size) for _ in range(2)]
+    expected_pools = [pool.clone() for pool in pools]
+    target = rotate_and_write.KVTarget(slots, *expected_pools)
+    expected = rotate_and_write.reference(heads.clone(), num_heads, tables, norms, target=target)
+    target = rotate_and_write.KVTarget(slots, *pools)
+    assert error(rotate_and_write.rotate_and_write(heads, num_heads, tables, norms, target=target), expected) < 4e-3
+    assert torch.equal(pools[1], expected_pools[1])
+    assert error(pools[0], expected_pools[0]) < 4e-3
 
 
 def test_sampling() -> None:

@@ -1,0 +1,24 @@
+"""Rotated keys and values find their places in the pool."""
+
+from __future__ import annotations
+
+import torch
+
+from aioengine.kernels.rotate_and_write import KVTarget, rotate_and_write
+from aioengine.kernels.rotate_heads import rotate_heads
+
+
+def test_places_in_the_pool() -> None:
+    num_heads, num_kv_heads, head_size = 4, 2, 8
+    heads = torch.randn(3, num_heads + 2 * num_kv_heads, head_size)
+    angles = torch.randn(3, 1, head_size // 2)
+    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    q, k, v = rotate_heads(heads.clone(), num_heads, tables, None)
+    keys, values = torch.zeros(2, 5, num_kv_heads, 4, head_size)
+    slots = torch.tensor([4 * 4 + 3, 2 * 4, 1], dtype=torch.int32)
+    assert torch.equal(rotate_and_write(heads, num_heads, tables, None, target=KVTarget(slots, keys, values)), q)
+    for token, (page, offset) in enumerate([(4, 3), (2, 0), (0, 1)]):
+        assert torch.equal(keys[page, :, offset], k[token])
+        assert torch.equal(values[page, :, offset], v[token])
+    assert int((keys != 0).sum()) == k.numel()
+    assert int((values != 0).sum()) == v.numel()
