@@ -95,15 +95,18 @@ def _on_device(weight: Tensor, bias: Tensor | None) -> Product:
         return lambda x: functional.linear(x, weight, bias)
     from aioengine.kernels import _triton_skinny, _triton_vector
 
-    vector_product, skinny_product = _triton_vector.product, _triton_skinny.product
-    programs = _triton_skinny.shape_of_programs(*weight.shape) if weight.dtype != torch.float32 else None
+    num_outputs, size = weight.shape
+    is_narrow = weight.dtype != torch.float32
+    num_done = torch.zeros(_triton_skinny.num_tiles(num_outputs), dtype=torch.int32, device=weight.device)
 
     def product(x: Tensor) -> Tensor:
         num_rows = x.shape[0]
-        if num_rows == 1 and x.is_contiguous():
-            return vector_product(x, weight, bias)
-        if programs is not None and num_rows <= _triton_skinny.MAX_ROWS and x.is_contiguous():
-            return skinny_product(x, weight, bias, programs)
+        if num_rows <= _triton_skinny.MAX_ROWS and x.is_contiguous():
+            if num_rows == 1:
+                return _triton_vector.product(x, weight, bias)
+            programs = _triton_skinny.shape_of_programs(num_outputs, size, num_rows) if is_narrow else None
+            if programs is not None:
+                return _triton_skinny.product(x, weight, bias, programs=programs, num_done=num_done)
         return functional.linear(x, weight, bias)
 
     return product

@@ -39,7 +39,10 @@ def test_activation(num_rows: int, size: int) -> None:
     assert error(silu_and_mul.silu_and_mul(x), silu_and_mul.reference(x)) < 4e-3
 
 
-@pytest.mark.parametrize(("size", "num_outputs"), [(1024, 4096), (3072, 1024), (896, 1000), (14336, 4096)])
+@pytest.mark.parametrize(
+    ("size", "num_outputs"),
+    [(1024, 4096), (1024, 70_001), (3072, 1024), (896, 1000), (14336, 4096), (4096, 6144), (4096, 20_001)],
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_matrix_with_few_vectors(size: int, num_outputs: int, has_bias: bool) -> None:
     weight, x = random(num_outputs, size), random(1, size)
@@ -47,10 +50,12 @@ def test_matrix_with_few_vectors(size: int, num_outputs: int, has_bias: bool) ->
     product = linear.prepare(weight, bias)
     expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
     assert error(product(x), expected) < 4e-3
-    for num_rows in (3, 16, 17, 32, 33):
+    for num_rows in (3, 16, 17, 33, 64, 65):
         x = random(num_rows, size)
         expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
-        assert error(product(x), expected) < 4e-3
+        found = product(x)
+        assert error(found, expected) < 4e-3
+        assert torch.equal(product(x), found), "shares are added up in one order"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
