@@ -7,12 +7,12 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-from flashinfer.jit.attention import gen_batch_decode_module, gen_batch_prefill_module
+from flashinfer.jit.attention import gen_batch_prefill_module
 from flashinfer.utils import determine_attention_backend
 
 from aioengine.attention._base import AttentionShape, BackendUnavailableError, kv_pool_shape
 from aioengine.attention._compilation import Compilation, CompilationTimeoutError
-from aioengine.attention.flashinfer import DTYPES, HEAD_SIZES, TENSOR_CORE_GROUP, FlashInferAttention
+from aioengine.attention.flashinfer import DTYPES, HEAD_SIZES, FlashInferAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,17 +27,12 @@ _NO_ROTATION = 0
 
 
 def kernels(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[JitSpec]:
-    """Those of prefill and decode."""
+    """Those of prefill."""
     types = (dtype, dtype, dtype, torch.int32)
     sizes = (shape.head_size, shape.head_size, _NO_ROTATION)
     is_windowed = is_capped = False
-    found = [determine_attention_backend(device, _NO_ROTATION, False, False, dtype, dtype)]
-    if shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP and "fa2" not in found:
-        found.append("fa2")  # decode on tensor cores
-    specs = [gen_batch_prefill_module(name, *types, *sizes, is_windowed, is_capped, False) for name in found]
-    if shape.num_heads // shape.num_kv_heads < TENSOR_CORE_GROUP:
-        specs.append(gen_batch_decode_module(*types, *sizes, is_windowed, is_capped))
-    return specs
+    name = determine_attention_backend(device, _NO_ROTATION, False, False, dtype, dtype)
+    return [gen_batch_prefill_module(name, *types, *sizes, is_windowed, is_capped, False)]
 
 
 def make_ready(

@@ -1,8 +1,9 @@
-"""Attention with FlashInfer's kernels on an NVIDIA GPU.
+"""Attention with FlashInfer's kernels on an NVIDIA GPU, and a kernel of our own for rows that compute one token.
 
 A step's plan is made once and serves all layers. The rows that compute one token and stand at the front of the batch
-go through the decode kernel, all others through the prefill kernel. Decode steps of a fixed number of rows have
-``FixedFlashInferDecode``, whose buffers stay where they are, so that its kernels can stand in a CUDA graph.
+go through ``kernels/_triton_decode.py``: FlashInfer's decode kernels take longer to begin with each row (on an H200,
+256 rows of 576 positions: 148 us a layer, its own 154 to 207), and its plan for them costs the host more. All others
+go through FlashInfer's prefill kernel.
 
 FlashInfer compiles what it has not compiled before, when the first plan is made: ``warm_up`` does that at the start.
 Its plans are written to pinned memory and copied from there; a plan must not be made before the copy of the one before
@@ -15,15 +16,16 @@ pool, S page size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
-from flashinfer.decode import fast_decode_plan
+from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
 from aioengine.attention._base import ForwardBatch
+from aioengine.attention._decode import FixedDecodeRows, decode_rows
 from aioengine.attention._pages import flat_pages, page_columns, starts_of
+from aioengine.kernels._triton_decode import decode
 from aioengine.kernels._triton_heads import write_pages
 from aioengine.kernels.rotate_and_write import KVTarget
 
@@ -32,15 +34,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, DecodeBuffers
+    from aioengine.kernels._triton_decode import DecodeRows
 
     Ints = npt.NDArray[np.int32]
 
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 WORKSPACE_BYTES = 512 << 20
-TENSOR_CORE_GROUP = 3
-"""From so many query heads of a kv head on, decode is faster on tensor cores. With two the plain kernel reads as fast,
-and its plan costs the host a tenth."""
 
 
 class _Staging:
@@ -70,10 +70,6 @@ class _Shared:
     def page_size(self) -> int:
         return self.pool[0][0].shape[2]
 
-    @property
-    def uses_tensor_cores(self) -> bool:
-        return self.shape.num_heads // self.shape.num_kv_heads >= TENSOR_CORE_GROUP
-
     def heads(self) -> tuple[int, int, int, int]:
         return self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_size, self.page_size
 
@@ -93,9 +89,7 @@ class FlashInferAttention:
         pool = [(layer[0], layer[1]) for layer in kv_pool]
         self._shared = _Shared(shape, pool, workspace, _Staging(), kv_pool.dtype)
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-        self._decode = BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "HND", use_tensor_cores=self._shared.uses_tensor_cores
-        )
+        self._decode: DecodeRows | None = None
         self._slot_mapping = torch.empty(0, dtype=torch.int64, device=kv_pool.device)
         self._num_decode = 0
 
@@ -106,12 +100,15 @@ class FlashInferAttention:
         num_decode = int(longer[0]) if longer.size else len(query_lengths)
         self._slot_mapping = batch.slot_mapping
         self._num_decode = num_decode
-        self._shared.staging.wait()
+        self._decode = None
         if num_decode:
-            self._plan_decode(batch.page_table[:num_decode], kv_lengths[:num_decode])
+            starts, _ = page_columns(kv_lengths[:num_decode], self._shared.page_size)
+            pages = flat_pages(batch.page_table[:num_decode], starts)
+            self._decode = decode_rows(self._shared.shape, kv_lengths[:num_decode], *pages)
         if num_decode < len(query_lengths):
+            self._shared.staging.wait()
             self._plan_prefill(batch.page_table[num_decode:], query_lengths[num_decode:], kv_lengths[num_decode:])
-        self._shared.staging.mark()
+            self._shared.staging.mark()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         write_pages(k, v, self._slot_mapping, self._shared.pool[layer])
@@ -124,15 +121,15 @@ class FlashInferAttention:
         pool = self._shared.pool[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         split = self._num_decode
-        if split:
-            self._decode.run(q[:split], pool, out=out[:split])
+        if self._decode is not None:
+            decode(q[:split], pool, self._decode, scale=self._shared.shape.scale, out=out[:split])
         if split < q.shape[0]:
             self._prefill.run(q[split:], pool, out=out[split:])
         return out.view(q.shape[0], -1)
 
-    def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedFlashInferDecode:
+    def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecodeRows:
         """Decode steps of exactly so many rows."""
-        return FixedFlashInferDecode(self._shared, num_rows, buffers)
+        return FixedDecodeRows(self._shared.shape, self._shared.pool, num_rows, buffers)
 
     def warm_up(self) -> None:
         """Compile what is not compiled yet: a plan of each kind, and a first run."""
@@ -149,21 +146,11 @@ class FlashInferAttention:
                 kv_lengths=query_lengths,
                 last_tokens=torch.zeros(1, dtype=torch.int64, device=device),
             )
-            q = torch.zeros(num_tokens, num_heads, head_size, dtype=self._shared.dtype, device=device)
+            sizes = num_heads, num_kv_heads, num_kv_heads
+            heads = torch.zeros(num_tokens, sum(sizes), head_size, dtype=self._shared.dtype, device=device)
+            q, k, v = heads.split(sizes, dim=1)
             self.prepare(batch)
-            self.forward(q, q[:, :num_kv_heads], q[:, :num_kv_heads], 0)
-
-    def _plan_decode(self, page_table: Tensor, kv_lengths: Ints) -> None:
-        starts, last_lengths = page_columns(kv_lengths, self._shared.page_size)
-        self._decode.plan(
-            starts,
-            flat_pages(page_table, starts)[1],
-            last_lengths,
-            *self._shared.heads(),
-            q_data_type=self._shared.dtype,
-            kv_data_type=self._shared.dtype,
-            sm_scale=self._shared.shape.scale,
-        )
+            self.forward(q, k, v, 0)
 
     def _plan_prefill(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
         starts, last_lengths = page_columns(kv_lengths, self._shared.page_size)
@@ -179,69 +166,6 @@ class FlashInferAttention:
             sm_scale=self._shared.shape.scale,
             max_token_per_sequence=int(query_lengths.max()),
         )
-
-
-class FixedFlashInferDecode:
-    """Attention of decode steps with a fixed number of rows, over buffers that somebody else fills."""
-
-    def __init__(self, shared: _Shared, num_rows: int, buffers: DecodeBuffers) -> None:
-        self._shared = shared
-        self._buffers = buffers
-        self._num_rows = num_rows
-        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            shared.workspace,
-            "HND",
-            use_cuda_graph=True,
-            use_tensor_cores=shared.uses_tensor_cores,
-            paged_kv_indptr_buffer=buffers.starts,
-            paged_kv_indices_buffer=buffers.page_ids,
-            paged_kv_last_page_len_buffer=buffers.last_lengths,
-        )
-
-    def plan_first(self, kv_lengths: Ints) -> None:
-        """The plan before the capture: chooses kernels, fills the buffers (with page 0 alone)."""
-        starts, last_lengths = page_columns(kv_lengths, self._shared.page_size)
-        self._shared.staging.wait()
-        self._wrapper.plan(
-            starts,
-            self._buffers.page_ids[: int(starts[-1])].zero_(),
-            last_lengths,
-            *self._shared.heads(),
-            q_data_type=self._shared.dtype,
-            kv_data_type=self._shared.dtype,
-            sm_scale=self._shared.shape.scale,
-        )
-        self._shared.staging.mark()
-
-    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        """The plan of a step, from the host's copy of what the buffers will hold."""
-        self._shared.staging.wait()
-        fast_decode_plan(
-            self._wrapper,
-            starts,
-            self._buffers.page_ids,
-            last_lengths,
-            *self._shared.heads(),
-            q_data_type=self._shared.dtype,
-            kv_data_type=self._shared.dtype,
-            sm_scale=self._shared.shape.scale,
-            global_override_indptr_cpu=starts,
-        )
-        self._shared.staging.mark()
-
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Nothing: ``plan`` has done it."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        write_pages(k, v, self._buffers.slot_mapping, self._shared.pool[layer])
-        return self.attend(q, layer)
-
-    def target(self, layer: int) -> KVTarget:
-        return KVTarget(self._buffers.slot_mapping, *self._shared.pool[layer])
-
-    def attend(self, q: Tensor, layer: int) -> Tensor:
-        out = cast("Tensor", self._wrapper.run(q, self._shared.pool[layer]))
-        return out.view(self._num_rows, -1)
 
 
 PLUGIN = FlashInferAttention

@@ -18,6 +18,7 @@ from aioengine.attention._base import ForwardBatch
 from aioengine.attention._pages import flat_pages, page_columns, starts_of
 from aioengine.kernels._triton_attention import PART, Rows, attend, attend_in_parts, tokens_of_tile
 from aioengine.kernels._triton_heads import write_pages
+from aioengine.kernels.rotate_and_write import KVTarget
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -63,11 +64,8 @@ class _Step:
     num_shares: int
 
 
-def _attended(shared: _Shared, step: _Step, heads: tuple[Tensor, Tensor, Tensor], layer: int) -> Tensor:
-    q, k, v = heads
-    pool = shared.pool[layer]
-    write_pages(k, v, step.slot_mapping, pool)
-    scale = shared.shape.scale
+def _attended(shared: _Shared, step: _Step, q: Tensor, layer: int) -> Tensor:
+    pool, scale = shared.pool[layer], shared.shape.scale
     if step.num_shares == 1:
         return attend(q, pool, step.rows, step.tiles, scale=scale)
     return attend_in_parts(q, pool, step.rows, scale=scale, max_parts=step.max_parts, num_shares=step.num_shares)
@@ -97,7 +95,16 @@ class TritonAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         assert self._step is not None, "prepare was not called"
-        return _attended(self._shared, self._step, (q, k, v), layer)
+        write_pages(k, v, self._step.slot_mapping, self._shared.pool[layer])
+        return self.attend(q, layer)
+
+    def target(self, layer: int) -> KVTarget:
+        assert self._step is not None, "prepare was not called"
+        return KVTarget(self._step.slot_mapping, *self._shared.pool[layer])
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
+        assert self._step is not None, "prepare was not called"
+        return _attended(self._shared, self._step, q, layer)
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedTritonDecode:
         """Decode steps of exactly so many rows."""
@@ -161,7 +168,14 @@ class FixedTritonDecode:
         """Nothing: the buffers are filled."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        return _attended(self._shared, self._step, (q, k, v), layer)
+        write_pages(k, v, self._step.slot_mapping, self._shared.pool[layer])
+        return self.attend(q, layer)
+
+    def target(self, layer: int) -> KVTarget:
+        return KVTarget(self._step.slot_mapping, *self._shared.pool[layer])
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
+        return _attended(self._shared, self._step, q, layer)
 
 
 def _tiles(query_lengths: Ints, size: int) -> Ints:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from aioengine import models
-from aioengine.attention._base import CapturableAttention
+from aioengine.attention._base import CapturableAttention, ForwardBatch
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.runner import logits as logits_processors
@@ -23,7 +23,7 @@ from aioengine.runner.attention_choice import choose_attention
 from aioengine.runner.capacity import Demand, fit_pages, free_memory, kv_bytes_per_token
 from aioengine.runner.device_memory import left_on_device, peak_memory
 from aioengine.runner.inputs import InputBuilder
-from aioengine.runner.kv_pool import KVPool
+from aioengine.runner.kv_pool import PADDING_PAGE, KVPool
 from aioengine.runner.readback import Readback
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampler import FAILED, Sampler
@@ -112,6 +112,24 @@ class ModelRunner:
         self._broken: dict[int, str] = {}
         self._poisoned: set[int] = set()
         self._is_closed = False
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile what steps without a graph launch: one of a row that decodes and a prompt, over the padding page."""
+        counts = [1, 2]
+        places = torch.tensor([0, 0, 1], device=self._device)
+        batch = ForwardBatch(
+            input_ids=torch.zeros_like(places),
+            positions=places,
+            slot_mapping=places,
+            page_table=torch.full((len(counts), 1), PADDING_PAGE, dtype=torch.int32, device=self._device),
+            query_lengths=counts,
+            kv_lengths=counts,
+            last_tokens=torch.tensor([0, 2], device=self._device),
+        )
+        self._attention.prepare(batch)
+        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention, batch.last_tokens)
+        self._model.compute_logits(hidden)
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
@@ -344,6 +362,7 @@ def _prepare_device(
     if not isinstance(parts.attention, CapturableAttention):
         return
     parts.attention.warm_up()
+    runner.warm_up()
     if max_rows:
         runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from aioengine.attention._base import AttentionShape, ForwardBatch, kv_pool_shape
+from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 
 NUM_PAGES, PAGE_SIZE = 600, 16
@@ -43,6 +44,7 @@ ROWS = {
     "one prefill": [(0, 700)],
     "prefills with a prefix": [(160, 33), (0, 5), (480, 129)],
     "mixed": [(40, 1), (800, 1), (0, 300), (64, 1), (32, 77)],
+    "decodes of many parts": [(3, 1), (5000, 1), (0, 1), (2000, 1)],
 }
 
 
@@ -74,3 +76,41 @@ def test_against_torch(
         expected = reference.forward(q.float(), k.float(), v.float(), layer)
         assert torch.equal(pool[layer].float(), expected_pool[layer]), "K and V in their slots"
         assert float((found.float() - expected).norm() / expected.norm()) < 1e-2
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(16, 8, 128), (7, 1, 64), (4, 2, 256)])
+def test_fixed_decode_rows_against_torch(num_heads: int, num_kv_heads: int, head_size: int) -> None:
+    """The same buffers for steps of other lengths, as a CUDA graph has them; the last rows are padding."""
+    from aioengine.attention.flashinfer import FlashInferAttention
+
+    shape = AttentionShape(
+        num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5
+    )
+    size = kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+    pool = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+    num_rows = 6
+    memory = torch.zeros(4 * num_rows + 1 + NUM_PAGES, dtype=torch.int32, device="cuda")
+    slot_mapping, last_lengths, starts, page_ids = memory.split(
+        (num_rows, num_rows, num_rows + 1, NUM_PAGES + num_rows)
+    )
+    buffers = DecodeBuffers(slot_mapping=slot_mapping, starts=starts, last_lengths=last_lengths, page_ids=page_ids)
+    fixed = FlashInferAttention(shape, pool).fixed_decode(num_rows, buffers)
+    fixed.plan_first(np.ones(num_rows, dtype=np.int32))
+    for lengths in ([1, 16, 17, 300, 1, 1], [4000, 2, 900, 33, 1000, 1]):
+        batch = make_batch([(length - 1, 1) for length in lengths])
+        reference = TorchAttention(shape, pool.float())
+        reference.prepare(batch)
+        pages = [-(-length // PAGE_SIZE) for length in lengths]
+        table = torch.cat([batch.page_table[row, :count] for row, count in enumerate(pages)])
+        page_ids[: len(table)] = table
+        slot_mapping.copy_(batch.slot_mapping)
+        host_starts = torch.tensor([0, *np.cumsum(pages)], dtype=torch.int32)
+        starts.copy_(host_starts)
+        host_last = torch.tensor(lengths, dtype=torch.int32) - (torch.tensor(pages, dtype=torch.int32) - 1) * PAGE_SIZE
+        fixed.plan(host_starts, host_last)
+        heads = torch.randn(num_rows, num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=torch.bfloat16)
+        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        expected = reference.forward(q.float(), k.float(), v.float(), 0)
+        first = fixed.forward(q, k, v, 0)
+        assert float((first.float() - expected).norm() / expected.norm()) < 1e-2
+        assert torch.equal(fixed.forward(q, k, v, 0), first), "the parts are put together in one order"

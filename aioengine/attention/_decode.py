@@ -1,0 +1,88 @@
+"""Rows that compute one token on a GPU, for backends: what the kernel of ``kernels/_triton_decode.py`` is told.
+
+R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.attention._pages import page_columns
+from aioengine.attention._parts import COLUMNS, num_places, share_out
+from aioengine.kernels._triton_decode import DecodeRows, decode
+from aioengine.kernels._triton_heads import write_pages
+from aioengine.kernels.rotate_and_write import KVTarget
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
+
+    Ints = npt.NDArray[np.int32]
+    Pool = list[tuple[Tensor, Tensor]]
+
+
+def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:
+    """For rows of one step: where their pages are, on the device, and how long they are."""
+    num_rows, device = len(kv_lengths), page_ids.device
+    parts = torch.from_numpy(share_out(kv_lengths, num_places(num_rows, shape.num_kv_heads)))
+    num_done = torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device)
+    return DecodeRows(page_starts, page_ids, parts.to(device, non_blocking=True), num_done)
+
+
+class FixedDecodeRows:
+    """Attention of decode steps with a fixed number of rows, over buffers that somebody else fills.
+
+    ``pool``: keys and values of each layer, [N, K, S, E].
+    """
+
+    def __init__(self, shape: AttentionShape, pool: Pool, num_rows: int, buffers: DecodeBuffers) -> None:
+        self._shape = shape
+        self._pool = pool
+        self._slots = buffers.slot_mapping
+        places = num_places(num_rows, shape.num_kv_heads)
+        device = buffers.starts.device
+        self._rows = DecodeRows(
+            buffers.starts,
+            buffers.page_ids,
+            torch.full((COLUMNS, places), -1, dtype=torch.int32, device=device),
+            torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device),
+        )
+        self._parts = torch.empty(COLUMNS, places, dtype=torch.int32, pin_memory=True)
+        self._copied = torch.cuda.Event()
+
+    def plan_first(self, kv_lengths: Ints) -> None:
+        """The plan before the capture, over page 0 alone."""
+        starts, last_lengths = page_columns(kv_lengths, self._pool[0][0].shape[2])
+        self._rows.page_starts.copy_(starts)
+        self._rows.page_ids[: int(starts[-1])].zero_()
+        self.plan(starts, last_lengths)
+
+    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+        """The plan of a step, from the host's copy of what the buffers will hold."""
+        page_size = self._pool[0][0].shape[2]
+        page_starts = starts.numpy()
+        lengths = (page_starts[1:] - page_starts[:-1] - 1) * page_size + last_lengths.numpy()
+        self._copied.synchronize()  # the plan before is not written over while it is still being copied
+        self._parts.numpy()[:] = share_out(lengths, self._parts.shape[1])
+        self._rows.parts.copy_(self._parts, non_blocking=True)
+        self._copied.record()
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Nothing: ``plan`` has done it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        write_pages(k, v, self._slots, self._pool[layer])
+        return self.attend(q, layer)
+
+    def target(self, layer: int) -> KVTarget:
+        return KVTarget(self._slots, *self._pool[layer])
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        decode(q, self._pool[layer], self._rows, scale=self._shape.scale, out=out)
+        return out.view(q.shape[0], -1)

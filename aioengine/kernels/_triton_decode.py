@@ -1,0 +1,186 @@
+"""Attention of rows that compute one token, over pages on a GPU.
+
+A row's positions are shared out in parts (``attention/_parts.py``), each for one program and kv head, which reads its
+keys and values once for all query heads of the kv head. What comes of the parts of a row is put together by the last
+program that is done with one, in the order of the parts, so that the sum is always the same.
+
+R rows, H query heads, K kv heads, G query heads of a kv head, E head size, N pages, S page size, X places for parts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from aioengine.kernels._triton import Launcher, has_dependent_launch, next_power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEAST_ROWS = 16
+"""Rows of the smallest product on tensor cores; a kv head with fewer query heads is padded."""
+LOWEST = tl.constexpr(-1.0e30)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Where the pages of R rows are, and their parts; all int32.
+
+    page_starts [R + 1]: their first pages in ``page_ids``. parts [5, X]: as ``attention/_parts.py`` makes them, X a
+    multiple of 16. num_done [R * K]: zeros; a kernel leaves them as zeros.
+    """
+
+    page_starts: Tensor
+    page_ids: Tensor
+    parts: Tensor
+    num_done: Tensor
+
+
+@triton.jit
+def _attended(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    pages: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    scale: tl.tensor,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Highest score, sum of weights and weighted values of each query over positions begin to end."""
+    columns = tl.arange(0, HEAD_SIZE)[None, :]
+    highest = tl.full((queries.shape[0],), LOWEST, tl.float32)
+    total = tl.zeros((queries.shape[0],), tl.float32)
+    sums = tl.zeros(queries.shape, tl.float32)
+    for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        places = first + tl.arange(0, BLOCK)
+        inside = places < end
+        page = tl.load(pages + places // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        offsets = (page * PAGE_STRIDE + places % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
+        scores = tl.dot(queries, tl.trans(tl.load(keys + offsets))) * scale
+        scores = tl.where(inside[None, :], scores, LOWEST)
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        # what stands past the end has no weight, but may be no number
+        block_values = tl.load(values + offsets, mask=inside[:, None], other=0.0)
+        sums = tl.dot(weights.to(queries.dtype), block_values, sums * shrink[:, None])
+        highest = higher
+    return highest, total, sums
+
+
+@triton.jit
+def _put_together(
+    sums: tl.tensor,
+    marks: tl.tensor,
+    place: tl.tensor,
+    count: tl.tensor,
+    is_member: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """What attention over all parts of a row gives. They come from other programs, past this processor's cache."""
+    columns = tl.arange(0, HEAD_SIZE)[None, :]
+    highest = tl.full(place.shape, LOWEST, tl.float32)
+    total = tl.zeros(place.shape, tl.float32)
+    whole = tl.zeros((place.shape[0], HEAD_SIZE), tl.float32)
+    for part in tl.range(0, count, loop_unroll_factor=4):
+        source = place + part * NUM_HEADS
+        part_highest = tl.load(marks + 2 * source, mask=is_member, other=0.0, cache_modifier=".cg")
+        part_total = tl.load(marks + 2 * source + 1, mask=is_member, other=1.0, cache_modifier=".cg")
+        places = sums + source[:, None] * HEAD_SIZE + columns
+        part_sums = tl.load(places, mask=is_member[:, None], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(highest, part_highest)
+        shrink, weight = tl.exp2(highest - higher), tl.exp2(part_highest - higher)
+        total = total * shrink + part_total * weight
+        whole = whole * shrink[:, None] + part_sums * weight[:, None]
+        highest = higher
+    return whole / total[:, None]
+
+
+@triton.jit
+def _decode_kernel(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    page_starts: tl.tensor,
+    page_ids: tl.tensor,
+    parts: tl.tensor,
+    num_done: tl.tensor,
+    sums: tl.tensor,
+    marks: tl.tensor,
+    out: tl.tensor,
+    num_places: tl.tensor,
+    scale: tl.tensor,
+    TOKEN_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    head, part = tl.program_id(0), parts + tl.program_id(1)
+    row = tl.load(part).to(tl.int64)
+    if row >= 0:
+        begin, end = tl.load(part + num_places), tl.load(part + 2 * num_places)
+        count, first_place = tl.load(part + 3 * num_places), tl.load(part + 4 * num_places)
+        pages = page_ids + tl.load(page_starts + row)
+        if DEPENDENT:
+            gdc_launch_dependents()
+            gdc_wait()
+        members, columns = tl.arange(0, ROWS), tl.arange(0, HEAD_SIZE)[None, :]
+        is_member, heads = members < GROUP, head * GROUP + members
+        inside = is_member[:, None] & (columns < HEAD_SIZE)
+        queries = tl.load(q + row * TOKEN_STRIDE + heads[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
+        highest, total, attended = _attended(
+            *(queries, keys + head * PAGE_SIZE * HEAD_SIZE, values + head * PAGE_SIZE * HEAD_SIZE, pages, begin, end),
+            *(scale, NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE, PAGE_SIZE, HEAD_SIZE, BLOCK, STAGES),
+        )
+        target = out + (row * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_SIZE + columns
+        if count == 1:
+            tl.store(target, (attended / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        else:
+            place = tl.program_id(1) * (NUM_KV_HEADS * GROUP) + heads
+            tl.store(sums + place[:, None] * HEAD_SIZE + columns, attended, mask=inside)
+            tl.store(marks + 2 * place, highest, mask=is_member)
+            tl.store(marks + 2 * place + 1, total, mask=is_member)
+            tl.debug_barrier()  # all threads have stored when the one that counts does
+            done = num_done + row * NUM_KV_HEADS + head
+            if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
+                place = first_place * (NUM_KV_HEADS * GROUP) + heads
+                whole = _put_together(sums, marks, place, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
+                tl.store(target, whole.to(out.dtype.element_ty), mask=inside)
+                tl.store(done, 0)
+
+
+_decode = Launcher(_decode_kernel)
+
+
+def decode(q: Tensor, pool: tuple[Tensor, Tensor], rows: DecodeRows, *, scale: float, out: Tensor) -> None:
+    """q [R, H, E], heads of a row together, over keys and values [N, K, S, E] into ``out`` [R, H, E]."""
+    num_heads, head_size = q.shape[1:]
+    _, num_kv_heads, page_size, _ = pool[0].shape
+    group, places = num_heads // num_kv_heads, rows.parts.shape[1]
+    sums = torch.empty(places, num_heads, head_size, dtype=torch.float32, device=q.device)
+    marks = torch.empty(places, num_heads, 2, dtype=torch.float32, device=q.device)
+    padded = max(next_power_of_2(group), LEAST_ROWS)
+    block = 128 if head_size <= 128 else 64
+    sizes = q.stride(0), num_kv_heads, group, padded, page_size, head_size, block, 3, has_dependent_launch()
+    tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.parts, rows.num_done, sums, marks, out)
+    key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors))
+    options = {"num_warps": 4, "launch_pdl": has_dependent_launch()}
+    _decode((num_kv_heads, places, 1), key, (*tensors, places, scale / math.log(2), *sizes), options)
