@@ -337,7 +337,7 @@ class AsyncEngine:
         return [] if self._frontend is None else info.child_pids(self._frontend)
 
     async def get_server_info(self) -> dict[str, object]:
-        """The settings that the engine came to, the sizes of its pools, and the scheduler's state."""
+        """The settings that the engine came to, what it computes on and with, its memory, the scheduler's state."""
         return await info.server_info(self._running())
 
     async def get_model_info(self) -> ModelInfo:

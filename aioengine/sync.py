@@ -358,7 +358,7 @@ class Engine:
         return info.child_pids(self._frontend)
 
     def get_server_info(self) -> dict[str, object]:
-        """The settings that the engine came to, the sizes of its pools, and the scheduler's state."""
+        """The settings that the engine came to, what it computes on and with, its memory, the scheduler's state."""
         return self._portal.call(info.server_info(self._running()))
 
     def get_model_info(self) -> ModelInfo:

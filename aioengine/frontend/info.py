@@ -12,6 +12,8 @@ from aioengine.answers import WEIGHT_VERSION
 from aioengine.errors import EngineClosedError, EngineStalledError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from aioengine.frontend.frontend import Frontend
     from aioengine.protocol.messages import Reply
     from aioengine.tokenizer import Tokenizer
@@ -159,12 +161,26 @@ async def server_info(frontend: Frontend) -> dict[str, object]:
     return {
         "status": "ready" if frontend.failure is None else state(frontend),
         "version": __version__,
+        **_device_info(parts.facts),
         "model_path": parts.settings.model.path,
         "max_total_num_tokens": parts.max_total_tokens,
         "max_req_input_len": min(parts.settings.model.context_length, parts.max_total_tokens) - 1,
         "settings": cast("dict[str, object]", msgspec.to_builtins(parts.settings)),
         "facts": dict(parts.facts),
         "internal_states": [told.get("stats", {})],
+    }
+
+
+def _device_info(facts: Mapping[str, object]) -> dict[str, object]:
+    """What it computes on and with, from what the scheduler process told when it was ready."""
+    names = ("device", "device_name", "dtype", "attention_backend", "num_threads")
+    sizes = ("weights", "kv_pool", "graphs", "free", "total")
+    packages = ("torch", "triton", "flashinfer")
+    return {
+        **{name: facts[name] for name in names if name in facts},
+        "cuda_graph_sizes": [int(size) for size in str(facts.get("cuda_graph_sizes", "")).split()],
+        "memory": {f"{name}_bytes": facts[f"{name}_bytes"] for name in sizes if f"{name}_bytes" in facts},
+        "versions": {name: facts[f"{name}_version"] for name in packages if f"{name}_version" in facts},
     }
 
 

@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape
 
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,26 @@ class Demand:
     bytes_per_token: int
     context_length: int
     max_tokens: int
-    fraction: float
 
     @property
     def page_bytes(self) -> int:
         return self.page_size * self.bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory for the pool. free_bytes: what a given number of pages may take. usable_bytes: what as many as fit may
+    take. words: where these come from.
+    """
+
+    free_bytes: int
+    usable_bytes: int
+    words: str
+
+
+def in_words(num_bytes: int) -> str:
+    """ "1.5 GiB" or "300 MiB" """
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.0f} MiB"
 
 
 def kv_bytes_per_token(shape: AttentionShape, dtype: torch.dtype) -> int:
@@ -40,36 +55,35 @@ def kv_bytes_per_token(shape: AttentionShape, dtype: torch.dtype) -> int:
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * dtype.itemsize
 
 
-def fit_pages(demand: Demand, *, free_bytes: int) -> int:
-    """The number of pages of the pool, when so much memory is free with the weights loaded.
+def fit_pages(demand: Demand, room: Room) -> int:
+    """The number of pages of the pool.
 
     Raises:
         ValueError: the pages that were asked for do not fit, or not even one context fits.
     """
     if demand.num_pages is not None:
-        return _check_given(demand, demand.num_pages, free_bytes)
-    num_pages = min(int(free_bytes * demand.fraction) // demand.page_bytes, _pages_for(demand.max_tokens, demand))
+        return _check_given(demand, demand.num_pages, room)
+    num_pages = min(room.usable_bytes // demand.page_bytes, _pages_for(demand.max_tokens, demand))
     if num_pages * demand.page_size < demand.context_length:
         need = _pages_for(demand.context_length, demand) * demand.page_bytes
         message = (
             f"the KV pool has room for {num_pages * demand.page_size} tokens, but one context has "
-            f"{demand.context_length} and needs {need / _MIB:.0f} MiB; {free_bytes / _MIB:.0f} MiB are free, of which "
-            f"mem_fraction_static={demand.fraction:g} may be used. Lower context_length, raise mem_fraction_static, or "
-            "free some memory"
+            f"{demand.context_length} and needs {in_words(need)}; {room.words}. Lower context_length, raise "
+            "mem_fraction_static, or free some memory"
         )
         raise ValueError(message)
     return num_pages
 
 
-def _check_given(demand: Demand, num_pages: int, free_bytes: int) -> int:
+def _check_given(demand: Demand, num_pages: int, room: Room) -> int:
     if num_pages < 1:
         message = f"the KV pool must have at least one page of {demand.page_size} tokens, not {num_pages} pages"
         raise ValueError(message)
     need = num_pages * demand.page_bytes
-    if need > free_bytes:
+    if need > room.free_bytes:
         message = (
-            f"a KV pool of {num_pages * demand.page_size} tokens needs {need / _MIB:.0f} MiB, but only "
-            f"{free_bytes / _MIB:.0f} MiB are free; lower max_total_tokens"
+            f"a KV pool of {num_pages * demand.page_size} tokens needs {in_words(need)}, but there is room for "
+            f"{in_words(room.free_bytes)}; {room.words}. Lower max_total_tokens"
         )
         raise ValueError(message)
     return num_pages

@@ -1,18 +1,115 @@
-"""How much of a GPU's memory the KV pool may take: what a step needs beside it is measured, not guessed."""
+"""What the memory of the device goes to, how much the KV pool may take, and what is said where it does not suffice.
+
+What a step needs beside weights and pool is measured, not guessed, so that running never runs out.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from aioengine.runner.capacity import Room, free_memory, in_words
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from aioengine.models._base import Model
 
 GRAPHS_BYTES = 2 << 30
 """Kept for the workspaces of kernels and for the graphs, whose shared pool is about as large as a decode step."""
+
+SAMPLED_ROWS = 256
+"""Rows whose logits are brought into fp32 at once."""
+
+_LIST_TIMEOUT_S = 10.0
+
+
+class LargestStep(NamedTuple):
+    """Tokens of the largest step, and rows that sample in it."""
+
+    num_tokens: int
+    num_rows: int
+
+
+class DeviceMemory:
+    """The memory of one device as this process takes it, by purpose. Of a CPU's it keeps no account."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.taken: dict[str, int] = {}
+
+    @contextmanager
+    def take(self, purpose: str, *, advice: str, need: int | None = None) -> Iterator[None]:
+        """What is allocated inside is for ``purpose``; ``need`` bytes, if that is known.
+
+        Raises:
+            ValueError: there is not so much; it says what there was, who has the rest, and ends with ``advice``.
+        """
+        if self.device.type == "cpu":
+            yield
+            return
+        before = torch.cuda.memory_reserved(self.device)
+        try:
+            yield
+        except RuntimeError as error:  # with nothing left for CUDA itself it is not torch's OutOfMemoryError
+            if "out of memory" not in str(error):
+                raise
+            asked = "" if need is None else f" ({in_words(need)})"
+            first = str(error).split(". ")[0]
+            message = f"the GPU has not enough memory for {purpose}{asked}: {first}. {self.describe()}. {advice}"
+            raise ValueError(message) from None
+        torch.cuda.synchronize(self.device)
+        self.taken[purpose] = torch.cuda.memory_reserved(self.device) - before
+
+    def room(self, model: Model, largest: LargestStep, *, fraction: float) -> Room:
+        """What the KV pool may have, once the weights are there; ``fraction`` of the memory is for everything."""
+        if self.device.type == "cpu":
+            free = free_memory(self.device)
+            words = f"{in_words(free)} are free, of which mem_fraction_static={fraction:g} may be used"
+            return Room(free, int(free * fraction), words)
+        advice = "Lower chunked_prefill_size or max_running_requests"
+        with self.take("a step of the largest size", advice=advice):
+            reserved = peak_memory(model, self.device, largest)
+        free, total = torch.cuda.mem_get_info(self.device)
+        left = int(free - (1.0 - fraction) * total)
+        words = (
+            f"{self.describe()}. mem_fraction_static={fraction:g} leaves {in_words(max(left, 0))}, of which the "
+            f"largest step and the CUDA graphs need {in_words(reserved)}"
+        )
+        return Room(max(free - reserved, 0), max(left - reserved, 0), words)
+
+    def describe(self) -> str:
+        """How much there is, how much is free, and who has the rest, as far as it can be told."""
+        try:
+            free, total = torch.cuda.mem_get_info(self.device)
+            name = torch.cuda.get_device_name(self.device)
+            text = f"{name} has {in_words(total)}, of which {in_words(free)} are free"
+        except RuntimeError:
+            text = "There is not even enough for CUDA itself"
+        held = [f"{purpose} {in_words(size)}" for purpose, size in self.taken.items() if size]
+        if held:
+            text += f"; this engine has taken: {', '.join(held)}"
+        others = other_processes(self.device)
+        return f"{text}; others that hold some: {', '.join(others)}" if others else text
+
+    def facts(self) -> dict[str, str | int | float | bool]:
+        """The device in names and numbers, when all is ready."""
+        if self.device.type == "cpu":
+            return {"device_name": "cpu", "free_bytes": free_memory(self.device)}
+        free, total = torch.cuda.mem_get_info(self.device)
+        return {
+            "device_name": torch.cuda.get_device_name(self.device),
+            "graphs_bytes": self.taken.get("CUDA graphs", 0),
+            "free_bytes": free,
+            "total_bytes": total,
+        }
 
 
 class _NoAttention:
@@ -32,8 +129,10 @@ class _NoAttention:
 
 
 @torch.inference_mode()
-def peak_memory(model: Model, device: torch.device, *, num_tokens: int, num_rows: int) -> int:
-    """Bytes that a step of so many tokens, of which ``num_rows`` give logits, takes beside weights and pool.
+def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int:
+    """Bytes that the largest step takes beside weights and pool, with what its sampling may take.
+
+    That is the logits in fp32, and for penalties a count of every token for every row.
 
     Raises:
         torch.OutOfMemoryError: not even that step fits.
@@ -41,17 +140,34 @@ def peak_memory(model: Model, device: torch.device, *, num_tokens: int, num_rows
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    ids = torch.zeros(largest.num_tokens, dtype=torch.int64, device=device)
     hidden = model.forward(ids, ids, _NoAttention())
-    logits = model.compute_logits(hidden[:num_rows])
+    logits = model.compute_logits(hidden[: largest.num_rows])
+    logits[:SAMPLED_ROWS].float()
     del hidden, logits
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    return peak + GRAPHS_BYTES
+    return peak + 4 * largest.num_rows * model.vocab_size + GRAPHS_BYTES
 
 
-def left_on_device(device: torch.device, *, fraction: float) -> int:
-    """Bytes that may still be taken when ``fraction`` of the whole memory is for weights, pool and steps."""
-    free, total = torch.cuda.mem_get_info(device)
-    return int(free - (1.0 - fraction) * total)
+def other_processes(device: torch.device) -> list[str]:
+    """Who else has memory of this GPU: "process 12 (python) 3.1 GiB"; empty where nobody can tell."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        command.append(f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=True).stdout
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return []
+    return listed_processes(told, os.getpid())
+
+
+def listed_processes(told: str, own_pid: int) -> list[str]:
+    """From lines "pid, path, MiB"."""
+    found: list[str] = []
+    for line in told.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 3 and fields[0].isdigit() and int(fields[0]) != own_pid:
+            size = f" {in_words(int(fields[2]) << 20)}" if fields[2].isdigit() else ""
+            found.append(f"process {fields[0]} ({Path(fields[1]).name}){size}")
+    return found

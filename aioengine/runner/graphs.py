@@ -84,6 +84,11 @@ class DecodeGraphs:
         self._host = torch.empty(0, dtype=torch.int32)
 
     @property
+    def sizes(self) -> list[int]:
+        """The row counts that there is a graph for."""
+        return self._sizes.tolist()
+
+    @property
     def max_rows(self) -> int:
         return int(self._sizes[-1]) if self._sizes.size else 0
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -20,8 +22,8 @@ from aioengine.protocol.messages import Progress
 from aioengine.runner import logits as logits_processors
 from aioengine.runner import weights
 from aioengine.runner.attention_choice import choose_attention
-from aioengine.runner.capacity import Demand, fit_pages, free_memory, kv_bytes_per_token
-from aioengine.runner.device_memory import left_on_device, peak_memory
+from aioengine.runner.capacity import Demand, fit_pages, kv_bytes_per_token
+from aioengine.runner.device_memory import DeviceMemory, LargestStep
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.kv_pool import PADDING_PAGE, KVPool
 from aioengine.runner.readback import Readback
@@ -35,9 +37,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend
+    from aioengine.attention._base import AttentionBackend, AttentionShape
     from aioengine.config import Settings
     from aioengine.models._base import Model
+    from aioengine.runner.attention_choice import AttentionChoice
     from aioengine.runner.graphs import DecodeGraphs
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.logits import LogitsProcessor
@@ -48,8 +51,8 @@ if TYPE_CHECKING:
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-_LOGITS_ROWS = 1024
-"""Rows of logits that a step on a GPU is taken to make at most, for the measure of its memory."""
+_LESS_POOL = "Lower mem_fraction_static or max_total_tokens"
+_LESS_GRAPHS = "Lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph=True"
 
 _NOT_FINITE = "the model gave numbers that are not finite for it; its weights or its dtype make it overflow"
 
@@ -147,6 +150,7 @@ class ModelRunner:
         )
         graphs.capture(max_rows, report)
         self._graphs = graphs
+        self.facts["cuda_graph_sizes"] = " ".join(map(str, graphs.sizes))
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Ticket:
@@ -299,22 +303,25 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     torch.set_num_threads(settings.runner.num_threads)
     device = _device(settings.runner.device)
     dtype = _dtype(settings.model.dtype, device)
-    folder = Path(settings.model.path)
-    context_length = settings.model.context_length
-    model = _model(settings, dtype, device)
-    shape = model.attention_shape
-    choice = choose_attention(settings.runner, shape, dtype, device, report=report)
-    with torch.no_grad():
-        weights_bytes = weights.load(
-            model,
-            folder,
-            load_format=settings.model.load_format,
-            seed=settings.random_seed,
-            report=lambda done, total: report(Progress("loading weights", done, total, "B")),
-        )
+    memory = DeviceMemory(device)
     page_size = settings.memory.page_size
-    num_pages = _fit(settings, model, dtype, device)
-    kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
+    model, choice, weights_bytes = _load(settings, dtype, memory, report)
+    shape = model.attention_shape
+    limits = settings.scheduler
+    largest = LargestStep(limits.chunk_tokens, limits.max_running)
+    room = memory.room(model, largest, fraction=settings.memory.mem_fraction_static)
+    num_pages = fit_pages(_demand(settings, shape, dtype), room)
+    with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
+        kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
+        attention = choice.build(shape, kv_pool.tensor)
+    parts = DeviceParts(
+        model=model,
+        attention=attention,
+        kv_pool=kv_pool,
+        vocab_size=_sampled_vocab_size(settings),
+        context_length=settings.model.context_length,
+        device=device,
+    )
     facts: Facts = {
         "num_pages": num_pages,
         "page_size": page_size,
@@ -325,23 +332,38 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
         "weights_bytes": weights_bytes,
         "kv_pool_bytes": kv_pool.num_bytes,
         "num_threads": torch.get_num_threads(),
-        "load_s": time.monotonic() - started_at,
     }
     if choice.warning:
         facts["warning"] = choice.warning
-    parts = DeviceParts(
-        model=model,
-        attention=choice.build(shape, kv_pool.tensor),
-        kv_pool=kv_pool,
-        vocab_size=_sampled_vocab_size(settings),
-        context_length=context_length,
-        device=device,
-    )
-    runner = ModelRunner(parts, facts)
-    if device.type == "cuda":
-        _prepare_device(runner, parts, settings, report)
+    with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
+        runner = ModelRunner(parts, facts)
+        if device.type == "cuda":
+            _prepare_device(runner, parts, settings, report)
+    facts |= memory.facts() | _versions()
     facts["load_s"] = time.monotonic() - started_at
     return runner
+
+
+def _load(
+    settings: Settings, dtype: torch.dtype, memory: DeviceMemory, report: Callable[[Progress], None]
+) -> tuple[Model, AttentionChoice, int]:
+    """The model with its weights, the attention that works for it, and the bytes of the parameters."""
+    advice = "End what else has memory of the GPU, or take a smaller model or a larger GPU"
+    if dtype == torch.float32:
+        advice += "; dtype='bfloat16' takes half"
+    outline = _model(settings, dtype, torch.device("meta"))
+    need = sum(target.nbytes for target in outline.weights().values())
+    with memory.take("the weights", advice=advice, need=need), torch.no_grad():
+        model = _model(settings, dtype, memory.device)
+        choice = choose_attention(settings.runner, model.attention_shape, dtype, memory.device, report=report)
+        weights_bytes = weights.load(
+            model,
+            Path(settings.model.path),
+            load_format=settings.model.load_format,
+            seed=settings.random_seed,
+            report=lambda done, total: report(Progress("loading weights", done, total, "B")),
+        )
+    return model, choice, weights_bytes
 
 
 def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Model:
@@ -407,18 +429,20 @@ def _sampled_vocab_size(settings: Settings) -> int:
     return settings.model.vocab_size if path is None else min(settings.model.vocab_size, num_token_ids(path))
 
 
-def _fit(settings: Settings, model: Model, dtype: torch.dtype, device: torch.device) -> int:
-    shape, context_length = model.attention_shape, settings.model.context_length
-    demand = Demand(
+def _versions() -> Facts:
+    """Of what computes here: packages that are not installed are left out."""
+    found: Facts = {}
+    for package in ("torch", "triton", "flashinfer-python"):
+        with suppress(metadata.PackageNotFoundError):
+            found[f"{package.removesuffix('-python')}_version"] = metadata.version(package)
+    return found
+
+
+def _demand(settings: Settings, shape: AttentionShape, dtype: torch.dtype) -> Demand:
+    return Demand(
         num_pages=settings.memory.num_pages,
         page_size=settings.memory.page_size,
         bytes_per_token=kv_bytes_per_token(shape, dtype),
-        context_length=context_length,
-        max_tokens=context_length * settings.scheduler.max_running,
-        fraction=settings.memory.mem_fraction_static,
+        context_length=settings.model.context_length,
+        max_tokens=settings.model.context_length * settings.scheduler.max_running,
     )
-    if device.type == "cpu":
-        return fit_pages(demand, free_bytes=free_memory(device))
-    left = settings.memory.mem_fraction_static
-    reserved = peak_memory(model, device, num_tokens=settings.scheduler.chunk_tokens, num_rows=_LOGITS_ROWS)
-    return fit_pages(replace(demand, fraction=1.0), free_bytes=left_on_device(device, fraction=left) - reserved)

@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from aioengine.attention._base import AttentionShape
-from aioengine.runner.capacity import Demand, fit_pages, free_memory, kv_bytes_per_token
+from aioengine.runner.capacity import Demand, Room, fit_pages, free_memory, in_words, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
-DEMAND = Demand(
-    num_pages=None, page_size=16, bytes_per_token=1024, context_length=2048, max_tokens=1 << 40, fraction=0.5
-)
+DEMAND = Demand(num_pages=None, page_size=16, bytes_per_token=1024, context_length=2048, max_tokens=1 << 40)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -92,24 +90,37 @@ def test_bytes_of_a_token() -> None:
     assert kv_bytes_per_token(shape, torch.float32) == 2 * 3 * 2 * 64 * 4
 
 
-def test_the_fraction_of_the_free_memory() -> None:
-    assert fit_pages(DEMAND, free_bytes=GIB) == GIB // 2 // (16 * 1024)
+def room(num_bytes: int) -> Room:
+    """As on a CPU with so much free memory, of which half may be used."""
+    return Room(num_bytes, num_bytes // 2, "these are the words")
+
+
+def test_the_share_that_may_be_used() -> None:
+    assert fit_pages(DEMAND, room(GIB)) == GIB // 2 // (16 * 1024)
 
 
 def test_no_more_than_can_be_used() -> None:
-    assert fit_pages(replace(DEMAND, max_tokens=4001), free_bytes=GIB) == 251
+    assert fit_pages(replace(DEMAND, max_tokens=4001), room(GIB)) == 251
 
 
 def test_not_even_one_context() -> None:
-    with pytest.raises(ValueError, match=r"room for 2032 tokens.*2048 and needs 2 MiB.*Lower context_length"):
-        fit_pages(DEMAND, free_bytes=2 * (2 << 20) - 1)
-    assert fit_pages(DEMAND, free_bytes=2 * (2 << 20)) == 128
+    with pytest.raises(
+        ValueError, match=r"room for 2032 tokens.*2048 and needs 2 MiB; these are the words\. Lower context_length"
+    ):
+        fit_pages(DEMAND, room(2 * (2 << 20) - 1))
+    assert fit_pages(DEMAND, room(2 * (2 << 20))) == 128
 
 
 def test_a_given_number_of_pages() -> None:
     given = replace(DEMAND, num_pages=3)
-    assert fit_pages(given, free_bytes=GIB) == 3
-    with pytest.raises(ValueError, match="48 tokens needs 0 MiB, but only 0 MiB are free; lower max_total_tokens"):
-        fit_pages(given, free_bytes=1000)
+    assert fit_pages(given, room(GIB)) == 3
+    with pytest.raises(
+        ValueError, match=r"48 tokens needs 0 MiB, but there is room for 0 MiB; these.*Lower max_total_tokens"
+    ):
+        fit_pages(given, room(1000))
     with pytest.raises(ValueError, match="at least one page of 16 tokens, not 0"):
-        fit_pages(replace(DEMAND, num_pages=0), free_bytes=GIB)
+        fit_pages(replace(DEMAND, num_pages=0), room(GIB))
+
+
+def test_bytes_in_words() -> None:
+    assert (in_words(3 << 20), in_words(GIB + GIB // 2)) == ("3 MiB", "1.5 GiB")

@@ -269,6 +269,36 @@ class TestWatching:
         await generation.aclose()
         assert world.engine.stats()["num_streams"] == 0
 
+    async def test_server_info_tells_of_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        facts: dict[str, object] = {
+            "max_total_tokens": 16,
+            "device_name": "NVIDIA H200",
+            "attention_backend": "flashinfer",
+            "cuda_graph_sizes": "1 2 4",
+            "graphs_bytes": 7,
+            "torch_version": "2.11",
+        }
+
+        async def start(self: Double) -> dict[str, object]:
+            return facts
+
+        monkeypatch.setattr(Double, "start", start)
+        async with World().engine as engine:
+            told = await engine.get_server_info()
+        assert (told["device_name"], told["attention_backend"]) == ("NVIDIA H200", "flashinfer")
+        assert told["cuda_graph_sizes"] == [1, 2, 4]
+        assert (told["memory"], told["versions"]) == ({"graphs_bytes": 7}, {"torch": "2.11"})
+
+    async def test_what_works_only_more_slowly_is_warned_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def start(self: Double) -> dict[str, object]:
+            return {"max_total_tokens": 16, "warning": "attention is slow: no nvcc"}
+
+        monkeypatch.setattr(Double, "start", start)
+        engine = World().engine
+        with pytest.warns(UserWarning, match="attention is slow: no nvcc"):
+            await engine.start()
+        await engine.shutdown()
+
     async def test_server_and_model_info(self, world: World) -> None:
         told = await world.engine.get_server_info()
         assert (told["status"], told["max_total_num_tokens"]) == ("ready", 1024)

@@ -1,0 +1,88 @@
+"""What is said when a GPU's memory does not suffice, with the GPU made up."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from aioengine.runner import device_memory
+from aioengine.runner.device_memory import DeviceMemory, listed_processes
+
+GIB = 1 << 30
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture
+def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A GPU of 80 GiB with 2 free; the list ends with the bytes that this process holds of it."""
+    held = [0]
+    for name, found in {
+        "memory_reserved": lambda _: held[-1],
+        "synchronize": lambda _: None,
+        "mem_get_info": lambda _: (2 * GIB, 80 * GIB),
+        "get_device_name": lambda _: "NVIDIA H100",
+        "get_device_properties": lambda _: SimpleNamespace(uuid="x"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, found)
+    monkeypatch.setattr(device_memory, "other_processes", lambda _: ["process 12 (python) 70.0 GiB"])
+    return held
+
+
+def test_what_was_needed_what_there_was_and_what_to_do(reserved: list[int]) -> None:
+    memory = DeviceMemory(GPU)
+    with memory.take("the weights", advice=""):
+        reserved.append(5 * GIB)
+    taking = memory.take("a pool", advice="Less.", need=GIB)
+    with pytest.raises(ValueError, match="not enough memory") as caught, taking:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has ...")
+    assert str(caught.value) == (
+        "the GPU has not enough memory for a pool (1.0 GiB): CUDA out of memory. NVIDIA H100 has 80.0 GiB, of which "
+        "2.0 GiB are free; this engine has taken: the weights 5.0 GiB; others that hold some: process 12 (python) "
+        "70.0 GiB. Less."
+    )
+    assert caught.value.__cause__ is None
+
+
+def test_not_even_cuda_itself(reserved: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    words = "not even enough for CUDA itself; others that hold some: process 12"
+    with pytest.raises(ValueError, match=words), DeviceMemory(GPU).take("the weights", advice="End them"):
+        fail(0)
+
+
+def test_other_errors_are_passed_on(reserved: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="^CUDA error: illegal"), DeviceMemory(GPU).take("x", advice=""):
+        raise RuntimeError("CUDA error: illegal memory access")
+
+
+def test_a_cpu_keeps_no_account() -> None:
+    memory = DeviceMemory(CPU)
+    with memory.take("the weights", advice=""):
+        pass
+    assert memory.taken == {}
+    assert memory.facts()["device_name"] == "cpu"
+
+
+def test_the_list_of_processes() -> None:
+    told = "12, /usr/bin/python3, 3174\n13, python, [N/A]\n99, self, 10\nNo running processes found\n"
+    assert listed_processes(told, 99) == ["process 12 (python3) 3.1 GiB", "process 13 (python)"]
+
+
+def test_without_its_tool_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="x"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert device_memory.other_processes(GPU) == []
+
+
+def test_the_advice_names_arguments() -> None:
+    from aioengine import args
+    from aioengine.runner import model_runner
+
+    for text in (model_runner._LESS_POOL, model_runner._LESS_GRAPHS):
+        assert set(re.findall(r"[a-z]+_[a-z_]+", text)) <= args.ARGUMENTS.keys()

@@ -1,0 +1,53 @@
+"""A GPU that is full: the start says so in words, whatever it was that did not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from aioengine.config import MemorySettings, Settings
+from aioengine.runner.model_runner import build
+from tests.compute.runner_world import make_settings, save_model
+
+HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    save_model("qwen3", tmp_path, dtype=torch.bfloat16, **HEADS)
+    found = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16, num_pages=None)
+    runner = msgspec.structs.replace(found.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=4)
+    return msgspec.structs.replace(found, runner=runner)
+
+
+@pytest.mark.parametrize("left_mib", [3, 600, 1200])
+def test_a_full_gpu_is_told_of(settings: Settings, left_mib: int) -> None:
+    torch.cuda.empty_cache()
+    torch.zeros(1, device="cuda")
+    hold = torch.empty(torch.cuda.mem_get_info()[0] - (left_mib << 20), dtype=torch.uint8, device="cuda")
+    with pytest.raises(ValueError, match=r"GiB, of which .* are free") as caught:
+        build(settings, lambda _: None)
+    assert any(word in str(caught.value) for word in ("Lower", "End what else"))
+    del hold
+    torch.cuda.empty_cache()
+
+
+def test_a_pool_that_is_too_large(settings: Settings) -> None:
+    memory = MemorySettings(page_size=16, num_pages=1 << 30, mem_fraction_static=0.9)
+    with pytest.raises(
+        ValueError, match=r"a KV pool of .* tokens needs .* GiB, but there is room for .* Lower max_total"
+    ):
+        build(msgspec.structs.replace(settings, memory=memory), lambda _: None)
+
+
+def test_the_device_is_described(settings: Settings) -> None:
+    memory = MemorySettings(page_size=16, num_pages=64, mem_fraction_static=0.9)
+    runner = build(msgspec.structs.replace(settings, memory=memory), lambda _: None)
+    assert runner.facts["device_name"] == torch.cuda.get_device_name()
+    assert runner.facts["cuda_graph_sizes"] == "1 2 4"
+    assert int(runner.facts["free_bytes"]) < int(runner.facts["total_bytes"])
+    assert {"torch_version", "triton_version"} <= runner.facts.keys()
+    runner.close()
