@@ -14,13 +14,13 @@ from aioengine.protocol.messages import Abort, FinishCode, Finished
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from aioengine.errors import EngineError
     from aioengine.frontend.calls import Call, Calls, Name
     from aioengine.frontend.encoder import Encoder
     from aioengine.frontend.feeder import PromptRules
-    from aioengine.frontend.outputs import CallOutput
+    from aioengine.frontend.outputs import CallOutput, RowStream
     from aioengine.frontend.router import Router
     from aioengine.protocol.messages import Submit
 
@@ -44,7 +44,9 @@ class CallLife:
         calls: Calls,
         router: Router,
         send: Callable[[list[Submit] | list[Abort]], None],
+        computed_since: Callable[[float], Collection[int] | None],
     ) -> None:
+        """``computed_since`` gives the requests in the scheduler's steps, None where it has ended one since then."""
         self.idle = asyncio.Event()
         self.feeder = Feeder(
             rules, encoder=encoder, lock=lock, calls=calls, router=router, submit=send, settle=self.settle
@@ -53,6 +55,7 @@ class CallLife:
         self._calls = calls
         self._router = router
         self._send = send
+        self._computed_since = computed_since
 
     def begin(self, call: Call) -> None:
         if call.output not in self._calls.by_output:
@@ -163,27 +166,36 @@ class CallLife:
             with self._lock:
                 end_unbegun(call, FinishCode.DEADLINE, matched=which)
                 call.output.begin()
-        total = deadlines.get("total")
-        if total is not None and now >= total + BACKSTOP_S:
-            self._give_up(call)
+        for late, deadline in deadlines.items():
+            if now >= deadline + BACKSTOP_S:
+                self._give_up(call, late)
         self.settle(call)
         if call.output in self._calls.by_output:
-            later = [when for when in deadlines.values() if when > now]
-            if total is not None:
-                later.append(total + BACKSTOP_S)
+            times = [when for deadline in deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]
+            later = [when for when in times if when > now]
             if later:
                 self._set_timer(call, min(later))
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: Call, which: str) -> None:
         """The scheduler did not end these rows at their deadline: they end here, with what they have."""
         now = time.monotonic()
         with self._lock:
-            rows = list(call.output.live.values())
+            rows = [row for row in call.output.live.values() if which == "total" or not row.has_begun]
+            if which == "queue":
+                rows = self._surely_waiting(rows, call.called_at)
             for row in rows:
-                finished = Finished(row.uid, FinishCode.DEADLINE, "total", ended_at=now)
+                finished = Finished(row.uid, FinishCode.DEADLINE, which, ended_at=now)
                 call.output.end_row(row, finished, now)
         uids = [row.uid for row in rows]
         for uid in uids:
             self._router.rows.pop(uid, None)
         if uids:
             self._send([Abort(uids, FinishCode.DEADLINE)])
+
+    def _surely_waiting(self, rows: list[RowStream], since: float) -> list[RowStream]:
+        """The rows that were not admitted: a step that could have done it has not ended, and none is under way.
+
+        A scheduler that ends steps is left alone: it looks at the time between them.
+        """
+        computed = self._computed_since(since) if rows else None
+        return [] if computed is None else [row for row in rows if row.uid not in computed]

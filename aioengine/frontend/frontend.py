@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec import Struct
@@ -30,7 +31,7 @@ from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from aioengine.frontend.asks import Ask
     from aioengine.frontend.outputs import CallOutput
@@ -48,6 +49,7 @@ class Processes(Protocol):
     async def stop(self, timeout_s: float) -> None: ...
     def kill_now(self) -> None: ...
     def processes(self) -> list[ProcessState]: ...
+    def rows_in_flight(self) -> Collection[int]: ...
 
 
 class Running(Struct, frozen=True, kw_only=True):
@@ -96,7 +98,13 @@ class Frontend:
             max_rows_in_flight=2 * settings.scheduler.max_running,
         )
         self._life = CallLife(
-            rules, encoder=self._encoder, lock=lock, calls=self.calls, router=self.router, send=self._send
+            rules,
+            encoder=self._encoder,
+            lock=lock,
+            calls=self.calls,
+            router=self.router,
+            send=self._send,
+            computed_since=partial(_computed_since, self),
         )
 
     # ------------------------------------------------------------ from any thread
@@ -228,6 +236,13 @@ class Frontend:
         if self._encoder is not None:
             self._encoder.close()
         await self.parts.processes.stop(STOP_TIMEOUT_S)
+
+
+def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:
+    """The requests in the scheduler's steps now; None where a step has ended since that time."""
+    last = frontend.last_stats
+    has_stepped = last is not None and last.step_ended_at > since
+    return None if has_stepped else frontend.parts.processes.rows_in_flight()
 
 
 def _sizes(parts: Running) -> TextSizes | None:

@@ -69,13 +69,14 @@ class RowStream:
     Attributes:
         position: its place in the call. uid: the engine's number of it, -1 before it was submitted.
         text_offset, token_offset: what was read, in characters and ids; ``token_ids``: the ids that were not.
+        has_begun: whether its first token is known of.
         finished: its end, once that came; ``error`` where it has no answer.
         is_queued: it stands in ``ready`` of its call (or never will, since its call is no stream).
     """
 
     __slots__ = (
-        "delivered_at", "error", "facts", "finished", "is_queued", "more_texts", "output", "position", "text",
-        "text_offset", "token_ids", "token_offset", "uid",
+        "delivered_at", "error", "facts", "finished", "has_begun", "is_queued", "more_texts", "output", "position",
+        "text", "text_offset", "token_ids", "token_offset", "uid",
     )  # fmt: skip
 
     def __init__(self, output: CallOutput, position: int, facts: RowFacts) -> None:
@@ -83,6 +84,7 @@ class RowStream:
         self.position = position
         self.facts = facts
         self.uid = -1
+        self.has_begun = False
         self.finished: Finished | None = None
         self.error: RowError | None = None
         self.delivered_at = 0.0

@@ -20,7 +20,7 @@ from aioengine.supervision.heartbeats import Heartbeats
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from aioengine.config import Settings
     from aioengine.protocol.messages import ToScheduler
@@ -129,6 +129,10 @@ class Supervisor:
         """Every child as it is now."""
         now = time.monotonic()
         return [self._state(child, now) for child in self._launcher.children]
+
+    def rows_in_flight(self) -> Collection[int]:
+        """The requests in the steps that the scheduler process computes now."""
+        return {uid for child in self._launcher.children if child.role == SCHEDULER for uid in child.rows_in_flight()}
 
     def _state(self, child: RunningChild, now: float) -> ProcessState:
         has_stepped = child.role == SCHEDULER and self._step_ended_at > 0

@@ -103,6 +103,7 @@ class Double:
         self.submits: list[Submit] = []
         self.aborts: list[Abort] = []
         self.controls: list[Control] = []
+        self.in_flight: set[int] = set()
         self.is_held = False
         self.is_deaf = False
         self.is_stopped = False
@@ -185,6 +186,9 @@ class Double:
     def kill_now(self) -> None:
         self.num_kills += 1
         self.is_stopped = True
+
+    def rows_in_flight(self) -> set[int]:
+        return self.in_flight
 
     def processes(self) -> list[State]:
         return [State("scheduler", 11, not self.is_stopped), State("detokenizer", 12, not self.is_stopped)]

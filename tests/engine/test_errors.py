@@ -20,7 +20,7 @@ from aioengine.errors import (
     RequestTooLargeError,
     UnknownParameterError,
 )
-from aioengine.protocol.messages import FinishCode
+from aioengine.protocol.messages import Begun, FinishCode, Stats, TextChunks
 from tests.engine.engine_double import CONTEXT_LENGTH, VOCAB_SIZE, World, expected_text, until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
@@ -369,6 +369,36 @@ class TestDeadlines:
         assert 0.05 < time.monotonic() - begun_at < 2
         assert out["meta_info"]["finish_reason"] == {"type": "deadline", "which": "total"}
         assert [(abort.uids, abort.code) for abort in world.double.aborts] == [([0], FinishCode.DEADLINE)]
+
+    @pytest.mark.parametrize("which", ["queue", "first_token"])
+    async def test_the_frontend_ends_what_has_not_begun(self, world: World, which: str) -> None:
+        world.double.is_held = world.double.is_deaf = True
+        begun_at = time.monotonic()
+        batch = world.engine.async_generate(["a"] * 2, LONG, **{f"{which}_timeout": 0.05})  # type: ignore[arg-type]
+        await until(lambda: len(world.double.live) == 2)
+        world.double.in_flight = {1}  # admitted, but without a token
+        opened = TextChunks([], [], [], [], [], 2, [Begun(0, 0, begun_at, begun_at)])
+        if which == "first_token":
+            world.double.events.on_messages([opened])
+        await until(lambda: bool(world.double.aborts))
+        assert 0.5 < time.monotonic() - begun_at < 2
+        late = 0 if which == "queue" else 1
+        assert [(abort.uids, abort.code) for abort in world.double.aborts] == [([late], FinishCode.DEADLINE)]
+        world.double.is_deaf = False
+        world.engine.abort_request(abort_all=True)
+        reasons = [out["meta_info"]["finish_reason"] for out in await batch]
+        assert reasons[late] == {"type": "deadline", "which": which}
+        assert reasons[1 - late] == "abort"
+
+    async def test_a_scheduler_that_ends_steps_is_left_to_look_at_its_queue(self, world: World) -> None:
+        world.double.is_held = world.double.is_deaf = True
+        waiting = world.engine.async_generate("a", LONG, queue_timeout=0.05)
+        await until(lambda: bool(world.double.live))
+        now = time.monotonic()
+        world.double.events.on_messages([Stats(now, 0, 1, 64, 64, 0, 0, 1, 0, 0, 0, 0, 0, step_ended_at=now)])
+        await asyncio.sleep(0.7)
+        assert world.double.aborts == []
+        await waiting.aclose()
 
     @pytest.mark.parametrize("which", ["timeout", "queue_timeout", "first_token_timeout"])
     async def test_rows_that_wait_in_the_frontend_expire(self, which: str) -> None:

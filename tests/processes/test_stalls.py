@@ -45,6 +45,21 @@ async def test_a_step_that_does_not_end_is_an_error_for_everybody() -> None:
 
 
 @process
+async def test_a_deadline_of_the_queue_passes_also_during_a_long_step() -> None:
+    step_s = 4.0
+    async with fake_async_engine({"": "x"}, step_time_s=step_s) as engine:
+        begun_at = time.monotonic()
+        params = {"max_new_tokens": 1}
+        computed = engine.async_generate("one", params, queue_timeout=0.5)
+        await asyncio.sleep(0.3)
+        waiting = await engine.async_generate("two", params, queue_timeout=0.3)
+        assert waiting["meta_info"]["finish_reason"] == {"type": "deadline", "which": "queue"}
+        assert time.monotonic() - begun_at < step_s
+        assert (await computed)["meta_info"]["finish_reason"] == "length"
+        assert time.monotonic() - begun_at > step_s
+
+
+@process
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
 async def test_a_process_that_is_stopped_is_an_error(role: str) -> None:
     async with Frontend(fake_settings(step_time_s=0.01), stall_timeout_s=STALL_S) as frontend:
