@@ -93,13 +93,14 @@ class AttentionBackend(Protocol):
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
     """Device memory that fixed decode steps of R rows read: slot_mapping [R], starts [R + 1], last_lengths [R], and
-    page_ids, the page tables one after the other, row r from ``starts[r]`` on. All int32.
+    page_ids, the page tables one after the other, row r from ``starts[r]`` on. All int32. ``max_pages``: of a row.
     """
 
     slot_mapping: Tensor
     starts: Tensor
     last_lengths: Tensor
     page_ids: Tensor
+    max_pages: int
 
 
 class FixedDecode(AttentionBackend, Protocol):
@@ -123,3 +124,20 @@ class CapturableAttention(AttentionBackend, Protocol):
         ...
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecode: ...
+
+
+class FixedPrefill(AttentionBackend, Protocol):
+    """Attention of steps padded to a fixed number of tokens and rows."""
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Before each replay, for a batch that is no larger; its slots are where ``fixed_prefill`` was told."""
+        ...
+
+
+@runtime_checkable
+class CapturablePrefill(AttentionBackend, Protocol):
+    """A backend whose steps with prompts can stand in a CUDA graph."""
+
+    def fixed_prefill(self, slot_mapping: Tensor, *, num_rows: int, max_pages: int) -> FixedPrefill:
+        """``slot_mapping`` [T] is read at each replay; ``max_pages``: of a row."""
+        ...

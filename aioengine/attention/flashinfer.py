@@ -15,16 +15,15 @@ pool, S page size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
 from aioengine.attention._base import ForwardBatch
 from aioengine.attention._decode import FixedDecodeRows, decode_rows
-from aioengine.attention._pages import flat_pages, page_columns, starts_of
+from aioengine.attention._flashinfer_prefill import FixedPrefill, PrefillRows, Shared
+from aioengine.attention._pages import flat_pages, page_columns
 from aioengine.kernels._triton_decode import decode
 from aioengine.kernels._triton_heads import write_pages
 from aioengine.kernels.rotate_and_write import KVTarget
@@ -40,38 +39,6 @@ if TYPE_CHECKING:
 
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
-WORKSPACE_BYTES = 512 << 20
-
-
-class _Staging:
-    """Keeps the host from writing a plan over one that is still being copied."""
-
-    def __init__(self) -> None:
-        self._copied = torch.cuda.Event()
-
-    def wait(self) -> None:
-        self._copied.synchronize()
-
-    def mark(self) -> None:
-        self._copied.record()
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """What the plans of a backend have in common. ``pool``: keys and values of each layer, [N, K, S, E]."""
-
-    shape: AttentionShape
-    pool: list[tuple[Tensor, Tensor]]
-    workspace: Tensor
-    staging: _Staging
-    dtype: torch.dtype
-
-    @property
-    def page_size(self) -> int:
-        return self.pool[0][0].shape[2]
-
-    def heads(self) -> tuple[int, int, int, int]:
-        return self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_size, self.page_size
 
 
 class FlashInferAttention:
@@ -85,13 +52,12 @@ class FlashInferAttention:
                 "attention_backend='triton' works"
             )
             raise ValueError(message)
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
-        pool = [(layer[0], layer[1]) for layer in kv_pool]
-        self._shared = _Shared(shape, pool, workspace, _Staging(), kv_pool.dtype)
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        self._shared = Shared.make(shape, kv_pool)
+        self._prefill = PrefillRows(self._shared)
         self._decode: DecodeRows | None = None
         self._slot_mapping = torch.empty(0, dtype=torch.int64, device=kv_pool.device)
         self._num_decode = 0
+        self._has_fresh = False
 
     def prepare(self, batch: ForwardBatch) -> None:
         kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
@@ -101,40 +67,50 @@ class FlashInferAttention:
         self._slot_mapping = batch.slot_mapping
         self._num_decode = num_decode
         self._decode = None
+        self._has_fresh = False
         if num_decode:
             starts, _ = page_columns(kv_lengths[:num_decode], self._shared.page_size)
             pages = flat_pages(batch.page_table[:num_decode], starts)
             self._decode = decode_rows(self._shared.shape, kv_lengths[:num_decode], *pages)
         if num_decode < len(query_lengths):
-            self._shared.staging.wait()
-            self._plan_prefill(batch.page_table[num_decode:], query_lengths[num_decode:], kv_lengths[num_decode:])
-            self._shared.staging.mark()
+            self._prefill.plan(batch.page_table[num_decode:], query_lengths[num_decode:], kv_lengths[num_decode:])
+            self._has_fresh = self._prefill.has_fresh
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         write_pages(k, v, self._slot_mapping, self._shared.pool[layer])
-        return self.attend(q, layer)
+        return self._attended(q, (k, v), layer)
 
-    def target(self, layer: int) -> KVTarget:
+    def target(self, layer: int) -> KVTarget | None:
+        if self._has_fresh:
+            return None  # they need k and v beside the pages
         return KVTarget(self._slot_mapping, *self._shared.pool[layer])
 
     def attend(self, q: Tensor, layer: int) -> Tensor:
+        return self._attended(q, None, layer)
+
+    def _attended(self, q: Tensor, kv: tuple[Tensor, Tensor] | None, layer: int) -> Tensor:
         pool = self._shared.pool[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         split = self._num_decode
         if self._decode is not None:
             decode(q[:split], pool, self._decode, scale=self._shared.shape.scale, out=out[:split])
         if split < q.shape[0]:
-            self._prefill.run(q[split:], pool, out=out[split:])
+            rest = kv and (kv[0][split:], kv[1][split:])
+            self._prefill.attend(q[split:], rest, pool, out[split:])
         return out.view(q.shape[0], -1)
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecodeRows:
         """Decode steps of exactly so many rows."""
         return FixedDecodeRows(self._shared.shape, self._shared.pool, num_rows, buffers)
 
+    def fixed_prefill(self, slot_mapping: Tensor, *, num_rows: int, max_pages: int) -> FixedPrefill:
+        """Steps padded to as many tokens as ``slot_mapping`` has, in up to ``num_rows`` rows."""
+        return FixedPrefill(self._shared, slot_mapping, num_rows=num_rows, max_pages=max_pages)
+
     def warm_up(self) -> None:
         """Compile what is not compiled yet: a plan of each kind, and a first run."""
         device = self._slot_mapping.device
-        num_heads, num_kv_heads, head_size, _ = self._shared.heads()
+        num_heads, num_kv_heads, head_size = self._shared.heads()
         for query_lengths in ([1], [2]):
             num_tokens = sum(query_lengths)
             batch = ForwardBatch(
@@ -151,21 +127,6 @@ class FlashInferAttention:
             q, k, v = heads.split(sizes, dim=1)
             self.prepare(batch)
             self.forward(q, k, v, 0)
-
-    def _plan_prefill(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
-        starts, last_lengths = page_columns(kv_lengths, self._shared.page_size)
-        self._prefill.plan(
-            starts_of(query_lengths),
-            starts,
-            flat_pages(page_table, starts)[1],
-            last_lengths,
-            *self._shared.heads(),
-            causal=True,
-            q_data_type=self._shared.dtype,
-            kv_data_type=self._shared.dtype,
-            sm_scale=self._shared.shape.scale,
-            max_token_per_sequence=int(query_lengths.max()),
-        )
 
 
 PLUGIN = FlashInferAttention

@@ -149,7 +149,7 @@ class FixedTritonDecode:
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         tiles = torch.stack((numbers[:-1], torch.zeros_like(numbers[:-1])), dim=1)
         rows = Rows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
-        max_parts = -(-len(buffers.page_ids) // num_rows * shared.page_size // PART)
+        max_parts = -(-buffers.max_pages * shared.page_size // PART)
         self._shared = shared
         self._step = _Step(buffers.slot_mapping, rows, tiles, max_parts, shared.num_shares(num_rows, max_parts))
 

@@ -168,6 +168,7 @@ class DecodeGraphs:
             starts=self._memory[_COLUMNS * size : first],
             last_lengths=columns[3],
             page_ids=self._memory[first:],
+            max_pages=self._table.page_table.shape[1],
         )
         attention = self._attention.fixed_decode(size, buffers)
         self._memory.zero_()

@@ -14,3 +14,18 @@ def ladder(max_rows: int) -> list[int]:
     while sizes[-1] < max_rows:
         sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
     return [*(size for size in sizes if size < max_rows), max_rows] if max_rows else []
+
+
+_PROMPTS = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+_WORK = 5e12
+"""Weights times tokens of a step from which on an H200 computes longer than a host takes to launch the kernels."""
+
+
+def prefill_ladder(max_tokens: int) -> list[int]:
+    """Token counts of steps with prompts that get a CUDA graph, ascending."""
+    return [size for size in _PROMPTS if size <= max_tokens]
+
+
+def longest_prefill_graph(num_weights: int, chunk_tokens: int) -> int:
+    """Up to how many tokens a graph is worth its while, for a model of so many weights."""
+    return min(chunk_tokens, int(_WORK / num_weights))

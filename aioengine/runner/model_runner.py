@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from aioengine import models
-from aioengine.attention._base import CapturableAttention, ForwardBatch
+from aioengine.attention._base import CapturableAttention, CapturablePrefill, ForwardBatch
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.runner import logits as logits_processors
@@ -26,6 +26,7 @@ from aioengine.runner.capacity import Demand, fit_pages, kv_bytes_per_token
 from aioengine.runner.device_memory import DeviceMemory, LargestStep
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.kv_pool import PADDING_PAGE, KVPool
+from aioengine.runner.ladder import longest_prefill_graph
 from aioengine.runner.readback import Readback
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampler import FAILED, Sampler
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from aioengine.runner.graphs import DecodeGraphs
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.logits import LogitsProcessor
+    from aioengine.runner.prefill_graphs import PrefillGraphs
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.scheduler.plan import Plan, Row
 
@@ -112,6 +114,7 @@ class ModelRunner:
         self._vocab_size = min(parts.vocab_size, num_embeddings)
         self._sampler = _sampler(parts, self._table, processors)
         self._graphs: DecodeGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
         self._broken: dict[int, str] = {}
         self._poisoned: set[int] = set()
         self._is_closed = False
@@ -151,6 +154,16 @@ class ModelRunner:
         graphs.capture(max_rows, report)
         self._graphs = graphs
         self.facts["cuda_graph_sizes"] = " ".join(map(str, graphs.sizes))
+
+    @torch.inference_mode()
+    def capture_prefill_graphs(self, max_tokens: int, report: Callable[[int, int], None]) -> None:
+        """So are short steps with prompts, of up to so many tokens."""
+        module = importlib.import_module("aioengine.runner.prefill_graphs")
+        graphs: PrefillGraphs = module.PrefillGraphs(
+            self._model, self._attention, max_pages=self._table.page_table.shape[1], device=self._device
+        )
+        graphs.capture(max_tokens, report)
+        self._prefill_graphs = graphs
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Ticket:
@@ -239,10 +252,7 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
         batch = self._inputs.build(rows)
-        self._attention.prepare(batch)
-        is_decode = len(batch.input_ids) == len(rows.requests)
-        wanted = None if is_decode else batch.last_tokens
-        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention, wanted)
+        hidden = self._forward(batch)
         if len(sampled) == len(rows.requests):
             return self._sample(hidden, self._table.sampled(sampled, rows.slots, rows.starts + rows.counts))
         # A bad number anywhere in a row has reached its last token through attention.
@@ -254,6 +264,15 @@ class ModelRunner:
         sampled_rows = self._table.upload(np.flatnonzero(rows.samples))
         token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, slots, positions))
         return torch.cat([token_ids, silent])
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states of the last token of each row."""
+        is_decode = len(batch.input_ids) == len(batch.query_lengths)
+        if not is_decode and self._prefill_graphs is not None and self._prefill_graphs.fits(batch):
+            return self._prefill_graphs.replay(batch)
+        self._attention.prepare(batch)
+        wanted = None if is_decode else batch.last_tokens
+        return self._model.forward(batch.input_ids, batch.positions, self._attention, wanted)
 
     def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor:
         sampled = self._table.sampled(rows.requests, rows.slots, rows.starts + rows.counts)
@@ -385,8 +404,16 @@ def _prepare_device(
         return
     parts.attention.warm_up()
     runner.warm_up()
-    if max_rows:
-        runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
+    if not max_rows:
+        return
+    runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
+    if isinstance(parts.attention, CapturablePrefill):
+        weights_bytes = runner.facts["weights_bytes"]
+        assert isinstance(weights_bytes, int)
+        max_tokens = longest_prefill_graph(weights_bytes // parts.model.dtype.itemsize, settings.scheduler.chunk_tokens)
+        runner.capture_prefill_graphs(
+            max_tokens, lambda done, total: report(Progress("capturing CUDA graphs of prompts", done, total))
+        )
 
 
 def _device(name: str) -> torch.device:

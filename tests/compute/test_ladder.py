@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from aioengine.runner.ladder import ladder
+from aioengine.runner.ladder import ladder, longest_prefill_graph, prefill_ladder
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 16, 100, 256, 300, 1024])
@@ -19,3 +19,17 @@ def test_ladder(max_rows: int) -> None:
 
 def test_no_graphs() -> None:
     assert ladder(0) == []
+
+
+@pytest.mark.parametrize("max_tokens", [16, 64, 500, 2048, 8192])
+def test_ladder_of_prompts(max_tokens: int) -> None:
+    sizes = prefill_ladder(max_tokens)
+    assert sizes == sorted(set(sizes))
+    assert all(size <= max_tokens for size in sizes)
+    assert all(after - before <= max(64, before // 4) for before, after in itertools.pairwise(sizes))
+
+
+def test_graphs_of_prompts_end_where_the_device_is_the_slower() -> None:
+    assert longest_prefill_graph(600_000_000, 8192) > 2048
+    assert 512 <= longest_prefill_graph(8_000_000_000, 8192) < 1024
+    assert longest_prefill_graph(4_000_000, 512) == 512

@@ -44,6 +44,7 @@ ROWS = {
     "one prefill": [(0, 700)],
     "prefills with a prefix": [(160, 33), (0, 5), (480, 129)],
     "mixed": [(40, 1), (800, 1), (0, 300), (64, 1), (32, 77)],
+    "mixed, fresh ones last": [(40, 1), (800, 1), (160, 33), (0, 300), (0, 77)],
     "decodes of many parts": [(3, 1), (5000, 1), (0, 1), (2000, 1)],
 }
 
@@ -93,7 +94,9 @@ def test_fixed_decode_rows_against_torch(num_heads: int, num_kv_heads: int, head
     slot_mapping, last_lengths, starts, page_ids = memory.split(
         (num_rows, num_rows, num_rows + 1, NUM_PAGES + num_rows)
     )
-    buffers = DecodeBuffers(slot_mapping=slot_mapping, starts=starts, last_lengths=last_lengths, page_ids=page_ids)
+    buffers = DecodeBuffers(
+        slot_mapping=slot_mapping, starts=starts, last_lengths=last_lengths, page_ids=page_ids, max_pages=NUM_PAGES
+    )
     fixed = FlashInferAttention(shape, pool).fixed_decode(num_rows, buffers)
     fixed.plan_first(np.ones(num_rows, dtype=np.int32))
     for lengths in ([1, 16, 17, 300, 1, 1], [4000, 2, 900, 33, 1000, 1]):

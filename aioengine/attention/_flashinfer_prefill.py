@@ -1,0 +1,193 @@
+"""FlashInfer's prefill kernels, for rows of several tokens.
+
+Rows whose keys and values are all computed in this step are attended to as they lie in the step's tensors, which is a
+fifth faster than through the pages; the others through the pages.
+
+T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+
+from aioengine.attention._pages import flat_pages, page_columns, starts_of
+from aioengine.kernels._triton_heads import write_pages
+from aioengine.kernels.rotate_and_write import KVTarget
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionShape, ForwardBatch
+
+    Ints = npt.NDArray[np.int32]
+    Pool = tuple[Tensor, Tensor]
+
+WORKSPACE_BYTES = 512 << 20
+MIN_FRESH_TOKENS = 256
+"""Fewer are not worth a plan of their own."""
+
+
+class _Staging:
+    """Keeps the host from writing a plan over one that is still being copied."""
+
+    def __init__(self) -> None:
+        self._copied = torch.cuda.Event()
+
+    def wait(self) -> None:
+        self._copied.synchronize()
+
+    def mark(self) -> None:
+        self._copied.record()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the plans of a backend have in common. ``pool``: keys and values of each layer, [N, K, S, E]."""
+
+    shape: AttentionShape
+    pool: list[Pool]
+    workspace: Tensor
+    staging: _Staging
+    dtype: torch.dtype
+
+    @classmethod
+    def make(cls, shape: AttentionShape, kv_pool: Tensor) -> Shared:
+        """``kv_pool``: [L, 2, N, K, S, E]."""
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
+        return cls(shape, [(layer[0], layer[1]) for layer in kv_pool], workspace, _Staging(), kv_pool.dtype)
+
+    @property
+    def page_size(self) -> int:
+        return self.pool[0][0].shape[2]
+
+    def heads(self) -> tuple[int, int, int]:
+        return self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_size
+
+
+class PrefillRows:
+    """The rows of several tokens of a step: first those that go through the pages, then the fresh ones."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._paged = BatchPrefillWithPagedKVCacheWrapper(shared.workspace, "HND")
+        self._ragged = BatchPrefillWithRaggedKVCacheWrapper(shared.workspace, "NHD")
+        self._num_paged = 0
+        self.has_fresh = False
+        """Whether ``attend`` needs the keys and values of the step."""
+
+    def plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
+        """For these rows, at least one."""
+        num_rows = len(query_lengths)
+        known = np.flatnonzero(kv_lengths > query_lengths)
+        num_paged = int(known[-1]) + 1 if known.size else 0
+        self.has_fresh = int(query_lengths[num_paged:].sum()) >= MIN_FRESH_TOKENS
+        if not self.has_fresh:
+            num_paged = num_rows
+        self._num_paged = int(query_lengths[:num_paged].sum())
+        shared = self._shared
+        shared.staging.wait()
+        if num_paged:
+            self._plan_paged(page_table[:num_paged], query_lengths[:num_paged], kv_lengths[:num_paged])
+        if self.has_fresh:
+            starts, longest = starts_of(query_lengths[num_paged:]), int(query_lengths[num_paged:].max())
+            self._ragged.plan(
+                *(starts, starts, *shared.heads()),
+                causal=True,
+                q_data_type=shared.dtype,
+                kv_data_type=shared.dtype,
+                sm_scale=shared.shape.scale,
+                max_token_per_sequence=longest,
+                max_sequence_kv=longest,
+            )
+        shared.staging.mark()
+
+    def attend(self, q: Tensor, kv: Pool | None, pool: Pool, out: Tensor) -> None:
+        """q and out [T, H, E] of these rows. ``kv``: their keys and values [T, K, E], where there are fresh rows."""
+        split = self._num_paged
+        if split:
+            self._paged.run(q[:split], pool, out=out[:split])
+        if self.has_fresh:
+            assert kv is not None, "fresh rows without keys and values"
+            self._ragged.run(q[split:], kv[0][split:], kv[1][split:], out=out[split:])
+
+    def _plan_paged(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
+        shared = self._shared
+        starts, last_lengths = page_columns(kv_lengths, shared.page_size)
+        self._paged.plan(
+            *(starts_of(query_lengths), starts, flat_pages(page_table, starts)[1], last_lengths, *shared.heads()),
+            shared.page_size,
+            causal=True,
+            q_data_type=shared.dtype,
+            kv_data_type=shared.dtype,
+            sm_scale=shared.shape.scale,
+            max_token_per_sequence=int(query_lengths.max()),
+        )
+
+
+class FixedPrefill:
+    """Attention of steps padded to a fixed number of tokens and rows, whose kernels can stand in a CUDA graph.
+
+    ``slot_mapping`` [T] is read at each replay. ``max_pages``: of a row.
+    """
+
+    def __init__(self, shared: Shared, slot_mapping: Tensor, *, num_rows: int, max_pages: int) -> None:
+        device = slot_mapping.device
+        self._shared = shared
+        self._slots = slot_mapping
+        self._num_rows = num_rows
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            shared.workspace,
+            "HND",
+            use_cuda_graph=True,
+            qo_indptr_buf=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
+            paged_kv_indptr_buf=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
+            paged_kv_indices_buf=torch.zeros(num_rows * max_pages, dtype=torch.int32, device=device),
+            paged_kv_last_page_len_buf=torch.zeros(num_rows, dtype=torch.int32, device=device),
+        )
+        num_tokens = np.array([len(slot_mapping)], dtype=np.int32)
+        nothing = torch.zeros(1, -(-len(slot_mapping) // shared.page_size), dtype=torch.int32, device=device)
+        self._plan(nothing, num_tokens, num_tokens)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Before each replay, for a batch that is no larger."""
+        lengths = (np.array(each, dtype=np.int32) for each in (batch.query_lengths, batch.kv_lengths))
+        self._plan(batch.page_table, *lengths)
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Nothing: ``plan`` has done it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        write_pages(k, v, self._slots, self._shared.pool[layer])
+        return self.attend(q, layer)
+
+    def target(self, layer: int) -> KVTarget:
+        return KVTarget(self._slots, *self._shared.pool[layer])
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # padding must be finite, it goes on to other layers
+        self._wrapper.run(q, self._shared.pool[layer], out=out)
+        return out.view(q.shape[0], -1)
+
+    def _plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
+        shared, num_rows = self._shared, self._num_rows
+        starts, last_lengths = page_columns(kv_lengths, shared.page_size)
+        columns = starts_of(query_lengths).numpy(), starts.numpy(), last_lengths.numpy()
+        num_padding = num_rows - len(query_lengths)
+        query_starts, page_starts = (torch.from_numpy(np.pad(each, (0, num_padding), "edge")) for each in columns[:2])
+        shared.staging.wait()
+        self._wrapper.plan(
+            *(query_starts, page_starts, flat_pages(page_table, starts)[1]),
+            *(torch.from_numpy(np.pad(columns[2], (0, num_padding))), *shared.heads(), shared.page_size),
+            causal=True,
+            q_data_type=shared.dtype,
+            kv_data_type=shared.dtype,
+            sm_scale=shared.shape.scale,
+            max_token_per_sequence=int(query_lengths.max()),
+        )
+        shared.staging.mark()
