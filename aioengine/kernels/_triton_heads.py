@@ -128,7 +128,7 @@ def _write_kernel(
     tl.store(values + target, tl.load(v + token * v_stride + source, mask=inside), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["page_table"])
 def _pages_kernel(
     page_table: tl.tensor, row_stride: tl.tensor, starts: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
 ) -> None:

@@ -70,7 +70,7 @@ def _uniform(words: tl.tensor, stride: tl.tensor, row: tl.tensor) -> tl.tensor:
     return (high * 67108864.0 + low) * (1.0 / 9007199254740992.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _blocks_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
@@ -99,7 +99,7 @@ def _blocks_kernel(
     tl.store(sums + out, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _pick_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
@@ -202,7 +202,7 @@ def _border(
     return high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _truncated_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,

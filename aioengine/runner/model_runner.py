@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from aioengine import models
-from aioengine.attention._base import CapturableAttention, CapturablePrefill, ForwardBatch
+from aioengine.attention._base import CapturableAttention, CapturablePrefill
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.runner import logits as logits_processors
@@ -25,9 +25,10 @@ from aioengine.runner.attention_choice import choose_attention
 from aioengine.runner.capacity import Demand, fit_pages, kv_bytes_per_token
 from aioengine.runner.device_memory import DeviceMemory, LargestStep
 from aioengine.runner.inputs import InputBuilder
-from aioengine.runner.kv_pool import PADDING_PAGE, KVPool
+from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.ladder import longest_prefill_graph
 from aioengine.runner.readback import Readback
+from aioengine.runner.rehearsal import Limits, rehearse
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampler import FAILED, Sampler
 from aioengine.runner.vocabulary import num_token_ids
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend, AttentionShape
+    from aioengine.attention._base import AttentionBackend, AttentionShape, ForwardBatch
     from aioengine.config import Settings
     from aioengine.models._base import Model
     from aioengine.runner.attention_choice import AttentionChoice
@@ -118,24 +119,6 @@ class ModelRunner:
         self._broken: dict[int, str] = {}
         self._poisoned: set[int] = set()
         self._is_closed = False
-
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Compile what steps without a graph launch: one of a row that decodes and a prompt, over the padding page."""
-        counts = [1, 2]
-        places = torch.tensor([0, 0, 1], device=self._device)
-        batch = ForwardBatch(
-            input_ids=torch.zeros_like(places),
-            positions=places,
-            slot_mapping=places,
-            page_table=torch.full((len(counts), 1), PADDING_PAGE, dtype=torch.int32, device=self._device),
-            query_lengths=counts,
-            kv_lengths=counts,
-            last_tokens=torch.tensor([0, 2], device=self._device),
-        )
-        self._attention.prepare(batch)
-        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention, batch.last_tokens)
-        self._model.compute_logits(hidden)
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
@@ -398,14 +381,18 @@ def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Mode
 def _prepare_device(
     runner: ModelRunner, parts: DeviceParts, settings: Settings, report: Callable[[Progress], None]
 ) -> None:
-    """Capture the graphs where attention can stand in them."""
+    """Capture the graphs where attention can stand in them, and rehearse all kinds of steps."""
+    if isinstance(parts.attention, CapturableAttention):
+        parts.attention.warm_up()
+        if settings.runner.cuda_graph_max_rows:
+            _capture(runner, parts, settings, report)
+    limits = settings.scheduler
+    pages = parts.kv_pool.num_pages
+    rehearse(runner, Limits(limits.max_running, limits.chunk_tokens, parts.context_length, pages), report)
+
+
+def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report: Callable[[Progress], None]) -> None:
     max_rows = settings.runner.cuda_graph_max_rows
-    if not isinstance(parts.attention, CapturableAttention):
-        return
-    parts.attention.warm_up()
-    runner.warm_up()
-    if not max_rows:
-        return
     runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
     if isinstance(parts.attention, CapturablePrefill):
         weights_bytes = runner.facts["weights_bytes"]

@@ -1,0 +1,84 @@
+"""Steps that nobody asked for, run before the first that somebody does, so that no request waits for a compiler.
+
+Triton compiles a kernel anew for every form of its arguments: a number that is one, or a multiple of sixteen, the next
+power of two of few rows. The sizes here meet all of these; each is run as prompts, as decode steps and as both at once,
+with rows that are drawn plainly, from the largest logits alone, and after every logits processor.
+"""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from aioengine.protocol.messages import Progress, Sampling
+from aioengine.scheduler.plan import OpenedRow, Plan, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from aioengine.runner.model_runner import ModelRunner
+
+SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 80)
+NUM_TOKENS = 5
+"""Of a row among many, with what it generates."""
+
+_TOKEN = 0
+_PLAIN = (Sampling(1),)
+_MIXED = (
+    Sampling(2, top_k=5, top_p=0.9, min_p=0.01),
+    Sampling(3, temperature=0.0),
+    Sampling(4, frequency_penalty=0.1, presence_penalty=0.1, repetition_penalty=1.1, top_p=0.9),
+    Sampling(5, bias_token_ids=(_TOKEN,), logit_bias=(1.0,), min_new_tokens=9, suppressed_token_ids=(_TOKEN,)),
+)
+
+
+class Limits(NamedTuple):
+    """What a step and a request may have: rows and tokens of a step, positions of a request, pages in all."""
+
+    max_rows: int
+    max_tokens: int
+    context_length: int
+    num_pages: int
+
+
+def rehearse(runner: ModelRunner, limits: Limits, report: Callable[[Progress], None]) -> None:
+    """Compute steps of all forms that are within the limits, over pages that nobody has yet, and forget them."""
+    page_size = int(runner.facts["page_size"])
+    if limits.context_length < NUM_TOKENS:
+        return
+    most = min(limits.max_rows, limits.max_tokens, limits.num_pages // -(-NUM_TOKENS // page_size))
+    sizes = [size for size in SIZES if size <= most]
+    report(Progress("rehearsing steps", 0, len(sizes)))
+    for num_done, size in enumerate(sizes, 1):
+        plans = [*_many_rows(size, page_size)]
+        if size < limits.context_length and -(-(size + 1) // page_size) <= limits.num_pages:
+            plans += _one_prompt(size, page_size)
+        for plan in plans:
+            if plan.num_tokens <= limits.max_tokens:
+                runner.collect(runner.launch(plan))
+        report(Progress("rehearsing steps", num_done, len(sizes)))
+
+
+def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
+    """Prompts of one token, a decode step, and decoding rows beside longer prompts."""
+    uids = list(range(size))
+    num_pages = -(-NUM_TOKENS // page_size)
+    pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in uids]
+    for samplings in (_PLAIN, _MIXED):
+        picked = list(islice(cycle(samplings), size))
+        opened = [OpenedRow(uid, picked[uid], 1, [_TOKEN], pages[uid]) for uid in uids]
+        yield Plan([Row(uid, 0, 1, True, [_TOKEN]) for uid in uids], opened)
+        yield Plan([Row(uid, 1, 1, True) for uid in uids])
+        late = uids[size // 2 :]  # these begin anew, with three tokens
+        opened = [OpenedRow(uid, picked[uid], 3, [_TOKEN] * 3, pages[uid]) for uid in late]
+        decoding = [Row(uid, 2, 1, True) for uid in uids[: size // 2]]
+        yield Plan([*decoding, *(Row(uid, 0, 3, True, [_TOKEN] * 3) for uid in late)], opened, closed=late)
+        yield Plan([], closed=uids)
+
+
+def _one_prompt(size: int, page_size: int) -> Iterator[Plan]:
+    ids = [_TOKEN] * size
+    yield Plan(
+        [Row(0, 0, size, True, ids)], [OpenedRow(0, _PLAIN[0], size, ids, [*range(-(-(size + 1) // page_size))])]
+    )
+    yield Plan([], closed=[0])
