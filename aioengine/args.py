@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from aioengine import checks
 from aioengine.config import (
+    DeliveryConfig,
     DeviceConfig,
     EngineConfig,
     MemoryConfig,
@@ -159,6 +160,18 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "max_queued_bytes": Argument(
         "queue.max_bytes", "whole", _whole(0), "bytes of the prompts of open calls (default: 268435456)"
     ),
+    "slow_reader": Argument(
+        "delivery.slow_reader",
+        "text",
+        _words("coalesce", "pause", "abort"),
+        "what a reader that stays away brings about: coalesce (unread chunks are merged), pause or abort",
+    ),
+    "slow_reader_timeout": Argument(
+        "delivery.slow_reader_timeout_s",
+        "number",
+        _number(0, _A_DAY),
+        "seconds that a reader may stay away (default: 30)",
+    ),
     "max_restarts": Argument("supervision.max_restarts", "whole", _whole(0), "restarts of a dead process (only 0 yet)"),
     "restart_window": Argument(
         "supervision.restart_window_s", "number", _number(0, _A_DAY), "seconds within which max_restarts counts"
@@ -257,6 +270,7 @@ _SECTIONS: Final[dict[str, type[Struct]]] = {
     "memory": MemoryConfig,
     "scheduler": SchedulerConfig,
     "queue": QueueConfig,
+    "delivery": DeliveryConfig,
     "supervision": SupervisionConfig,
 }
 

@@ -63,6 +63,17 @@ class QueueConfig(Struct, frozen=True, kw_only=True):
     max_bytes: int = 256 * 1024 * 1024
 
 
+class DeliveryConfig(Struct, frozen=True, kw_only=True):
+    """What becomes of a stream whose reader does not read for ``slow_reader_timeout_s``.
+
+    ``slow_reader``: "coalesce" (what is unread is merged), "pause" (its request is suspended until it reads) or
+    "abort".
+    """
+
+    slow_reader: str = "coalesce"
+    slow_reader_timeout_s: float = 30.0
+
+
 class SupervisionConfig(Struct, frozen=True, kw_only=True):
     """Starting and watching the processes; times in seconds.
 
@@ -86,6 +97,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     memory: MemoryConfig = MemoryConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     queue: QueueConfig = QueueConfig()
+    delivery: DeliveryConfig = DeliveryConfig()
     supervision: SupervisionConfig = SupervisionConfig()
     stream_interval: int = 1
     random_seed: int | None = None

@@ -45,6 +45,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     return Blueprint(
         settings=settings,
         queue=config.queue,
+        delivery=config.delivery,
         eos_token_ids=facts.eos_token_ids,
         stream_interval=config.stream_interval,
         load_tokenizer=None if tokenizer_path is None else lambda: Tokenizer(tokenizer_path),

@@ -10,7 +10,8 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from aioengine.frontend.feeder import Feeder, deadlines_of, end_unbegun, expired_deadline
-from aioengine.protocol.messages import Abort, FinishCode, Finished
+from aioengine.frontend.outputs import Wants
+from aioengine.protocol.messages import Abort, FinishCode, Finished, Suspend
 
 if TYPE_CHECKING:
     import threading
@@ -43,7 +44,7 @@ class CallLife:
         lock: threading.Lock,
         calls: Calls,
         router: Router,
-        send: Callable[[list[Submit] | list[Abort]], None],
+        send: Callable[[list[Submit] | list[Abort] | list[Suspend]], None],
         computed_since: Callable[[float], Collection[int] | None],
     ) -> None:
         """``computed_since`` gives the requests in the scheduler's steps, None where it has ended one since then."""
@@ -70,9 +71,20 @@ class CallLife:
         self.settle(call)  # a batch of nothing is over at once
 
     def feed(self, output: CallOutput) -> None:
+        """Somebody read: more of its rows may begin, and those that were suspended go on."""
         call = self._calls.by_output.get(output)
         if call is not None:
+            if output.wants is Wants.READS:
+                with self._lock:
+                    output.wants = Wants.NOTHING
+                self._send([Suspend([row.uid for row in output.live.values()], is_over=True)])
             self.feeder.feed(call)
+
+    def suspend(self, call: Call) -> None:
+        """Its reader is away: compute nothing more of its rows until it reads again."""
+        with self._lock:
+            call.output.wants = Wants.READS
+        self._send([Suspend([row.uid for row in call.output.live.values()])])
 
     def settle(self, call: Call) -> None:
         """Close a call that is over, and free the rows that it leaves behind."""
@@ -109,10 +121,10 @@ class CallLife:
         if call is not None:
             self._end_call(call, FinishCode.ABORT)
 
-    def end_all(self, calls: Sequence[Call], code: FinishCode) -> None:
+    def end_all(self, calls: Sequence[Call], code: FinishCode, message: str = "") -> None:
         for call in calls:
             if call.output in self._calls.by_output:
-                self._end_call(call, code)
+                self._end_call(call, code, message=message)
 
     def abort_rows(self, name: Name) -> None:
         """End the rows that an id meant when it was looked up."""
@@ -128,14 +140,14 @@ class CallLife:
         if uids:
             self._send([Abort(uids)])
 
-    def _end_call(self, call: Call, code: FinishCode, matched: str | None = None) -> None:
+    def _end_call(self, call: Call, code: FinishCode, *, message: str = "") -> None:
         """End all its rows, with what they have: those that the scheduler has through it, the others here."""
         uids = [row.uid for row in call.output.live.values()]
         with self._lock:
-            end_unbegun(call, code, matched=matched)
+            end_unbegun(call, code)
             call.output.begin()
         if uids:
-            self._send([Abort(uids, code)])
+            self._send([Abort(uids, code, message)])
         self.settle(call)
 
     def fail(self, call: Call, error: EngineError) -> None:

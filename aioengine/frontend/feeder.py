@@ -14,6 +14,7 @@ from aioengine.answers import RowFacts
 from aioengine.errors import RequestTooLargeError
 from aioengine.frontend.asks import ChatPrompt, IdsPrompt, RefusedPrompt, TextPrompt
 from aioengine.frontend.encoder import Encoder, Job
+from aioengine.frontend.outputs import Wants
 from aioengine.protocol.messages import FinishCode, Finished, Submit
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ class Feeder:
         while not call.is_encoding and not output.is_over:
             with self._lock:
                 room = self._rules.max_rows_in_flight - output.num_held
-                output.wants_feed = room <= 0
+                if output.wants is not Wants.READS:
+                    output.wants = Wants.ENDS if room <= 0 else Wants.NOTHING
             first = call.num_begun // ask.num_samples
             if room <= 0 or first == len(ask.prompts):
                 return

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from msgspec import Struct
 
 from aioengine import checks
-from aioengine.config import QueueConfig, Settings
+from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineClosedError, EngineError, EngineStalledError
 from aioengine.frontend import calls as open_calls
 from aioengine.frontend.call_life import CallLife
@@ -27,6 +27,7 @@ from aioengine.frontend.entrance import Entrance, this_caller
 from aioengine.frontend.feeder import PromptRules
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.router import Router
+from aioengine.frontend.slow_readers import SlowReaders
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.tokenizer import Tokenizer
 
@@ -57,6 +58,7 @@ class Running(Struct, frozen=True, kw_only=True):
 
     settings: Settings
     queue: QueueConfig
+    delivery: DeliveryConfig
     eos_token_ids: tuple[int, ...]
     stream_interval: int
     facts: dict[str, object]
@@ -106,6 +108,8 @@ class Frontend:
             send=self._send,
             computed_since=partial(_computed_since, self),
         )
+        self._slow_readers = SlowReaders(parts.delivery, self.calls.by_output.values, self._life)
+        self._slow_readers.watch()
 
     # ------------------------------------------------------------ from any thread
 
@@ -180,7 +184,7 @@ class Frontend:
                     call = self.calls.by_output.get(row.output)
                     if call is not None and row.output.is_over:
                         self._life.settle(call)
-                    elif call is not None and row.output.wants_feed:
+                    elif call is not None and row.output.wants:
                         self._life.feeder.feed(call)
             elif isinstance(message, Stats):
                 self.last_stats = message
@@ -198,6 +202,7 @@ class Frontend:
         for call in list(self.calls.by_output.values()):
             self._life.fail(call, error)
         self.controls.fail(error)
+        self._slow_readers.stop()
         self._ended.set()
 
     def _send(self, messages: Sequence[ToScheduler]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -59,7 +60,7 @@ class Calls(Protocol):
         ...
 
     def feed(self, output: CallOutput) -> None:
-        """There is room for more of its rows."""
+        """There is room for more of its rows, or somebody reads them again."""
         ...
 
 
@@ -127,6 +128,18 @@ class RowStream:
         self.more_texts = []
 
 
+class Wants(IntEnum):
+    """When the engine is to be told of reading.
+
+    ENDS: when the end of a row was read, for rows wait for ``num_held`` to fall. READS: at once, for nothing is
+    computed until somebody reads.
+    """
+
+    NOTHING = 0
+    ENDS = 1
+    READS = 2
+
+
 class CallOutput:
     """All rows of one call; the engine's side of it. Every method under the lock.
 
@@ -134,15 +147,15 @@ class CallOutput:
         live: rows that were begun and have no end yet. num_open: rows without an end, begun or not.
         num_held: rows begun whose end was not read yet (what bounds the feeding of a batch).
         error: what the whole call ended with. is_left: nobody reads any more.
-        is_begun: its first rows are on their way. wants_feed: rows wait for ``num_held`` to fall.
+        is_begun: its first rows are on their way. wants: when the engine is to be told that somebody reads.
         ready: rows of a stream that have something to read.
         waiter, wakers: readers that wait, one on the engine's own loop for a chunk, others for news.
         results: answers (or exceptions) by position, where the call is no stream.
     """
 
     __slots__ = (
-        "error", "is_batch", "is_begun", "is_left", "is_stream", "live", "num_held", "num_open", "ready",
-        "results", "returns_exceptions", "rid", "waiter", "wakers", "wants_feed",
+        "error", "is_batch", "is_begun", "is_left", "is_stream", "live", "num_held", "num_open",
+        "ready", "results", "returns_exceptions", "rid", "waiter", "wakers", "wants",
     )  # fmt: skip
 
     def __init__(self, rid: str, num_rows: int, *, is_stream: bool, is_batch: bool, returns_exceptions: bool) -> None:
@@ -155,7 +168,7 @@ class CallOutput:
         self.num_held = 0
         self.is_begun = False
         self.is_left = False
-        self.wants_feed = False
+        self.wants = Wants.NOTHING
         self.error: BaseException | None = None
         self.ready: deque[RowStream] = deque()
         self.results: list[Answer | BaseException | None] = [] if is_stream else [None] * num_rows
@@ -273,7 +286,7 @@ class Reader:
                 raise EndOfOutput
             if output.ready:
                 chunk = output.take()
-                if output.wants_feed and chunk["meta_info"]["finish_reason"] is not None:
+                if output.wants and (output.wants is Wants.READS or chunk["meta_info"]["finish_reason"] is not None):
                     self._calls.feed(output)
                 return chunk
             if not output.is_stream:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct
 
-from aioengine.config import QueueConfig, Settings
+from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Processes, Running
@@ -35,6 +35,7 @@ class Blueprint(Struct, frozen=True, kw_only=True):
     stream_interval: int
     load_tokenizer: Callable[[], Tokenizer] | None
     make_processes: Callable[[Events], Processes]
+    delivery: DeliveryConfig = DeliveryConfig()
 
 
 class _Inbox:
@@ -106,6 +107,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
             Running(
                 settings=blueprint.settings,
                 queue=blueprint.queue,
+                delivery=blueprint.delivery,
                 eos_token_ids=blueprint.eos_token_ids,
                 stream_interval=blueprint.stream_interval,
                 facts=facts,

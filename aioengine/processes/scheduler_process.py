@@ -25,6 +25,7 @@ from aioengine.protocol.messages import (
     Stats,
     StepOutput,
     Submit,
+    Suspend,
 )
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.scheduler.core import RunnerFactory, SchedulerCore
@@ -83,6 +84,8 @@ class SchedulerService:
                     self._submit(message, now)
                 case Abort():
                     self._core.abort(message.uids, message.code, message.message)
+                case Suspend():
+                    self._core.suspend(message.uids, is_over=message.is_over)
                 case Control():
                     self._replies.append(self._control(message, now))
                 case _:

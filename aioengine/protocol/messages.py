@@ -1,6 +1,6 @@
 """Every message that crosses a process border.
 
-    frontend --> scheduler      Submit, Abort, Control
+    frontend --> scheduler      Submit, Abort, Suspend, Control
     scheduler --> detokenizer   StepOutput            one for each step, whatever the number of requests
     detokenizer --> scheduler   Abort (a stop string was found, or the text stage failed)
     detokenizer --> frontend    TextChunks            one for each StepOutput
@@ -146,6 +146,16 @@ class Abort(Struct, tag="abort", array_like=True, gc=False):
     uids: list[int]
     code: FinishCode = FinishCode.ABORT
     message: str = ""
+
+
+class Suspend(Struct, tag="suspend", array_like=True, gc=False):
+    """Compute nothing more of these requests for now, or (``is_over``) go on with them; they lose nothing.
+
+    Unknown uids are ignored.
+    """
+
+    uids: list[int]
+    is_over: bool = False
 
 
 class Control(Struct, tag="control", array_like=True, gc=False):
@@ -307,10 +317,10 @@ class LogRecord(Struct, tag="log", array_like=True, gc=False):
     message: str
 
 
-ToScheduler = Submit | Abort | Control
+ToScheduler = Submit | Abort | Suspend | Control
 ToDetokenizer = StepOutput
 ToFrontend = TextChunks | Stats | Reply | Ready | Failed | Progress | LogRecord
-Message = Submit | Abort | Control | StepOutput | TextChunks | Stats | Reply | Ready | Failed | Progress | LogRecord
+Message = ToScheduler | ToDetokenizer | ToFrontend
 
 
 class Frame(Struct, array_like=True, gc=False):

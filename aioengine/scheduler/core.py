@@ -143,6 +143,10 @@ class SchedulerCore(Generic[Ticket]):
         """
         self._scheduler.abort(uids, code, message)
 
+    def suspend(self, uids: Iterable[int], *, is_over: bool = False) -> None:
+        """Compute nothing more of these requests, or (``is_over``) go on with them."""
+        self._scheduler.suspend(uids, is_over=is_over)
+
     def next_deadline(self) -> float | None:
         """When ``step`` should be called at the latest; None: no request has a deadline."""
         return self._scheduler.next_deadline()

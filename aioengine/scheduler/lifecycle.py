@@ -4,6 +4,7 @@ submit ──> WAITING ── admit ──> RUNNING ── end ──> ENDED
               ^  │                 │
               │  └── end ──> ENDED │
               └──── preempt ───────┘
+(Either may be SUSPENDED, which gives its pages back, and then waits again.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from aioengine.protocol.messages import FinishCode
 from aioengine.scheduler.deadlines import Deadlines
 from aioengine.scheduler.forecast import Pace, refusal_of_late
 from aioengine.scheduler.outbox import Outbox
-from aioengine.scheduler.preemption import add_running, remove_running, take_victim
+from aioengine.scheduler.preemption import add_running, next_victim, remove_running
 from aioengine.scheduler.request import Request, State
 from aioengine.scheduler.stopping import Finish, refusal_of
 from aioengine.scheduler.tenants import Tenants
@@ -37,8 +38,8 @@ _order = attrgetter("order")
 class Lifecycle:
     """Keeps the queue and the running requests, and their pages.
 
-    waiting: sorted by ``order``, running: sorted by ``rank``; both are for reading. closed: uids that the runner knows
-    and need not know any more, for the next plan.
+    waiting: sorted by ``order``, running: sorted by ``rank``, suspended: by uid; all three are for reading.
+    closed: uids that the runner knows and need not know any more, for the next plan.
     """
 
     def __init__(self, settings: SchedulerSettings, *, num_pages: int, page_size: int) -> None:
@@ -46,6 +47,7 @@ class Lifecycle:
         self.outbox = Outbox()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.suspended: dict[int, Request] = {}
         self.closed: list[int] = []
         self._tenants = Tenants(settings.tenant_weights)
         self.pace = Pace(settings.chunk_tokens)
@@ -58,7 +60,8 @@ class Lifecycle:
 
     @property
     def is_empty(self) -> bool:
-        return not self._requests
+        """Whether there is nobody to compute."""
+        return not self.waiting and not self.running
 
     def candidates(self) -> Iterable[Request]:
         """The waiting requests as of now, in the order in which they are to be asked; whom to ask next may depend on
@@ -92,13 +95,15 @@ class Lifecycle:
         if submit.resumed is not None:
             self.outbox.resume(request, submit.resumed)
 
+    def living(self, uids: Iterable[int]) -> list[Request]:
+        """Those of these that are alive, each once."""
+        return [self._requests[uid] for uid in dict.fromkeys(uids) if uid in self._requests]
+
     def abort(self, uids: Iterable[int], code: FinishCode, message: str) -> None:
         """End requests from outside. Unknown uids have just ended; of a stop string the frontend knows already."""
         finish = Finish(code, stage="detokenize" if code is FinishCode.FAILED else "", message=message)
-        for uid in uids:
-            request = self._requests.get(uid)
-            if request is not None:
-                self.end(request, finish, silently=code is FinishCode.STOP)
+        for request in self.living(uids):
+            self.end(request, finish, silently=code is FinishCode.STOP)
 
     def expire(self, now: float) -> None:
         """End the requests whose deadline has passed."""
@@ -127,11 +132,22 @@ class Lifecycle:
 
     def preempt(self) -> Request:
         """Take the pages of the last running request and put it back into the queue; returns it."""
-        request = take_victim(self.running)
-        self._give_back(request, State.WAITING)
+        request = next_victim(self.running)
+        self._take_out(request, State.WAITING)
         insort(self.waiting, request, key=_order)
         self.outbox.preempt(request)
         return request
+
+    def suspend(self, request: Request) -> None:
+        """Compute nothing more of it; what it had stays in the prefix cache while there is room."""
+        self._take_out(request, State.SUSPENDED)
+        self.suspended[request.uid] = request
+
+    def resume(self, request: Request) -> None:
+        """Go on with it, where it was suspended."""
+        if request.state is State.SUSPENDED:
+            self._take_out(request, State.WAITING)
+            insort(self.waiting, request, key=_order)
 
     def end(self, request: Request, finish: Finish, *, silently: bool = False, is_spoilt: bool = False) -> None:
         """A request is over, whatever its state. Its pages are free at once; its rows in flight are late.
@@ -142,22 +158,20 @@ class Lifecycle:
         if request.marks.num_charged:
             self._tenants.charge(request.submit.tenant, len(request.token_ids) - request.marks.num_charged)
         self._tenants.leave(request.submit.tenant)
-        if request.state is State.RUNNING:
-            remove_running(self.running, request)
-            self._give_back(request, State.ENDED, is_spoilt=is_spoilt)
-        else:
-            del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
-            request.stop(State.ENDED)
+        self._take_out(request, State.ENDED, is_spoilt=is_spoilt)
         self.outbox.end(request.uid, finish, silently=silently)
 
-    def check_integrity(self) -> None:
-        """Raises RuntimeError unless every page is free, cached or owned by one running request."""
-        self.cache.check_integrity(request.hold for request in self.running)
-
-    def _give_back(self, request: Request, state: State, *, is_spoilt: bool = False) -> None:
-        self.cache.unlock(request.hold, is_spoilt=is_spoilt)
+    def _take_out(self, request: Request, state: State, *, is_spoilt: bool = False) -> None:
+        """Out of the list in which it stands now."""
+        if request.state is State.RUNNING:
+            remove_running(self.running, request)
+            self.cache.unlock(request.hold, is_spoilt=is_spoilt)
+            self.closed.append(request.uid)
+        elif request.state is State.SUSPENDED:
+            del self.suspended[request.uid]
+        else:
+            del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
         request.stop(state)
-        self.closed.append(request.uid)
 
     def _refusal_of_late(self, request: Request, now: float) -> Finish | None:
         num_free = self._max_running - len(self.running)

@@ -37,9 +37,9 @@ def remove_running(running: list[Request], request: Request) -> None:
     del running[bisect_left(running, request.rank, key=_rank)]
 
 
-def take_victim(running: list[Request]) -> Request:
-    """Take out the request that is preempted next."""
-    return running.pop()
+def next_victim(running: list[Request]) -> Request:
+    """The request that is preempted next."""
+    return running[-1]
 
 
 def reserve_for(request: Request, num_missing: int, chunk_tokens: int) -> int:

@@ -20,11 +20,14 @@ NOTHING_HELD = Hold()  # what a request that is not running holds; never changed
 
 
 class State(Enum):
-    """WAITING: has no pages. RUNNING: has pages for all its known positions. ENDED: nobody computes it any more."""
+    """WAITING: has no pages. RUNNING: has pages for all its known positions. SUSPENDED: waits, and may not be let in.
+    ENDED: nobody computes it any more.
+    """
 
     WAITING = 0
     RUNNING = 1
-    ENDED = 2
+    SUSPENDED = 2
+    ENDED = 3
 
 
 class Marks:

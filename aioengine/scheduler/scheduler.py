@@ -38,7 +38,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request is alive, waiting or running."""
+        """Whether any request waits or runs."""
         return not self._life.is_empty
 
     @property
@@ -56,6 +56,14 @@ class Scheduler:
     def abort(self, uids: Iterable[int], code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
         """End requests from outside, in any state; unknown uids are ignored. STOP ends them without an ``Ended``."""
         self._life.abort(uids, code, message)
+
+    def suspend(self, uids: Iterable[int], *, is_over: bool = False) -> None:
+        """Compute nothing more of these, or (``is_over``) go on with them: each is queued where it would have been.
+
+        Deadlines and aborts act meanwhile. Unknown uids are ignored.
+        """
+        for request in self._life.living(uids):
+            (self._life.resume if is_over else self._life.suspend)(request)
 
     def expire(self, now: float) -> None:
         """End the requests whose deadline has passed; ``schedule`` does it too."""
@@ -157,7 +165,7 @@ class Scheduler:
         return Stats(
             sent_at=now,
             num_running=len(self._life.running),
-            num_waiting=len(self._life.waiting),
+            num_waiting=len(self._life.waiting) + len(self._life.suspended),
             num_pages=self.cache.num_pages,
             num_free_pages=self.cache.num_free,
             num_cached_pages=self.cache.num_cached,
@@ -173,4 +181,4 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free, cached and owned pages add up. Cheap when nothing runs."""
-        self._life.check_integrity()
+        self.cache.check_integrity(request.hold for request in self._life.running)

@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from aioengine.config import (
+    DeliveryConfig,
     MemorySettings,
     ModelSettings,
     QueueConfig,
@@ -75,6 +76,8 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     tenant_weights: Mapping[str, float] = {}
     random_seed: int = 0
     stall_timeout_s: float = 600.0
+    slow_reader: str = "coalesce"
+    slow_reader_timeout_s: float = 30.0
 
     @property
     def has_processes(self) -> bool:
@@ -141,6 +144,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
         return Blueprint(
             settings=settings,
             queue=QueueConfig(max_requests=self.max_queued),
+            delivery=DeliveryConfig(slow_reader=self.slow_reader, slow_reader_timeout_s=self.slow_reader_timeout_s),
             eos_token_ids=(EOS_TOKEN_ID,),
             stream_interval=1,
             load_tokenizer=lambda: Tokenizer(tokenizer_folder()),

@@ -174,6 +174,8 @@ async def by_group(loop: SteppedLoop, step: int, program: Awaitable[object]) -> 
             other = group.create_task(sibling())
             await program
             other.cancel()
+    if failing.done() and not failing.cancelled():
+        failing.exception()  # looked at, also where the sibling was gone
 
 
 WAYS = [by_cancel, by_timeout, by_scope, by_group]

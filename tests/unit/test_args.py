@@ -15,7 +15,7 @@ DOCUMENTED = """
     model_path tokenizer_path device dtype context_length trust_remote_code load_format random_seed
     max_running_requests max_queued_requests max_queued_tokens max_total_tokens mem_fraction_static page_size
     chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule disable_cuda_graph
-    tenant_weights max_queued_bytes
+    tenant_weights max_queued_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
     startup_timeout revision download_dir log_level progress enable_deterministic_inference
 """.split()
@@ -72,6 +72,7 @@ def test_each_argument_changes_one_field() -> None:
         "attention_backend": "torch",
         "schedule_policy": "priority",
         "tenant_weights": "gold=3,free=0.5",
+        "slow_reader": "pause",
         "log_level": "info",
     }
     seen: set[EngineConfig | str] = set()

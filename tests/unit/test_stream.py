@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from aioengine.answers import RowFacts
 from aioengine.errors import EngineDeadError, RequestError
-from aioengine.frontend.outputs import MAX_UNJOINED_TEXTS, CallOutput, EndOfOutput, Reader, RowStream
+from aioengine.frontend.outputs import MAX_UNJOINED_TEXTS, CallOutput, EndOfOutput, Reader, RowStream, Wants
 from aioengine.frontend.router import MAX_WOKEN, Router
 from aioengine.protocol.messages import Begun, FinishCode, Finished, TextChunks
 
@@ -195,7 +195,7 @@ class TestLeaving:
     def test_reading_ends_of_rows_makes_room_in_a_batch(self) -> None:
         slot = Slot(3)
         slot.output.num_open = 5
-        slot.output.wants_feed = True
+        slot.output.wants = Wants.ENDS
         slot.rows[0].put("a", [1])
         slot.end(slot.rows[1])
         assert slot.output.num_held == 3

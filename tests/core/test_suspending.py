@@ -1,0 +1,83 @@
+"""Suspended requests cost nothing and lose nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from aioengine.protocol.messages import FinishCode, Limits
+from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
+
+
+def world_of(depth: int = 0, num_pages: int = 64, **settings: int) -> World:
+    return World(settings_of(depth=depth, **settings), num_pages=num_pages, page_size=4, model=NO_EOS)
+
+
+def resume(world: World, uids: Iterable[int]) -> None:
+    world.core.suspend(uids, is_over=True)
+
+
+@DEPTHS
+@pytest.mark.parametrize("num_steps", range(6))
+def test_in_any_state_it_gives_its_pages_back_and_goes_on_with_the_same_tokens(depth: int, num_steps: int) -> None:
+    world = world_of(depth, max_running=1, chunk_tokens=8)
+    world.submit(submit_of(1, list(range(20))), submit_of(2, [1, 2, 3]))
+    for _ in range(num_steps):
+        world.step()
+    world.core.suspend([1, 2, 99])
+    world.core.suspend([1])
+    world.run()
+    stats = world.core.stats(0.0)
+    assert (stats.num_running, stats.num_waiting, stats.num_free_pages) == (0, 2, stats.num_pages)
+    assert not world.core.has_work
+    resume(world, [1, 2, 2, 99])
+    world.run()
+    world.check_all_over()
+
+
+@DEPTHS
+def test_the_others_use_what_it_had(depth: int) -> None:
+    world = world_of(depth, num_pages=12, max_running=4)
+    world.submit(submit_of(1, list(range(30))))
+    world.step()
+    world.submit(submit_of(2, list(range(10, 40))))
+    world.core.suspend([1])
+    world.run()
+    assert set(world.ended) == {2}
+    resume(world, [1])
+    world.run()
+    world.check_all_over()
+
+
+def test_it_can_be_ended_and_keeps_its_deadline() -> None:
+    world = world_of()
+    world.submit(submit_of(1, [1]), submit_of(2, [2], limits=Limits(max_new_tokens=8, deadline=3.5)))
+    world.step()
+    world.core.suspend([1, 2])
+    world.abort([1])
+    assert world.core.next_deadline() == 3.5
+    world.now = 4.0
+    world.step()
+    world.run()
+    assert {uid: end.code for uid, end in world.ended.items()} == {1: FinishCode.ABORT, 2: FinishCode.DEADLINE}
+    resume(world, [1, 2])
+    world.check_all_over()
+
+
+@DEPTHS
+@pytest.mark.parametrize("seed", range(6))
+def test_at_random_times_it_changes_no_token(depth: int, seed: int) -> None:
+    draw = random.Random(seed)
+    world = World(settings_of(depth=depth, max_running=4, chunk_tokens=16), num_pages=24, page_size=4)
+    world.submit(*random_requests(draw, count=20, max_prompt=40, max_output=12))
+    for _ in range(150):
+        uids = draw.sample(range(20), 4)
+        world.core.suspend(uids, is_over=draw.random() < 0.5)
+        world.step()
+    resume(world, range(20))
+    world.run()
+    world.check_all_over()

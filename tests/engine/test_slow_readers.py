@@ -1,0 +1,114 @@
+"""Readers that stay away: what becomes of their requests, how little they cost, and that nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+
+import pytest
+
+from aioengine.engine import AsyncEngine
+from aioengine.frontend.outputs import RowStream
+from aioengine.stream import Stream
+from aioengine.testing.fake_engine import fake_async_engine
+from tests.engine.engine_double import until
+
+AWAY_S = 0.08
+LONG = {"max_new_tokens": 1000, "temperature": 0}
+NUM_STALLED = 1000
+CEILING_BYTES = 48 * 1024 * 1024
+"""For 1,000 stalled readers with 200 unread tokens each, everything that a request is made of included."""
+
+
+async def text_of(stream: Stream) -> str:
+    return "".join([chunk["text"] async for chunk in stream])
+
+
+async def scheduler_stats(engine: AsyncEngine) -> dict[str, int]:
+    [told] = (await engine.get_server_info())["internal_states"]  # type: ignore[misc]
+    return told  # type: ignore[no-any-return]
+
+
+def is_resting(engine: AsyncEngine) -> bool:
+    stats = engine.stats()
+    return stats["num_waiting"] > 0 and stats["num_running"] == 0
+
+
+async def test_pause_stops_its_decoding_and_goes_on_where_it_was() -> None:
+    async with fake_async_engine(slow_reader="pause", slow_reader_timeout_s=AWAY_S, step_time_s=0.001) as engine:
+        expected = (await engine.async_generate("a", LONG))["text"]
+        stream = engine.async_generate("a", LONG, stream=True)
+        text = (await anext(stream))["text"]
+        await until(lambda: is_resting(engine))
+        stats = await scheduler_stats(engine)
+        assert (stats["num_running"], stats["num_waiting"]) == (0, 1)
+        assert stats["num_free_pages"] == stats["num_pages"]
+        other = await engine.async_generate("b", {"max_new_tokens": 3})
+        assert len(other["output_ids"]) == 3
+        chunk = await anext(stream)
+        assert 0 < len(chunk["output_ids"]) < 900
+        assert text + chunk["text"] + await text_of(stream) == expected
+
+
+async def test_a_suspended_request_can_be_left_aborted_and_expire() -> None:
+    async with fake_async_engine(slow_reader="pause", slow_reader_timeout_s=AWAY_S, step_time_s=0.001) as engine:
+        streams = [engine.async_generate("a", LONG, stream=True, timeout=1.0 if n == 2 else None) for n in range(3)]
+        for stream in streams:
+            await anext(stream)
+        await until(lambda: is_resting(engine))
+        await streams[0].aclose()
+        streams[1].abort()
+        reasons = [[chunk async for chunk in stream][-1]["meta_info"]["finish_reason"] for stream in streams[1:2]]
+        assert reasons == ["abort"]
+        await until(lambda: engine.stats()["num_streams"] == 0)
+        assert [chunk async for chunk in streams[2]][-1]["meta_info"]["finish_reason"] == "deadline"
+        stats = await scheduler_stats(engine)
+        assert (stats["num_waiting"], stats["num_free_pages"]) == (0, stats["num_pages"])
+
+
+async def test_abort_ends_it_with_a_reason() -> None:
+    async with fake_async_engine(slow_reader="abort", slow_reader_timeout_s=AWAY_S, step_time_s=0.001) as engine:
+        stream = engine.async_generate("a", LONG, stream=True)
+        await anext(stream)
+        await until(lambda: engine.stats()["num_streams"] == 0)
+        last = [chunk async for chunk in stream][-1]["meta_info"]["finish_reason"]
+        assert last is not None
+        assert (last, "slow_reader_timeout" in str(last["message"])) == ("abort", True)
+
+
+@pytest.mark.parametrize("policy", ["pause", "abort"])
+async def test_who_reads_now_and_then_is_not_away(policy: str) -> None:
+    async with fake_async_engine(slow_reader=policy, slow_reader_timeout_s=AWAY_S, step_time_s=0.002) as engine:
+        stream = engine.async_generate("a", {"max_new_tokens": 200}, stream=True)
+        num_tokens = 0
+        async for chunk in stream:
+            num_tokens += len(chunk["output_ids"])
+            await asyncio.sleep(AWAY_S / 3)
+        assert num_tokens == 200
+        assert (await scheduler_stats(engine))["num_preemptions"] == 0
+        whole = await engine.async_generate("a", {"max_new_tokens": 200})  # nothing of it is read before its end
+        assert len(whole["output_ids"]) == 200
+
+
+def memory_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+async def test_a_thousand_stalled_readers_stay_under_the_ceiling_and_slow_nobody() -> None:
+    async with fake_async_engine(max_running=NUM_STALLED + 1, num_pages=20_000, chunk_tokens=4096) as engine:
+        expected = (await engine.async_generate("quick", {**LONG, "max_new_tokens": 64}))["text"]
+        gc.collect()
+        before = memory_bytes()
+        params = {"max_new_tokens": 200, "temperature": 1.0}
+        prompts = ([number % 250, number // 250] for number in range(NUM_STALLED))
+        stalled = [engine.async_generate(input_ids=ids, sampling_params=params, stream=True) for ids in prompts]
+        while engine.stats()["num_streams"]:
+            out = await engine.async_generate("quick", {**LONG, "max_new_tokens": 64})
+            assert out["text"] == expected
+        assert memory_bytes() - before < CEILING_BYTES
+        rows = [thing for thing in gc.get_objects() if type(thing) is RowStream]
+        assert sum(len(row.token_ids) for row in rows) == 200 * NUM_STALLED
+        last = [chunk async for chunk in stalled[-1]]
+        assert [len(chunk["output_ids"]) for chunk in last] == [200]
