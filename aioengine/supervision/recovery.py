@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Resumed, Stats, Submit
+from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Resumed, Stats, Submit, Suspend
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
@@ -166,6 +166,9 @@ class Ledger:
                         due.append(message)
                 case Abort():
                     due += self._abort(message, now)
+                case Suspend():  # not noted: after a crash they go on, so that suspects show what they do
+                    if self.is_connected:
+                        due.append(message)
                 case Control():
                     self._controls[message.call_id] = message
                     if message.name in ("pause", "continue"):
