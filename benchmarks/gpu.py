@@ -1,7 +1,9 @@
-"""GPU workloads W1 to W6 on random weights, through the public API.
+"""GPU workloads W1 to W6 on random weights, through the public API, on this engine and on others that are installed.
 
     python benchmarks/gpu.py --models /tmp/bench-models --json results.json          # everything
     python benchmarks/gpu.py --models /tmp/bench-models --rows W3 W4 --model a
+    python benchmarks/gpu.py --models /tmp/bench-models --engines aioengine vllm sglang
+    python benchmarks/gpu.py --models /tmp/bench-models --model a --rows --profile   # only the split of a step
 
 W1 / W2  256 requests, 100 to 1024 tokens in and out, temperature 0.6: output tokens per second (model a / b)
 W3       one stream, 128 in, 256 out, greedy: ms per token; wall time of one token after 1024 and 8192 new ones
@@ -9,7 +11,8 @@ W4       256 and 1024 streams in one asyncio process, 128 in, 256 out, text on: 
 W5       256 requests that share 2048 tokens and have 128 of their own, 64 out: seconds (model b)
 W6       decode at batch 1 to 256 over 512 cached tokens: 128 steps, tokens per second (model b)
 
-Model a has the shape of Qwen3-0.6B, b that of Llama-3.1-8B. The prefix cache is emptied before each counted run.
+Model a has the shape of Qwen3-0.6B, b that of Llama-3.1-8B. The prefix cache is emptied before each counted run. Every
+engine gets the same prompts.
 """
 
 from __future__ import annotations
@@ -23,20 +26,18 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import gpu_profile
 import psutil
 import uvloop
+from gpu_engines import ENGINES, AioEngine, Engine, Ids, Output, version
 from gpu_models import write_folder
-
-from aioengine import AsyncEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-Ids = list[int]
 Figures = dict[str, float]
 
 
@@ -44,15 +45,11 @@ def ids(rng: random.Random, count: int) -> Ids:
     return [rng.randint(0, 10_000) for _ in range(count)]
 
 
-def sampling(max_new_tokens: int, temperature: float = 0.6) -> dict[str, object]:
-    return {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
-
-
 @dataclass
 class Bench:
     """An engine and what was measured on it: name of a figure -> its values."""
 
-    engine: AsyncEngine
+    engine: Engine
     figures: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     num_prompts: int = 0
 
@@ -65,19 +62,18 @@ class Bench:
 
     async def empty_cache(self) -> None:
         for _ in range(100):
-            if await self.engine.flush_cache():
+            if await self.engine.empty_cache():
                 return
             await asyncio.sleep(0.02)
         raise RuntimeError("the prefix cache could not be emptied")
 
-    async def generate(self, prompts: list[Ids], samplings: list[dict[str, object]]) -> float:
+    async def generate(self, prompts: list[Ids], outputs: list[Output]) -> float:
         """Seconds for all of them."""
         await self.empty_cache()
         started = time.perf_counter()
-        outs = await self.engine.async_generate(input_ids=prompts, sampling_params=samplings)  # type: ignore[arg-type]
+        counts = await self.engine.generate(prompts, outputs)
         elapsed = time.perf_counter() - started
-        counts = [out["meta_info"]["completion_tokens"] for out in outs]
-        wanted = [each["max_new_tokens"] for each in samplings]
+        wanted = [output.num_tokens for output in outputs]
         if counts != wanted:
             raise RuntimeError(f"expected {wanted[:5]}... tokens, got {counts[:5]}...")
         return elapsed
@@ -88,7 +84,7 @@ async def offline(bench: Bench) -> None:
         random.seed(seed)
         prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
         counts = [random.randint(100, 1024) for _ in range(256)]
-        seconds = await bench.generate(prompts, [sampling(count) for count in counts])
+        seconds = await bench.generate(prompts, [Output(count) for count in counts])
         if seed == 0:
             bench.add("offline tok/s", sum(counts) / seconds)
 
@@ -96,30 +92,28 @@ async def offline(bench: Bench) -> None:
 async def one_stream(bench: Bench) -> None:
     for _ in range(4):
         await bench.empty_cache()
-        stream = bench.engine.async_generate(
-            input_ids=ids(bench.rng(), 128), sampling_params=sampling(256, 0.0), stream=True
-        )
+        stream = bench.engine.stream(ids(bench.rng(), 128), Output(256, 0.0))
         arrivals = [time.perf_counter() async for _ in stream]
         bench.add("one stream ms/token", (arrivals[-1] - arrivals[0]) / 255 * 1000)
     bench.figures["one stream ms/token"].pop(0)  # the warm-up
     for length in (1024, 8192):
         for number in range(6):
             prompt = ids(bench.rng(), length)
-            seconds = await bench.generate([prompt], [sampling(1, 0.0)])
+            seconds = await bench.generate([prompt], [Output(1, 0.0)])
             if number:
                 bench.add(f"TTFT {length} ms", seconds * 1000)
 
 
 async def _stream(bench: Bench, prompt: Ids, started: float, firsts: list[float], gaps: list[float]) -> int:
     count, before = 0, 0.0
-    async for chunk in bench.engine.async_generate(input_ids=prompt, sampling_params=sampling(256), stream=True):
+    async for chunk in bench.engine.stream(prompt, Output(256)):
         now = time.perf_counter()
         if count:
             gaps.append(now - before)
         else:
             firsts.append(now - started)
         before = now
-        count = chunk["meta_info"]["completion_tokens"]
+        count += bench.engine.num_new(chunk, count)
     return count
 
 
@@ -168,7 +162,7 @@ async def shared_prefix(bench: Bench) -> None:
         rng = bench.rng()
         shared = ids(rng, 2048)
         prompts = [[*shared, *ids(rng, 128)] for _ in range(256)]
-        seconds = await bench.generate(prompts, [sampling(64)] * 256)
+        seconds = await bench.generate(prompts, [Output(64)] * 256)
         if number:
             bench.add("shared prefix s", seconds)
 
@@ -178,8 +172,8 @@ async def sweep(bench: Bench) -> None:
         for number in range(4):
             rng = bench.rng()
             prompts = [ids(rng, 512) for _ in range(batch)]
-            short = await bench.generate(prompts, [sampling(16)] * batch)
-            long = await bench.generate(prompts, [sampling(144)] * batch)
+            short = await bench.generate(prompts, [Output(16)] * batch)
+            long = await bench.generate(prompts, [Output(144)] * batch)
             if number:
                 bench.add(f"decode batch {batch} tok/s", batch * 128 / (long - short))
 
@@ -204,52 +198,90 @@ def summary(values: list[float]) -> Figures:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-async def measure(name: str, folder: Path, rows: list[str], arguments: dict[str, object]) -> dict[str, object]:
+async def measure(kind: str, name: str, folder: Path, options: argparse.Namespace) -> dict[str, object]:
+    """One engine on one model."""
+    engine = ENGINES[kind]()
     started = time.perf_counter()
-    results: dict[str, object] = {}
-    async with AsyncEngine(str(folder), load_format="dummy", **arguments) as engine:
-        results["start s"] = time.perf_counter() - started
-        print(f"model {name}: started in {results['start s']:.1f} s", flush=True)
-        results["facts"] = await engine.get_server_info()
-        for row in rows:
+    await engine.start(folder, options.arguments if kind == "aioengine" else {})
+    results: dict[str, object] = {"start s": time.perf_counter() - started}
+    print(f"{kind}, model {name}: started in {results['start s']:.1f} s", flush=True)
+    try:
+        if isinstance(engine, AioEngine):
+            results["facts"] = await engine.engine.get_server_info()
+        for row in options.rows:
             models, workload = WORKLOADS[row]
-            if name not in models:
-                continue
-            bench = Bench(engine)
-            try:
-                await workload(bench)
-            except Exception as error:
-                results[row] = {"error": f"{type(error).__name__}: {error}"}
-                print(f"{row} {name}: {error}", flush=True)
-                continue
-            results[row] = {key: summary(values) for key, values in bench.figures.items()}
-            for key, values in bench.figures.items():
-                spread = f"({min(values):.3f} to {max(values):.3f})"
-                print(f"{row} {name} {key:32} {statistics.median(values):12.3f}   {spread}", flush=True)
+            if name in models:
+                results[row] = await run(row, workload, Bench(engine))
+        if options.profile and isinstance(engine, AioEngine):
+            splits = {
+                rows: await gpu_profile.split(engine.engine, num_rows=rows, num_tokens=1500) for rows in (1, 32, 256)
+            }
+            results["step"] = splits
+            print(gpu_profile.table(splits), flush=True)
+    finally:
+        await engine.close()
     return results
+
+
+async def run(row: str, workload: Callable[[Bench], Coroutine[None, None, None]], bench: Bench) -> dict[str, object]:
+    try:
+        await workload(bench)
+    except Exception as error:
+        print(f"{row}: {error}", flush=True)
+        return {"error": f"{type(error).__name__}: {error}"}
+    for key, values in bench.figures.items():
+        spread = f"({min(values):.3f} to {max(values):.3f})"
+        print(f"{row} {key:32} {statistics.median(values):12.3f}   {spread}", flush=True)
+    return {key: summary(values) for key, values in bench.figures.items()}
+
+
+def table(results: dict[str, dict[str, dict[str, object]]]) -> str:
+    """Medians: a line for each figure of a workload and model, a column for each engine."""
+    medians: dict[str, dict[str, float]] = {}
+    for kind, models in results.items():
+        for name, rows in models.items():
+            for row in WORKLOADS:
+                found = rows.get(row)
+                figures = found.items() if isinstance(found, dict) else ()
+                for key, figure in figures:
+                    if isinstance(figure, dict):
+                        medians.setdefault(f"{row} {name} {key}", {})[kind] = figure["median"]
+    lines = [" " * 44 + "".join(kind.rjust(14) for kind in results)]
+    for title, by_kind in medians.items():
+        cells = (f"{by_kind[kind]:14.3f}" if kind in by_kind else "-".rjust(14) for kind in results)
+        lines.append(title.ljust(44) + "".join(cells))
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, help="folder for the model folders")
     parser.add_argument("--model", choices=["a", "b", "ab"], default="ab")
-    parser.add_argument("--rows", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--arguments", type=json.loads, default={}, help="arguments of the engine, as JSON")
+    parser.add_argument("--rows", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=["aioengine"])
+    parser.add_argument("--arguments", type=json.loads, default={}, help="arguments of our engine, as JSON")
+    parser.add_argument("--profile", action="store_true", help="the split of a step of our engine")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results: dict[str, object] = {}
-    for name in options.model:
-        if any(name in WORKLOADS[row][0] for row in options.rows):
-            folder = write_folder(options.models, name)
-            results[name] = uvloop.run(measure(name, folder, options.rows, options.arguments))
-    packages = ("torch", "triton", "flashinfer-python", "msgspec", "pyzmq")
-    results["made"] = {
+    results: dict[str, dict[str, dict[str, object]]] = {}
+    for kind in options.engines:
+        if kind != "aioengine" and version(ENGINES[kind].package) is None:
+            print(f"{kind} is not installed", file=sys.stderr)
+            continue
+        results[kind] = {}
+        for name in options.model:
+            if options.profile or any(name in WORKLOADS[row][0] for row in options.rows):
+                folder = write_folder(options.models, name)
+                results[kind][name] = uvloop.run(measure(kind, name, folder, options))
+    print(table(results))
+    packages = ("torch", "triton", "flashinfer-python", "msgspec", "pyzmq", "vllm", "sglang")
+    made = {
         "date": time.strftime("%Y-%m-%d"),
         "gpu": torch_device_name(),
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": {name: found for name in packages if (found := version(name))},
     }
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1, default=str), encoding="utf-8")
+        options.json.write_text(json.dumps({**results, "made": made}, indent=1, default=str), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from aioengine.kernels._triton_sampling import NUM_COLUMNS, Draws, SamplingKerne
 from aioengine.runner.device_sampler import draw_words, is_simple
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.ladder import ladder
+from aioengine.runner.ranges import part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,14 +120,15 @@ class DecodeGraphs:
         num_rows = len(rows.requests)
         size = int(self._sizes[np.searchsorted(self._sizes, num_rows)])
         chosen = self._graphs[size]
-        self._copied.synchronize()
-        host = self._host.numpy()
-        num_words = self._fill(host, size, rows, sampled)
-        self._memory[:num_words].copy_(self._host[:num_words], non_blocking=True)
-        self._copied.record()
-        torch.index_select(self._table.last_tokens, 0, chosen.slots, out=chosen.input_ids)
-        ends = _COLUMNS * size
-        chosen.attention.plan(self._host[ends : ends + size + 1], self._host[3 * size : 4 * size])
+        with part("prepare"):
+            self._copied.synchronize()
+            host = self._host.numpy()
+            num_words = self._fill(host, size, rows, sampled)
+            self._memory[:num_words].copy_(self._host[:num_words], non_blocking=True)
+            self._copied.record()
+            torch.index_select(self._table.last_tokens, 0, chosen.slots, out=chosen.input_ids)
+            ends = _COLUMNS * size
+            chosen.attention.plan(self._host[ends : ends + size + 1], self._host[3 * size : 4 * size])
         chosen.graph.replay()
         token_ids = chosen.token_ids[:num_rows] if is_simple(sampled) else None
         return DecodeStep(token_ids, chosen.hidden[:num_rows])

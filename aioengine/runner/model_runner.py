@@ -27,6 +27,7 @@ from aioengine.runner.device_memory import DeviceMemory, LargestStep
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.ladder import longest_prefill_graph
+from aioengine.runner.ranges import part
 from aioengine.runner.readback import Readback
 from aioengine.runner.rehearsal import Limits, rehearse
 from aioengine.runner.rows import RowTable
@@ -154,8 +155,9 @@ class ModelRunner:
         if self._is_closed:
             message = "the runner is closed"
             raise RuntimeError(message)
-        self._change_requests(plan)
-        rows = self._read(plan.rows)
+        with part("prepare"):
+            self._change_requests(plan)
+            rows = self._read(plan.rows)
         wanted = [row.uid for row in plan.rows if row.samples]
         failed = (
             {row.uid: self._broken[row.uid] for row in plan.rows if row.uid in self._broken} if self._broken else {}
@@ -234,7 +236,8 @@ class ModelRunner:
         """Forward and sampling of at least one row; gives ``Ticket.values``."""
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
-        batch = self._inputs.build(rows)
+        with part("prepare"):
+            batch = self._inputs.build(rows)
         hidden = self._forward(batch)
         if len(sampled) == len(rows.requests):
             return self._sample(hidden, self._table.sampled(sampled, rows.slots, rows.starts + rows.counts))
@@ -253,7 +256,8 @@ class ModelRunner:
         is_decode = len(batch.input_ids) == len(batch.query_lengths)
         if not is_decode and self._prefill_graphs is not None and self._prefill_graphs.fits(batch):
             return self._prefill_graphs.replay(batch)
-        self._attention.prepare(batch)
+        with part("prepare"):
+            self._attention.prepare(batch)
         wanted = None if is_decode else batch.last_tokens
         return self._model.forward(batch.input_ids, batch.positions, self._attention, wanted)
 
@@ -266,8 +270,10 @@ class ModelRunner:
         return step.token_ids
 
     def _sample(self, hidden: Tensor, rows: SampledRows) -> Tensor:
-        token_ids = self._sampler.sample(self._model.compute_logits(hidden), rows)
-        self._table.write_tokens(rows, token_ids)
+        logits = self._model.compute_logits(hidden)
+        with part("sample"):
+            token_ids = self._sampler.sample(logits, rows)
+            self._table.write_tokens(rows, token_ids)
         return token_ids
 
 
