@@ -1,25 +1,17 @@
 """Chats as the text that a model expects, by the templates of its folder.
 
-Templates are written in jinja2 for what transformers offers them; they come with the model, so they run in a sandbox.
+``template_language`` is what they are written in; it is imported with the first chat.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
-
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from jinja2 import Template
-    from jinja2.parser import Parser
+    from aioengine.template_language import Template
 
 Json: TypeAlias = dict[str, object]
 Message: TypeAlias = Mapping[str, object]
@@ -27,10 +19,6 @@ Message: TypeAlias = Mapping[str, object]
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 _END_OF_MESSAGE = "\ue000end of the last message\ue000"
-
-
-_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What the code of a template may raise."""
 
 
 class ChatText(str):
@@ -73,10 +61,7 @@ class ChatTemplates:
             chat = _open_ended(chat)
         checked = None if tools is None else [_checked_tool(tool) for tool in tools]
         given = {**variables, "tools": checked, "add_generation_prompt": add_generation_prompt}
-        try:
-            text = self._written(template, chat, given)
-        except TemplateError as error:
-            raise ValueError(f"the chat template refused the messages: {error}") from error
+        text = self._written(template, chat, given)
         return ChatText(_cut_at_end_of_message(text) if continue_final_message else text)
 
     def _written(self, template: Template, chat: list[Json], variables: Mapping[str, object]) -> str:
@@ -89,17 +74,16 @@ class ChatTemplates:
             try:
                 written = {self._written(template, [{"role": "user", "content": form}], {}) for form in forms}
                 self._takes_parts[template] = len(written) == 1
-            except _ERRORS:
+            except ValueError:
                 self._takes_parts[template] = False
         return self._takes_parts[template]
 
     def _template(self, wanted: str | None, *, has_tools: bool) -> Template:
         source = self._source(wanted, has_tools=has_tools)
         if source not in self._compiled:
-            try:
-                self._compiled[source] = _environment().from_string(source)
-            except TemplateSyntaxError as error:
-                raise ValueError(f"the chat template is not valid (line {error.lineno}): {error.message}") from error
+            from aioengine.template_language import Template
+
+            self._compiled[source] = Template(source)
         return self._compiled[source]
 
     def _source(self, wanted: str | None, *, has_tools: bool) -> str:
@@ -185,49 +169,3 @@ def _cut_at_end_of_message(text: str) -> str:
     if not mark:
         raise ValueError("continue_final_message: the chat template does not write the last message as it is")
     return before
-
-
-# ---------------------------------------------------------------- the template language
-
-
-class _GenerationBlock(Extension):
-    """``{% generation %}`` marks what the model wrote, for training; here its body is written as it is."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    *,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As ``json.dumps``, without the escapes for HTML that jinja2's own filter makes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What the templates of model folders expect to find."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson  # pyright: ignore[reportUnknownMemberType]  # untyped there
-    functions = cast("dict[str, Callable[..., object]]", environment.globals)  # pyright: ignore[reportUnknownMemberType]
-    functions["raise_exception"] = _raise_exception
-    functions["strftime_now"] = _strftime_now
-    return environment

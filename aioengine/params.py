@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, cast
 
-import regex
 from msgspec import Struct
 
 from aioengine import checks
@@ -305,6 +304,8 @@ def _strings(name: str, value: str | Sequence[str] | None, max_bytes: int) -> tu
 
 
 def _check_pattern(pattern: str) -> None:
+    import regex  # slow to import, and most programs give no pattern
+
     try:
         compiled = regex.compile(pattern)
     except (regex.error, OverflowError, RecursionError) as error:

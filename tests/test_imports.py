@@ -11,6 +11,8 @@ from tests.test_floors import FLOORS, floor_of
 
 HEAVY = "torch transformers numpy huggingface_hub pandas PIL fastapi aiohttp uvicorn multiprocessing".split()
 
+WAITING = "jinja2 tqdm regex tokenizers importlib.metadata".split()
+
 HOST_STATE = """
 import asyncio, json, locale, logging, os, signal, sys, threading, warnings
 
@@ -50,6 +52,11 @@ def run(code: str) -> list[str]:
 def test_importing_the_package_imports_nothing_heavy() -> None:
     loaded = run("import json, sys, aioengine; print(json.dumps(list(sys.modules)))")
     assert [name for name in HEAVY if name in loaded] == []
+
+
+def test_an_engine_is_imported_without_what_can_wait() -> None:
+    loaded = run("import json, sys; from aioengine import AsyncEngine, Engine; print(json.dumps(list(sys.modules)))")
+    assert [name for name in WAITING if name in loaded] == []
 
 
 def test_no_module_outside_the_torch_floors_imports_torch() -> None:

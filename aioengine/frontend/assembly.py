@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from aioengine import machine, model_folder
@@ -9,12 +10,12 @@ from aioengine.frontend.progress import is_wanted
 from aioengine.frontend.startup import Blueprint
 from aioengine.resolve import resolve
 from aioengine.supervision.supervisor import Supervisor
-from aioengine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
     from aioengine.frontend.frontend import Processes
     from aioengine.frontend.startup import Events
+    from aioengine.tokenizer import Tokenizer
 
 
 def blueprint_of(config: EngineConfig) -> Blueprint:
@@ -48,6 +49,13 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         delivery=config.delivery,
         eos_token_ids=facts.eos_token_ids,
         stream_interval=config.stream_interval,
-        load_tokenizer=None if tokenizer_path is None else lambda: Tokenizer(tokenizer_path),
+        load_tokenizer=None if tokenizer_path is None else partial(_load_tokenizer, tokenizer_path),
         make_processes=make_processes,
     )
+
+
+def _load_tokenizer(path: str) -> Tokenizer:
+    """Read it, and import what reads it: on the thread that has time, while the processes start."""
+    from aioengine.tokenizer import Tokenizer
+
+    return Tokenizer(path)

@@ -29,7 +29,6 @@ from aioengine.frontend.outputs import Reader
 from aioengine.frontend.router import Router
 from aioengine.frontend.slow_readers import SlowReaders
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
-from aioengine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.outputs import CallOutput
     from aioengine.protocol.messages import ToFrontend, ToScheduler
     from aioengine.supervision.supervisor import ProcessState
+    from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
 
 STOP_TIMEOUT_S: Final = 5.0
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 if TYPE_CHECKING:
+    from aioengine.frontend.progress_bar import Bar
     from aioengine.protocol.messages import Progress
-
-
-class Bar(tqdm):  # type: ignore[misc]  # it has no types
-    """A bar without the thread that tqdm keeps for bars that nobody moves."""
-
-    monitor_interval = 0
 
 
 def is_wanted(is_shown: bool | None) -> bool:
@@ -33,6 +26,8 @@ class ProgressBars:
         """Draw how far the work is."""
         if not self.is_shown:
             return
+        from aioengine.frontend.progress_bar import Bar
+
         bar = self._bars.get(progress.label)
         if bar is None:
             bar = Bar(desc=progress.label, total=progress.total, unit=progress.unit, file=sys.stderr, leave=False)

@@ -6,6 +6,7 @@ import asyncio
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -14,8 +15,10 @@ from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Processes, Running
 from aioengine.protocol.messages import Progress, ToFrontend
-from aioengine.tokenizer import Tokenizer
 from aioengine.transport.descriptors import hold_standard_descriptors
+
+if TYPE_CHECKING:
+    from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
 
 
 class Events(Struct, frozen=True):
