@@ -99,7 +99,7 @@ def text(name: str, value: object, *, max_bytes: int | None = None) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, "a string", value)
     try:
-        size = len(value.encode())
+        size = len(value) if value.isascii() else len(value.encode())
     except UnicodeEncodeError as error:
         raise wrong_value(
             name, f"text that UTF-8 can encode (position {error.start} is a lone surrogate)", value
@@ -120,9 +120,14 @@ def choice(name: str, value: object, choices: Mapping[str, Value]) -> Value:
 
 def items(name: str, value: object, max_items: int, *, allowed: str = "a list") -> list[object]:
     """The entries of a list or tuple (of nothing else: a string, a set or a generator is a mistake)."""
+    return list(sequence(name, value, max_items, allowed=allowed))
+
+
+def sequence(name: str, value: object, max_items: int = MAX_COUNT, *, allowed: str = "a list") -> Sequence[object]:
+    """The list or tuple itself, however long."""
     if not isinstance(value, list | tuple):
         raise wrong_type(name, allowed, value)
-    found = list(cast("Sequence[object]", value))
+    found = cast("Sequence[object]", value)
     if len(found) > max_items:
         raise ValueError(f"{name} must have at most {max_items} entries, got {len(found)}")
     return found

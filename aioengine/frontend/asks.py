@@ -11,10 +11,18 @@ from typing import Final, TypedDict, cast
 from msgspec import Struct
 
 from aioengine import checks
+from aioengine.frontend.prompts import (
+    MAX_IDS_AT_CALL,
+    MESSAGES,
+    Messages,
+    Prompt,
+    RefusedPrompt,
+    RowsOfIds,
+    chat_prompt,
+    ids_prompt,
+    text_prompt,
+)
 from aioengine.params import SamplingParams, is_sampling_parameter
-
-Messages = Sequence[Mapping[str, object]]
-"""A conversation: dicts with ``role`` and ``content``, as chat templates read them."""
 
 Sampled = SamplingParams | Mapping[str, object]
 """Sampling parameters as callers write them."""
@@ -31,7 +39,6 @@ MAX_TIMEOUT_S: Final = 1e9
 MAX_RID_BYTES: Final = 512
 MAX_PRIORITY: Final = 2**63 - 1
 IDS: Final = "a list of token ids, or a list of such lists"
-MESSAGES: Final = "a list of dicts with role and content"
 
 
 class RequestOptions(TypedDict, total=False):
@@ -101,45 +108,6 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
 """Arguments of calls to come: name -> (values that mean "off", beside None; what it is)."""
 
 
-class TextPrompt(Struct, frozen=True, gc=False):
-    """Text to be tokenized. ``num_bytes``: of its UTF-8."""
-
-    text: str
-    num_bytes: int
-
-
-class ChatPrompt(Struct, frozen=True):
-    """A conversation to be put through the model's chat template, then tokenized without special tokens."""
-
-    messages: Messages
-
-    @property
-    def num_bytes(self) -> int:
-        """About: the characters of its text."""
-        return sum(_num_characters(value) for message in self.messages for value in message.values())
-
-
-class IdsPrompt(Struct, frozen=True, gc=False):
-    """Token ids."""
-
-    token_ids: list[int]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the list."""
-        return 8 * len(self.token_ids)
-
-
-class RefusedPrompt(Struct, frozen=True):
-    """A row of a batch that is wrong and is to have its error in its place (``return_exceptions=True``)."""
-
-    error: ValueError | TypeError
-    num_bytes: int = 0
-
-
-Prompt = TextPrompt | ChatPrompt | IdsPrompt | RefusedPrompt
-
-
 class Ask(Struct, frozen=True, kw_only=True):
     """A checked call: ``params`` has one entry, or one for each prompt; ``n`` samples of each prompt.
 
@@ -198,15 +166,15 @@ def to_generate(
     if prompt is not None:
         if isinstance(prompt, str):
             return _ask(
-                [_text_prompt("prompt", prompt)], sampling_params, is_batch=False, stream=stream, options=options
+                [text_prompt("prompt", prompt)], sampling_params, is_batch=False, stream=stream, options=options
             )
-        given = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
-        texts = _rows("prompt", given, _text_prompt, options)
+        given = checks.sequence("prompt", prompt, allowed=checks.TEXTS)
+        texts = _rows("prompt", given, text_prompt, options)
         return _ask(texts, sampling_params, is_batch=True, stream=stream, options=options)
-    rows = checks.items("input_ids", input_ids, checks.MAX_COUNT, allowed=IDS)
+    rows = checks.sequence("input_ids", input_ids, allowed=IDS)
     is_batch = _holds_rows(rows, options)
     prompts: list[Prompt]
-    prompts = _rows("input_ids", rows, _ids_prompt, options) if is_batch else [_ids_prompt("input_ids", input_ids)]
+    prompts = _rows("input_ids", rows, RowsOfIds(), options) if is_batch else [ids_prompt("input_ids", input_ids)]
     return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
@@ -216,10 +184,10 @@ def to_chat(messages: object, sampling_params: object, *, stream: object, option
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value.
     """
-    rows = checks.items("messages", messages, checks.MAX_COUNT, allowed=MESSAGES)
+    rows = checks.sequence("messages", messages, allowed=MESSAGES)
     is_batch = _holds_rows(rows, options)
     prompts: list[Prompt]
-    prompts = _rows("messages", rows, _chat_prompt, options) if is_batch else [_chat_prompt("messages", rows)]
+    prompts = _rows("messages", rows, chat_prompt, options) if is_batch else [chat_prompt("messages", rows)]
     return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
@@ -244,8 +212,8 @@ def _fails_alone(options: Mapping[str, object]) -> bool:
 
 def _holds_rows(values: Sequence[object], options: Mapping[str, object]) -> bool:
     """Whether this is a list of lists; where a wrong row may stand beside others, one list among them tells."""
-    looked_at = values if _fails_alone(options) else values[:1]
-    return any(isinstance(value, list | tuple) for value in looked_at)
+    first = values[: MAX_IDS_AT_CALL if _fails_alone(options) else 1]
+    return any(isinstance(value, list | tuple) for value in first)
 
 
 def _ask(
@@ -317,81 +285,6 @@ def _params(value: object, prompts: list[Prompt], *, is_batch: bool, fails_alone
         raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
     unused = SamplingParams(n=counts[0] if counts else 1)  # where a prompt is refused
     return [found.get(place, unused) for place in range(len(given))]
-
-
-def _text_prompt(name: str, value: object) -> TextPrompt:
-    if not isinstance(value, str):
-        is_id = isinstance(value, int) and not isinstance(value, bool)
-        raise checks.wrong_type(name, "a string (token ids are given as input_ids)" if is_id else "a string", value)
-    if not value:
-        raise ValueError(f"{name} is empty; give at least one character, or input_ids")
-    if value.isascii():
-        return TextPrompt(value, len(value))
-    try:
-        return TextPrompt(value, len(value.encode()))
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} has a lone surrogate at position {error.start}, which is no character: "
-            f"{checks.shown(value[max(0, error.start - 10) : error.start + 10])}"
-        ) from None
-
-
-def _ids_prompt(name: str, value: object) -> IdsPrompt:
-    """Ids of any kind of integer; those outside the vocabulary are found by the engine, which knows it."""
-    given = checks.items(name, value, checks.MAX_COUNT, allowed="a list of token ids")
-    if not given:
-        raise ValueError(f"{name} is empty; give at least one token id")
-    if set(map(type, given)) == {int}:
-        return IdsPrompt(cast("list[int]", given))
-    return IdsPrompt([checks.whole(f"{name} entries", entry, 0) for entry in given])
-
-
-def _chat_prompt(name: str, value: object) -> ChatPrompt:
-    given = checks.items(name, value, checks.MAX_COUNT, allowed=MESSAGES)
-    if not given:
-        raise ValueError(f"{name} is empty; give at least one dict with role and content")
-    return ChatPrompt([_message(f"{name}[{position}]", message) for position, message in enumerate(given)])
-
-
-def _message(name: str, value: object) -> dict[str, object]:
-    """A message with its role and its content: text, text parts, or nothing beside calls of tools."""
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, "a dict with role and content", value)
-    message = dict(cast("Mapping[str, object]", value))
-    if message.get("role") is None:
-        raise ValueError(f"{name} has no role, got {checks.shown(message)}")
-    checks.text(f"the role of {name}", message["role"])
-    content = message.get("content")
-    if content is None:
-        if not message.get("tool_calls"):
-            raise ValueError(f"{name} has no content, got {checks.shown(message)}")
-    elif isinstance(content, list | tuple):
-        parts = cast("Sequence[object]", content)
-        message["content"] = [_part(f"part {place} of {name}", part) for place, part in enumerate(parts)]
-    elif isinstance(content, str):
-        checks.text(f"the content of {name}", content)
-    else:
-        raise checks.wrong_type(f"the content of {name}", "a string or a list of text parts", content)
-    return message
-
-
-def _part(name: str, value: object) -> dict[str, object]:
-    """One part of a message's content: ``{"type": "text", "text": ...}``; there are no others yet."""
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, 'a dict such as {"type": "text", "text": "..."}', value)
-    part = dict(cast("Mapping[str, object]", value))
-    if part.get("type") != "text":
-        raise ValueError(f"{name} is of type {checks.shown(part.get('type'))}; only text is supported yet")
-    checks.text(f"the text of {name}", part.get("text"))
-    return part
-
-
-def _num_characters(value: object) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_num_characters, cast("Mapping[object, object]", value).values()))
-    return sum(map(_num_characters, cast("list[object]", value))) if isinstance(value, list) else 0
 
 
 def _rid(value: object) -> str:

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.errors import RequestError, RequestTooLargeError
-from aioengine.frontend.asks import ChatPrompt, IdsPrompt, Prompt, RefusedPrompt, TextPrompt
+from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, Prompt, RefusedPrompt, TextPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from aioengine.frontend.asks import Messages
+    from aioengine.frontend.prompts import Messages
 
 LONG_BYTES = 64 * 1024
 """A batch of short prompts ends here, and a prompt above it is long."""
@@ -56,7 +56,7 @@ class TextSizes(NamedTuple):
         least = num_bytes // (self.longest_token * MAX_SHRINKING)
         if least > self.max_tokens:
             raise RequestTooLargeError(
-                f"the prompt has {num_bytes} bytes, which are at least {least} tokens; {self.max_tokens} fit"
+                f"the prompt has at least {num_bytes} bytes, which are at least {least} tokens; {self.max_tokens} fit"
             )
 
     def check_pieces(self, text: str, tokenizer: PromptTokenizer) -> None:
@@ -90,14 +90,35 @@ def longest_token(facts: Mapping[str, object]) -> int | None:
 
 
 class Job(NamedTuple):
-    """Prompts to encode; ``done`` gets their ids, in order, on the loop."""
+    """Prompts to encode; ``done`` gets their ids, in order, on the loop.
+
+    ``check_ids`` raises ValueError for ids that were not checked at the call, being too many.
+    """
 
     prompts: Sequence[Prompt]
     done: Callable[[list[Encoded], float], None]
+    check_ids: Callable[[list[int]], None]
 
     @property
     def num_bytes(self) -> int:
-        return sum(prompt.num_bytes for prompt in self.prompts if isinstance(prompt, TextPrompt))
+        return sum(prompt.num_bytes for prompt in self.prompts if not isinstance(prompt, IdsPrompt))
+
+    def looked_at(self) -> list[Prompt]:
+        """The prompts, large ones as what they are. Takes long for those."""
+        return [look_at(prompt, self.check_ids) for prompt in self.prompts]
+
+
+def look_at(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt:
+    """What a prompt is, or why it is refused; one that is not large is what it was."""
+    if not isinstance(prompt, LargePrompt):
+        return prompt
+    try:
+        found = prompt.look(prompt.name, prompt.value)
+        if isinstance(found, IdsPrompt):
+            check_ids(found.token_ids)
+    except (TypeError, ValueError) as error:
+        return RefusedPrompt(error)
+    return found
 
 
 class Lane:
@@ -166,7 +187,7 @@ class Encoder:
     # ------------------------------------------------------------ on the threads
 
     def _encode_jobs(self, jobs: list[Job]) -> list[list[Encoded]]:
-        prompts = [prompt for job in jobs for prompt in job.prompts]
+        prompts = [prompt for job in jobs for prompt in job.looked_at()]
         encoded = iter(self._encode(prompts))
         return [[next(encoded) for _ in job.prompts] for job in jobs]
 
@@ -180,7 +201,7 @@ class Encoder:
                     found[place] = prompt.token_ids
                 elif isinstance(prompt, RefusedPrompt):
                     found[place] = prompt.error
-                elif isinstance(prompt, ChatPrompt) is is_chat:
+                elif not isinstance(prompt, LargePrompt) and isinstance(prompt, ChatPrompt) is is_chat:
                     rendered = self._render(prompt)
                     if isinstance(rendered, str):
                         texts[place] = rendered

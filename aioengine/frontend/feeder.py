@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -12,9 +13,9 @@ from msgspec.structs import replace
 from aioengine import params as wire
 from aioengine.answers import RowFacts
 from aioengine.errors import RequestTooLargeError
-from aioengine.frontend.asks import ChatPrompt, IdsPrompt, RefusedPrompt, TextPrompt
-from aioengine.frontend.encoder import Encoder, Job
+from aioengine.frontend.encoder import Encoder, Job, look_at
 from aioengine.frontend.outputs import Wants
+from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, RefusedPrompt, TextPrompt
 from aioengine.protocol.messages import FinishCode, Finished, Submit
 
 if TYPE_CHECKING:
@@ -22,15 +23,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aioengine.answers import RowError
-    from aioengine.frontend.asks import Ask, Prompt
+    from aioengine.frontend.asks import Ask
     from aioengine.frontend.calls import Call, Calls
     from aioengine.frontend.encoder import Encoded
     from aioengine.frontend.outputs import RowStream
+    from aioengine.frontend.prompts import Prompt
     from aioengine.frontend.router import Router
     from aioengine.params import SamplingParams
 
 CONTEXT_IDS: Final = 16
 """Ids of the prompt that travel to the detokenizer, so that the first output is decoded in its place."""
+
+MAX_ROWS_AT_ONCE: Final = 64
+"""Rows of a batch that are begun in one turn of the loop."""
 
 SEED_BITS: Final = 63
 SEED_MASK: Final = (1 << SEED_BITS) - 1
@@ -78,7 +83,7 @@ class Feeder:
 
         Raises ValueError: ids outside the vocabulary; text, or rules about text, without a tokenizer.
         """
-        if self._encoder is None and any(isinstance(prompt, TextPrompt | ChatPrompt) for prompt in ask.prompts):
+        if self._encoder is None and any(map(_is_text, ask.prompts)):
             raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
         has_own_params = len(ask.params) > 1
         if len(ask.params) == 1:
@@ -109,24 +114,27 @@ class Feeder:
             _check_vocabulary(token_ids, self._rules.vocab_size)
 
     def feed(self, call: Call) -> None:
-        """Begin as many rows of the call as may be in flight."""
+        """Begin as many rows of the call as may be in flight: some now, more in the next turns of the loop."""
         output, ask = call.output, call.ask
-        while not call.is_encoding and not output.is_over:
-            with self._lock:
-                room = self._rules.max_rows_in_flight - output.num_held
-                if output.wants is not Wants.READS:
-                    output.wants = Wants.ENDS if room <= 0 else Wants.NOTHING
-            first = call.num_begun // ask.num_samples
-            if room <= 0 or first == len(ask.prompts):
-                return
-            prompts = ask.prompts[first : first + max(1, room // ask.num_samples)]
-            ready = [self._ids_if_known(prompt) for prompt in prompts]
-            known = [entry for entry in ready if entry is not None]
-            if len(known) == len(ready):
-                self._begin(call, known, 0.0)
-            elif self._encoder is not None:
-                call.is_encoding = True
-                self._encoder.encode(Job(prompts, partial(self._encoded, call, ready)))
+        if call.is_encoding or output.is_over:
+            return
+        with self._lock:
+            room = self._rules.max_rows_in_flight - output.num_held
+            if output.wants is not Wants.READS:
+                output.wants = Wants.ENDS if room <= 0 else Wants.NOTHING
+        first = call.num_begun // ask.num_samples
+        if room <= 0 or first == len(ask.prompts):
+            return
+        prompts = ask.prompts[first : first + max(1, min(room, MAX_ROWS_AT_ONCE) // ask.num_samples)]
+        ready = [self._ids_if_known(prompt) for prompt in prompts]
+        known = [entry for entry in ready if entry is not None]
+        if len(known) == len(ready):
+            self._begin(call, known, 0.0)
+            if call.num_begun < ask.num_rows and not output.is_over:
+                asyncio.get_running_loop().call_soon(self.feed, call)
+        elif self._encoder is not None:
+            call.is_encoding = True
+            self._encoder.encode(Job(prompts, partial(self._encoded, call, ready), self._check_ids))
 
     def _ids_if_known(self, prompt: Prompt) -> Encoded | None:
         """The ids of a prompt that needs no tokenizer, or why it can have none."""
@@ -134,12 +142,26 @@ class Feeder:
             return prompt.token_ids
         if isinstance(prompt, RefusedPrompt):
             return prompt.error
-        if isinstance(prompt, TextPrompt) and self._encoder is not None and self._encoder.sizes is not None:
-            try:
-                self._encoder.sizes.check_bytes(prompt.num_bytes)
-            except RequestTooLargeError as error:
-                return error
+        try:
+            self._check_size(prompt)
+        except RequestTooLargeError as error:
+            return error
+        if self._encoder is None:  # ids, and no thread to look at so many of them
+            return self._ids_if_known(look_at(prompt, self._check_ids))
         return None
+
+    def _check_size(self, prompt: Prompt) -> None:
+        """Raise RequestTooLargeError where the mere size tells that a prompt cannot fit."""
+        rules = self._rules
+        if isinstance(prompt, LargePrompt) and prompt.num_ids:
+            wire.output_limit(
+                wire.SamplingParams(),
+                prompt.num_ids,
+                context_length=rules.context_length,
+                max_total_tokens=rules.max_total_tokens,
+            )
+        elif isinstance(prompt, TextPrompt | LargePrompt) and self._encoder is not None and self._encoder.sizes:
+            self._encoder.sizes.check_bytes(prompt.num_bytes)
 
     def _encoded(self, call: Call, ready: list[Encoded | None], encoded: list[Encoded], seconds: float) -> None:
         call.is_encoding = False
@@ -283,6 +305,10 @@ def _end(row: RowStream, code: FinishCode, *, matched: str | None = None, error:
     message = "" if error is None else str(error)
     finished = Finished(uid=-1, code=code, matched=matched, stage="tokenize", message=message, ended_at=now)
     row.output.end_row(row, finished, now, error)
+
+
+def _is_text(prompt: Prompt) -> bool:
+    return isinstance(prompt, TextPrompt | ChatPrompt) or (isinstance(prompt, LargePrompt) and not prompt.num_ids)
 
 
 def _check_vocabulary(token_ids: list[int], vocab_size: int) -> None:

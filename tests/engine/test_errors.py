@@ -20,6 +20,8 @@ from aioengine.errors import (
     RequestTooLargeError,
     UnknownParameterError,
 )
+from aioengine.frontend.feeder import MAX_ROWS_AT_ONCE
+from aioengine.frontend.prompts import MAX_IDS_AT_CALL
 from aioengine.protocol.messages import Begun, FinishCode, Stats, TextChunks
 from tests.engine.engine_double import CONTEXT_LENGTH, VOCAB_SIZE, World, expected_text, until
 
@@ -537,3 +539,43 @@ class TestDrain:
 
     async def test_nothing_runs(self, world: World) -> None:
         assert await world.engine.drain() is True
+
+
+class TestLargePrompts:
+    """What is too large to be looked at during the call is refused at the first await, and alone."""
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_text_that_is_no_text(self, stream: bool) -> None:
+        world = World()
+        world.tokenizer.decoder = "WordPiece"  # of any amount of text: its size does not tell that it cannot fit
+        await world.engine.start()
+        generation = world.engine.async_generate("é" * 300_000 + "\ud800", stream=stream)
+        other = world.engine.async_generate("other", {"temperature": 0, "max_new_tokens": 3})
+        with pytest.raises(ValueError, match="lone surrogate at position 300000"):
+            await generation
+        assert (await other)["text"] == expected_text("other", 3)
+        await world.engine.shutdown()
+
+    async def test_a_chat_of_many_messages(self, world: World) -> None:
+        messages = [{"role": "user", "content": "a"}] * 400
+        with pytest.raises(ValueError, match=r"messages\[400\] has no role"):
+            await world.engine.async_chat([*messages, {"content": "a"}])
+        assert world.double.submits == []
+
+    async def test_more_ids_than_fit_are_not_looked_at(self, world: World) -> None:
+        with pytest.raises(RequestTooLargeError, match="100001 tokens"):
+            await world.engine.async_generate(input_ids=[*range(100_000), 1.5])  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("with_tokenizer", [False, True])
+    async def test_a_batch_with_many_ids_is_begun_some_rows_at_a_time(self, with_tokenizer: bool) -> None:
+        """So that a turn of the loop stays short. What is wrong far behind ends the call, with or without a thread."""
+        world = World(max_running=MAX_ROWS_AT_ONCE * 4, with_tokenizer=with_tokenizer)
+        await world.engine.start()
+        generation = world.engine.async_generate(input_ids=[[1, 2, 3]] * (3 * MAX_ROWS_AT_ONCE))
+        assert len(world.double.submits) == MAX_ROWS_AT_ONCE
+        await until(lambda: len(world.double.submits) == 3 * MAX_ROWS_AT_ONCE)
+        await generation.aclose()
+        many = [*[[1] * 500] * (1 + MAX_IDS_AT_CALL // 500), [VOCAB_SIZE]]
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            await world.engine.async_generate(input_ids=many, sampling_params={"max_new_tokens": 1})
+        await world.engine.shutdown()
