@@ -123,6 +123,8 @@ class Compilation:
         command = ["ninja", "-v", "-C", str(source.build_dir), "-f", str(source.ninja_path)]
         if os.environ.get("MAX_JOBS", "").isdigit():
             command += ["-j", os.environ["MAX_JOBS"]]
+        if shutil.which("setpriv"):  # should this process be killed, ninja is asked to end, and ends its compilers
+            command = ["setpriv", "--pdeathsig", "TERM", *command]
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
             try:

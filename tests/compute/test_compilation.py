@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +147,32 @@ def test_what_takes_too_long_is_ended(machine: Machine) -> None:
         machine.compile(seconds=0.5)
     assert time.monotonic() - started < 10
     assert not Path(f"/proc/{(machine.bin / 'pid').read_text().strip()}").exists()
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="it is setpriv that sees to this")
+def test_compilers_end_with_a_process_that_is_killed(machine: Machine) -> None:
+    machine.tool("ninja", f"echo $$ > {machine.bin}/pid; exec sleep 60")
+    program = f"""
+import time
+from pathlib import Path
+from aioengine.attention._compilation import Compilation
+from tests.compute.test_compilation import Kernel
+Compilation(time.monotonic() + 60, print).bring_up_to_date([Kernel(Path({str(machine.kernel.folder)!r}))])
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    pid = machine.bin / "pid"
+    assert eventually(lambda: pid.exists() and pid.read_text().endswith("\n"), 30)
+    process.kill()
+    process.wait()
+    assert eventually(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists(), 5)
+
+
+def eventually(is_true: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_true()
 
 
 HOLD = """
