@@ -172,9 +172,17 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         _number(0, _A_DAY),
         "seconds that a reader may stay away (default: 30)",
     ),
-    "max_restarts": Argument("supervision.max_restarts", "whole", _whole(0), "restarts of a dead process (only 0 yet)"),
+    "max_restarts": Argument(
+        "supervision.max_restarts",
+        "whole",
+        _whole(0),
+        "replacements of lost processes before the engine gives up (default: 3; 0: none)",
+    ),
     "restart_window": Argument(
-        "supervision.restart_window_s", "number", _number(0, _A_DAY), "seconds within which max_restarts counts"
+        "supervision.restart_window_s",
+        "number",
+        _number(0, _A_DAY),
+        "seconds within which max_restarts counts (default: 600)",
     ),
     "stall_timeout": Argument(
         "supervision.stall_timeout_s",
@@ -297,10 +305,7 @@ def engine_config(model_path: str | None, arguments: Mapping[str, object]) -> En
             section, _, field = ARGUMENTS[name].place.rpartition(".")
             (sections[section] if section else top)[field] = ARGUMENTS[name].check(name, value)
     parts = {name: make(**sections[name]) for name, make in _SECTIONS.items()}
-    config = EngineConfig(**parts, **top)  # type: ignore[arg-type]  # every value has passed its check
-    if config.supervision.max_restarts:
-        raise ValueError(f"max_restarts={config.supervision.max_restarts}: restarting is not available yet, only 0 is")
-    return config
+    return EngineConfig(**parts, **top)  # type: ignore[arg-type]  # every value has passed its check
 
 
 def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:

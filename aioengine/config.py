@@ -75,12 +75,13 @@ class DeliveryConfig(Struct, frozen=True, kw_only=True):
 
 
 class SupervisionConfig(Struct, frozen=True, kw_only=True):
-    """Starting and watching the processes; times in seconds.
+    """Starting, watching and replacing the processes; times in seconds.
 
-    ``stall_timeout_s`` lies above the longest step of a slow machine: a prefill chunk of a large model on two cores.
+    ``max_restarts`` 0: the end of a process is the end of the engine. ``stall_timeout_s`` lies above the longest step
+    of a slow machine: a prefill chunk of a large model on two cores.
     """
 
-    max_restarts: int = 0
+    max_restarts: int = 3
     restart_window_s: float = 600.0
     stall_timeout_s: float = 600.0
     startup_timeout_s: float = 600.0

@@ -317,7 +317,7 @@ class AsyncEngine:
     @property
     def is_alive(self) -> bool:
         """Whether the engine takes or finishes requests."""
-        return self.health()["state"] in {"running", "draining"}
+        return self.health()["state"] in info.ALIVE
 
     def stats(self) -> dict[str, int]:
         """Counters, as the scheduler pushed them last; may be called from any thread."""

@@ -343,7 +343,7 @@ class Engine:
     @property
     def is_alive(self) -> bool:
         """Whether the engine takes or finishes requests."""
-        return info.state(self._frontend) in {"running", "draining"}
+        return info.state(self._frontend) in info.ALIVE
 
     def stats(self) -> dict[str, int]:
         """Counters, as the scheduler pushed them last."""

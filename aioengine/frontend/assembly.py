@@ -14,7 +14,7 @@ from aioengine.supervision.supervisor import Supervisor
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
     from aioengine.frontend.frontend import Processes
-    from aioengine.frontend.startup import Events
+    from aioengine.supervision.supervisor import Events
     from aioengine.tokenizer import Tokenizer
 
 
@@ -33,15 +33,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     tokenizer_path = settings.text.tokenizer_path
 
     def make_processes(events: Events) -> Processes:
-        return Supervisor(
-            settings,
-            launcher="process",
-            startup_timeout_s=config.supervision.startup_timeout_s,
-            stall_timeout_s=config.supervision.stall_timeout_s,
-            on_messages=events.on_messages,
-            on_failure=events.on_failure,
-            on_progress=events.on_progress,
-        )
+        return Supervisor(settings, config.supervision, launcher="process", events=events)
 
     return Blueprint(
         settings=settings,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.asks import Ask
     from aioengine.frontend.outputs import CallOutput
     from aioengine.protocol.messages import ToFrontend, ToScheduler
-    from aioengine.supervision.supervisor import ProcessState
+    from aioengine.supervision.incarnation import ProcessState
     from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
 
 STOP_TIMEOUT_S: Final = 5.0
@@ -51,6 +51,10 @@ class Processes(Protocol):
     def kill_now(self) -> None: ...
     def processes(self) -> list[ProcessState]: ...
     def rows_in_flight(self) -> Collection[int]: ...
+    @property
+    def num_restarts(self) -> int: ...
+    @property
+    def is_recovering(self) -> bool: ...
 
 
 class Running(Struct, frozen=True, kw_only=True):

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __version__: Final = "0.1.0"
 
+ALIVE: Final = ("running", "draining", "recovering")
+"""The states in which requests are taken, or come to their ends."""
+
 PauseMode = Literal["abort", "in_place"]
 
 
@@ -87,6 +90,8 @@ def state(frontend: Frontend) -> str:
     """The word for how the engine is."""
     failure = frontend.failure
     if failure is None:
+        if frontend.parts.processes.is_recovering:
+            return "recovering"
         return "draining" if frontend.calls.is_draining else "running"
     if isinstance(failure, EngineClosedError):
         return "closed"
@@ -122,7 +127,7 @@ def stats(frontend: Frontend) -> dict[str, int]:
         "num_free_pages": last.num_free_pages if last else 0,
         "num_cached_pages": last.num_cached_pages if last else 0,
         "num_preemptions": last.num_preemptions if last else 0,
-        "num_restarts": 0,
+        "num_restarts": frontend.parts.processes.num_restarts,
         "num_steps": last.num_steps if last else 0,
         "prompt_tokens": last.prompt_tokens if last else 0,
         "cached_tokens": last.cached_tokens if last else 0,

@@ -14,19 +14,12 @@ from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Processes, Running
-from aioengine.protocol.messages import Progress, ToFrontend
+from aioengine.supervision.supervisor import Events
 from aioengine.transport.descriptors import hold_standard_descriptors
 
 if TYPE_CHECKING:
+    from aioengine.protocol.messages import Progress, ToFrontend
     from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
-
-
-class Events(Struct, frozen=True):
-    """What the processes tell, always on the engine's loop."""
-
-    on_messages: Callable[[list[ToFrontend]], None]
-    on_failure: Callable[[EngineError], None]
-    on_progress: Callable[[Progress], None]
 
 
 class Blueprint(Struct, frozen=True, kw_only=True):

@@ -11,6 +11,8 @@ from aioengine.errors import EngineStalledError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    OnStall = Callable[[str, EngineStalledError], None]
+
 NUM_TICKS: Final = 8
 
 
@@ -38,8 +40,8 @@ class Heartbeats:
         heard_at = self._heard_at.get(role)
         return None if heard_at is None else now - heard_at
 
-    def watch(self, roles: Iterable[str], on_stall: Callable[[EngineStalledError], None]) -> None:
-        """Call ``on_stall`` once, when one of these is silent for longer than allowed."""
+    def watch(self, roles: Iterable[str], on_stall: OnStall) -> None:
+        """Call ``on_stall`` once, with the role, when one of these is silent for longer than allowed."""
         self._num_silent = dict.fromkeys(roles, 0)
         self._is_watching = True
         self._wait(on_stall)
@@ -55,17 +57,17 @@ class Heartbeats:
             self._timer.cancel()
             self._timer = None
 
-    def _wait(self, on_stall: Callable[[EngineStalledError], None]) -> None:
+    def _wait(self, on_stall: OnStall) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick, on_stall)
 
-    def _tick(self, on_stall: Callable[[EngineStalledError], None]) -> None:
+    def _tick(self, on_stall: OnStall) -> None:
         self._timer = None
         if not self._is_watching:
             return
         for role in self._num_silent:
             self._num_silent[role] += 1
             if self._num_silent[role] > NUM_TICKS:
-                on_stall(self._describe(role))
+                on_stall(role, self._describe(role))
                 return
         self._wait(on_stall)
 

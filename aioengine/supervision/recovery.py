@@ -68,7 +68,9 @@ class Entry:
         """The request again, from where it is; and its abort. A suspect tells of each token at once."""
         submit = self.submit
         if self.begun is not None:
-            submit = msgspec.structs.replace(submit, resumed=Resumed(self.begun, self.token_ids.copy()))
+            limits = msgspec.structs.replace(submit.limits, refuses_late=False)
+            resumed = Resumed(self.begun, self.token_ids.copy())
+            submit = msgspec.structs.replace(submit, limits=limits, resumed=resumed)
         if is_suspect:
             text = msgspec.structs.replace(submit.text, stream=True, stream_interval=1)
             submit = msgspec.structs.replace(submit, text=text)
@@ -148,7 +150,9 @@ class Ledger:
 
     @property
     def holds_back(self) -> bool:
-        """Whether requests may wait here that the scheduler does not know."""
+        """Whether requests may wait here that the scheduler does not know, or ends that nobody was told."""
+        if self._ended:
+            return True
         return bool(self._entries) and (not self.is_connected or self._trials.on_trial is not None)
 
     # ------------------------------------------------------------ to the scheduler
@@ -305,6 +309,11 @@ class RestartWindow:
         self.max_restarts = max_restarts
         self.window_s = window_s
         self._times: deque[float] = deque()
+
+    @property
+    def num_taken(self) -> int:
+        """Those that were counted last."""
+        return len(self._times)
 
     def take(self, now: float) -> bool:
         """Count a restart; False where there were too many."""

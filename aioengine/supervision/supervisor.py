@@ -1,4 +1,8 @@
-"""Supervisor: starts the children, carries messages, tells at once when one of them dies, and ends them."""
+"""Supervisor: has the children of an engine run, carries messages, and replaces children that were lost.
+
+Both children are replaced when one of them dies or stalls: they hold nothing that the ledger does not know, but for the
+weights. Whoever sends and hears through the supervisor notices nothing of it but the time.
+"""
 
 from __future__ import annotations
 
@@ -6,74 +10,69 @@ import asyncio
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
+import msgspec
 from msgspec import Struct
 
-from aioengine import plugins
-from aioengine.errors import EngineClosedError, EngineDeadError, EngineError, EngineStalledError
-from aioengine.protocol.messages import Failed, LogRecord, Message, Progress, Ready, Stats, TextChunks, ToFrontend
-from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER
-from aioengine.supervision.family import Family
-from aioengine.supervision.handshake import Handshake
-from aioengine.supervision.heartbeats import Heartbeats
-from aioengine.transport.base import BacklogFullError
+from aioengine.errors import EngineClosedError, EngineError, EngineStartupError
+from aioengine.protocol.messages import Progress, Reply, Stats, TextChunks, ToFrontend
+from aioengine.protocol.orders import SCHEDULER
+from aioengine.supervision.incarnation import Incarnation, Loss, ProcessState, Timeouts
+from aioengine.supervision.recovery import Blame, Ledger, RestartWindow, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
-    from aioengine.config import Settings
+    from aioengine.config import Settings, SupervisionConfig
     from aioengine.protocol.messages import ToScheduler
-    from aioengine.supervision.launchers._base import Launcher, RunningChild
 
-# Of the time that ``stop`` has, the children get this part to end by themselves.
-_POLITE_PART = 0.6
+logger = logging.getLogger(__name__)
+
+_POLITE_PART: Final = 0.6
+"""Of the time that ``stop`` has, the children get this part to end by themselves."""
+
+_TICK_S: Final = 0.05
+"""So often the deadlines of requests that wait here are looked at."""
 
 
-class ProcessState(Struct, frozen=True):
-    """A child, as ``health()`` tells of it. Ages in seconds; None: not heard of, no step yet."""
+class Events(Struct, frozen=True):
+    """What a supervisor tells, always on the loop on which it was started.
 
-    role: str
-    pid: int
-    alive: bool
-    last_heartbeat_s: float | None
-    last_step_s: float | None
+    ``on_messages`` gets what the children say (``TextChunks``, ``Stats``, ``Reply``), ``on_progress`` how far their
+    start has come. ``on_failure`` is called once, when the engine is over by itself.
+    """
+
+    on_messages: Callable[[list[ToFrontend]], None]
+    on_failure: Callable[[EngineError], None]
+    on_progress: Callable[[Progress], None]
 
 
 class Supervisor:
     """Owns the children of one engine, from ``start`` to ``stop``, on one loop.
 
-    ``on_messages`` gets what the children say (``TextChunks``, ``Stats``, ``Reply``), ``on_progress`` how far long
-    work has come; both on the loop. ``on_failure`` is called once, on the loop, when a child died after the start, gave
-    no sign of life for ``stall_timeout_s``, or their messages could not be handled; the children are ended then, and
-    ``stop`` is still to be called.
+    A child that dies, or gives no sign of life for ``stall_timeout_s``, is replaced with the other one, and requests go
+    on where they were; up to ``max_restarts`` times within ``restart_window_s``, not counting what a single request
+    does again and again, which ends with an error then. Beyond that, and where messages could not be handled,
+    ``on_failure`` is called; the children are ended then, and ``stop`` is still to be called.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        launcher: str,
-        startup_timeout_s: float,
-        stall_timeout_s: float,
-        on_messages: Callable[[list[ToFrontend]], None],
-        on_failure: Callable[[EngineError], None],
-        on_progress: Callable[[Progress], None],
-    ) -> None:
-        self._launcher: Launcher = plugins.load("supervision/launchers", launcher)(settings)
-        self._family = Family(self._launcher.children, self._child_ended)
-        self._startup_timeout_s = startup_timeout_s
-        self._on_messages = on_messages
-        self._on_failure = on_failure
-        self._on_progress = on_progress
-        self._handshake: Handshake | None = None
-        self._pump: asyncio.Task[None] | None = None
-        self._outgoing: list[Message] = []
+    def __init__(self, settings: Settings, limits: SupervisionConfig, *, launcher: str, events: Events) -> None:
+        self._settings = settings
+        self._limits = limits
+        self._launcher = launcher
+        self._events = events
+        self._ledger = Ledger()
+        self._window = RestartWindow(limits.max_restarts, limits.restart_window_s)
+        self._totals = Totals()
+        self._incarnation = self._make(events.on_progress)
+        self._recovery: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_restarts = 0
         self._owner_pid = os.getpid()
         self._is_started = False
-        self._is_ended = False  # from the first failure, stop or kill on
-        self._heartbeats = Heartbeats(stall_timeout_s)
-        self._step_ended_at = 0.0
+        self._is_ended = False  # from the failure, stop or kill on
 
     async def start(self) -> dict[str, object]:
         """Start the children, wait until all are ready, and return what they run on. Once only.
@@ -81,21 +80,16 @@ class Supervisor:
         Raises:
             EngineStartupError: with a child's own error, message and traceback; none is left running then.
         """
-        try:
-            self._handshake = Handshake(ROLES)
-            await self._launcher.launch()
-            self._pump = asyncio.create_task(self._run_pump(), name="aioengine-pump")
-            self._family.watch()
-            facts = await self._handshake.wait(self._startup_timeout_s)
-            self._is_started = True
-            self._heartbeats.watch(ROLES, self._fail)
-            return facts
-        except BaseException:
-            await self._end(polite_s=0.0)
-            raise
+        facts = await self._incarnation.start()
+        self._is_started = True
+        # Those that come after must have as much room as was told to everybody, whatever is free then.
+        if isinstance(num_pages := facts.get("num_pages"), int):
+            memory = msgspec.structs.replace(self._settings.memory, num_pages=num_pages)
+            self._settings = msgspec.structs.replace(self._settings, memory=memory)
+        return facts
 
     def send(self, messages: list[ToScheduler]) -> None:
-        """Send to the scheduler; what is sent in one round of the loop goes as one frame. Nothing after an end.
+        """Send to the scheduler, or keep for the next one. Nothing after an end.
 
         Raises:
             EngineClosedError: before the start.
@@ -104,13 +98,20 @@ class Supervisor:
             return
         if not self._is_started:
             raise EngineClosedError("the engine's processes are not started yet")
-        if not self._outgoing:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing += messages
+        due = self._ledger.pass_on(messages, time.monotonic())
+        if due:
+            self._incarnation.send(due)
+        if self._ledger.holds_back:
+            self._look_later()
 
     async def stop(self, timeout_s: float) -> None:
         """End the children: ask, then kill; all within about ``timeout_s``. Harmless when repeated or never started."""
-        await self._end(polite_s=timeout_s * _POLITE_PART)
+        self._mark_ended()
+        recovery, self._recovery = self._recovery, None
+        if recovery is not None:
+            recovery.cancel()
+            await asyncio.wait([recovery])
+        await self._incarnation.end(timeout_s * _POLITE_PART)
 
     def kill_now(self) -> None:
         """The same at once and without a loop, for the end of the interpreter and for forgotten engines.
@@ -120,115 +121,133 @@ class Supervisor:
         if os.getpid() != self._owner_pid:
             return
         self._mark_ended()
-        self._family.kill_and_reap()
-        if self._pump is not None and not self._pump.get_loop().is_closed():
-            self._pump.cancel()
-        self._launcher.close()
+        if self._recovery is not None and not self._recovery.get_loop().is_closed():
+            self._recovery.cancel()
+        self._incarnation.kill_now()
 
     def processes(self) -> list[ProcessState]:
         """Every child as it is now."""
-        now = time.monotonic()
-        return [self._state(child, now) for child in self._launcher.children]
+        return self._incarnation.processes()
 
     def rows_in_flight(self) -> Collection[int]:
         """The requests in the steps that the scheduler process computes now."""
-        return {uid for child in self._launcher.children if child.role == SCHEDULER for uid in child.rows_in_flight()}
+        return self._incarnation.rows_in_flight(SCHEDULER)
 
-    def _state(self, child: RunningChild, now: float) -> ProcessState:
-        has_stepped = child.role == SCHEDULER and self._step_ended_at > 0
-        return ProcessState(
-            role=child.role,
-            pid=child.pid,
-            alive=child.exit_code is None,
-            last_heartbeat_s=self._heartbeats.age_s(child.role, now),
-            last_step_s=now - self._step_ended_at if has_stepped else None,
+    @property
+    def num_restarts(self) -> int:
+        """How often the children were replaced."""
+        return self._num_restarts
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether requests wait for new children."""
+        return not self._ledger.is_connected and not self._is_ended
+
+    # ------------------------------------------------------------ from the children
+
+    def _make(self, on_progress: Callable[[Progress], None]) -> Incarnation:
+        return Incarnation(
+            self._settings,
+            self._launcher,
+            timeouts=Timeouts(self._limits.startup_timeout_s, self._limits.stall_timeout_s),
+            on_messages=self._hear,
+            on_loss=self._lose,
+            on_progress=on_progress,
         )
 
-    # ------------------------------------------------------------ messages
+    def _hear(self, messages: list[ToFrontend]) -> None:
+        """Note what is given out, and hand it on."""
+        for place, message in enumerate(messages):
+            if isinstance(message, TextChunks):
+                if due := self._ledger.hear(message):
+                    self._incarnation.send(due)
+            elif isinstance(message, Stats):
+                messages[place] = self._totals.add(message)
+            elif isinstance(message, Reply):
+                self._ledger.answered(message.call_id)
+        self._events.on_messages(messages)
 
-    def _flush(self) -> None:
-        messages, self._outgoing = self._outgoing, []
-        if self._is_ended or not messages:
+    def _look_later(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._look)
+
+    def _look(self) -> None:
+        """Tell the ends of requests that no child will tell of: they wait here, and were aborted or are too late."""
+        self._timer = None
+        if self._is_ended:
             return
-        try:
-            self._launcher.sender.send(messages)
-        except BacklogFullError as error:
-            self._fail(EngineStalledError(f"the scheduler process does not take its messages: {error}"))
-        except ValueError as error:
-            self._fail(EngineError(f"messages for the scheduler could not be sent: {error}"))
-
-    async def _run_pump(self) -> None:
-        """The only reader of what the children say. It ends with the engine, or the engine ends with it."""
-        receiver = self._launcher.receiver
-        try:
-            while True:
-                self._dispatch(await receiver.receive())
-        except Exception as error:
-            if self._handshake is not None:
-                self._handshake.broke(error)
-            failure = EngineError(f"messages of the engine's processes could not be handled: {error!r}")
-            failure.__cause__ = error
-            self._fail(failure)
-
-    def _dispatch(self, messages: list[Message]) -> None:
         now = time.monotonic()
-        for_frontend: list[ToFrontend] = []
-        for message in messages:
-            match message:
-                case TextChunks():
-                    self._heartbeats.hear(DETOKENIZER, now)
-                    for_frontend.append(message)
-                case Stats():
-                    self._heartbeats.hear(SCHEDULER, now)
-                    self._step_ended_at = message.step_ended_at
-                    for_frontend.append(message)
-                case Progress():
-                    self._tell_handshake(message)
-                    self._on_progress(message)
-                case Ready() | Failed():
-                    self._heartbeats.hear(message.role, now)
-                    self._tell_handshake(message)
-                case LogRecord():
-                    logging.getLogger(message.logger).log(message.level, "%s", message.message)
-                case _:
-                    for_frontend.append(cast("ToFrontend", message))
-        if for_frontend and not self._is_ended:
-            self._on_messages(for_frontend)
+        self._ledger.expire(now)
+        if ended := self._ledger.take_ended():
+            self._events.on_messages([TextChunks([], [], [], [], ended)])
+        if self._ledger.holds_back:
+            self._look_later()
 
-    def _tell_handshake(self, message: Ready | Failed | Progress) -> None:
-        if self._handshake is not None and not self._handshake.is_over:
-            self._handshake.take(message)
+    # ------------------------------------------------------------ losses
 
-    # ------------------------------------------------------------ ends
-
-    def _child_ended(self, child: RunningChild) -> None:
-        if self._is_ended or self._handshake is None:
+    def _lose(self, loss: Loss) -> None:
+        """A child is gone, and the others with it: begin anew, or give up."""
+        error, now = loss.error, time.monotonic()
+        if self._is_ended:
             return
-        if not self._is_started:
-            self._handshake.child_ended(child)
+        if loss.is_final or not self._limits.max_restarts:
+            self._fail(error)
             return
-        self._fail(EngineDeadError(child.role, pid=child.pid, exit_code=child.exit_code, log_lines=child.log_lines()))
+        blame = self._ledger.crash(loss.rows, _describe(error), now)
+        if blame is Blame.GUILTY:
+            self._window.give_back()
+        if blame is Blame.NOBODY and not self._window.take(now):
+            self._fail(error)
+            return
+        logger.warning("%s; it is replaced, and %d requests go on", _describe(error), self._ledger.num_open)
+        self._totals.restart()
+        self._look_later()
+        self._recovery = asyncio.get_running_loop().create_task(self._recover(error), name="aioengine-recovery")
+
+    async def _recover(self, error: EngineError) -> None:
+        """Replace the children. A start that fails counts like a loss."""
+        while not self._is_ended:
+            await self._incarnation.end(polite_s=0.0)
+            if self._is_ended:  # by another thread
+                return
+            self._incarnation = self._make(_ignore)
+            self._num_restarts += 1
+            try:
+                await self._incarnation.start()
+            except EngineStartupError as startup_error:
+                if not self._window.take(time.monotonic()):
+                    error.__cause__ = startup_error
+                    self._fail(error)
+                    return
+                logger.warning("the engine's processes could not be replaced, trying again: %s", startup_error)
+                continue
+            self._recovery = None
+            self._incarnation.send(self._ledger.replay())
+            return
 
     def _fail(self, error: EngineError) -> None:
-        """The engine is over: end what still runs, and say why, once."""
-        if self._is_ended or not self._is_started:
+        """The engine is over: say why, once."""
+        if self._is_ended:
             return
         self._mark_ended()
-        self._family.kill()
-        self._on_failure(error)
+        if self._window.num_taken:
+            error.add_note(
+                f"its processes were replaced {self._window.num_taken} times within "
+                f"{self._window.window_s:g} seconds, which is all that max_restarts={self._window.max_restarts} allows"
+            )
+        self._events.on_failure(error)
 
     def _mark_ended(self) -> None:
         self._is_ended = True
-        self._heartbeats.give_up()
-        if self._handshake is not None:
-            self._handshake.give_up()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    async def _end(self, polite_s: float) -> None:
-        self._mark_ended()
-        self._heartbeats.stop()
-        await self._family.end(polite_s)
-        pump, self._pump = self._pump, None
-        if pump is not None:
-            pump.cancel()
-            await asyncio.wait([pump])
-        self._launcher.close()
+
+def _describe(error: EngineError) -> str:
+    """What happened, in one line."""
+    return str(error).partition(";")[0]
+
+
+def _ignore(progress: Progress) -> None:
+    """Nobody looks at the progress of a replacement."""

@@ -31,6 +31,7 @@ from aioengine.config import (
     RunnerSettings,
     SchedulerSettings,
     Settings,
+    SupervisionConfig,
     TextSettings,
 )
 from aioengine.engine import AsyncEngine
@@ -45,7 +46,7 @@ from aioengine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from aioengine.frontend.frontend import Processes
-    from aioengine.frontend.startup import Events
+    from aioengine.supervision.supervisor import Events
 
 FAKE_RUNNER = "aioengine.testing.fake_runner:build"
 SCRIPTED_RUNNER = "aioengine.testing.scripted_runner:build"
@@ -78,6 +79,8 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     stall_timeout_s: float = 600.0
     slow_reader: str = "coalesce"
     slow_reader_timeout_s: float = 30.0
+    max_restarts: int = 3
+    restart_window_s: float = 600.0
 
     @property
     def has_processes(self) -> bool:
@@ -129,17 +132,15 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     def blueprint(self) -> Blueprint:
         """What ``AsyncEngine.from_blueprint`` and ``Engine.from_blueprint`` take, once it is called."""
         settings = self.settings()
+        limits = SupervisionConfig(
+            max_restarts=self.max_restarts,
+            restart_window_s=self.restart_window_s,
+            stall_timeout_s=self.stall_timeout_s,
+            startup_timeout_s=STARTUP_TIMEOUT_S,
+        )
 
         def make_processes(events: Events) -> Processes:
-            return Supervisor(
-                settings,
-                launcher="process" if self.has_processes else "inline",
-                startup_timeout_s=STARTUP_TIMEOUT_S,
-                stall_timeout_s=self.stall_timeout_s,
-                on_messages=events.on_messages,
-                on_failure=events.on_failure,
-                on_progress=events.on_progress,
-            )
+            return Supervisor(settings, limits, launcher="process" if self.has_processes else "inline", events=events)
 
         return Blueprint(
             settings=settings,

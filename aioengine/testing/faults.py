@@ -20,6 +20,8 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fail_row_at: the first sampled row of the step fails alone.
     stall_at, stall_s: the step takes so much longer. exit_at, exit_code: the process exits without a word.
     kill_at: the process dies by SIGKILL. poison_token_id: so it does when a step computes this token (-1: never).
+    once: the path of a file that does not exist. Stalls, exits and deaths make it, and do not happen where it is: so
+    the process that replaces the first one lives.
     start_error: building the runner fails with this message. start_s: building it takes so long.
     """
 
@@ -33,6 +35,7 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     exit_code: int = 1
     kill_at: int = 0
     poison_token_id: int = -1
+    once: str = ""
     start_error: str = ""
     start_s: float = 0.0
 
@@ -44,21 +47,30 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def on_launch(self, step: int) -> None:
         """Called before step number ``step`` does anything."""
-        if step == self.exit_at:
+        if step == self.exit_at and self._happens():
             os._exit(self.exit_code)
-        if step == self.kill_at:
+        if step == self.kill_at and self._happens():
             os.kill(os.getpid(), signal.SIGKILL)
         if 0 < self.raise_at <= step < self.raise_at + self.raise_times:
             raise InjectedFault(f"launch of step {step}, as asked for by raise_at={self.raise_at}")
 
     def on_token(self, token_id: int) -> None:
         """Called for each token of a prompt that is computed."""
-        if token_id == self.poison_token_id:
+        if token_id == self.poison_token_id and self._happens():
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_collect(self, step: int) -> None:
         """Called when step number ``step`` is collected."""
-        if step == self.stall_at:
+        if step == self.stall_at and self._happens():
             time.sleep(self.stall_s)
         if 0 < self.collect_raise_at <= step < self.collect_raise_at + self.raise_times:
             raise InjectedFault(f"collection of step {step}, as asked for by collect_raise_at={self.collect_raise_at}")
+
+    def _happens(self) -> bool:
+        if not self.once:
+            return True
+        try:
+            os.close(os.open(self.once, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True

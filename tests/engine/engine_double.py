@@ -16,8 +16,9 @@ from aioengine.config import (
     TextSettings,
 )
 from aioengine.engine import AsyncEngine
-from aioengine.frontend.startup import Blueprint, Events
+from aioengine.frontend.startup import Blueprint
 from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Reply, Stats, Submit, TextChunks
+from aioengine.supervision.supervisor import Events
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -182,6 +183,9 @@ class Double:
 
     async def stop(self, timeout_s: float) -> None:
         self.is_stopped = True
+
+    num_restarts = 0
+    is_recovering = False
 
     def kill_now(self) -> None:
         self.num_kills += 1

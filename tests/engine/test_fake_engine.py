@@ -145,7 +145,7 @@ class TestFaults:
 
     @pytest.mark.process
     async def test_a_killed_process_is_an_error_everywhere(self) -> None:
-        async with fake_async_engine({"": "x" * 100}, faults=Faults(kill_at=5)) as engine:
+        async with fake_async_engine({"": "x" * 100}, faults=Faults(kill_at=5), max_restarts=0) as engine:
             stream = engine.async_generate("p", stream=True)
             with pytest.raises(EngineDeadError, match="signal 9"):
                 async for _ in stream:

@@ -11,6 +11,7 @@ from aioengine.config import (
     RunnerSettings,
     SchedulerSettings,
     Settings,
+    SupervisionConfig,
     TextSettings,
 )
 from aioengine.protocol.messages import (
@@ -26,7 +27,7 @@ from aioengine.protocol.messages import (
     TextRules,
     ToFrontend,
 )
-from aioengine.supervision.supervisor import Supervisor
+from aioengine.supervision.supervisor import Events, Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,19 +68,20 @@ class Frontend:
         launcher: str = "process",
         startup_timeout_s: float = 30.0,
         stall_timeout_s: float = 60.0,
+        max_restarts: int = 0,
     ) -> None:
         self.heard: list[ToFrontend] = []
         self.failures: list[EngineError] = []
         self.progress: list[Progress] = []
         self.news = asyncio.Event()
+        limits = SupervisionConfig(
+            max_restarts=max_restarts, stall_timeout_s=stall_timeout_s, startup_timeout_s=startup_timeout_s
+        )
         self.supervisor = Supervisor(
             settings or fake_settings(),
+            limits,
             launcher=launcher,
-            startup_timeout_s=startup_timeout_s,
-            stall_timeout_s=stall_timeout_s,
-            on_messages=self._on_messages,
-            on_failure=self._on_failure,
-            on_progress=self.progress.append,
+            events=Events(self._on_messages, self._on_failure, self.progress.append),
         )
 
     async def __aenter__(self) -> Frontend:

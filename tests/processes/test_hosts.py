@@ -197,7 +197,7 @@ async def test_a_fork_of_the_host_leaves_the_children_alone() -> None:
 
 async def test_garbage_on_the_channels_is_outlived(caplog: pytest.LogCaptureFixture) -> None:
     async with Frontend() as frontend:
-        launcher = frontend.supervisor._launcher
+        launcher = frontend.supervisor._incarnation._launcher
         directory = launcher._directory.path  # type: ignore[attr-defined]
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         for name in ("scheduler", "detokenizer", "frontend"):

@@ -27,7 +27,7 @@ STALL_S = 1.5
 @process
 async def test_a_step_that_does_not_end_is_an_error_for_everybody() -> None:
     faults = Faults(stall_at=4, stall_s=60.0)
-    async with fake_async_engine({"": "never finished"}, faults=faults, stall_timeout_s=2.0) as engine:
+    async with fake_async_engine({"": "never finished"}, faults=faults, stall_timeout_s=2.0, max_restarts=0) as engine:
         begun_at = time.monotonic()
         whole = engine.async_generate("one", {"max_new_tokens": 32})
         stream = engine.async_generate("two", {"max_new_tokens": 32}, stream=True)
@@ -92,7 +92,7 @@ class Watch:
     def __init__(self, stall_timeout_s: float, roles: Sequence[str]) -> None:
         self.errors: list[EngineStalledError] = []
         self.heartbeats = Heartbeats(stall_timeout_s)
-        self.heartbeats.watch(roles, self.errors.append)
+        self.heartbeats.watch(roles, lambda role, error: self.errors.append(error))
 
 
 async def test_silence_is_told_once_and_signs_of_life_put_it_off() -> None:

@@ -127,7 +127,7 @@ async def test_control_calls_are_answered(launcher: str) -> None:
 async def test_messages_of_one_round_of_the_loop_are_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Frontend(launcher="inline") as frontend:
         frames: list[int] = []
-        sender = frontend.supervisor._launcher.sender
+        sender = frontend.supervisor._incarnation._launcher.sender
         plain = type(sender).send
         monkeypatch.setattr(type(sender), "send", lambda own, sent: (frames.append(len(sent)), plain(own, sent))[1])
         for uid in range(5):
@@ -468,7 +468,7 @@ async def test_a_task_ends_when_asked_also_while_a_message_comes(place_of_child:
         frontend.submit(1, num_tokens=3000)
         for _ in range(num_turns):
             await asyncio.sleep(0)
-        child = frontend.supervisor._launcher.children[place_of_child]
+        child = frontend.supervisor._incarnation._launcher.children[place_of_child]
         child.terminate()
         for _ in range(10):
             await asyncio.sleep(0)

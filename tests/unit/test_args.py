@@ -64,7 +64,7 @@ def test_arguments_reach_their_sections() -> None:
 
 
 def test_each_argument_changes_one_field() -> None:
-    values = {"whole": 3, "number": 0.5, "switch": True}
+    values = {"whole": 5, "number": 0.5, "switch": True}
     words = {
         "device": "cpu",
         "dtype": "float32",
@@ -77,10 +77,9 @@ def test_each_argument_changes_one_field() -> None:
     }
     seen: set[EngineConfig | str] = set()
     for name, argument in ARGUMENTS.items():
-        if name != "max_restarts":
-            value = 5.5 if name == "stall_timeout" else words.get(name, values.get(argument.kind, "text"))
-            seen.add(repr(engine_config(None, {name: value})))
-    assert len(seen | {repr(EngineConfig())}) == len(ARGUMENTS)
+        value = 5.5 if name == "stall_timeout" else words.get(name, values.get(argument.kind, "text"))
+        seen.add(repr(engine_config(None, {name: value})))
+    assert len(seen | {repr(EngineConfig())}) == len(ARGUMENTS) + 1
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -157,7 +156,6 @@ def test_the_model_may_be_given_once() -> None:
         ("is_embedding", True, "embedding models"),
         ("speculative_algorithm", "EAGLE", "speculative"),
         ("enable_lora", 1, "LoRA"),
-        ("max_restarts", 3, "restarting"),
     ],
 )
 def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, feature: str) -> None:
@@ -166,7 +164,7 @@ def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, 
 
 
 def test_features_to_come_may_be_turned_off() -> None:
-    off = {"tp_size": 1, "quantization": None, "lora_paths": [], "is_embedding": False, "max_restarts": 0}
+    off = {"tp_size": 1, "quantization": None, "lora_paths": [], "is_embedding": False}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine_config(None, off) == EngineConfig()

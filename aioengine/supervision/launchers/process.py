@@ -94,7 +94,10 @@ class ProcessChild:
         return tuple(line for line in text.splitlines() if line.strip())[-_NUM_LOG_LINES:]
 
     def rows_in_flight(self) -> dict[int, int]:
-        return read_board(self._log_path.with_suffix(BOARD_SUFFIX).read_bytes())
+        try:
+            return read_board(self._log_path.with_suffix(BOARD_SUFFIX).read_bytes())
+        except OSError:  # somebody cleaned up
+            return {}
 
     def close(self) -> None:
         """Stop watching, and let go of its standard input, which ends it should it still run."""

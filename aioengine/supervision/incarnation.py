@@ -1,0 +1,239 @@
+"""Incarnation: one start of the children, from their launch until the first of them is lost or all are ended.
+
+What comes after a loss, another incarnation or the end of the engine, is the supervisor's business. Every incarnation
+has sockets and an epoch of its own, so nothing of an earlier one can come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, cast
+
+from msgspec import Struct
+
+from aioengine import plugins
+from aioengine.errors import EngineDeadError, EngineError, EngineStalledError
+from aioengine.protocol.messages import Failed, LogRecord, Message, Progress, Ready, Stats, TextChunks, ToFrontend
+from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER
+from aioengine.supervision.family import Family
+from aioengine.supervision.handshake import Handshake
+from aioengine.supervision.heartbeats import Heartbeats
+from aioengine.transport.base import BacklogFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aioengine.config import Settings
+    from aioengine.protocol.messages import ToScheduler
+    from aioengine.supervision.launchers._base import Launcher, RunningChild
+
+
+class ProcessState(Struct, frozen=True):
+    """A child, as ``health()`` tells of it. Ages in seconds; None: not heard of, no step yet."""
+
+    role: str
+    pid: int
+    alive: bool
+    last_heartbeat_s: float | None
+    last_step_s: float | None
+
+
+class Loss(Struct, frozen=True):
+    """Why an incarnation is over. ``rows``: what the lost child was computing, uid -> end of its row.
+
+    ``is_final``: nothing that another incarnation would mend.
+    """
+
+    error: EngineError
+    rows: dict[int, int] = {}
+    is_final: bool = False
+
+
+class Timeouts(Struct, frozen=True):
+    """How long a start may take, and a child may be silent."""
+
+    startup_s: float
+    stall_s: float
+
+
+class Incarnation:
+    """Owns the children of one start, on one loop.
+
+    ``on_messages`` gets what the children say (``TextChunks``, ``Stats``, ``Reply``), ``on_progress`` how far long
+    work has come. ``on_loss`` is called once when, after the start, a child died, gave no sign of life for too long, or
+    messages could not be handled; the children are killed then, and ``end`` is still to be called.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        launcher: str,
+        *,
+        timeouts: Timeouts,
+        on_messages: Callable[[list[ToFrontend]], None],
+        on_loss: Callable[[Loss], None],
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self._launcher: Launcher = plugins.load("supervision/launchers", launcher)(settings)
+        self._family = Family(self._launcher.children, self._child_ended)
+        self._startup_timeout_s = timeouts.startup_s
+        self._on_messages = on_messages
+        self._on_loss = on_loss
+        self._on_progress = on_progress
+        self._handshake: Handshake | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._outgoing: list[Message] = []
+        self._is_started = False
+        self._is_ended = False  # from the first loss, end or kill on
+        self._heartbeats = Heartbeats(timeouts.stall_s)
+        self._step_ended_at = 0.0
+
+    async def start(self) -> dict[str, object]:
+        """Start the children, wait until all are ready, and return what they run on. Once only.
+
+        Raises:
+            EngineStartupError: with a child's own error, message and traceback; none is left running then.
+        """
+        try:
+            self._handshake = Handshake(ROLES)
+            await self._launcher.launch()
+            self._pump = asyncio.create_task(self._run_pump(), name="aioengine-pump")
+            self._family.watch()
+            facts = await self._handshake.wait(self._startup_timeout_s)
+            self._is_started = True
+            self._heartbeats.watch(ROLES, self._lose)
+            for child in self._launcher.children:
+                if child.exit_code is not None:  # just now, which the handshake did not care about any more
+                    asyncio.get_running_loop().call_soon(self._child_ended, child)
+            return facts
+        except BaseException:
+            await self.end(polite_s=0.0)
+            raise
+
+    def send(self, messages: list[ToScheduler]) -> None:
+        """Send to the scheduler; what is sent in one round of the loop goes as one frame. Nothing after an end."""
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing += messages
+
+    def processes(self) -> list[ProcessState]:
+        """Every child as it is now."""
+        now = time.monotonic()
+        return [self._state(child, now) for child in self._launcher.children]
+
+    def rows_in_flight(self, role: str) -> dict[int, int]:
+        """What the child of this role computes, or was computing at its end: uid -> the end of its row."""
+        return next((child.rows_in_flight() for child in self._launcher.children if child.role == role), {})
+
+    def _state(self, child: RunningChild, now: float) -> ProcessState:
+        has_stepped = child.role == SCHEDULER and self._step_ended_at > 0
+        return ProcessState(
+            role=child.role,
+            pid=child.pid,
+            alive=child.exit_code is None,
+            last_heartbeat_s=self._heartbeats.age_s(child.role, now),
+            last_step_s=now - self._step_ended_at if has_stepped else None,
+        )
+
+    # ------------------------------------------------------------ messages
+
+    def _flush(self) -> None:
+        messages, self._outgoing = self._outgoing, []
+        if self._is_ended or not messages:
+            return
+        try:
+            self._launcher.sender.send(messages)
+        except BacklogFullError as error:
+            self._lose(SCHEDULER, EngineStalledError(f"the scheduler process does not take its messages: {error}"))
+        except ValueError as error:
+            self._lose(None, EngineError(f"messages for the scheduler could not be sent: {error}"))
+
+    async def _run_pump(self) -> None:
+        """The only reader of what the children say. It ends with the engine, or the engine ends with it."""
+        receiver = self._launcher.receiver
+        try:
+            while True:
+                self._dispatch(await receiver.receive())
+        except Exception as error:
+            if self._handshake is not None:
+                self._handshake.broke(error)
+            failure = EngineError(f"messages of the engine's processes could not be handled: {error!r}")
+            failure.__cause__ = error
+            self._lose(None, failure)
+
+    def _dispatch(self, messages: list[Message]) -> None:
+        now = time.monotonic()
+        for_frontend: list[ToFrontend] = []
+        for message in messages:
+            match message:
+                case TextChunks():
+                    self._heartbeats.hear(DETOKENIZER, now)
+                    for_frontend.append(message)
+                case Stats():
+                    self._heartbeats.hear(SCHEDULER, now)
+                    self._step_ended_at = message.step_ended_at
+                    for_frontend.append(message)
+                case Progress():
+                    self._tell_handshake(message)
+                    self._on_progress(message)
+                case Ready() | Failed():
+                    self._heartbeats.hear(message.role, now)
+                    self._tell_handshake(message)
+                case LogRecord():
+                    logging.getLogger(message.logger).log(message.level, "%s", message.message)
+                case _:
+                    for_frontend.append(cast("ToFrontend", message))
+        if for_frontend and not self._is_ended:
+            self._on_messages(for_frontend)
+
+    def _tell_handshake(self, message: Ready | Failed | Progress) -> None:
+        if self._handshake is not None and not self._handshake.is_over:
+            self._handshake.take(message)
+
+    # ------------------------------------------------------------ losses
+
+    def _child_ended(self, child: RunningChild) -> None:
+        if self._is_ended or self._handshake is None:
+            return
+        if not self._is_started:
+            self._handshake.child_ended(child)
+            return
+        error = EngineDeadError(child.role, pid=child.pid, exit_code=child.exit_code, log_lines=child.log_lines())
+        self._lose(child.role, error)
+
+    def _lose(self, role: str | None, error: EngineError) -> None:
+        """It is over: end what still runs, and say why, once. ``role``: whose the loss is; None: ours."""
+        if self._is_ended or not self._is_started:
+            return
+        self._mark_ended()
+        self._family.kill()
+        self._on_loss(Loss(error, is_final=True) if role is None else Loss(error, self.rows_in_flight(role)))
+
+    # ------------------------------------------------------------ ends
+
+    def kill_now(self) -> None:
+        """End the children at once and without a loop."""
+        self._mark_ended()
+        self._family.kill_and_reap()
+        if self._pump is not None and not self._pump.get_loop().is_closed():
+            self._pump.cancel()
+        self._launcher.close()
+
+    async def end(self, polite_s: float) -> None:
+        """End the children: ask, give them ``polite_s``, then kill. Harmless when repeated or never started."""
+        self._mark_ended()
+        self._heartbeats.stop()
+        await self._family.end(polite_s)
+        pump, self._pump = self._pump, None
+        if pump is not None:
+            pump.cancel()
+            await asyncio.wait([pump])
+        self._launcher.close()
+
+    def _mark_ended(self) -> None:
+        self._is_ended = True
+        self._heartbeats.give_up()
+        if self._handshake is not None:
+            self._handshake.give_up()

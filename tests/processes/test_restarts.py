@@ -1,0 +1,458 @@
+"""Processes that are lost are replaced, and whoever reads notices nothing: every text is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import psutil
+import pytest
+
+from aioengine.errors import EngineClosedError, EngineDeadError, RequestError
+from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.testing.fake_runner import build
+from aioengine.testing.faults import Faults
+from tests.processes.engine_kit import Frontend, fake_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from aioengine.answers import Answer
+    from aioengine.config import Settings
+    from aioengine.engine import AsyncEngine
+    from aioengine.frontend.frontend import Frontend as EngineFrontend
+    from aioengine.testing.fake_runner import FakeRunner
+
+process = pytest.mark.process
+factory_of = f"{__name__}:{{}}".format
+
+ROLES = ["scheduler", "detokenizer"]
+ANSWERS = {"story": "Once 🥖 upon a time there was \u6771\u4eac, and the END came soon. Or did it?"}
+
+PARAMS: dict[str, Mapping[str, object]] = {
+    "plain": {"max_new_tokens": 60},
+    "seeded": {"max_new_tokens": 60, "temperature": 1.0, "seed": 7},
+    "stop": {"max_new_tokens": 60, "stop": ["the END came", "soon. Or not"]},
+    "held": {"max_new_tokens": 60, "stop": ["there was nothing at all here", "Once upon"]},
+    "regex": {"max_new_tokens": 60, "stop_regex": r"E\w+ came s[a-o]+n"},
+    "kept": {"max_new_tokens": 60, "stop": ["END"], "no_stop_trim": True},
+    "least": {"max_new_tokens": 60, "min_new_tokens": 30, "stop_token_ids": [ord("e")]},
+    "samples": {"max_new_tokens": 40, "n": 3, "temperature": 1.0, "seed": 3},
+}
+"""Of a request each; all are asked at once."""
+
+Outcome = dict[str, list[tuple[str, list[int], object]]]
+
+
+async def ask(engine: AsyncEngine, name: str, *, stream: bool) -> list[tuple[str, list[int], object]]:
+    """Text, ids and reason of each row; of a stream from its chunks, whose offsets must leave no gap."""
+    params = {"temperature": 0, **PARAMS[name]}
+    if not stream:
+        found = await engine.async_generate("a story, please", params)
+        answers: list[Answer] = list(found) if isinstance(found, list) else [found]
+        return [(one["text"], one["output_ids"], one["meta_info"]["finish_reason"]) for one in answers]
+    rows: dict[int, tuple[str, list[int], object]] = {}
+    async for chunk in engine.async_generate("a story, please", params, stream=True):
+        text, ids, reason = rows.get(chunk.get("index", 0), ("", [], None))
+        assert (chunk["text_offset"], chunk["token_offset"]) == (len(text), len(ids))
+        assert reason is None
+        ids = ids + chunk["output_ids"]
+        assert chunk["meta_info"]["completion_tokens"] == len(ids)
+        rows[chunk.get("index", 0)] = (text + chunk["text"], ids, chunk["meta_info"]["finish_reason"])
+    return [rows[index] for index in sorted(rows)]
+
+
+async def ask_all(engine: AsyncEngine, *, stream: bool) -> Outcome:
+    rows = await asyncio.gather(*(ask(engine, name, stream=stream) for name in PARAMS))
+    return dict(zip(PARAMS, rows, strict=True))
+
+
+_undisturbed: dict[bool, Outcome] = {}
+
+
+async def undisturbed(has_answers: bool) -> Outcome:
+    """What an engine gives that nothing happens to."""
+    if has_answers not in _undisturbed:
+        async with fake_async_engine(ANSWERS if has_answers else None) as engine:
+            _undisturbed[has_answers] = await ask_all(engine, stream=False)
+            assert await ask_all(engine, stream=True) == _undisturbed[has_answers]
+    return _undisturbed[has_answers]
+
+
+def frontend_of(engine: AsyncEngine) -> EngineFrontend:
+    assert engine._frontend is not None
+    return engine._frontend
+
+
+def pid_of(engine: AsyncEngine, role: str) -> int:
+    pid = next(one["pid"] for one in engine.health()["processes"] if one["role"] == role)
+    assert pid != os.getpid()
+    return pid
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  # what is waited for has no event
+            await asyncio.sleep(0.005)
+
+
+async def until_restarted(engine: AsyncEngine, num_restarts: int) -> None:
+    await until(lambda: engine.stats()["num_restarts"] == num_restarts and engine.health()["state"] == "running")
+
+
+async def until_idle(engine: AsyncEngine) -> None:
+    """Nothing runs, nothing is held, no page is lost."""
+    names = ("num_running", "num_waiting", "num_streams", "num_detokenizing")
+
+    def is_idle() -> bool:
+        stats = engine.stats()
+        return not any(stats[name] for name in names) and stats["num_free_pages"] == stats["num_pages"]
+
+    await until(is_idle)
+
+
+# ---------------------------------------------------------------- one loss at every moment
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("role", [0, 1])
+async def test_a_loss_at_any_turn_of_the_loop_changes_nothing(role: int, stream: bool) -> None:
+    """Children as tasks: in every round one of them ends a little later, until all is over before."""
+    expected = await undisturbed(has_answers=True)
+    num_turns, num_losses = 0, 0
+    async with fake_async_engine(ANSWERS, max_restarts=10_000) as engine:
+        processes = frontend_of(engine).parts.processes
+        while True:
+            asking = asyncio.create_task(ask_all(engine, stream=stream))
+            while not processes._ledger.num_open:  # type: ignore[attr-defined]  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            if asking.done():
+                break
+            processes._incarnation._launcher.children[role].kill()  # type: ignore[attr-defined]
+            num_losses += 1
+            assert await asking == expected, f"after {num_turns} turns"
+            await until_restarted(engine, num_losses)
+            num_turns += 3
+        await until_idle(engine)
+    assert num_losses > 20
+
+
+@process
+@pytest.mark.parametrize("kill_at", [1, 2, 3, 8, 17, 18, 40, 59])
+async def test_a_scheduler_that_is_killed_in_a_step(kill_at: int, tmp_path: Path) -> None:
+    stream = kill_at in (1, 8, 17, 40)
+    expected = await undisturbed(has_answers=kill_at % 2 == 0)
+    faults = Faults(kill_at=kill_at, once=str(tmp_path / "once"))
+    async with fake_async_engine(ANSWERS if kill_at % 2 == 0 else None, faults=faults) as engine:
+        first = engine.get_all_child_pids()
+        assert await ask_all(engine, stream=stream) == expected
+        assert engine.stats()["num_restarts"] == 1
+        assert not set(first) & set(engine.get_all_child_pids())
+        assert engine.health()["state"] == "running"
+        await until_idle(engine)
+
+
+@process
+@pytest.mark.parametrize(
+    ("role", "number", "stream"),
+    [
+        ("scheduler", signal.SIGKILL, True),
+        ("scheduler", signal.SIGSEGV, False),
+        ("detokenizer", signal.SIGKILL, False),
+        ("detokenizer", signal.SIGSEGV, True),
+        ("detokenizer", signal.SIGTERM, True),
+    ],
+)
+async def test_a_process_that_is_killed_from_outside(role: str, number: signal.Signals, stream: bool) -> None:
+    expected = await undisturbed(has_answers=True)
+    async with fake_async_engine(ANSWERS, step_time_s=0.003) as engine:
+        for after_s in (0.0, 0.03, 0.12):
+            asking = asyncio.create_task(ask_all(engine, stream=stream))
+            await asyncio.sleep(after_s)
+            os.kill(pid_of(engine, role), number)
+            assert await asking == expected
+        assert engine.stats()["num_restarts"] == 3
+        await until_idle(engine)
+
+
+@process
+async def test_a_process_that_exits_without_a_word(tmp_path: Path) -> None:
+    expected = await undisturbed(has_answers=True)
+    faults = Faults(exit_at=20, exit_code=3, once=str(tmp_path / "once"))
+    async with fake_async_engine(ANSWERS, faults=faults) as engine:
+        assert await ask_all(engine, stream=True) == expected
+        assert engine.stats()["num_restarts"] == 1
+
+
+@process
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer", "both"])
+async def test_processes_that_stall_or_die_together(role: str) -> None:
+    expected = await undisturbed(has_answers=True)
+    async with fake_async_engine(ANSWERS, step_time_s=0.005, stall_timeout_s=2.0) as engine:
+        asking = asyncio.create_task(ask_all(engine, stream=True))
+        await asyncio.sleep(0.1)
+        for one in ROLES:
+            if role == "both":
+                os.kill(pid_of(engine, one), signal.SIGKILL)
+            elif role == one:
+                os.kill(pid_of(engine, one), signal.SIGSTOP)
+        assert await asking == expected
+        assert engine.stats()["num_restarts"] == 1
+
+
+@process
+async def test_a_step_that_does_not_end_is_computed_anew(tmp_path: Path) -> None:
+    expected = await undisturbed(has_answers=True)
+    faults = Faults(stall_at=9, stall_s=100.0, once=str(tmp_path / "once"))
+    async with fake_async_engine(ANSWERS, faults=faults, stall_timeout_s=2.0) as engine:
+        assert await ask_all(engine, stream=True) == expected
+        assert engine.stats()["num_restarts"] == 1
+
+
+# ---------------------------------------------------------------- the end of patience
+
+
+@process
+async def test_too_many_losses_are_an_error_for_everybody_at_once() -> None:
+    async with fake_async_engine({"": "x" * 500}, step_time_s=0.01, max_restarts=2) as engine:
+        whole = engine.async_generate("one", {"max_new_tokens": 400})
+        stream = engine.async_generate("two", {"max_new_tokens": 400}, stream=True)
+        for num_restarts in (1, 2):
+            os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
+            await until_restarted(engine, num_restarts)
+        pid = pid_of(engine, "detokenizer")
+        os.kill(pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        with pytest.raises(EngineDeadError) as caught:
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineDeadError):
+            await whole
+        with pytest.raises(EngineDeadError):
+            engine.async_generate("later")
+        with pytest.raises(EngineDeadError):
+            await engine.flush_cache()
+        assert time.monotonic() - killed_at < 1.0
+        error = caught.value
+        assert (error.role, error.pid, error.signal) == ("detokenizer", pid, signal.SIGKILL)
+        assert error.__notes__ == [
+            "its processes were replaced 2 times within 600 seconds, which is all that max_restarts=2 allows"
+        ]
+        assert engine.health()["state"] == "dead"
+        await until(lambda: not engine.get_all_child_pids())
+
+
+@process
+async def test_losses_that_are_long_ago_do_not_count() -> None:
+    async with fake_async_engine({"": "x" * 500}, processes=True, max_restarts=1, restart_window_s=0.2) as engine:
+        for num_restarts in (1, 2, 3):
+            os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
+            await until_restarted(engine, num_restarts)
+            await asyncio.sleep(0.2)
+        assert (await engine.async_generate("one", {"max_new_tokens": 3}))["text"] == "xxx"
+
+
+def build_once(settings: Settings, report: Callable[..., None]) -> FakeRunner:
+    """A runner that can be built once: the second time a file is there, and it vanishes, or fails, or has no end."""
+    options = dict(settings.runner.options)
+    marker, how = Path(str(options.pop("marker"))), options.pop("how")
+    if marker.exists():
+        marker.write_text(marker.read_text() + ".")
+        if how == "vanish":
+            os._exit(9)
+        if how == "fail":
+            raise MemoryError("somebody else took it")
+        time.sleep(60)
+    marker.write_text("")
+    runner = msgspec.structs.replace(settings.runner, options=options)
+    return build(msgspec.structs.replace(settings, runner=runner), report)
+
+
+@process
+@pytest.mark.parametrize(
+    ("how", "words"), [("vanish", "ended with code 9"), ("fail", "somebody else took it"), ("sleep", "was not ready")]
+)
+async def test_replacements_that_do_not_start_count_too(how: str, words: str, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    settings = fake_settings(factory=factory_of("build_once"), step_time_s=0.01, marker=str(marker), how=how)
+    startup_timeout_s = 2.0 if how == "sleep" else 30.0
+    async with Frontend(settings, max_restarts=2, startup_timeout_s=startup_timeout_s) as frontend:
+        frontend.submit(1, num_tokens=1000)
+        await asyncio.sleep(0.05)
+        os.kill(frontend.supervisor.processes()[0].pid, signal.SIGKILL)
+        error = await frontend.failure(20.0)
+        assert isinstance(error, EngineDeadError)
+        assert error.signal == signal.SIGKILL
+        assert words in str(error.__cause__)
+        assert marker.read_text() == ".."
+        assert frontend.supervisor.num_restarts == 2
+        assert not any(state.alive for state in frontend.supervisor.processes())
+
+
+@process
+async def test_a_replacement_that_is_killed_while_it_starts_is_replaced(tmp_path: Path) -> None:
+    async with fake_async_engine(ANSWERS, faults=Faults(start_s=0.4), max_restarts=2) as engine:
+        asking = asyncio.create_task(ask(engine, "plain", stream=True))
+        os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
+        await until(lambda: engine.stats()["num_restarts"] == 1)
+        await until(lambda: len(engine.get_all_child_pids()) == 2)
+        os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
+        assert await asking == (await undisturbed(has_answers=True))["plain"]
+        assert engine.stats()["num_restarts"] == 2
+
+
+# ---------------------------------------------------------------- meanwhile
+
+
+@process
+async def test_while_processes_are_replaced_new_requests_wait_and_the_rest_is_told() -> None:
+    async with fake_async_engine({"": "x" * 500}, faults=Faults(start_s=0.8)) as engine:
+        stream = engine.async_generate("one", {"max_new_tokens": 500}, stream=True)
+        begun = await anext(stream)
+        os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
+        await until(lambda: engine.health()["state"] == "recovering")
+        assert engine.is_alive
+        called_at = time.monotonic()
+        waiting = engine.async_generate("two", {"max_new_tokens": 5})
+        aborted = engine.async_generate("three", {"max_new_tokens": 5}, rid="three")
+        late = engine.async_generate("four", {"max_new_tokens": 5}, queue_timeout=0.1)
+        info = asyncio.create_task(engine.get_server_info())
+        await asyncio.sleep(0.05)
+        engine.abort_request("three")
+        assert (await aborted)["meta_info"]["finish_reason"] == "abort"
+        reason = (await late)["meta_info"]["finish_reason"]
+        assert (reason["type"], reason["which"]) == ("deadline", "queue")
+        assert time.monotonic() - called_at < 0.5
+        assert engine.health()["state"] == "recovering"
+        left = engine.async_generate("five", stream=True)
+        await left.aclose()
+        assert (await waiting)["text"] == "xxxxx"
+        assert time.monotonic() - called_at > 0.4
+        assert (await info)["status"] == "ready"
+        texts = [begun["text"], *[chunk["text"] async for chunk in stream]]
+        assert "".join(texts) == "x" * 500
+        assert engine.health()["state"] == "running"
+        await until_idle(engine)
+
+
+@process
+async def test_an_abort_of_a_stream_meanwhile_gives_what_was_held_back() -> None:
+    async with fake_async_engine({"": "abcSTOMP"}, faults=Faults(stall_at=6, stall_s=60.0)) as engine:
+        stream = engine.async_generate("one", {"stop": ["STOP"]}, stream=True)
+        text, ids = "", []
+        while len(ids) < 5:
+            chunk = await anext(stream)
+            text, ids = text + chunk["text"], ids + chunk["output_ids"]
+        assert (text, bytes(ids)) == ("abc", b"abcST")
+        os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
+        await until(lambda: engine.health()["state"] == "recovering")
+        stream.abort()
+        last = [chunk async for chunk in stream]
+        assert text + "".join(chunk["text"] for chunk in last) == "abcST"
+        assert last[-1]["meta_info"]["finish_reason"] == "abort"
+
+
+@process
+async def test_a_paused_engine_comes_back_paused() -> None:
+    async with fake_async_engine(ANSWERS, step_time_s=0.005) as engine:
+        asking = asyncio.create_task(ask(engine, "plain", stream=True))
+        await asyncio.sleep(0.05)
+        assert await engine.pause_generation("in_place")
+        os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
+        await until_restarted(engine, 1)
+        await asyncio.sleep(0.3)
+        assert not asking.done()
+        assert await engine.continue_generation()
+        assert await asking == (await undisturbed(has_answers=True))["plain"]
+
+
+@process
+async def test_a_shutdown_meanwhile_ends_everything() -> None:
+    for after_s in (0.0, 0.02, 0.2):
+        async with fake_async_engine({"": "x" * 500}, step_time_s=0.01) as engine:
+            asking = asyncio.ensure_future(engine.async_generate("one", {"max_new_tokens": 400}))
+            os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
+            await until(lambda: engine.health()["state"] == "recovering")
+            await asyncio.sleep(after_s)
+            begun_at = time.monotonic()
+            await engine.shutdown()
+            assert time.monotonic() - begun_at < 3
+            with pytest.raises(EngineClosedError):
+                await asking
+            assert engine.get_all_child_pids() == []
+
+
+@process
+async def test_totals_never_fall_and_nothing_leaks() -> None:
+    own = psutil.Process()
+    async with fake_async_engine(ANSWERS, processes=True, max_restarts=100) as engine:
+        last: dict[str, int] = {}
+        held: list[tuple[int, int, int]] = []
+        for num_restarts in range(1, 7):
+            await ask_all(engine, stream=True)
+            await until_idle(engine)
+            os.kill(pid_of(engine, ROLES[num_restarts % 2]), signal.SIGKILL)
+            await until_restarted(engine, num_restarts)
+            await ask(engine, "plain", stream=False)
+            await until_idle(engine)
+            stats = engine.stats()
+            for name in ("num_steps", "prompt_tokens", "output_tokens", "num_finished", "num_restarts"):
+                assert stats[name] > last.get(name, 0)
+            last = stats
+            held.append((own.num_fds(), own.num_threads(), len(own.children(recursive=True))))
+        assert last["num_finished"] >= 6 * 11
+        assert held[-1] <= held[1]
+
+
+# ---------------------------------------------------------------- requests that kill
+
+
+@process
+@pytest.mark.parametrize("max_restarts", [1, 3])
+async def test_a_request_that_kills_its_process_ends_alone(max_restarts: int) -> None:
+    """All others, those that run beside it and those that wait, give what they would have given."""
+    answers = {**ANSWERS, "": "x" * 50}
+    faults = Faults(poison_token_id=ord("~"))
+    async with fake_async_engine(
+        answers, faults=faults, step_time_s=0.004, max_restarts=max_restarts, max_running=12
+    ) as engine:
+        asking = asyncio.create_task(ask_all(engine, stream=True))
+        others = [engine.async_generate(f"number {number}", {"max_new_tokens": 20}) for number in range(20)]
+        await asyncio.sleep(0.05)
+        killer = engine.async_generate("~", {"max_new_tokens": 40}, stream=True)
+        later = [engine.async_generate(f"number {number}", {"max_new_tokens": 20}) for number in range(20)]
+        with pytest.raises(RequestError, match="was killed by signal 9 each time it computed this request") as caught:
+            await anext(killer)
+        assert caught.value.stage == "crash"
+        assert await asking == await undisturbed(has_answers=True)
+        assert [(await one)["text"] for one in (*others, *later)] == ["x" * 20] * 40
+        assert engine.stats()["num_restarts"] >= 3
+        assert engine.health()["state"] == "running"
+        await until_idle(engine)
+
+
+@process
+async def test_one_after_another_they_do_not_use_up_the_restarts() -> None:
+    faults = Faults(poison_token_id=ord("~"))
+    async with fake_async_engine({"": "x" * 50}, faults=faults, max_restarts=1) as engine:
+        for _ in range(3):
+            killer, other = engine.async_generate("~"), engine.async_generate("fine", {"max_new_tokens": 9})
+            with pytest.raises(RequestError):
+                await killer
+            assert (await other)["text"] == "x" * 9
+
+
+@process
+async def test_where_every_request_kills_the_engine_dies() -> None:
+    async with fake_async_engine({"": "x" * 50}, faults=Faults(kill_at=1)) as engine:
+        calls = [engine.async_generate("fine", {"max_new_tokens": 9}) for _ in range(5)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(result) for result in results[-2:]] == [EngineDeadError] * 2
+        assert engine.health()["state"] == "dead"
