@@ -125,7 +125,8 @@ class Incarnation:
 
     def rows_in_flight(self, role: str) -> dict[int, int]:
         """What the child of this role computes, or was computing at its end: uid -> the end of its row."""
-        return next((child.rows_in_flight() for child in self._launcher.children if child.role == role), {})
+        found = [child.rows_in_flight() for child in self._launcher.children if child.role == role]
+        return found[0] if found else {}
 
     def _state(self, child: RunningChild, now: float) -> ProcessState:
         has_stepped = child.role == SCHEDULER and self._step_ended_at > 0

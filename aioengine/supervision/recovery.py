@@ -234,8 +234,8 @@ class Ledger:
         trials = self._trials
         if trials.on_trial is None:
             return []
-        entry = self._entries.get(trials.on_trial)
-        if entry is not None and entry.num_known >= trials.suspects.get(trials.on_trial, 0):
+        tried = self._entries.get(trials.on_trial)
+        if tried is not None and tried.num_known >= trials.suspects.get(trials.on_trial, 0):
             trials.suspects.pop(trials.on_trial, None)
         return self._release() if trials.settle() else []
 

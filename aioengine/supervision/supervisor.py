@@ -56,6 +56,9 @@ class Supervisor:
     on where they were; up to ``max_restarts`` times within ``restart_window_s``, not counting what a single request
     does again and again, which ends with an error then. Beyond that, and where messages could not be handled,
     ``on_failure`` is called; the children are ended then, and ``stop`` is still to be called.
+
+    Attributes:
+        num_restarts: how often the children were replaced.
     """
 
     def __init__(self, settings: Settings, limits: SupervisionConfig, *, launcher: str, events: Events) -> None:
@@ -69,7 +72,7 @@ class Supervisor:
         self._incarnation = self._make(events.on_progress)
         self._recovery: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._num_restarts = 0
+        self.num_restarts = 0
         self._owner_pid = os.getpid()
         self._is_started = False
         self._is_ended = False  # from the failure, stop or kill on
@@ -132,11 +135,6 @@ class Supervisor:
     def rows_in_flight(self) -> Collection[int]:
         """The requests in the steps that the scheduler process computes now."""
         return self._incarnation.rows_in_flight(SCHEDULER)
-
-    @property
-    def num_restarts(self) -> int:
-        """How often the children were replaced."""
-        return self._num_restarts
 
     @property
     def is_recovering(self) -> bool:
@@ -211,7 +209,7 @@ class Supervisor:
             if self._is_ended:  # by another thread
                 return
             self._incarnation = self._make(_ignore)
-            self._num_restarts += 1
+            self.num_restarts += 1
             try:
                 await self._incarnation.start()
             except EngineStartupError as startup_error:
