@@ -48,9 +48,11 @@ class Blame(Enum):
 
 
 class Entry:
-    """An open request. ``is_sent``: the scheduler that runs now has it. ``abort``: how it was asked to end."""
+    """An open request. ``is_sent``: the scheduler that runs now has it. ``abort``: how it was asked to end.
+    ``is_suspended``: nobody wants more of it for now.
+    """
 
-    __slots__ = ("abort", "begun", "is_sent", "submit", "token_ids")
+    __slots__ = ("abort", "begun", "is_sent", "is_suspended", "submit", "token_ids")
 
     def __init__(self, submit: Submit) -> None:
         self.submit = submit
@@ -58,6 +60,7 @@ class Entry:
         self.begun: Begun | None = None
         self.abort: Abort | None = None
         self.is_sent = False
+        self.is_suspended = False
 
     @property
     def num_known(self) -> int:
@@ -170,9 +173,8 @@ class Ledger:
                         due.append(message)
                 case Abort():
                     due += self._abort(message, now)
-                case Suspend():  # not noted: after a crash they go on, so that suspects show what they do
-                    if self.is_connected:
-                        due.append(message)
+                case Suspend():
+                    due += self._suspend(message)
                 case Control():
                     self._controls[message.call_id] = message
                     if message.name in ("pause", "continue"):
@@ -207,6 +209,17 @@ class Ledger:
             due += self._release()
         return due
 
+    def _suspend(self, suspend: Suspend) -> list[ToScheduler]:
+        """A suspect that is suspended shows nothing; others do not wait for it."""
+        for uid in suspend.uids:
+            if (entry := self._entries.get(uid)) is not None:
+                entry.is_suspended = not suspend.is_over
+                if entry.is_suspended and uid == self._trials.on_trial:
+                    self._trials.suspects.pop(uid, None)
+        if not self.is_connected:
+            return []
+        return [suspend, *self._release()] if self._trials.settle() else [suspend]
+
     def _release(self) -> list[ToScheduler]:
         """All that may go on now and is not sent. What is aborted ends before it is computed."""
         trials = self._trials
@@ -217,6 +230,8 @@ class Ledger:
             if entry.abort is not None or trials.admits(uid, has_begun=entry.begun is not None):
                 entry.is_sent = True
                 due += entry.messages(is_suspect=uid == trials.on_trial)
+                if entry.is_suspended and uid != trials.on_trial:
+                    due.append(Suspend([uid]))
         return due
 
     # ------------------------------------------------------------ from the processes
@@ -279,9 +294,9 @@ class Ledger:
         for entry in self._entries.values():
             entry.is_sent = False
         for uid, end in rows.items():
-            entry = self._entries.get(uid)
-            if entry is not None and entry.abort is None:
-                self._trials.suspects[uid] = max(end, entry.num_known) + 1
+            suspect = self._entries.get(uid)
+            if suspect is not None and suspect.abort is None:
+                self._trials.suspects[uid] = max(end, suspect.num_known) + 1
         blame = self._trials.crash(rows)
         is_believed = self._has_progress
         if blame is Blame.GUILTY and self._trials.on_trial is not None:

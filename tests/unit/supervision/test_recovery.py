@@ -20,6 +20,7 @@ from aioengine.protocol.messages import (
     Sampling,
     Stats,
     Submit,
+    Suspend,
     TextChunks,
     TextRules,
 )
@@ -160,6 +161,27 @@ def test_a_pause_outlives_the_scheduler_that_was_paused() -> None:
     world.restart()
     assert world.uids() == [1]
     assert len(world.sent) == 1
+
+
+def test_who_was_suspended_is_so_again_until_that_is_over() -> None:
+    world = World(1, 2)
+    world.tell(Suspend([1, 2]), Suspend([2], is_over=True))
+    assert world.sent[-2:] == [Suspend([1, 2]), Suspend([2], is_over=True)]
+    world.crash()
+    world.tell(Suspend([2]), Suspend([1], is_over=True))
+    assert world.sent == []
+    world.sent = world.ledger.replay()
+    assert world.sent[-1] == Suspend([2])
+    assert world.uids() == [1, 2]
+
+
+def test_others_do_not_wait_for_a_suspect_that_is_suspended() -> None:
+    world = World(1, 2)
+    world.restart(1)
+    assert world.uids() == [1]
+    world.tell(Suspend([1]))
+    assert world.uids() == [1, 2]
+    assert not world.ledger.holds_back
 
 
 # ---------------------------------------------------------------- suspects
