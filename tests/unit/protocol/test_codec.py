@@ -29,6 +29,7 @@ from aioengine.protocol.messages import (
     Stats,
     StepOutput,
     Submit,
+    Suspend,
     TextChunks,
     TextRules,
 )
@@ -39,6 +40,7 @@ MESSAGES: list[Message] = [
     Submit(1, [5, 6], Sampling(seed=2**63), Limits(7, stop_token_ids=(1,)), TextRules(stop=("\n",)), arrived_at=1.5),
     Submit(2, [5], Sampling(seed=1), Limits(7), TextRules(), resumed=Resumed(Begun(2, 0, 1.0, 2.0), [7])),
     Abort([1, 2], FinishCode.STOP, "why"),
+    Suspend([1, 2], True),
     Control(3, "flush_cache", {"a": None, "b": 1.5, "c": "d", "e": True}),
     StepOutput([1], [2], [Opened(1, TextRules(), 3, 1.0, 2.0)], [4], [Ended(1, FinishCode.LENGTH)]),
     TextChunks([1], ["é\U0001f600"], [1], [2], [Finished(1, FinishCode.STOP, "x", ended_at=3.0)], 4),
@@ -57,7 +59,7 @@ def test_every_message_comes_back_equal_and_in_order() -> None:
     assert decoder.decode(encoder.encode([])) == []
     for message in MESSAGES:
         assert decoder.decode(encoder.encode([message])) == [message]
-    assert len({type(message) for message in MESSAGES}) == 11
+    assert len({type(message) for message in MESSAGES}) == 12
 
 
 def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
@@ -76,7 +78,7 @@ def test_a_large_frame_does_not_keep_its_buffer() -> None:
 
 def test_sizes_are_limited_at_both_ends() -> None:
     frame = bytes(FrameEncoder(EPOCH).encode(MESSAGES))
-    with pytest.raises(FrameTooLargeError, match=rf"12 messages takes {len(frame)} bytes, the limit is 100"):
+    with pytest.raises(FrameTooLargeError, match=rf"13 messages takes {len(frame)} bytes, the limit is 100"):
         FrameEncoder(EPOCH, max_bytes=100).encode(MESSAGES)
     with pytest.raises(BadFrameError, match="its size is not within 2 and 100"):
         FrameDecoder(EPOCH, max_bytes=100).decode(frame)
