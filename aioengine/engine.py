@@ -234,6 +234,20 @@ class AsyncEngine:
             return Stream(reader, home=frontend.loop, is_bound=True, owner=self)
         return Generation[Answer](reader, home=frontend.loop, is_bound=True, owner=self)
 
+    def attach(self, rid: str, from_offset: int = 0) -> Stream:
+        """Go on with a stream that was left, from the ``from_offset``-th character of its text on.
+
+        It must have been asked for with ``resume_ttl``, and left or ended less than so many seconds ago. A reader that
+        it still has comes to its end. (Ids without text of their own may come twice; ``token_offset`` tells.)
+
+        Raises:
+            ValueError: there is no such stream, or it has not come so far.
+        """
+        frontend = self._running()
+        return Stream(
+            frontend.attachments.attach(rid, from_offset, frontend), home=frontend.loop, is_bound=True, owner=self
+        )
+
     # ------------------------------------------------------------ orders
 
     def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
         BatchIds,
         BatchSampled,
         Chats,
-        Messages,
         RequestOptions,
         Sampled,
         Texts,
         TokenIds,
     )
+    from aioengine.frontend.prompts import Messages
 
 One = TypeVar("One", covariant=True)
 Batch = TypeVar("Batch", covariant=True)

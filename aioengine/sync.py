@@ -256,6 +256,18 @@ class Engine:
             return Stream(reader, home=frontend.loop, is_bound=False, owner=self)
         return Generation[Answer](reader, home=frontend.loop, is_bound=False, owner=self)
 
+    def attach(self, rid: str, from_offset: int = 0) -> ChunkIterator:
+        """Go on with a stream that was left, as ``AsyncEngine.attach``."""
+        frontend = self._running()
+        return ChunkIterator(frontend.attachments.attach(rid, from_offset, frontend), self)
+
+    def async_attach(self, rid: str, from_offset: int = 0) -> Stream:
+        """As ``attach``, to be iterated on any event loop."""
+        frontend = self._running()
+        return Stream(
+            frontend.attachments.attach(rid, from_offset, frontend), home=frontend.loop, is_bound=False, owner=self
+        )
+
     # ------------------------------------------------------------ orders
 
     def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:

@@ -5,56 +5,56 @@ curl -N localhost:8000/generate -d '{"prompt": "The capital of France is"}'
 """
 
 import argparse
+import asyncio
 import json
-import math
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Awaitable
 
 from aiohttp import web
 
 from aioengine import AsyncEngine, EngineError, EngineOverloadedError
 
-ENGINE = web.AppKey("engine", AsyncEngine)
+parser = argparse.ArgumentParser()
+for name in ("--port", "--max-running-requests", "--max-queued-requests"):
+    parser.add_argument(name, type=int)
+flags = vars(parser.parse_args())
+port, engine = flags.pop("port") or 8000, AsyncEngine(**flags)
 
 
-async def run_engine(app: web.Application) -> AsyncIterator[None]:
-    async with app[ENGINE] as engine:
+async def run_engine(_: web.Application) -> AsyncIterator[None]:
+    async def stop_after(event: Awaitable[object]) -> None:
+        if await event is not None:  # it was not shut down
+            signal.raise_signal(signal.SIGINT)
+
+    async with engine:  # on SIGTERM open streams come to their ends and new ones get 503, then the server stops
+        tasks, loop = {asyncio.create_task(stop_after(engine.wait_failed()))}, asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, lambda: tasks.add(loop.create_task(stop_after(engine.drain(30)))))
         yield
-        await engine.drain(timeout=30)  # aiohttp has let the open streams end; whatever is left ends here
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    ask = await request.json()
-    try:
-        stream = await request.app[ENGINE].async_generate(ask["prompt"], ask.get("sampling_params"), stream=True)
-    except EngineOverloadedError as error:
-        raise web.HTTPTooManyRequests(
-            text=str(error), headers={"Retry-After": str(math.ceil(error.retry_after))}
-        ) from error
-    except EngineError as error:
-        raise web.HTTPServiceUnavailable(text=str(error)) from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise web.HTTPBadRequest(text=str(error)) from error
+    try:  # a request with rid and resume_ttl that comes again, with the last id that was read, goes on behind it
+        ask, at = await request.json(), int(request.headers.get("Last-Event-ID", -1))
+        stream = await (engine.attach(ask["rid"], at) if at >= 0 else engine.async_generate(**ask | {"stream": True}))
+    except (KeyError, TypeError, ValueError, EngineError) as error:
+        retry = {"Retry-After": f"{error.retry_after + 1:.0f}"} if isinstance(error, EngineOverloadedError) else {}
+        status = 429 if retry else 503 if isinstance(error, EngineError) else 400
+        return web.Response(text=str(error), status=status, headers=retry)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    async with stream:  # a client that goes away leaves this block, and that ends its request
+    async with stream:  # a client that goes away leaves this block, which aborts its request, or detaches it
         await response.prepare(request)
         async for chunk in stream:
-            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            event = f"id: {chunk['text_offset'] + len(chunk['text'])}\ndata: {json.dumps(chunk)}\n\n"
+            await response.write(event.encode())
     return response
 
 
-async def health(request: web.Request) -> web.Response:
-    engine = request.app[ENGINE]
+async def health(_: web.Request) -> web.Response:
     return web.json_response({**engine.health(), "stats": engine.stats()}, status=200 if engine.is_alive else 503)
 
 
-parser = argparse.ArgumentParser()
-for name, default in (("port", 8000), ("max-running-requests", 64), ("max-queued-requests", 256)):
-    parser.add_argument(f"--{name}", type=int, default=default)
-flags = parser.parse_args()
 app = web.Application()
-app[ENGINE] = AsyncEngine(
-    max_running_requests=flags.max_running_requests, max_queued_requests=flags.max_queued_requests
-)
 app.add_routes([web.post("/generate", generate), web.get("/health", health)])
 app.cleanup_ctx.append(run_engine)
-web.run_app(app, port=flags.port, handler_cancellation=True)
+web.run_app(app, port=port, handler_cancellation=True)
+raise SystemExit(engine.health()["state"] in {"dead", "stalled"})

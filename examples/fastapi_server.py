@@ -5,56 +5,56 @@ curl -N localhost:8000/generate -H 'content-type: application/json' -d '{"prompt
 """
 
 import argparse
+import asyncio
 import contextlib
 import json
-import math
-from collections.abc import AsyncIterator
-from typing import Annotated
+import signal
+from collections.abc import AsyncIterator, Awaitable
+from typing import Annotated, Any
 
 import uvicorn
-from fastapi import Body, FastAPI, HTTPException, Response
-from fastapi.responses import StreamingResponse
+from fastapi import FastAPI, Header, HTTPException
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from aioengine import AsyncEngine, EngineError, EngineOverloadedError, Stream
 
 parser = argparse.ArgumentParser()
-for name, default in (("port", 8000), ("max-running-requests", 64), ("max-queued-requests", 256)):
-    parser.add_argument(f"--{name}", type=int, default=default)
-flags = parser.parse_args()
-engine = AsyncEngine(max_running_requests=flags.max_running_requests, max_queued_requests=flags.max_queued_requests)
+for name in ("--port", "--max-running-requests", "--max-queued-requests"):
+    parser.add_argument(name, type=int)
+flags = vars(parser.parse_args())
+port, engine = flags.pop("port") or 8000, AsyncEngine(**flags)
 
 
 @contextlib.asynccontextmanager
 async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-    async with engine:
+    async def stop_after(event: Awaitable[object]) -> None:
+        await event
+        server.should_exit = True
+
+    async with engine:  # on SIGTERM open streams come to their ends and new ones get 503, then the server stops
+        tasks, loop = {asyncio.create_task(stop_after(engine.wait_failed()))}, asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, lambda: tasks.add(loop.create_task(stop_after(engine.drain(30)))))
         yield
-        await engine.drain(timeout=30)  # uvicorn has let the open streams end; whatever is left ends here
 
 
 async def events(stream: Stream) -> AsyncIterator[str]:
-    async with stream:  # a client that goes away leaves this block, and that ends its request
+    async with stream:  # a client that goes away leaves this block, which aborts its request, or detaches it
         async for chunk in stream:
-            yield f"data: {json.dumps(chunk)}\n\n"
+            yield f"id: {chunk['text_offset'] + len(chunk['text'])}\ndata: {json.dumps(chunk)}\n\n"
 
 
-async def generate(
-    prompt: Annotated[str, Body()], sampling_params: Annotated[dict[str, object] | None, Body()] = None
-) -> StreamingResponse:
-    try:
-        stream = await engine.async_generate(prompt, sampling_params, stream=True)
+async def generate(ask: dict[str, Any], at: Annotated[int, Header(alias="Last-Event-ID")] = -1) -> StreamingResponse:
+    try:  # a request with rid and resume_ttl that comes again, with the last id that was read, goes on behind it
+        stream = engine.attach(ask["rid"], at) if at >= 0 else engine.async_generate(**ask | {"stream": True})
+        return StreamingResponse(events(await stream), media_type="text/event-stream")
     except EngineOverloadedError as error:
-        raise HTTPException(429, str(error), {"Retry-After": str(math.ceil(error.retry_after))}) from error
-    except (TypeError, ValueError, EngineError) as error:
+        raise HTTPException(429, str(error), {"Retry-After": f"{error.retry_after + 1:.0f}"}) from error
+    except (KeyError, TypeError, ValueError, EngineError) as error:
         raise HTTPException(503 if isinstance(error, EngineError) else 400, str(error)) from error
-    return StreamingResponse(events(stream), media_type="text/event-stream")
-
-
-async def health(response: Response) -> dict[str, object]:
-    response.status_code = 200 if engine.is_alive else 503
-    return {**engine.health(), "stats": engine.stats()}
 
 
 app = FastAPI(lifespan=lifespan)
 app.post("/generate")(generate)
-app.get("/health")(health)
-uvicorn.run(app, port=flags.port)
+app.get("/health")(lambda: JSONResponse(engine.health() | {"stats": engine.stats()}, 200 if engine.is_alive else 503))
+(server := uvicorn.Server(uvicorn.Config(app, port=port))).run()
+raise SystemExit(engine.health()["state"] in {"dead", "stalled"})

@@ -53,6 +53,8 @@ class RequestOptions(TypedDict, total=False):
         first token. One that runs out ends the request with reason ``deadline`` and what there is.
     refuse_late: raise EngineOverloadedError at once where the engine knows already that a timeout would be missed, by
         the pace of its queue; awaiting a stream then waits for its first chunk.
+    resume_ttl: seconds for which a stream of one row outlives its reader: leaving it detaches it instead of aborting
+        it, and ``attach`` goes on with it; so long it can also be read again after its end.
     return_exceptions: rows of a batch that are wrong, or fail, give their exception instead of ending the call. (A
         single prompt raises all the same, and so does what is wrong with the whole call.)
     return_prompt_token_ids: answers and chunks carry ``prompt_token_ids``.
@@ -65,6 +67,7 @@ class RequestOptions(TypedDict, total=False):
     queue_timeout: float | None
     first_token_timeout: float | None
     refuse_late: bool
+    resume_ttl: float | None
     return_exceptions: bool
     return_prompt_token_ids: bool
 
@@ -127,6 +130,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     queue_timeout_s: float | None = None
     first_token_timeout_s: float | None = None
     refuses_late: bool = False
+    resume_ttl_s: float | None = None
     returns_exceptions: bool = False
     shows_prompt: bool = False
 
@@ -225,7 +229,7 @@ def _ask(
     rid: object = options.get("rid")
     has_list = isinstance(rid, list | tuple)
     priority = options.get("priority")
-    return Ask(
+    ask = Ask(
         prompts=prompts,
         params=_params(sampling_params, prompts, is_batch=is_batch, fails_alone=_fails_alone(options)),
         is_batch=is_batch,
@@ -238,9 +242,13 @@ def _ask(
         queue_timeout_s=_timeout("queue_timeout", options),
         first_token_timeout_s=_timeout("first_token_timeout", options),
         refuses_late=checks.switch("refuse_late", options.get("refuse_late", False)),
+        resume_ttl_s=_timeout("resume_ttl", options),
         returns_exceptions=checks.switch("return_exceptions", options.get("return_exceptions", False)),
         shows_prompt=checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False)),
     )
+    if ask.resume_ttl_s is not None and (ask.gives_batch or not ask.is_stream):
+        raise ValueError("resume_ttl is for streams (stream=True) of one prompt and one sample (n=1)")
+    return ask
 
 
 def _check_off(name: str, value: object) -> None:

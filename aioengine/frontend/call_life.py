@@ -9,6 +9,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Final
 
+from aioengine.frontend.attachments import Attachments
 from aioengine.frontend.feeder import Feeder, deadlines_of, end_unbegun, expired_deadline
 from aioengine.frontend.outputs import Wants
 from aioengine.protocol.messages import Abort, FinishCode, Finished, Suspend
@@ -55,6 +56,7 @@ class CallLife:
         self._lock = lock
         self._calls = calls
         self._router = router
+        self.attachments = Attachments(calls, router, lock=lock, settle=self.settle)
         self._send = send
         self._computed_since = computed_since
 
@@ -97,6 +99,7 @@ class CallLife:
             self._calls.close(call, time.monotonic())
             is_idle = not self._calls.by_output
         self._forget(uids)
+        self.attachments.ended(call)
         if is_idle:
             self.idle.set()
 
@@ -108,11 +111,14 @@ class CallLife:
             self._send([Abort(uids)])
 
     def leave(self, output: CallOutput) -> None:
+        call = self._calls.by_output.get(output)
+        if call is not None and self.attachments.detach(call):
+            self.feed(call.output)  # it goes on, also where it was suspended
+            return
         with self._lock:
             output.is_left = True
             output.ready.clear()
             output.wake()
-        call = self._calls.by_output.get(output)
         if call is not None:
             self.settle(call)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
 from aioengine.frontend.outputs import CallOutput
+from aioengine.frontend.replay import AttachableOutput
 from aioengine.frontend.room import Place, Room
 
 if TYPE_CHECKING:
@@ -42,13 +43,7 @@ class Call:
         self.ask = ask
         self.rid = rid
         self.called_at = called_at
-        self.output = CallOutput(
-            rid,
-            ask.num_rows,
-            is_stream=ask.is_stream,
-            is_batch=ask.gives_batch,
-            returns_exceptions=ask.returns_exceptions and ask.gives_batch,
-        )
+        self.output = _output_of(ask, rid)
         self.num_begun = 0
         self.num_prompt_tokens = 0
         self.aborted: set[int] = set()
@@ -167,14 +162,32 @@ class Calls:
             raise ValueError(f"rid {taken[0]!r} is in use by a live request; choose another, or wait for its end")
 
     def close(self, call: Call, now: float) -> None:
-        """The call is over; its ids are free again."""
+        """The call is over; its ids are free again, unless it can be attached to."""
         if self.by_output.pop(call.output, None) is None:
             return
-        for name in call.reserved:
-            del self._names[name]
+        if call.ask.resume_ttl_s is None:
+            self.free_names(call)
         self.room.give_back(call.num_prompt_tokens, call.ask.num_bytes, now)
         if call.timer is not None:
             call.timer.cancel()
+
+    def free_names(self, call: Call) -> None:
+        """Its ids mean nothing any more."""
+        for name in call.reserved:
+            del self._names[name]
+        call.reserved = []
+
+
+def _output_of(ask: Ask, rid: str) -> CallOutput:
+    if ask.resume_ttl_s is not None:
+        return AttachableOutput(rid)
+    return CallOutput(
+        rid,
+        ask.num_rows,
+        is_stream=ask.is_stream,
+        is_batch=ask.gives_batch,
+        returns_exceptions=ask.returns_exceptions and ask.gives_batch,
+    )
 
 
 def _find(names: dict[str, Name], rid: str) -> Name | None:

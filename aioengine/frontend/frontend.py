@@ -112,6 +112,7 @@ class Frontend:
             send=self._send,
             computed_since=partial(_computed_since, self),
         )
+        self.attachments = self._life.attachments
         self._slow_readers = SlowReaders(parts.delivery, self.calls.by_output.values, self._life)
         self._slow_readers.watch()
 
@@ -130,6 +131,7 @@ class Frontend:
         ask = self._life.feeder.checked(make_ask())
         with self._lock:
             call = self.calls.open(ask, called_at, this_caller())
+            self.attachments.add(call)
         self._act(self._life.begin, call)
         return Reader(call.output, lock=self._lock, calls=self)
 
@@ -242,6 +244,7 @@ class Frontend:
     async def stop(self) -> None:
         """End the processes; calls that wait get ``EngineClosedError``."""
         self.fail(open_calls.closed())
+        self.attachments.clear()
         if self._encoder is not None:
             self._encoder.close()
         await self.parts.processes.stop(STOP_TIMEOUT_S)

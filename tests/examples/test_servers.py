@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import httpx
@@ -40,7 +41,8 @@ class Server:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True
         )
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=30)
 
     def wait_until_healthy(self) -> None:
         for _ in range(300):
@@ -52,8 +54,12 @@ class Server:
                 time.sleep(0.1)
         raise TimeoutError("the server did not come up")
 
+    def health(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.client.get("/health").json()
+        return found
+
     def stats(self) -> dict[str, int]:
-        found: dict[str, int] = self.client.get("/health").json()["stats"]
+        found: dict[str, int] = self.health()["stats"]
         return found
 
     def wait_until_idle(self, timeout_s: float = 10) -> None:
@@ -181,14 +187,55 @@ def test_sigterm_lets_open_streams_end(name: str) -> None:
             stream = events(response)
             next(stream)
             server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+            refused = httpx.post(f"{server.url}/generate", json=ask("Hi"), timeout=20)
             chunks = list(stream)
+        assert refused.status_code == 503
+        assert "draining" in refused.text
         assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 60}
         server.client.close()
         output = server.output()
         assert "Traceback" not in output
-        assert server.process.returncode in {0, -signal.SIGTERM}, output
+        assert server.process.returncode == 0, output
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_an_engine_that_dies_ends_the_server_with_an_error(name: str) -> None:
+    server = Server(name)
+    try:
+        server.wait_until_healthy()
+        [pid] = [process["pid"] for process in server.health()["processes"] if process["role"] == "scheduler"]
+        os.kill(pid, signal.SIGKILL)
+        server.client.close()
+        assert server.process.wait(timeout=20) == 1
+    finally:
+        server.stop()
+
+
+def test_a_client_that_comes_back_goes_on_behind_the_last_event(server: Server) -> None:
+    params: dict[str, object] = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    body = ask("Once upon a time", params)
+    with server.client.stream("POST", "/generate", json=body) as response:
+        whole = "".join(chunk["text"] for chunk in events(response))
+    body |= {"rid": "mine", "resume_ttl": 20}
+    text, last_id, next_id = "", None, ""
+    for num_lines in (3, 12, 4, 10_000):
+        headers = {} if last_id is None else {"Last-Event-ID": last_id}
+        with server.client.stream("POST", "/generate", json=body, headers=headers) as response:
+            assert response.status_code == 200
+            for line in islice(response.iter_lines(), num_lines):
+                if line.startswith("id: "):
+                    next_id = line.removeprefix("id: ")
+                elif line.startswith("data: "):
+                    chunk, last_id = json.loads(line.removeprefix("data: ")), next_id
+                    assert chunk["text_offset"] == len(text)
+                    text += chunk["text"]
+    assert text == whole
+    body["rid"] = "another"
+    assert server.client.post("/generate", json=body, headers={"Last-Event-ID": "3"}).status_code == 400
+    server.wait_until_idle()
 
 
 def test_the_server_of_the_readme() -> None:

@@ -55,6 +55,7 @@ async def with_asyncio(is_stream: bool) -> None:
         async for text in async_stream_and_merge(engine, "a", {"temperature": 0.5}):
             assert_type(text, str)
         assert_type(await engine.admit(), None)
+        assert_type(engine.attach("mine", from_offset=3), Stream)
         assert_type(await engine.drain(timeout=5), bool)
 
 
@@ -79,4 +80,6 @@ def without_asyncio(is_stream: bool) -> None:
         except RequestTooLargeError as error:
             print(error)
         assert_type(llm.stats()["num_running"], int)
+        assert_type([chunk["text"] for chunk in llm.attach("mine")], list[str])
+        assert_type(llm.async_attach("mine"), Stream)
         assert_type(llm.is_alive, bool)

@@ -1,0 +1,211 @@
+"""Streams that outlive their readers: left, attached to again, and every byte once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.engine import AsyncEngine
+from aioengine.errors import EngineClosedError
+from aioengine.frontend import attachments
+from aioengine.frontend.replay import AttachableOutput, Replay
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from tests.engine.engine_double import until
+
+LONG = {"max_new_tokens": 300, "temperature": 0}
+TTL_S = 20.0
+
+
+def slow_engine(**setup: object) -> AsyncEngine:
+    return fake_async_engine(step_time_s=0.0005, processes=False, **setup)
+
+
+async def expected(engine: AsyncEngine, prompt: str = "a") -> str:
+    return (await engine.async_generate(prompt, LONG))["text"]
+
+
+async def read_some(engine: AsyncEngine, rid: str, text: str, num_chunks: int) -> tuple[str, bool]:
+    """Some chunks from where the text ends; whether the stream came to its end."""
+    async with engine.attach(rid, len(text)) as stream:
+        async for chunk in stream:
+            assert chunk["text_offset"] == len(text)
+            text += chunk["text"]
+            if chunk["meta_info"]["finish_reason"] is not None:
+                return text, True
+            num_chunks -= 1
+            if num_chunks <= 0:
+                break
+    return text, False
+
+
+async def test_a_stream_goes_on_without_its_reader_and_every_byte_comes_once() -> None:
+    draw = random.Random(1)
+    async with slow_engine() as engine:
+        whole = await expected(engine)
+        stream = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)
+        text = (await anext(stream))["text"]
+        await stream.aclose()
+        is_over = False
+        while not is_over:
+            await asyncio.sleep(draw.random() * 0.02)
+            text, is_over = await read_some(engine, "x", text, draw.randint(1, 10))
+        assert text == whole
+        # After the end it can be read again, from anywhere.
+        for offset in (0, 1, 150, len(whole)):
+            chunks = [chunk async for chunk in engine.attach("x", offset)]
+            assert "".join(chunk["text"] for chunk in chunks) == whole[offset:]
+            assert chunks[-1]["meta_info"]["finish_reason"] == "length"
+            assert chunks[-1]["meta_info"]["completion_tokens"] == 300
+
+
+@pytest.mark.parametrize("how", ["drop", "cancel", "break", "before it begins"])
+async def test_every_way_of_leaving_detaches(how: str) -> None:
+    async with slow_engine() as engine:
+        whole = await expected(engine)
+        stream = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)
+        if how == "cancel":
+            reading = asyncio.create_task(anext(stream))
+            await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.wait([reading])
+        elif how == "break":
+            async for _ in stream:
+                break
+        elif how == "drop":
+            await anext(stream)
+        del stream
+        gc.collect()
+        await asyncio.sleep(0.01)
+        assert engine.stats()["num_streams"] == 1
+        assert "".join([chunk["text"] async for chunk in engine.attach("x")]) == whole
+
+
+async def test_when_nobody_comes_it_is_ended_and_forgotten() -> None:
+    async with slow_engine() as engine:
+        stream = engine.async_generate("a", {"max_new_tokens": 1500}, stream=True, rid="x", resume_ttl=0.05)
+        await anext(stream)
+        await stream.aclose()
+        with pytest.raises(ValueError, match="'x' is in use"):
+            engine.async_generate("b", LONG, rid="x")
+        await until(lambda: engine.stats()["num_streams"] == 0)
+        [told] = (await engine.get_server_info())["internal_states"]  # type: ignore[misc]
+        assert (told["num_running"], told["num_free_pages"]) == (0, told["num_pages"])
+        for _ in range(2):
+            with pytest.raises(ValueError, match="'x' can be attached"):
+                engine.attach("x")
+        await engine.async_generate("b", {"max_new_tokens": 2}, rid="x")
+        ended = engine.async_generate("b", {"max_new_tokens": 2}, stream=True, rid="y", resume_ttl=0.05)
+        assert [chunk async for chunk in ended]
+        assert [chunk async for chunk in engine.attach("y")]
+        await asyncio.sleep(0.1)
+        with pytest.raises(ValueError, match="'y' can be attached"):
+            engine.attach("y")
+        del stream, ended
+        gc.collect()
+        assert [thing for thing in gc.get_objects() if type(thing) is AttachableOutput and thing.rid == "x"] == []
+
+
+async def test_a_new_reader_takes_over_from_one_that_is_still_there() -> None:
+    async with slow_engine() as engine:
+        whole = await expected(engine)
+        first = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)
+        text = (await anext(first))["text"]
+        waiting = asyncio.create_task(anext(first, None))
+        await asyncio.sleep(0)
+        second = engine.attach("x", len(text))
+        chunk = await waiting
+        assert chunk is None or chunk["text"]
+        assert [chunk async for chunk in first] == []
+        await first.aclose()  # which does not detach the other
+        assert text + "".join([chunk["text"] async for chunk in second]) == whole
+
+
+async def test_aborts_errors_and_ends_reach_those_who_come_back() -> None:
+    async with slow_engine(slow_reader="pause", slow_reader_timeout_s=0.05) as engine:
+        for act in ("abort", "deadline", "pause"):
+            timeout = 0.1 if act == "deadline" else None
+            params = {"max_new_tokens": 1000}
+            stream = engine.async_generate("a", params, stream=True, rid=act, resume_ttl=TTL_S, timeout=timeout)
+            await anext(stream)
+            if act == "pause":
+                await until(lambda: engine.stats()["num_waiting"] == 1)
+            await stream.aclose()
+            if act == "abort":
+                engine.abort_request("abort")
+            await until(lambda: engine.stats()["num_streams"] == 0)
+            last = [chunk async for chunk in engine.attach(act)][-1]["meta_info"]
+            assert last["finish_reason"] == ("length" if act == "pause" else act)
+
+
+async def test_wrong_arguments() -> None:
+    async with slow_engine() as engine:
+        stream = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)
+        for options in ({"stream": False}, {"stream": True, "sampling_params": {"n": 2}}):
+            with pytest.raises(ValueError, match="resume_ttl is for streams"):
+                engine.async_generate("b", resume_ttl=1, **options)  # type: ignore[call-overload]
+        with pytest.raises(ValueError, match="from_offset must be at most 0, the text so far, got 10"):
+            engine.attach("x", 10)
+        with pytest.raises(ValueError, match="from_offset"):
+            engine.attach("x", -1)
+        with pytest.raises(TypeError, match="from_offset"):
+            engine.attach("x", "1")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="no request 'y' can be attached"):
+            engine.attach("y")
+        assert "".join([chunk["text"] async for chunk in stream])
+
+
+async def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attachments, "MAX_KEPT_TOKENS", 1000)
+    async with fake_async_engine() as engine:
+        for number in range(5):
+            stream = engine.async_generate("a", LONG, stream=True, rid=f"{number}", resume_ttl=TTL_S)
+            assert len("".join([chunk["text"] async for chunk in stream])) == 300
+        for number in (0, 1):
+            with pytest.raises(ValueError, match="can be attached"):
+                engine.attach(f"{number}")
+        assert [len([chunk async for chunk in engine.attach(f"{number}")]) for number in (2, 3, 4)] == [1, 1, 1]
+
+
+async def test_a_closed_engine_has_nothing_to_attach_to() -> None:
+    engine = slow_engine()
+    async with engine:
+        stream = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)
+        await anext(stream)
+        await stream.aclose()
+    with pytest.raises(EngineClosedError):
+        engine.attach("x")
+
+
+def test_both_faces() -> None:
+    with fake_engine(step_time_s=0.0005, processes=False) as llm:
+        whole = llm.generate("a", LONG)["text"]
+        for chunk in llm.generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S):
+            text = chunk["text"]
+            break
+        text += "".join(chunk["text"] for chunk in llm.attach("x", len(text)))
+        assert text == whole
+
+        async def elsewhere() -> str:
+            return "".join([chunk["text"] async for chunk in llm.async_attach("x", 5)])
+
+        assert asyncio.run(elsewhere()) == whole[5:]
+
+
+@given(st.lists(st.tuples(st.text(max_size=3), st.lists(st.integers(0, 9), max_size=3))), st.data())
+def test_any_rest_of_a_replay(pieces: list[tuple[str, list[int]]], data: st.DataObject) -> None:
+    replay = Replay()
+    for text, ids in pieces:
+        replay.add(text, ids)
+    whole, all_ids = "".join(text for text, _ in pieces), [one for _, ids in pieces for one in ids]
+    offset = data.draw(st.integers(0, len(whole)))
+    text, ids, place = replay.since(offset)
+    assert text == whole[offset:]
+    assert ids == all_ids[place:]
+    assert replay.since(0) == (whole, all_ids, 0)
+    with pytest.raises(ValueError, match="from_offset"):
+        replay.since(len(whole) + 1)
