@@ -215,8 +215,8 @@ def test_a_lost_page_is_noticed() -> None:
     cache.check_integrity([hold])
 
 
-def test_a_long_prompt_takes_time_in_proportion() -> None:
-    """100,000 tokens on 6,250 pages, five times over: quick enough to stand inside a step."""
+def test_long_prompts_are_kept_side_by_side() -> None:
+    """100,000 tokens on 6,250 pages, five times over."""
     cache = PrefixCache(num_pages=32_000, page_size=16)
     for number in range(5):
         prompt = [number, *range(99_999)]
