@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.attention._pages import page_columns
+from aioengine.attention._pages import page_columns, pinned
 from aioengine.attention._parts import COLUMNS, num_places, share_out
 from aioengine.kernels._triton_decode import DecodeRows, decode
 from aioengine.kernels._triton_heads import write_pages
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:
     """For rows of one step: where their pages are, on the device, and how long they are."""
     num_rows, device = len(kv_lengths), page_ids.device
-    parts = torch.from_numpy(share_out(kv_lengths, num_places(num_rows, shape.num_kv_heads)))
+    parts = pinned(share_out(kv_lengths, num_places(num_rows, shape.num_kv_heads)))
     num_done = torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device)
     return DecodeRows(page_starts, page_ids, parts.to(device, non_blocking=True), num_done)
 

@@ -16,17 +16,22 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
 
 
+def pinned(column: Ints) -> Tensor:
+    """In memory that a GPU copies from while the host goes on: a copy from any other waits for the work before it."""
+    return torch.from_numpy(column).pin_memory()
+
+
 def starts_of(lengths: Ints) -> Tensor:
     """Where each of R runs begins and the last ends: [R + 1] int32 on the host."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=starts[1:])
-    return torch.from_numpy(starts)
+    return pinned(starts)
 
 
 def page_columns(kv_lengths: Ints, page_size: int) -> tuple[Tensor, Tensor]:
     """Where the pages of each row begin [R + 1], and how full the last one is [R]; int32 on the host."""
     num_pages = -(-kv_lengths // page_size)
-    return starts_of(num_pages), torch.from_numpy(kv_lengths - (num_pages - 1) * page_size)
+    return starts_of(num_pages), pinned(kv_lengths - (num_pages - 1) * page_size)
 
 
 def flat_pages(page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:

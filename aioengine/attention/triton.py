@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import ForwardBatch
-from aioengine.attention._pages import flat_pages, page_columns, starts_of
+from aioengine.attention._pages import flat_pages, page_columns, pinned, starts_of
 from aioengine.kernels._triton_attention import PART, Rows, attend, attend_in_parts, tokens_of_tile
 from aioengine.kernels._triton_heads import write_pages
 from aioengine.kernels.rotate_and_write import KVTarget
@@ -90,7 +90,7 @@ class TritonAttention:
         decodes = int(query_lengths.max()) == 1
         num_shares = shared.num_shares(len(kv_lengths), max_parts) if decodes else 1
         group = shared.shape.num_heads // shared.shape.num_kv_heads
-        tiles = self._upload(torch.from_numpy(_tiles(query_lengths, tokens_of_tile(group))))
+        tiles = self._upload(pinned(_tiles(query_lengths, tokens_of_tile(group))))
         self._step = _Step(batch.slot_mapping, rows, tiles, max_parts, num_shares)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
