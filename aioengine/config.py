@@ -131,7 +131,8 @@ class MemorySettings(Struct, frozen=True, kw_only=True):
 class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """What the scheduler may do in one step. ``chunk_tokens``: the token budget of a step; ``depth``: steps launched
     before the first of them is collected, less one (0: no overlap); ``stats_interval_s``: between two snapshots;
-    ``tenant_weights``: shares of tenants, 1 for all others.
+    ``tenant_weights``: shares of tenants, 1 for all others; ``decode_cost``: tokens of a prompt that take as long as a
+    row that decodes.
     """
 
     max_running: int
@@ -142,6 +143,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     depth: int
     stats_interval_s: float = 0.1
     tenant_weights: dict[str, float] = {}
+    decode_cost: int = 1
 
 
 class RunnerSettings(Struct, frozen=True, kw_only=True):

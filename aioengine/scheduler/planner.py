@@ -54,7 +54,7 @@ class Flight:
 class Planner:
     """Fills flights with rows; the only one who admits and preempts."""
 
-    __slots__ = ("_admission", "_chunk_tokens", "_life", "_max_running")
+    __slots__ = ("_admission", "_chunk_tokens", "_decode_cost", "_life", "_max_running")
 
     def __init__(self, settings: SchedulerSettings, life: Lifecycle) -> None:
         if settings.max_running < 1 or settings.chunk_tokens < 1:
@@ -63,6 +63,7 @@ class Planner:
             )
         self._max_running = settings.max_running
         self._chunk_tokens = settings.chunk_tokens
+        self._decode_cost = settings.decode_cost
         self._life = life
         self._admission = Admission(life.cache, settings.chunk_tokens)
 
@@ -115,7 +116,7 @@ class Planner:
 
     def _place_prompts(self, flight: Flight, prompts: list[Request], now: float) -> None:
         """Share the rest of the step among the prompts: the first of the running, then the shorter, then new ones."""
-        budget = TokenBudget(self._chunk_tokens, len(flight.requests))
+        budget = TokenBudget(self._chunk_tokens, self._decode_cost * len(flight.requests))
         prompts[1:] = sorted(prompts[1:], key=lambda request: request.num_missing)
         shares = [(request, budget.take_share(request.num_missing)) for request in prompts]
         if self._life.waiting:

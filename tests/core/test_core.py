@@ -121,6 +121,15 @@ def test_decode_rows_come_first_and_carry_no_tokens() -> None:
         assert (second.uid, second.count, second.samples) == (2, 7, False)
 
 
+def test_decode_rows_may_count_as_several_tokens() -> None:
+    world = world_of(chunk_tokens=64, decode_cost=5, num_pages=2000)
+    world.submit(*[submit_of(uid, [1, 2], limits=Limits(max_new_tokens=50)) for uid in range(6)])
+    world.step()
+    world.submit(submit_of(9, [3] * 300))
+    world.step()
+    assert [row.count for row in world.runner.plans[-1].rows] == [1] * 6 + [64 - 6 * 5]
+
+
 def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
     world = world_of(chunk_tokens=64, num_pages=2000)
     world.submit(submit_of(1, [1] * 3000), submit_of(2, [2] * 3000), submit_of(3, [3] * 20, arrived_at=1.0))

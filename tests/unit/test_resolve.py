@@ -94,6 +94,7 @@ def test_on_a_gpu() -> None:
     found = settings(model, machine)
     assert (found.runner.device, found.runner.attention_backend, found.scheduler.depth) == ("cuda", "flashinfer", 1)
     assert (found.scheduler.chunk_tokens, found.scheduler.max_running) == (8192, 1024)
+    assert found.scheduler.decode_cost > 1
     assert (found.runner.cuda_graph_max_rows, found.memory.mem_fraction_static) == (1024, 0.88)
     assert settings(model, machine, disable_overlap_schedule=True).scheduler.depth == 0
     assert settings(model, machine, disable_cuda_graph=True).runner.cuda_graph_max_rows == 0
