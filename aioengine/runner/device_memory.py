@@ -44,6 +44,7 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.taken: dict[str, int] = {}
+        self._step_bytes = 0
 
     @contextmanager
     def take(self, purpose: str, *, advice: str, need: int | None = None) -> Iterator[None]:
@@ -76,7 +77,9 @@ class DeviceMemory:
             return Room(free, int(free * fraction), words)
         advice = "Lower chunked_prefill_size or max_running_requests"
         with self.take("a step of the largest size", advice=advice):
-            reserved = peak_memory(model, self.device, largest)
+            peak = peak_memory(model, self.device, largest)
+        self._step_bytes = peak + peak // 4  # the tensors of a smaller step may lie less densely
+        reserved = self._step_bytes + 4 * largest.num_rows * model.vocab_size + GRAPHS_BYTES
         free, total = torch.cuda.mem_get_info(self.device)
         left = int(free - (1.0 - fraction) * total)
         words = (
@@ -84,6 +87,15 @@ class DeviceMemory:
             f"largest step and the CUDA graphs need {in_words(reserved)}"
         )
         return Room(max(free - reserved, 0), max(left - reserved, 0), words)
+
+    def hold_for_steps(self) -> None:
+        """Take now what the largest step needs; torch keeps it and cuts every step's tensors from it.
+
+        When a step of another size asks the device for memory, the host waits until all steps in flight are over.
+        """
+        if self._step_bytes:
+            with self.take("steps", advice="Lower mem_fraction_static", need=self._step_bytes):
+                torch.empty(self._step_bytes, dtype=torch.uint8, device=self.device)
 
     def describe(self) -> str:
         """How much there is, how much is free, and who has the rest, as far as it can be told."""
@@ -130,9 +142,8 @@ class _NoAttention:
 
 @torch.inference_mode()
 def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int:
-    """Bytes that the largest step takes beside weights and pool, with what its sampling may take.
-
-    That is the logits in fp32, and for penalties a count of every token for every row.
+    """Bytes that the largest step takes beside weights and pool, with the logits of its sampling in fp32. Penalties
+    may take a count of every token for every row beside it.
 
     Raises:
         torch.OutOfMemoryError: not even that step fits.
@@ -148,7 +159,7 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    return peak + 4 * largest.num_rows * model.vocab_size + GRAPHS_BYTES
+    return peak
 
 
 def other_processes(device: torch.device) -> list[str]:
