@@ -111,8 +111,11 @@ def _pick_kernel(
     sums: tl.tensor,
     out: tl.tensor,
     num_blocks: tl.tensor,
+    slots: tl.tensor,
+    memory: tl.tensor,
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
+    REMEMBERS: tl.constexpr,
 ) -> None:
     """The token of a row: its largest logit, or a draw. -1 where a logit is no number, or none is finite."""
     row = tl.program_id(0)
@@ -145,6 +148,8 @@ def _pick_kernel(
     # columns past the one that is hit are above too, the fallback of those before it is never smaller than the hit
     token = tl.where(is_greedy, tl.load(places + row * num_blocks + block), token)
     tl.store(out + row, tl.where(is_bad, -1, token).to(tl.int64))
+    if REMEMBERS:
+        tl.store(memory + tl.load(slots + row), tl.where(is_bad, 0, token).to(tl.int64))
 
 
 @triton.jit
@@ -325,14 +330,23 @@ class SamplingKernels:
         self._places = torch.empty(max_rows, self._num_blocks, dtype=torch.int32, device=device)
         self._sums = torch.empty(max_rows, self._num_blocks, device=device)
 
-    def sample(self, logits: Tensor, draws: Draws, out: Tensor) -> None:
-        """One token for each row of the logits [S, >= V] into ``out`` [S] int64; -1 for a bad row."""
+    def sample(
+        self, logits: Tensor, draws: Draws, out: Tensor, remembered: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """One token for each row of the logits [S, >= V] into ``out`` [S] int64; -1 for a bad row.
+
+        remembered: slots [S] int32 of a memory, int64, which takes the tokens too, 0 for a bad row; not with rules.
+        """
         num_rows = len(logits)
         inputs = (logits, logits.stride(0), self._vocab_size, draws.words, draws.words.stride(0), self._maxima)
         blocks = next_power_of_2(self._num_blocks)
-        _blocks_kernel[(num_rows, self._num_blocks)](*inputs, self._places, self._sums, SIZE=BLOCK, num_warps=4)
+        _blocks_kernel[(num_rows, self._num_blocks)](*inputs, self._places, self._sums, SIZE=BLOCK, num_warps=2)
         _pick_kernel[(num_rows,)](
-            *inputs, self._places, self._sums, out, self._num_blocks, SIZE=BLOCK, BLOCKS=blocks, num_warps=8
+            *(*inputs, self._places, self._sums, out, self._num_blocks, *(remembered or (out, out))),
+            SIZE=BLOCK,
+            BLOCKS=blocks,
+            REMEMBERS=remembered is not None,
+            num_warps=8,
         )
         if draws.rules is not None:
             _truncated_kernel[(len(draws.rules[0]),)](

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int32]
 
-_COLUMNS = 4 + NUM_COLUMNS
-"""Columns of B numbers in the memory of a step: slots, positions, slot_mapping, last_lengths, words of the draws."""
+_COLUMNS = 5 + NUM_COLUMNS
+"""Columns of B numbers in the memory of a step: slots, positions, slot_mapping, last_lengths, the slots that remember
+the drawn tokens, words of the draws.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +51,14 @@ class _Graph:
     num_rows: int
     graph: torch.cuda.CUDAGraph
     attention: FixedDecode
-    slots: Tensor
-    input_ids: Tensor
     hidden: Tensor
     token_ids: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """What a replayed step gives: token_ids [R] int64, None where a row needs more than a temperature, and hidden
-    states [R, D].
+    """What a replayed step gives: token_ids [R] int64, which the table remembers already, None where a row needs more
+    than a temperature, and hidden states [R, D].
     """
 
     token_ids: Tensor | None
@@ -76,6 +76,7 @@ class DecodeGraphs:
         self._table = table
         self._vocab_size = vocab_size
         self._page_size = page_size
+        self._last_tokens = table.last_tokens
         self._device = table.last_tokens.device
         self._graphs: dict[int, _Graph] = {}
         self._sizes = np.zeros(0, dtype=np.int64)
@@ -113,6 +114,8 @@ class DecodeGraphs:
         num_rows = len(rows.requests)
         if not num_rows or num_rows > self.max_rows or rows.known_ids.size:
             return False
+        if self._table.last_tokens is not self._last_tokens:  # it has grown, and the graphs know the old one
+            return False
         return int(rows.token_ends[-1]) == num_rows and bool(rows.samples.all())
 
     def replay(self, rows: StepRows, sampled: SampledRows) -> DecodeStep:
@@ -126,7 +129,6 @@ class DecodeGraphs:
             num_words = self._fill(host, size, rows, sampled)
             self._memory[:num_words].copy_(self._host[:num_words], non_blocking=True)
             self._copied.record()
-            torch.index_select(self._table.last_tokens, 0, chosen.slots, out=chosen.input_ids)
             ends = _COLUMNS * size
             chosen.attention.plan(self._host[ends : ends + size + 1], self._host[3 * size : 4 * size])
         chosen.graph.replay()
@@ -146,11 +148,14 @@ class DecodeGraphs:
         columns[1, :num_rows] = rows.starts
         columns[2, :num_rows] = last_pages * page_size + last_lengths - 1
         columns[3, :num_rows] = last_lengths
-        draw_words(sampled, columns[4:, :num_rows])
+        columns[4] = len(self._last_tokens) - 1
+        if is_simple(sampled):
+            columns[4, :num_rows] = rows.slots
+        draw_words(sampled, columns[5:, :num_rows])
         if num_rows < size:
             columns[:3, num_rows:] = 0
             columns[3, num_rows:] = 1
-            columns[4:, num_rows:] = 0
+            columns[5:, num_rows:] = 0
         starts = host[_COLUMNS * size : _COLUMNS * size + size + 1]
         starts[0] = 0
         np.cumsum(page_places + 1, out=starts[1 : num_rows + 1])
@@ -175,12 +180,13 @@ class DecodeGraphs:
         attention = self._attention.fixed_decode(size, buffers)
         self._memory.zero_()
         attention.plan_first(np.ones(size, dtype=np.int32))
-        input_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
+        remembered = columns[4], self._last_tokens
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
 
         def compute() -> Tensor:
+            input_ids = self._last_tokens.index_select(0, columns[0])
             hidden = self._model.forward(input_ids, columns[1], attention)
-            kernels.sample(self._model.compute_logits(hidden), Draws(columns[4:]), token_ids)
+            kernels.sample(self._model.compute_logits(hidden), Draws(columns[5:]), token_ids, remembered)
             return hidden
 
         compute()  # kernels that are compiled or chosen when they first run must not do so while being captured
@@ -188,4 +194,4 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             hidden = compute()
-        return _Graph(size, graph, attention, columns[0], input_ids, hidden, token_ids)
+        return _Graph(size, graph, attention, hidden, token_ids)

@@ -70,6 +70,7 @@ class DeviceParts:
     kv_pool: KVPool
     vocab_size: int
     context_length: int
+    max_rows: int
     device: torch.device
 
 
@@ -111,6 +112,7 @@ class ModelRunner:
             num_embeddings=num_embeddings,
             device=parts.device,
             processors=processors,
+            num_slots=parts.max_rows,
         )
         self._inputs = InputBuilder(self._table, page_size=page_size, num_embeddings=num_embeddings)
         self._vocab_size = min(parts.vocab_size, num_embeddings)
@@ -266,7 +268,6 @@ class ModelRunner:
         step = graphs.replay(rows, sampled)
         if step.token_ids is None:
             return self._sample(step.hidden, sampled)
-        self._table.write_tokens(sampled, step.token_ids)
         return step.token_ids
 
     def _sample(self, hidden: Tensor, rows: SampledRows) -> Tensor:
@@ -328,6 +329,7 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
         kv_pool=kv_pool,
         vocab_size=_sampled_vocab_size(settings),
         context_length=settings.model.context_length,
+        max_rows=settings.scheduler.max_running,
         device=device,
     )
     facts: Facts = {
@@ -343,6 +345,7 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     }
     if choice.warning:
         facts["warning"] = choice.warning
+    memory.hold_for_steps()
     with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":

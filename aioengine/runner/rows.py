@@ -79,7 +79,8 @@ class RowTable:
 
     page_table: [slots, max_row_pages] int32 on the host, pages of the pool: the first ``num_pages`` [slots] of a row
     are its own, the others are the padding page.
-    last_tokens: [slots] int64 on the device. sampling: [slots] of SAMPLING_RECORD.
+    last_tokens: [slots + 1] int64 on the device, the last one nobody's. sampling: [slots] of SAMPLING_RECORD.
+    num_slots: for so many open requests it does not grow.
     """
 
     def __init__(
@@ -90,17 +91,18 @@ class RowTable:
         num_embeddings: int,
         device: torch.device,
         processors: tuple[LogitsProcessor, ...],
+        num_slots: int = _NUM_SLOTS,
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
-        self.page_table = np.full((_NUM_SLOTS, max_row_pages), PADDING_PAGE, dtype=np.int32)
-        self.num_pages = np.zeros(_NUM_SLOTS, dtype=np.int64)
-        self.last_tokens = torch.zeros(_NUM_SLOTS, dtype=torch.int64, device=device)
-        self.sampling = np.zeros(_NUM_SLOTS, dtype=SAMPLING_RECORD)
+        self.page_table = np.full((num_slots, max_row_pages), PADDING_PAGE, dtype=np.int32)
+        self.num_pages = np.zeros(num_slots, dtype=np.int64)
+        self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.sampling = np.zeros(num_slots, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
         self._pool_pages = num_pages
         self._num_embeddings = num_embeddings
         self._processors = processors
-        self._free_slots = list(range(_NUM_SLOTS - 1, -1, -1))
+        self._free_slots = list(range(num_slots - 1, -1, -1))
 
     def open(self, opened: OpenedRow) -> None:
         """Learn a request (again).
@@ -205,7 +207,7 @@ class RowTable:
         self.page_table = np.concatenate([self.page_table, np.zeros_like(self.page_table)])
         self.num_pages = np.concatenate([self.num_pages, np.zeros_like(self.num_pages)])
         self.sampling = np.concatenate([self.sampling, np.zeros_like(self.sampling)])
-        self.last_tokens = torch.cat([self.last_tokens, torch.zeros_like(self.last_tokens)])
+        self.last_tokens = torch.cat([self.last_tokens, self.last_tokens.new_zeros(size)])
 
 
 def _with_room(history: Tensor, size: int) -> Tensor:

@@ -122,7 +122,11 @@ def test_sampling() -> None:
     words[4, :4] = 1
     kernels = SamplingKernels(max_rows=num_rows, vocab_size=vocab_size, device=torch.device("cuda"))
     out = torch.empty(num_rows, dtype=torch.int64, device="cuda")
-    kernels.sample(logits, Draws(torch.from_numpy(words).cuda()), out)
+    slots = torch.randperm(num_rows, dtype=torch.int32, device="cuda")
+    memory = torch.full((num_rows + 1,), 7, dtype=torch.int64, device="cuda")
+    kernels.sample(logits, Draws(torch.from_numpy(words).cuda()), out, (slots, memory))
+    assert torch.equal(memory[slots], out.clamp(min=0))
+    assert memory[-1] == 7
     assert torch.equal(out[:4], logits[:4].argmax(-1))
     assert out[6] == -1
     probabilities = torch.softmax(logits.cpu() / torch.from_numpy(temperatures)[:, None], -1).nan_to_num(1.0)
