@@ -43,7 +43,7 @@ def test_an_example_is_short(name: str) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs(name: str) -> None:
     given = "The capital of Norway is\nThe capital of Egypt is\n"
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    command = [sys.executable, "-X", "dev", "-W", "error", str(EXAMPLES / name)]
     done = subprocess.run(
         command, input=given, capture_output=True, text=True, timeout=55, check=False, env=environment()
     )
