@@ -225,8 +225,12 @@ ALIASES: Final[dict[str, str]] = {
 
 _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "tp_size": ((1,), "tensor parallelism"),
+    "tensor_parallel_size": ((1,), "tensor parallelism"),
     "pp_size": ((1,), "pipeline parallelism"),
+    "pipeline_parallel_size": ((1,), "pipeline parallelism"),
     "dp_size": ((1,), "data parallelism"),
+    "data_parallel_size": ((1,), "data parallelism"),
+    "enable_dp_attention": ((False,), "data parallelism"),
     "ep_size": ((1,), "expert parallelism"),
     "nnodes": ((1,), "several machines"),
     "node_rank": ((0,), "several machines"),
@@ -257,11 +261,37 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "tokenizer_mode": (("auto",), "slow tokenizers"),
     "model_impl": (("auto",), "other implementations of a model"),
     "disaggregation_mode": (("null",), "separate prefill and decode engines"),
+    "encoder_only": ((False,), "separate prefill and decode engines"),
+    "language_only": ((False,), "separate prefill and decode engines"),
+    "enable_pdmux": ((False,), "separate prefill and decode engines"),
+    "weight_version": (("default",), "versions of the weights"),
+    "enable_weights_cpu_backup": ((False,), "releasing memory"),
+    "model_loader_extra_config": (("{}", {}), "other loaders of weights"),
+    "custom_weight_loader": (([],), "other loaders of weights"),
+    "enable_fp32_lm_head": ((False,), "a head of another type than the weights"),
+    "reasoning_parser": ((), "parsers of reasoning"),
+    "tool_call_parser": ((), "parsers of tool calls"),
+    "enable_return_routed_experts": ((False,), "routed experts"),
+    "enable_mis": ((False,), "scores of several items at once"),
+    "enable_lmcache": ((False,), "a KV cache in several tiers"),
+    "speculative_draft_model_revision": ((), "speculative decoding"),
+    "speculative_token_map": ((), "speculative decoding"),
+    "rl_on_policy_target": ((), "logits equal to those of a trainer"),
 }
 """Features to come: name -> (values that mean "off", beside None; what it is)."""
 
 _IGNORED: Final = frozenset(
     """
+    constrained_json_disable_any_whitespace constrained_json_whitespace_pattern crash_dump_folder
+    cuda_graph_bs cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_max_bs_prefill delete_ckpt_after_loading
+    disable_chunked_prefix_cache disable_cuda_graph_padding disable_fast_image_processor disable_log_stats
+    disable_outlines_disk_cache dist_init_addr dist_timeout enable_nccl_nvls enable_profile_cuda_graph enable_symm_mem
+    enable_trace enable_two_batch_overlap fp8_gemm_runner_backend hicache_ratio hicache_size hicache_write_policy
+    kv_events_config limit_mm_data_per_request load_balance_method lora_backend lora_eviction_policy max_loaded_loras
+    max_lora_chunk_size max_loras_per_batch mm_attention_backend mm_process_config moe_a2a_backend moe_dense_tp_size
+    moe_runner_backend numa_node pp_max_micro_batch_size prefill_max_requests soft_watchdog_timeout
+    speculative_accept_threshold_acc speculative_accept_threshold_single swa_full_tokens_ratio torch_compile_max_bs
+    weight_loader_disable_mmap
     api_key base_gpu_id custom_sigquit_handler decode_log_interval disable_custom_all_reduce
     disable_tokenizer_batch_decode enable_cache_report enable_metrics
     enable_mixed_chunk enable_p2p_check enable_tokenizer_batch_encode fastapi_root_path file_storage_path
@@ -269,7 +299,7 @@ _IGNORED: Final = frozenset(
     log_requests_level max_prefill_tokens nccl_port num_continuous_decode_steps port radix_eviction_policy
     sampling_backend sampling_defaults schedule_conservativeness served_model_name show_time_cost skip_server_warmup
     sleep_on_idle stream_output tokenizer_worker_num warmups
-    """.split()  # noqa: SIM905  # forty quoted names would hide the list
+    """.split()  # noqa: SIM905  # a hundred quoted names would hide the list
 )
 
 _SECTIONS: Final[dict[str, type[Struct]]] = {

@@ -248,7 +248,7 @@ def _known_fields(given: Mapping[str, object]) -> dict[str, object]:
     fields: dict[str, object] = {}
     for key, value in given.items():
         name = _ALIASES.get(key, key) if isinstance(cast("object", key), str) else key
-        if name in _LATER and (value is None or (isinstance(value, str) and not value)):
+        if name in _LATER and (value is None or (isinstance(value, str | dict) and not value)):
             continue  # switched off, as it is anyway
         if name not in SamplingParams.__struct_fields__:
             raise _unknown(key)

@@ -100,7 +100,7 @@ async def test_what_does_not_exist_yet_may_be_switched_off(world: World) -> None
         "image_data": None, "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0,
         "token_ids_logprob": [], "lora_path": [None], "return_hidden_states": False, "session_params": None,
     }  # fmt: skip
-    params = {"max_new_tokens": 2, "json_schema": None, "regex": "", "custom_params": None}
+    params = {"max_new_tokens": 2, "json_schema": None, "regex": "", "custom_params": {}}
     out = await world.engine.async_generate(["a"], params, **off)  # type: ignore[call-overload]
     assert out[0]["meta_info"]["completion_tokens"] == 2
 

@@ -170,6 +170,23 @@ def test_features_to_come_may_be_turned_off() -> None:
         assert engine_config(None, off) == EngineConfig()
 
 
+DEFAULTS_ELSEWHERE: dict[str, object] = {
+    "tp_size": 1, "tensor_parallel_size": 1, "pp_size": 1, "data_parallel_size": 1, "enable_dp_attention": False,
+    "weight_version": "default", "model_loader_extra_config": "{}", "custom_weight_loader": [],
+    "enable_weights_cpu_backup": False, "enable_return_routed_experts": False, "speculative_token_map": None,
+    "encoder_only": False, "enable_fp32_lm_head": False, "rl_on_policy_target": None, "tool_call_parser": None,
+}  # fmt: skip
+
+
+def test_the_defaults_of_the_reference_engine_are_accepted() -> None:
+    assert engine_config(None, DEFAULTS_ELSEWHERE) == EngineConfig()
+    tuning = {"max_loras_per_batch": 8, "disable_cuda_graph_padding": False, "numa_node": None, "hicache_ratio": 2.0}
+    with pytest.warns(
+        UserWarning, match="no effect in aioengine: disable_cuda_graph_padding, hicache_ratio, max_loras"
+    ):
+        assert engine_config(None, tuning) == EngineConfig()
+
+
 def test_arguments_without_meaning_give_one_warning_that_names_them() -> None:
     with pytest.warns(UserWarning, match="no effect in aioengine: host, log_requests, port") as caught:
         assert engine_config(None, {"port": 30000, "host": "::", "log_requests": True}) == EngineConfig()
