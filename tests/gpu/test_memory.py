@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from aioengine.config import MemorySettings, Settings
+from aioengine.protocol.messages import Ended, FinishCode, Limits, Sampling, Submit, TextRules
 from aioengine.runner.model_runner import build
+from aioengine.scheduler.core import SchedulerCore
+from aioengine.scheduler.scheduler import Scheduler
 from tests.compute.runner_world import make_settings, save_model
 
 HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
@@ -52,6 +55,38 @@ def test_a_pool_that_is_too_large(settings: Settings) -> None:
         ValueError, match=r"a KV pool of .* tokens needs .* GiB, but there is room for .* Lower max_total"
     ):
         build(msgspec.structs.replace(settings, memory=memory), lambda _: None)
+
+
+def test_the_largest_steps_do_not_run_out(tmp_path: Path) -> None:
+    """Nearly all memory goes to the pool; then as many rows as may run, prompts as long as a step, all penalties."""
+    save_model("qwen3", tmp_path, dtype=torch.bfloat16, **{**HEADS, "vocab_size": 152_000})
+    found = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16, num_pages=None, chunk_tokens=8192)
+    settings = msgspec.structs.replace(
+        found,
+        model=msgspec.structs.replace(found.model, vocab_size=152_000),
+        memory=msgspec.structs.replace(found.memory, mem_fraction_static=0.999),
+        scheduler=msgspec.structs.replace(found.scheduler, max_running=600),
+        runner=msgspec.structs.replace(
+            found.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=600
+        ),
+    )
+    torch.cuda.empty_cache()
+    runner = build(settings, lambda _: None)
+    num_pages = runner.facts["num_pages"]
+    assert isinstance(num_pages, int)
+    core = SchedulerCore(Scheduler(settings.scheduler, num_pages=num_pages, page_size=16), runner, 1)
+    for uid in range(700):
+        sampling = Sampling(uid, frequency_penalty=0.5, repetition_penalty=1.2, top_p=0.9)
+        prompt = [(uid * 31 + place) % 150_000 for place in range(240)]
+        core.submit(Submit(uid, prompt, sampling, Limits(6), TextRules()))
+    ended: list[Ended] = []
+    while core.has_work:
+        output = core.step(0.0)
+        ended += output.ended if output else []
+    runner.close()
+    assert [end.message for end in ended if end.message] == []
+    assert {end.code for end in ended} == {FinishCode.LENGTH}
+    assert len(ended) == 700
 
 
 def test_the_device_is_described(settings: Settings) -> None:
