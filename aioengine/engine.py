@@ -302,7 +302,7 @@ class AsyncEngine:
         await profiling.start(self._running(), output_dir, options)
 
     async def stop_profile(self) -> str:
-        """End the trace and write it; returns the path of the file.
+        """End the trace and write it; returns the path of the file. Nothing is computed meanwhile.
 
         Raises:
             RuntimeError: none was started, or it cannot be written.

@@ -326,7 +326,7 @@ class Engine:
         self._portal.call(profiling.start(self._running(), output_dir, options))
 
     def stop_profile(self) -> str:
-        """End the trace and write it; returns the path of the file.
+        """End the trace and write it; returns the path of the file. Nothing is computed meanwhile.
 
         Raises:
             RuntimeError: none was started, or it cannot be written.

@@ -34,7 +34,7 @@ def test_requests_compile_nothing(tmp_path: Path, backend: str, graphs: int, mon
     from triton import knobs
 
     save_model("qwen3", tmp_path, dtype=torch.bfloat16, **HEADS)
-    settings = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16, num_pages=1024, chunk_tokens=200)
+    settings = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16, num_pages=1024, chunk_tokens=1000)
     runner = msgspec.structs.replace(
         settings.runner, device="cuda", attention_backend=backend, cuda_graph_max_rows=graphs
     )
