@@ -13,6 +13,7 @@ import msgspec
 import psutil
 import pytest
 
+from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineDeadError, RequestError
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import build
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
     from aioengine.answers import Answer
     from aioengine.config import Settings
-    from aioengine.engine import AsyncEngine
     from aioengine.frontend.frontend import Frontend as EngineFrontend
+    from aioengine.stream import Stream
     from aioengine.testing.fake_runner import FakeRunner
 
 process = pytest.mark.process
@@ -456,3 +457,57 @@ async def test_where_every_request_kills_the_engine_dies() -> None:
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(result) for result in results[-2:]] == [EngineDeadError] * 2
         assert engine.health()["state"] == "dead"
+
+
+# ---------------------------------------------------------------- a real model
+
+DEMO_PARAMS: list[Mapping[str, object]] = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "seed": 6, "top_p": 0.9, "top_k": 40},
+    {"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "seed": 7, "frequency_penalty": 1.0, "min_p": 0.02},
+    {"temperature": 0, "min_new_tokens": 50},
+    {"temperature": 0, "logit_bias": {"10": 3.0, "11": -100.0}},
+    {"temperature": 0, "stop": ["the end of all", "once more"], "ignore_eos": True},
+    {"temperature": 1.0, "seed": 8, "stop_regex": r"[xz]\w+[xz]"},
+]
+
+
+@process
+async def test_the_demo_model_goes_on_bit_for_bit() -> None:
+    """Penalties count prompt and output as before, draws fall as before, whoever was in the batch."""
+    prompts = ["Tell me a long story.", "讲一个故事"]
+
+    async def read(stream: Stream) -> list[tuple[str, list[int]]]:
+        rows = [("", list[int]()) for _ in prompts]
+        async for chunk in stream:
+            text, ids = rows[chunk["index"]]
+            assert (chunk["text_offset"], chunk["token_offset"]) == (len(text), len(ids))
+            rows[chunk["index"]] = (text + chunk["text"], ids + chunk["output_ids"])
+        return rows
+
+    async with AsyncEngine(max_running_requests=16, max_total_tokens=32768) as engine:
+
+        def streams() -> list[Stream]:
+            return [
+                engine.async_generate(prompts, {"max_new_tokens": 60, **params}, stream=True) for params in DEMO_PARAMS
+            ]
+
+        expected = await asyncio.gather(*map(read, streams()))
+        whole = await engine.async_generate(prompts, {"max_new_tokens": 60, **DEMO_PARAMS[3]})
+        assert list(zip(whole["text"], whole["output_ids"], strict=True)) == expected[3]
+        asking = asyncio.gather(*map(read, streams()))
+        whole_again = engine.async_generate(prompts, {"max_new_tokens": 60, **DEMO_PARAMS[3]})
+        num_tokens = engine.stats()["output_tokens"]
+        for num_restarts, role in enumerate(ROLES, 1):
+            num_tokens += 300
+            await until(lambda at=num_tokens: engine.stats()["output_tokens"] >= at)  # type: ignore[misc]
+            os.kill(pid_of(engine, role), signal.SIGKILL)
+            await until_restarted(engine, num_restarts)
+        assert not asking.done()
+        assert await asking == expected
+        again = await whole_again
+        assert list(zip(again["text"], again["output_ids"], strict=True)) == expected[3]
+        await until_idle(engine)
