@@ -42,7 +42,7 @@ class EngineStartupError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """A process of the engine died; no request can be answered any more."""
+    """A process of the engine died, and was replaced as often as it may be; no request can be answered any more."""
 
     def __init__(
         self, role: str, *, pid: int | None = None, exit_code: int | None = None, log_lines: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class RequestError(EngineError):
     """One request failed; the engine and all other requests go on.
 
     ``stage`` is the part of the engine that failed it (``tokenize``, ``schedule``, ``forward``, ``sample``,
-    ``detokenize``), ``cause`` what happened there.
+    ``detokenize``; ``crash``: it killed a process of the engine, again and again), ``cause`` what happened there.
     """
 
     def __init__(self, stage: str, cause: str) -> None:
