@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 _NOTHING = nullcontext()
@@ -12,4 +12,4 @@ _NOTHING = nullcontext()
 
 def part(name: str) -> AbstractContextManager[object]:
     """A range named ``name``; next to nothing while torch's profiler does not run."""
-    return record_function(name) if torch._C._autograd._profiler_enabled() else _NOTHING
+    return record_function(name) if profiler._is_profiler_enabled else _NOTHING
