@@ -29,6 +29,7 @@ from aioengine.protocol.messages import (
 )
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.scheduler.core import RunnerFactory, SchedulerCore
+from aioengine.scheduler.lifecycle import UidInUseError
 from aioengine.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ class SchedulerService:
     def _submit(self, submit: Submit, now: float) -> None:
         try:
             self._core.submit(submit, now)
+        except UidInUseError:  # whoever has it goes on
+            logger.warning("request %d was submitted twice", submit.uid)
         except Exception as error:
             logger.warning("request %d failed when it was queued", submit.uid, exc_info=True)
             why = f"{type(error).__name__}: {error}"

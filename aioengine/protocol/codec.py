@@ -7,6 +7,7 @@ a whole frame of this protocol is one named error, which receivers count and out
 from __future__ import annotations
 
 import hashlib
+import secrets
 from enum import Enum
 from functools import cache
 from typing import get_args
@@ -21,6 +22,8 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 # A buffer that once held a large frame is not kept.
 _KEPT_BUFFER_BYTES = 1024 * 1024
 _NUM_HEAD_BYTES = 24
+_SENDER_BITS = 62
+_MAX_SENDERS = 64
 
 
 class BadFrameError(ValueError):
@@ -42,6 +45,8 @@ class FrameEncoder:
 
     def __init__(self, epoch: int, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._epoch = epoch
+        self._sender = secrets.randbits(_SENDER_BITS)
+        self._number = 0
         self._max_bytes = max_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray(4096)
@@ -54,30 +59,35 @@ class FrameEncoder:
         """
         buffer = self._buffer if len(self._buffer) <= _KEPT_BUFFER_BYTES else bytearray(4096)
         self._buffer = buffer
-        self._encoder.encode_into(Frame(self._epoch, messages), buffer, 1)
+        self._encoder.encode_into(Frame(self._epoch, self._sender, self._number, messages), buffer, 1)
         if len(buffer) > self._max_bytes:
             raise FrameTooLargeError(
                 f"a frame of {len(messages)} messages takes {len(buffer):,} bytes, the limit is {self._max_bytes:,}; "
                 "submit fewer or shorter prompts at once"
             )
         buffer[0] = PROTOCOL_VERSION
+        self._number += 1
         return buffer
 
 
 class FrameDecoder:
-    """Decodes frames; those of another epoch than its own are dropped and counted in ``num_foreign``."""
+    """Decodes frames; those of another epoch than its own are dropped and counted in ``num_foreign``.
+
+    Channels lose nothing and keep the order, so a frame whose number is not its sender's next is not what was sent.
+    """
 
     def __init__(self, epoch: int, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self.num_foreign = 0
         self._epoch = epoch
         self._max_bytes = max_bytes
         self._decoder = msgspec.msgpack.Decoder(Frame, strict=True)
+        self._next_numbers: dict[int, int] = {}
 
     def decode(self, data: bytes | bytearray | memoryview) -> list[Message]:
         """The messages of a frame, [] for a frame of another epoch.
 
         Raises:
-            BadFrameError: wrong version, size or content.
+            BadFrameError: wrong version, size or content, or not the next frame of its sender.
         """
         view = memoryview(data)
         if not 1 < len(view) <= self._max_bytes:
@@ -91,6 +101,10 @@ class FrameDecoder:
         if frame.epoch != self._epoch:
             self.num_foreign += 1
             return []
+        expected = self._next_numbers.get(frame.sender, 0)
+        if frame.number != expected or (expected == 0 and len(self._next_numbers) == _MAX_SENDERS):
+            raise BadFrameError(f"it is number {frame.number} of its sender, and {expected} is due", view)
+        self._next_numbers[frame.sender] = expected + 1
         return frame.messages
 
 

@@ -209,6 +209,10 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
     preempted: list[int] = []
     ended: list[Ended] = []
 
+    def __post_init__(self) -> None:
+        if len(self.uids) != len(self.token_ids):
+            raise ValueError(f"{len(self.uids)} uids and {len(self.token_ids)} token ids")
+
 
 # ---------------------------------------------------------------- to the frontend
 
@@ -243,6 +247,12 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
     finished: list[Finished] = []
     num_open: int = 0
     begun: list[Begun] = []
+
+    def __post_init__(self) -> None:
+        counts = self.counts
+        if not len(self.uids) == len(self.texts) == len(counts) or sum(counts) != len(self.token_ids):
+            raise ValueError(f"{len(self.uids)} uids, {len(self.texts)} texts, {sum(counts)} ids do not match")
+
     preempted: list[int] = []
 
 
@@ -324,7 +334,13 @@ Message = ToScheduler | ToDetokenizer | ToFrontend
 
 
 class Frame(Struct, array_like=True, gc=False):
-    """What one send carries. A receiver drops frames of another ``epoch`` than the one that it knows."""
+    """What one send carries. A receiver drops frames of another ``epoch`` than the one that it knows.
+
+    ``sender``: a random number for each end that writes. ``number``: how many frames it sent before, so that one that
+    comes twice, or in another's place, is known.
+    """
 
     epoch: int
+    sender: int
+    number: int
     messages: list[Message]

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 _order = attrgetter("order")
 
 
+class UidInUseError(ValueError):
+    """A request with this uid is alive."""
+
+
 class Lifecycle:
     """Keeps the queue and the running requests, and their pages.
 
@@ -75,7 +79,7 @@ class Lifecycle:
         Raises ValueError for a uid that is alive.
         """
         if submit.uid in self._requests:
-            raise ValueError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
+            raise UidInUseError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
         pool_tokens = self.cache.num_pages * self.cache.page_size
         refusal = refusal_of(submit, context_length=self._context_length, pool_tokens=pool_tokens)
         if refusal is not None:

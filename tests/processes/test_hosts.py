@@ -9,6 +9,7 @@ import locale
 import logging
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -24,7 +25,10 @@ import pytest
 import zmq
 
 from aioengine.processes.host import limit_threads
+from aioengine.protocol.messages import FinishCode, Limits, Sampling
+from aioengine.testing.fake_runner import FakeModel, reference_output
 from aioengine.transport.addresses import PrivateDirectory
+from aioengine.transport.zmq import ZmqSender
 from tests.processes.engine_kit import Frontend, fake_settings
 from tests.source import ROOT
 
@@ -216,6 +220,67 @@ async def test_garbage_on_the_channels_is_outlived(caplog: pytest.LogCaptureFixt
     told = [record for record in caplog.records if "dropped a frame" in record.getMessage()]
     assert len(told) == 3
     assert frontend.failures == []
+
+
+async def test_copies_of_true_frames_and_damaged_ones_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sees what passes may send it again, in another order, cut short, blown up, from many ends at once."""
+    frames: list[bytes] = []
+    plain = ZmqSender._offer
+
+    def overheard(self: ZmqSender, frame: bytes | bytearray) -> bool:
+        frames.append(bytes(frame))
+        return plain(self, frame)
+
+    monkeypatch.setattr(ZmqSender, "_offer", overheard)
+    async with Frontend(fake_settings(step_time_s=0.002)) as frontend:
+        for uid in range(8):
+            frontend.submit(uid, num_tokens=40)
+            await asyncio.sleep(0.005)
+        launcher = frontend.supervisor._incarnation._launcher
+        directory = launcher._directory.path  # type: ignore[attr-defined]
+        draw = random.Random(1)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        for name in ("scheduler", "detokenizer", "frontend"):
+            with context.socket(zmq.PUSH) as stranger:
+                stranger.connect(f"ipc://{directory}/{name}")
+                stranger.setsockopt(zmq.LINGER, 1000)
+                for frame in [*reversed(frames), *frames]:
+                    stranger.send(frame)
+                    stranger.send(frame[: draw.randrange(len(frame))])
+                    stranger.send(frame + os.urandom(draw.randrange(1, 10_000)))
+        context.term()
+        for uid in range(8):
+            end = await frontend.finished(uid)
+            assert end.code == FinishCode.LENGTH
+            prompt = [(uid * 7 + index) % 900 for index in range(5)]
+            expected = reference_output(prompt, Sampling(seed=uid), Limits(40), FakeModel(vocab_size=1000))
+            assert frontend.token_ids(uid) == expected
+        stats = await frontend.idle_stats()
+        assert (stats.num_finished, stats.num_free_pages) == (8, stats.num_pages)
+        assert frontend.failures == []
+
+
+def test_without_shared_memory_and_with_a_temporary_folder_that_cannot_be_written_to() -> None:
+    """In a container of its own, where the system gives one: /dev/shm is gone, TMPDIR is read-only and long."""
+    script = f"""
+set -e
+umount /dev/shm 2>/dev/null || mount -t tmpfs -o ro none /dev/shm
+mkdir -p /tmp/{"x" * 180} && mount -t tmpfs -o ro none /tmp/{"x" * 180}
+exec env TMPDIR=/tmp/{"x" * 180} {sys.executable} -P -c "$PROGRAM"
+"""
+    probe = subprocess.run(["unshare", "--mount", "--map-root-user", "true"], capture_output=True, check=False)
+    if probe.returncode:
+        pytest.skip("no mount namespaces here")
+    done = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "sh", "-c", script],
+        env={**os.environ, "PROGRAM": PARENT.format(root=str(ROOT))},
+        input=b"\n",
+        capture_output=True,
+        check=False,
+        timeout=50,
+    )
+    assert (done.returncode, done.stderr) == (0, b""), done
+    os.rmdir(f"/tmp/{'x' * 180}")
 
 
 async def test_the_host_is_as_it_was() -> None:

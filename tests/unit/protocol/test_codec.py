@@ -68,11 +68,58 @@ def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
     assert decoder.num_foreign == 1
 
 
+def test_frames_that_come_twice_or_out_of_turn_are_refused_and_the_others_are_not() -> None:
+    one, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
+    frames = [bytes(one.encode([Abort([number])])) for number in range(4)]
+    decoder = FrameDecoder(EPOCH)
+    assert decoder.decode(frames[0]) == [Abort([0])]
+    for wrong in (frames[0], frames[2], frames[3]):
+        with pytest.raises(BadFrameError, match="of its sender, and 1 is due"):
+            decoder.decode(wrong)
+    assert decoder.decode(other.encode([Abort([9])])) == [Abort([9])]
+    assert decoder.decode(frames[1]) == [Abort([1])]
+    assert decoder.decode(frames[2]) == [Abort([2])]
+
+
+def test_a_frame_that_was_too_large_leaves_no_gap() -> None:
+    encoder, decoder = FrameEncoder(EPOCH, max_bytes=100), FrameDecoder(EPOCH)
+    with pytest.raises(FrameTooLargeError):
+        encoder.encode([Abort(list(range(1000)))])
+    assert decoder.decode(encoder.encode([Abort([1])])) == [Abort([1])]
+
+
+def test_senders_without_end_are_refused() -> None:
+    decoder = FrameDecoder(EPOCH)
+    known = FrameEncoder(EPOCH)
+    decoder.decode(known.encode([]))
+    strangers = [FrameEncoder(EPOCH).encode([]) for _ in range(1000)]
+    num_taken = sum(assert_decoded_or_refused(decoder, bytes(frame)) for frame in strangers)
+    assert num_taken < 100
+    assert decoder.decode(known.encode([])) == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ["step_output", [1, 2], [3]],
+        ["text_chunks", [1], ["a", "b"], [1], [5]],
+        ["text_chunks", [1], ["a"], [1, 1], [5, 6]],
+        ["text_chunks", [1, 2], ["a", "b"], [1, 1], [5]],
+    ],
+)
+def test_columns_that_do_not_match_are_no_message(message: list[object]) -> None:
+    frame = b"\x01" + msgspec.msgpack.encode([EPOCH, 1, 0, [message]])
+    with pytest.raises(BadFrameError, match="uids"):
+        FrameDecoder(EPOCH).decode(frame)
+
+
 def test_a_large_frame_does_not_keep_its_buffer() -> None:
     encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH)
     large = Submit(1, [70_000] * 500_000, Sampling(seed=1), Limits(7), TextRules())
     assert decoder.decode(encoder.encode([large])) == [large]
-    assert len(encoder.encode([])) < 32
+    small = encoder.encode([])
+    assert len(small) < 64
+    assert decoder.decode(small) == []
     assert decoder.decode(encoder.encode(MESSAGES)) == MESSAGES
 
 
@@ -90,12 +137,12 @@ def test_sizes_are_limited_at_both_ends() -> None:
         (b"", "its size"),
         (b"\x01", "its size"),
         (b"\x07\x92\x05\x90", "its version is 7, not 1"),
-        (b"\x01\x92\x05", "truncated"),
+        (b"\x01\x94\x05", "truncated"),
         (b"\x01" + b"\x91" * 100_000, "array"),
-        (b"\x01\x92\xa15\x90", "Expected `int`"),
-        (b"\x01" + msgspec.msgpack.encode([EPOCH, [["unheard_of", 1]]]), "unheard_of"),
-        (b"\x01" + msgspec.msgpack.encode([EPOCH, [["abort", [1], 99]]]), "Invalid enum value 99"),
-        (b"\x01" + msgspec.msgpack.encode([EPOCH, [["abort", ["1"]]]]), "Expected `int`"),
+        (b"\x01\x94\xa15\x01\x00\x90", "Expected `int`"),
+        (b"\x01" + msgspec.msgpack.encode([EPOCH, 1, 0, [["unheard_of", 1]]]), "unheard_of"),
+        (b"\x01" + msgspec.msgpack.encode([EPOCH, 1, 0, [["abort", [1], 99]]]), "Invalid enum value 99"),
+        (b"\x01" + msgspec.msgpack.encode([EPOCH, 1, 0, [["abort", ["1"]]]]), "Expected `int`"),
         (b"GET / HTTP/1.1\r\n", r"its version is 71.*47 45 54 20"),
     ],
 )
@@ -104,7 +151,8 @@ def test_bytes_that_are_no_frame_are_one_named_error(data: bytes, reason: str) -
         FrameDecoder(EPOCH).decode(data)
 
 
-def assert_decoded_or_refused(decoder: FrameDecoder, frame: bytes) -> None:
+def assert_decoded_or_refused(decoder: FrameDecoder, frame: bytes) -> bool:
+    """Whether it was decoded."""
     error: BadFrameError | None = None
     try:
         messages = decoder.decode(frame)
@@ -112,6 +160,7 @@ def assert_decoded_or_refused(decoder: FrameDecoder, frame: bytes) -> None:
         error, messages = refused, []
     assert all(isinstance(message, msgspec.Struct) for message in messages)
     assert error is None or (error.head == frame[:24].hex(" ") and str(len(frame)) in str(error))
+    return error is None
 
 
 @given(st.binary(max_size=200))
