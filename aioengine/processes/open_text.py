@@ -62,7 +62,7 @@ class OpenText:
     def __init__(self, opened: Opened) -> None:
         rules = opened.text
         self.uid = opened.uid
-        self.num_preemptions = 0
+        self.num_preemptions = opened.num_preemptions
         self._opened = opened
         self._pipeline: TextPipeline | None = None
         self._has_stops = bool(rules.stop or rules.stop_regex)

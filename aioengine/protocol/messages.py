@@ -109,13 +109,15 @@ class Begun(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Resumed(Struct, frozen=True, array_like=True, gc=False):
-    """What a request had given before its processes were replaced: how it began, and its output ids, all given out.
+    """What a request had given before its processes were replaced: how it began, its output ids, all given out, and how
+    often it had been preempted.
 
     The rest is a function of these: the next token of (seed, position), the text held back of the ids.
     """
 
     begun: Begun
     token_ids: list[int]
+    num_preemptions: int = 0
 
 
 class Submit(Struct, tag="submit", array_like=True, gc=False):
@@ -176,7 +178,7 @@ class Control(Struct, tag="control", array_like=True, gc=False):
 class Opened(Struct, array_like=True, gc=False):
     """A request gave its first token in this step, or goes on behind ``resumed_ids``, which were given out before.
 
-    ``num_cached``: prompt tokens taken from the prefix cache.
+    ``num_cached``: prompt tokens taken from the prefix cache. ``num_preemptions``: those before it went on.
     """
 
     uid: int
@@ -185,6 +187,7 @@ class Opened(Struct, array_like=True, gc=False):
     admitted_at: float
     first_token_at: float
     resumed_ids: list[int] = []
+    num_preemptions: int = 0
 
 
 class Ended(Struct, array_like=True, gc=False):

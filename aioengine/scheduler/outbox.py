@@ -76,6 +76,7 @@ class Outbox:
                 begun.admitted_at,
                 begun.first_token_at,
                 resumed.token_ids,
+                resumed.num_preemptions,
             )
         )
 

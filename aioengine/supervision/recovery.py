@@ -52,12 +52,13 @@ class Entry:
     ``is_suspended``: nobody wants more of it for now.
     """
 
-    __slots__ = ("abort", "begun", "is_sent", "is_suspended", "submit", "token_ids")
+    __slots__ = ("abort", "begun", "is_sent", "is_suspended", "num_preemptions", "submit", "token_ids")
 
     def __init__(self, submit: Submit) -> None:
         self.submit = submit
         self.token_ids: list[int] = []
         self.begun: Begun | None = None
+        self.num_preemptions = 0
         self.abort: Abort | None = None
         self.is_sent = False
         self.is_suspended = False
@@ -72,7 +73,7 @@ class Entry:
         submit = self.submit
         if self.begun is not None:
             limits = msgspec.structs.replace(submit.limits, refuses_late=False)
-            resumed = Resumed(self.begun, self.token_ids.copy())
+            resumed = Resumed(self.begun, self.token_ids.copy(), self.num_preemptions)
             submit = msgspec.structs.replace(submit, limits=limits, resumed=resumed)
         if is_suspect:
             text = msgspec.structs.replace(submit.text, stream=True, stream_interval=1)
@@ -242,6 +243,9 @@ class Ledger:
             if (entry := self._entries.get(begun.uid)) is not None:
                 entry.begun = begun
         self._note_ids(chunks)
+        for uid in chunks.preempted:
+            if (preempted := self._entries.get(uid)) is not None:
+                preempted.num_preemptions += 1
         for finished in chunks.finished:
             self._forget(finished.uid)
         if chunks.token_ids:

@@ -46,12 +46,12 @@ def test_it_is_opened_again_as_it_was_and_counted_once(num_given: int) -> None:
     world = World(settings_of(), 64, 4, NO_EOS)
     given = world_output(num_given)
     begun = Begun(1, 2, 1.0, 2.0)
-    submit = msgspec.structs.replace(submit_of(1, [1, 2, 3]), resumed=Resumed(begun, given))
+    submit = msgspec.structs.replace(submit_of(1, [1, 2, 3]), resumed=Resumed(begun, given, 4))
     world.now = 50.0
     world.submit(submit)
     output = world.step()
     assert output is not None
-    assert output.opened == [Opened(1, submit.text, 2, 1.0, 2.0, given)]
+    assert output.opened == [Opened(1, submit.text, 2, 1.0, 2.0, given, 4)]
     world.run()
     assert world.ended[1].code is FinishCode.LENGTH
     assert world.outputs[1] == world.reference(1)

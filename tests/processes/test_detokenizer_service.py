@@ -181,11 +181,13 @@ def test_an_end_before_the_next_token_still_gives_what_was_held_back() -> None:
     steps = Steps(str(tokenizer_folder()))
     ids = list(b"stay, ST")
     steps.give(
-        StepOutput([], [], [Opened(1, TextRules(stop=("STOP",)), 3, 1.0, 2.0, ids)], [], [Ended(1, FinishCode.ABORT)])
+        StepOutput(
+            [], [], [Opened(1, TextRules(stop=("STOP",)), 3, 1.0, 2.0, ids, 5)], [], [Ended(1, FinishCode.ABORT)]
+        )
     )
     assert steps.text(1) == "ST"
     assert steps.ids(1) == []
-    assert steps.end(1).first_token_at == 2.0
+    assert (steps.end(1).first_token_at, steps.end(1).num_preemptions) == (2.0, 5)
 
 
 def test_one_message_for_a_step_whatever_is_in_it() -> None:

@@ -337,8 +337,12 @@ async def test_while_processes_are_replaced_new_requests_wait_and_the_rest_is_to
         assert (await waiting)["text"] == "xxxxx"
         assert time.monotonic() - called_at > 0.4
         assert (await info)["status"] == "ready"
-        texts = [begun["text"], *[chunk["text"] async for chunk in stream]]
-        assert "".join(texts) == "x" * 500
+        chunks = [begun, *[chunk async for chunk in stream]]
+        assert "".join(chunk["text"] for chunk in chunks) == "x" * 500
+        timings = chunks[-1]["meta_info"]["timings"]
+        assert timings is not None
+        assert timings["first_token_s"] is not None
+        assert timings["first_token_s"] < 0.7 < timings["total_s"]
         assert engine.health()["state"] == "running"
         await until_idle(engine)
 

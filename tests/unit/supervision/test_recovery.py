@@ -94,6 +94,17 @@ def test_a_request_that_began_without_a_chunk_keeps_its_beginning() -> None:
     assert world.resumed(1) == Resumed(Begun(1, 0, 1.0, 2.0), [])
 
 
+def test_preemptions_are_counted_on() -> None:
+    world = World(1)
+    world.hear(1, [7], begins=True)
+    for _ in range(2):
+        world.ledger.hear(TextChunks([], [], [], [], preempted=[1, 9]))
+        world.restart()
+    resumed = world.resumed(1)
+    assert resumed is not None
+    assert resumed.num_preemptions == 2
+
+
 def test_what_comes_while_there_is_no_scheduler_waits_for_it() -> None:
     world = World(1)
     world.crash()
