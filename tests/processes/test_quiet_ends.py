@@ -1,0 +1,224 @@
+"""However an engine or its program ends: soon, without a word, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from tests.source import ROOT
+
+pytestmark = pytest.mark.process
+
+NUM_CYCLES = 30
+
+HEAD = """
+import asyncio, os, sys, threading, time
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from aioengine.testing.faults import Faults
+
+LONG = {"max_new_tokens": 1500}
+SETUP = {"processes": True, "step_time_s": 0.002}
+
+
+async def busy(engine):
+    streams = [engine.async_generate(str(number), LONG, stream=True) for number in range(5)]
+    await anext(streams[0])
+    print(*engine.get_all_child_pids(), flush=True)
+    return streams
+"""
+
+ENDS = {
+    "shut down while it works": """
+async def main():
+    async with fake_async_engine(**SETUP) as engine:
+        streams = await busy(engine)
+asyncio.run(main())
+""",
+    "never shut down": """
+async def main():
+    global engine, streams
+    engine = fake_async_engine(**SETUP)
+    await engine.start()
+    streams = await busy(engine)
+import warnings
+warnings.simplefilter("ignore", ResourceWarning)
+asyncio.run(main())
+""",
+    "sys.exit in the middle": """
+async def main():
+    async with fake_async_engine(**SETUP) as engine:
+        streams = await busy(engine)
+        sys.exit(0)
+asyncio.run(main())
+""",
+    "an exception in the middle": """
+async def main():
+    async with fake_async_engine(**SETUP) as engine:
+        streams = await busy(engine)
+        raise ZeroDivisionError
+try:
+    asyncio.run(main())
+except ZeroDivisionError:
+    pass
+""",
+    "two runs of one synchronous engine": """
+with fake_engine(**SETUP) as llm:
+    print(*llm.get_all_child_pids(), flush=True)
+    asyncio.run(asyncio.wait_for(llm.async_generate("a", {"max_new_tokens": 5}), 20))
+    asyncio.run(asyncio.wait_for(llm.async_generate("a", {"max_new_tokens": 5}), 20))
+""",
+    "a synchronous stream that is left": """
+llm = fake_engine(**SETUP)
+print(*llm.get_all_child_pids(), flush=True)
+for chunk in llm.generate("a", LONG, stream=True):
+    break
+llm.shutdown()
+""",
+    "a thread that still reads": """
+llm = fake_engine(**SETUP)
+print(*llm.get_all_child_pids(), flush=True)
+def read():
+    try:
+        llm.generate("a", LONG)
+    except RuntimeError:
+        pass
+threading.Thread(target=read).start()
+time.sleep(0.05)
+llm.shutdown()
+""",
+    "drained": """
+async def main():
+    async with fake_async_engine(**SETUP) as engine:
+        streams = await busy(engine)
+        assert not await engine.drain(0.05)
+asyncio.run(main())
+""",
+}
+
+
+def gone(pids: list[int]) -> bool:
+    found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(found, timeout=5)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def program(text: str, place: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(place)}
+    command = [sys.executable, "-X", "dev", "-W", "error", "-c", HEAD + text]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_program_ends_without_a_word_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    """In development mode, with every warning an error."""
+    running = program(ENDS[name], tmp_path)
+    out, err = running.communicate(timeout=50)
+    assert (running.returncode, err) == (0, "")
+    pids = [int(pid) for pid in out.split()]
+    assert len(pids) == 2
+    assert gone(pids)
+    assert list(tmp_path.iterdir()) == []
+
+
+STARTS = {
+    "asynchronous": """
+async def main():
+    engine = fake_async_engine(faults=Faults(start_s=60.0))
+    async with engine:
+        pass
+print("starting", flush=True)
+asyncio.run(main())
+""",
+    "synchronous": """
+print("starting", flush=True)
+fake_engine(faults=Faults(start_s=60.0))
+""",
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("after_s", [0.02, 0.5, 1.5])
+def test_ctrl_c_while_it_starts_ends_it_soon(name: str, after_s: float, tmp_path: Path) -> None:
+    """The traceback is KeyboardInterrupt's alone."""
+    running = program(STARTS[name], tmp_path)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "starting\n"
+    time.sleep(after_s)
+    children = psutil.Process(running.pid).children(recursive=True)
+    running.send_signal(signal.SIGINT)
+    asked_at = time.monotonic()
+    _, err = running.communicate(timeout=30)
+    assert time.monotonic() - asked_at < 10
+    assert running.returncode == -signal.SIGINT
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert re.search(r"Engine\w*Error|Warning|never retrieved|was destroyed", err) is None
+    assert gone([child.pid for child in children])
+    assert list(tmp_path.iterdir()) == []
+
+
+class Holdings:
+    """What this process holds of the system's."""
+
+    def __init__(self) -> None:
+        this = psutil.Process()
+        self.fds = sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if is_open(fd))
+        self.threads = sorted(thread.name for thread in threading.enumerate())
+        self.num_system_threads = this.num_threads()
+        self.children = [child.pid for child in this.children(recursive=True)]
+        self.shared_memory = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "fds": len(self.fds),
+            "threads": len(self.threads),
+            "system threads": self.num_system_threads,
+            "children": len(self.children),
+            "shared memory": len(self.shared_memory),
+        }
+
+
+def is_open(fd: str) -> bool:
+    try:
+        os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_thirty_starts_and_stops_leave_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    async def cycle(number: int) -> None:
+        async with fake_async_engine(processes=True) as engine:
+            stream = engine.async_generate("a", {"max_new_tokens": 200}, stream=True)
+            await anext(stream)
+            if number % 2:
+                await stream.aclose()
+
+    def run(number: int) -> None:
+        if number % 3:
+            asyncio.run(cycle(number))
+        else:
+            with fake_engine(processes=True) as llm:
+                llm.generate("a", {"max_new_tokens": 5})
+
+    for number in range(2):
+        run(number)
+    before = Holdings()
+    for number in range(NUM_CYCLES):
+        run(number)
+    after = Holdings()
+    assert after.counts() == before.counts(), (before.fds, after.fds, before.threads, after.threads)
+    assert list(tmp_path.iterdir()) == []
