@@ -113,7 +113,7 @@ def _attention_backend(config: EngineConfig, model: ModelFacts, device: DeviceFa
     if wanted != "auto":
         return wanted
     if not is_on_gpu:
-        return "torch"
+        return "fused"
     has_kernels = _dtype(config, model, device) != "float32"
     return "flashinfer" if has_kernels and not is_invariant else "triton"
 

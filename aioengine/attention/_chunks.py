@@ -68,3 +68,10 @@ def _sum_by_halves(terms: Tensor) -> Tensor:
         terms[: count - half] += terms[half:count]
         count = half
     return terms[0]
+
+
+def combine_sums(outputs: Tensor, sums: Tensor) -> Tensor:
+    """Outputs of chunks [X, ..., E] and logarithms of their sums of exponentials [X, ...] -> fp32 [..., E]."""
+    weights = torch.exp(sums - sums.amax(0))
+    weights = weights.div_(_sum_by_halves(weights.clone()))
+    return _sum_by_halves(weights.unsqueeze(-1) * outputs)

@@ -7,9 +7,8 @@ zero), and a token's chunks are put together in an order that chunks without wei
 of a product are padded only as far as is needed for a row's result to depend on neither (``attention/_padding.py``,
 ``tests/compute/test_independence.py``).
 
-Decode rows go together: a *unit* is one chunk of one row, and many units are one batched product. A chunk that many
-rows share (the same pages) is read once for all of them. Rows with more tokens go one by one, in blocks of tokens,
-since their products are large.
+Decode rows go together (``attention/_paging.py``). Rows with more tokens go one by one, in blocks of tokens, since
+their products are large.
 
 Shape letters: T packed tokens, R rows, H query heads, K kv heads, G query heads of a kv head, E head size, U units,
 C positions of a chunk, N pages of the pool, S page size, P pages of a chunk, M padded query rows of a kv head,
@@ -34,45 +33,17 @@ from aioengine.attention._chunks import (
     round_up,
 )
 from aioengine.attention._padding import Padding, find_padding
+from aioengine.attention._paging import Paging, first_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, ForwardBatch
     from aioengine.attention._chunks import Part
+    from aioengine.attention._paging import DecodeRows, Units
 
 BLOCK_SCORES = 1 << 19
 """Numbers that are worked on at a time: few enough to stay in the cache."""
-MIN_SHARING = 4
-"""Rows from which on a shared chunk is worth a product of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Units:
-    """Some units that are one batched product, or one chunk that all ``rows`` share.
-
-    rows: [U] row of each unit, counted among the decode rows.
-    places: [U] chunk * R + row.
-    pages: indices into the pool's (page, kv head) pairs: [U * K * P], or [K * P] if shared.
-    width: C, as many positions of the chunk as a unit may need.
-    hidden: [U, 1, C] what to add to the scores, None if shared.
-    """
-
-    rows: Tensor
-    places: Tensor
-    pages: Tensor
-    width: int
-    hidden: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeRows:
-    """The rows of the batch that compute one token. ``tokens``: [R] indices into T, None where these are all of T."""
-
-    num_rows: int
-    num_chunks: int
-    tokens: Tensor | None
-    units: list[_Units]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,29 +67,11 @@ class _PrefillRow:
     blocks: list[_Block]
 
 
-def _chunk_table(page_table: Tensor, num_chunks: int, page_size: int) -> Tensor:
-    """[R, pages] -> [R, X, P] page ids of each chunk, padded with page 0."""
-    num_rows, given = page_table.shape
-    chunk_pages = CHUNK // page_size
-    table = page_table.new_zeros(num_rows, num_chunks * chunk_pages, dtype=torch.int64)
-    used = min(given, table.shape[1])
-    table[:, :used] = page_table[:, :used]
-    return table.view(num_rows, num_chunks, chunk_pages)
-
-
-def _pairs(pages: Tensor, kv_heads: Tensor) -> Tensor:
-    """[U, P] page ids -> [U * K * P] indices into (page, kv head) pairs; ``kv_heads``: 0 to K - 1."""
-    return ((pages * len(kv_heads)).unsqueeze(1) + kv_heads.unsqueeze(1)).flatten()
-
-
 class TorchAttention:
     """See the module. ``kv_pool``: [L, 2, N, K, S, E], zeros at first; the page size divides ``CHUNK``."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pool.shape
-        if CHUNK % page_size:
-            message = f"page_size {page_size} does not divide {CHUNK}, as this attention backend needs"
-            raise ValueError(message)
         self.page_size = page_size
         self._num_kv_heads = num_kv_heads
         self._group = shape.num_heads // num_kv_heads
@@ -129,28 +82,32 @@ class TorchAttention:
             padding = find_padding(head_size, kv_pool.dtype, torch.get_num_threads())
         self._padded_group = round_up(self._group, padding.rows)
         self._columns_step = max(padding.columns, page_size)
+        self._paging = Paging(
+            num_kv_heads=num_kv_heads,
+            page_size=page_size,
+            chunk=CHUNK,
+            width_of=self._width_of,
+            max_units=max(1, BLOCK_SCORES // (num_kv_heads * CHUNK * max(self._padded_group, head_size))),
+        )
         by_page = kv_pool.view(num_layers, 2, num_pages * num_kv_heads, page_size * head_size)
         by_slot = kv_pool.view(num_layers, 2, num_pages * num_kv_heads * page_size, head_size)
         self._pages = [(by_page[layer, 0], by_page[layer, 1]) for layer in range(num_layers)]
         self._slots = [(by_slot[layer, 0], by_slot[layer, 1]) for layer in range(num_layers)]
-        self._kv_heads = torch.arange(num_kv_heads, device=kv_pool.device)
         self._columns = torch.arange(CHUNK, device=kv_pool.device)
-        self._new_slots = self._kv_heads
-        self._decode: _DecodeRows | None = None
+        self._new_slots = self._columns
+        self._decode: DecodeRows | None = None
         self._prefill: list[_PrefillRow] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
-        pages, offsets = batch.slot_mapping // self.page_size, batch.slot_mapping % self.page_size
-        heads = (pages * self._num_kv_heads).unsqueeze(1) + self._kv_heads
-        self._new_slots = (heads * self.page_size + offsets.unsqueeze(1)).flatten()
-        single = [row for row, length in enumerate(batch.query_lengths) if length == 1]
-        starts = [0]
-        for length in batch.query_lengths:
-            starts.append(starts[-1] + length)
-        self._decode = self._decode_rows(batch, single, starts) if single else None
+        self._new_slots = self._paging.new_slots(batch.slot_mapping)
+        self._decode = self._paging.decode_rows(batch)
+        starts = first_tokens(batch.query_lengths)
         self._prefill = [
             self._prefill_row(batch, row, starts[row]) for row, length in enumerate(batch.query_lengths) if length > 1
         ]
+
+    def _width_of(self, visible: int) -> int:
+        return min(CHUNK, round_up(visible, self._columns_step))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         for slots, new in zip(self._slots[layer], (k, v), strict=True):
@@ -171,60 +128,7 @@ class TorchAttention:
             self._attend_prefill(row, q, layer, out)
         return out
 
-    def _decode_rows(self, batch: ForwardBatch, single: list[int], starts: list[int]) -> _DecodeRows:
-        everything = len(single) == len(batch.query_lengths)
-        device = batch.page_table.device
-        lengths = torch.tensor([batch.kv_lengths[row] for row in single], device=device)
-        num_chunks = -(-max(batch.kv_lengths[row] for row in single) // CHUNK)
-        page_table = batch.page_table if everything else batch.page_table[torch.tensor(single, device=device)]
-        table = _chunk_table(page_table, num_chunks, self.page_size)
-        left = lengths - torch.arange(num_chunks, device=device).unsqueeze(1) * CHUNK
-        shared, alone = self._find_shared(table, left)
-        chunks, rows = torch.nonzero(alone, as_tuple=True)
-        step = max(1, BLOCK_SCORES // (self._num_kv_heads * CHUNK * max(self._padded_group, self._head_size)))
-        units = [
-            self._own_chunks(table, left, row, chunk)
-            for row, chunk in zip(rows.split(step), chunks.split(step), strict=True)
-            if row.numel()
-        ]
-        return _DecodeRows(
-            num_rows=len(single),
-            num_chunks=num_chunks,
-            tokens=None if everything else torch.tensor([starts[row] for row in single], device=device),
-            units=shared + units,
-        )
-
-    def _own_chunks(self, table: Tensor, left: Tensor, rows: Tensor, chunks: Tensor) -> _Units:
-        """One product of the chunks [U] of these rows [U]."""
-        visible = left[chunks, rows]
-        width = min(CHUNK, round_up(int(visible.max()), self._columns_step))
-        pages = _pairs(table[rows, chunks, : width // self.page_size], self._kv_heads)
-        hidden = ((self._columns[:width] >= visible.unsqueeze(1)) * MASKED).unsqueeze(1)
-        return _Units(rows, chunks * left.shape[1] + rows, pages, width, hidden)
-
-    def _find_shared(self, table: Tensor, left: Tensor) -> tuple[list[_Units], Tensor]:
-        """Chunks that several rows have whole and with the same pages; and [X, R] which others there are."""
-        num_rows, num_chunks, _ = table.shape
-        alone = left > 0
-        shared: list[_Units] = []
-        if num_rows < MIN_SHARING or num_chunks == 1:
-            return shared, alone
-        for chunk in range(num_chunks):
-            candidates = torch.nonzero(left[chunk] >= CHUNK).squeeze(1)
-            if candidates.numel() < MIN_SHARING:
-                break
-            pages, group, counts = table[candidates, chunk].unique(dim=0, return_inverse=True, return_counts=True)
-            many = torch.nonzero(counts >= MIN_SHARING).squeeze(1).tolist()
-            if not many:
-                break  # rows that differ here differ in all later chunks
-            for index in many:
-                rows = candidates[group == index]
-                alone[chunk, rows] = False
-                pairs = _pairs(pages[index : index + 1], self._kv_heads)
-                shared.append(_Units(rows, chunk * num_rows + rows, pairs, CHUNK, None))
-        return shared, alone
-
-    def _attend_decode(self, decode: _DecodeRows, q: Tensor, layer: int) -> Tensor:
+    def _attend_decode(self, decode: DecodeRows, q: Tensor, layer: int) -> Tensor:
         """[R, H, E] -> [R, H * E]."""
         kv_heads, head_size, padded = self._num_kv_heads, self._head_size, self._padded_group
         queries = q.new_zeros(decode.num_rows, kv_heads, padded, head_size, dtype=torch.float32)
@@ -237,7 +141,7 @@ class TorchAttention:
             merged = combine(self._decode_parts(decode, queries, layer))
         return merged[:, :, : self._group].reshape(decode.num_rows, -1)
 
-    def _decode_parts(self, decode: _DecodeRows, queries: Tensor, layer: int) -> Part:
+    def _decode_parts(self, decode: DecodeRows, queries: Tensor, layer: int) -> Part:
         """[R, K, M, E] queries -> parts [X, R, K, M, ...], with no weight where a row has no such chunk."""
         sizes = queries.shape[1:3]
         num_places = decode.num_chunks * decode.num_rows
@@ -257,7 +161,7 @@ class TorchAttention:
         outputs, maxima, peaks = (part.view(decode.num_chunks, decode.num_rows, *part.shape[1:]) for part in whole)
         return outputs, maxima, peaks
 
-    def _decode_scores(self, queries: Tensor, units: _Units, layer: int) -> tuple[Tensor, Tensor]:
+    def _decode_scores(self, queries: Tensor, units: Units, layer: int) -> tuple[Tensor, Tensor]:
         """Scores [U * K, M, C] and values [U * K, C, E]; [K, U * M, C] and [K, C, E] where the chunk is shared."""
         keys, values = self._gather(layer, units.pages, units.width)
         num_units, head_size = units.rows.shape[0], self._head_size
@@ -276,7 +180,7 @@ class TorchAttention:
 
     def _prefill_row(self, batch: ForwardBatch, row: int, start: int) -> _PrefillRow:
         count, kv_length = batch.query_lengths[row], batch.kv_lengths[row]
-        table = _chunk_table(batch.page_table[row : row + 1], -(-kv_length // CHUNK), self.page_size)
+        table = self._paging.chunk_table(batch.page_table[row : row + 1], -(-kv_length // CHUNK))
         heads = self._group * self._num_kv_heads
         step = max(ROWS, BLOCK_SCORES // (heads * CHUNK) // ROWS * ROWS)
         first = kv_length - count
@@ -285,14 +189,14 @@ class TorchAttention:
             size = min(step, count - offset)
             position = first + offset
             num_chunks = -(-(position + size) // CHUNK)
-            last_width = min(CHUNK, round_up(position + size - (num_chunks - 1) * CHUNK, self._columns_step))
+            last_width = self._width_of(position + size - (num_chunks - 1) * CHUNK)
             hidden = {
                 chunk: self._hidden(position, round_up(size, ROWS), chunk)
                 for chunk in range(position // CHUNK, num_chunks)
             }
             hidden[num_chunks - 1] = hidden[num_chunks - 1][:, :last_width]
             blocks.append(_Block(start + offset, start + offset + size, num_chunks, last_width, hidden))
-        return _PrefillRow(pages=_pairs(table[0], self._kv_heads), blocks=blocks)
+        return _PrefillRow(pages=self._paging.pairs(table[0]), blocks=blocks)
 
     def _hidden(self, position: int, size: int, chunk: int) -> Tensor:
         """[size, C] for the tokens from ``position`` on."""

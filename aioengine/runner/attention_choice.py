@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from aioengine import attention
+from aioengine.attention import fused
 from aioengine.attention._base import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def choose_attention(
     if name not in known:
         message = f"attention_backend {name!r} is not known; what works: {', '.join(known)}"
         raise ValueError(message)
+    if name == "fused" and not fused.serves(shape.head_size, dtype, device):
+        return AttentionChoice("torch")
     if name != "flashinfer":
         return AttentionChoice(name)
     try:

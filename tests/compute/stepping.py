@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from aioengine.attention._base import ForwardBatch, kv_pool_shape
+from aioengine.attention.fused import FusedAttention, serves
 from aioengine.attention.torch import TorchAttention
 from aioengine.models._base import Model, ModelOptions
 
@@ -52,8 +53,11 @@ class Stepper:
     def __init__(self, model: Model, *, page_size: int = 16, num_pages: int = 128) -> None:
         self.model = model
         self.page_size = page_size
-        shape = kv_pool_shape(model.attention_shape, num_pages=num_pages, page_size=page_size)
-        self.attention = TorchAttention(model.attention_shape, torch.zeros(shape, dtype=model.dtype))
+        pool = torch.zeros(kv_pool_shape(model.attention_shape, num_pages=num_pages, page_size=page_size)).to(
+            model.dtype
+        )
+        is_fused = serves(model.attention_shape.head_size, model.dtype, pool.device)
+        self.attention = (FusedAttention if is_fused else TorchAttention)(model.attention_shape, pool)
         generator = torch.Generator().manual_seed(0)
         self.free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
 

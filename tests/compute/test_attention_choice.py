@@ -74,5 +74,13 @@ def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(ValueError, match="attention_backend 'x' is not known; what works: flashinfer, torch, triton"):
+    with pytest.raises(ValueError, match="attention_backend 'x' is not known; what works: flashinfer, fused, torch"):
         choose(msgspec.structs.replace(EXPLICIT, attention_backend="x"))
+
+
+def test_fused_attention_on_a_cpu_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = msgspec.structs.replace(EXPLICIT, attention_backend="fused")
+    monkeypatch.setattr("aioengine.attention.fused.serves", lambda *_: True)
+    assert choose(fused) == AttentionChoice("fused")
+    monkeypatch.setattr("aioengine.attention.fused.serves", lambda *_: False)
+    assert choose(fused) == AttentionChoice("torch")

@@ -9,8 +9,10 @@ import torch
 from transformers import Qwen2Config, Qwen3Config
 
 from aioengine import models
+from aioengine.attention import fused
 from aioengine.attention._base import AttentionShape, kv_pool_shape
-from aioengine.attention.torch import CHUNK, TorchAttention
+from aioengine.attention.fused import CHUNK, FusedAttention
+from aioengine.attention.torch import TorchAttention
 from aioengine.kernels import linear
 from aioengine.kernels.rms_norm import rms_norm
 from aioengine.kernels.rope import rope
@@ -65,11 +67,13 @@ def test_elementwise_operations_do_not_depend_on_the_number_of_rows(size: int, d
         assert torch.equal(rope(heads[rows].clone(), cos[rows], sin[rows]), rotated[rows])
 
 
+Backend = FusedAttention | TorchAttention
+BACKENDS: tuple[type[Backend], ...] = (FusedAttention, TorchAttention)
 ATTENTIONS = ((14, 2, 64, 16), (4, 1, 24, 8), (8, 8, 32, 256), (40, 2, 80, 1), (16, 8, 128, 32))
 
 
 def run_attention(
-    backend: TorchAttention, tokens: tuple[torch.Tensor, ...], rows: list[tuple[int, int]], table: list[int]
+    backend: Backend, tokens: tuple[torch.Tensor, ...], rows: list[tuple[int, int]], table: list[int]
 ) -> torch.Tensor:
     page_size = backend.page_size
     backend.prepare(make_batch(rows, [table] * len(rows), page_size))
@@ -78,10 +82,11 @@ def run_attention(
     return backend.forward(q, k, v, 0)
 
 
+@pytest.mark.parametrize("backend_class", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("sizes", "num_threads"), [*((sizes, 2) for sizes in ATTENTIONS), (ATTENTIONS[0], 1)])
 def test_attention_of_a_token_does_not_depend_on_chunks_rows_or_pages(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype, num_threads: int
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, num_threads: int, backend_class: type[Backend]
 ) -> None:
     torch.set_num_threads(num_threads)
     torch.manual_seed(0)
@@ -94,7 +99,7 @@ def test_attention_of_a_token_does_not_depend_on_chunks_rows_or_pages(
     tokens = tuple(torch.randn(length, number, head_size).to(dtype) for number in heads)
     num_pages = -(-length // page_size)
     pool = torch.zeros(kv_pool_shape(shape, num_pages=2 * num_pages, page_size=page_size), dtype=dtype)
-    backend = TorchAttention(shape, pool)
+    backend = backend_class(shape, pool)
     whole = run_attention(backend, tokens, [(0, length)], list(range(num_pages)))
     table = (torch.randperm(num_pages) + num_pages).tolist()
     start = 0
@@ -109,19 +114,21 @@ def test_attention_of_a_token_does_not_depend_on_chunks_rows_or_pages(
         [(255, 1)] * 5,
         [(580, 1), (560, 1), (530, 1), (545, 1), (300, 1), (5, 1)],
         [(20, 1)] * 3,
+        [(1060, 1), (1030, 1), (1100, 1), (1025, 1), (700, 1), (600, 20)],
     ):
         chosen = torch.cat([torch.arange(start, start + count) for start, count in rows])
         assert torch.equal(run_attention(backend, tokens, rows, table), whole[chosen]), rows
 
 
+@pytest.mark.parametrize("backend_class", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_is_that_of_the_definition(dtype: torch.dtype) -> None:
+def test_attention_is_that_of_the_definition(dtype: torch.dtype, backend_class: type[Backend]) -> None:
     torch.manual_seed(0)
     length = CHUNK + 50
     shape = AttentionShape(num_layers=2, num_heads=6, num_kv_heads=2, head_size=32, scale=0.2)
     q, k, v = (torch.randn(length, number, 32).to(dtype) for number in (6, 2, 2))
     pool = torch.zeros(kv_pool_shape(shape, num_pages=64, page_size=16), dtype=dtype)
-    result = run_attention(TorchAttention(shape, pool), (q, k, v), [(0, length)], list(range(32)))
+    result = run_attention(backend_class(shape, pool), (q, k, v), [(0, length)], list(range(40)))
     keys, values = (part.double().repeat_interleave(3, dim=1).transpose(0, 1) for part in (k, v))
     scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * 0.2
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -130,10 +137,35 @@ def test_attention_is_that_of_the_definition(dtype: torch.dtype) -> None:
     torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_page_size_that_does_not_divide_a_chunk_is_refused() -> None:
+@pytest.mark.parametrize("backend_class", BACKENDS)
+def test_page_size_that_does_not_divide_a_chunk_is_refused(backend_class: type[Backend]) -> None:
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
     with pytest.raises(ValueError, match="page_size 24"):
-        TorchAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=24)))
+        backend_class(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=24)))
+
+
+def test_fused_attention_is_refused_where_rows_would_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
+    monkeypatch.setattr(fused, "find_limits", lambda *_: None)
+    assert not fused.serves(8, torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match="heads of 8"):
+        FusedAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=16)))
+
+
+def test_a_kernel_that_adds_up_in_another_order_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, hidden: torch.Tensor, scale: float) -> fused.Sums:
+        """One position after the other, but in two halves where there are about 256 of them."""
+        scores = (q.float().unsqueeze(3) * k.float().unsqueeze(2)).sum(-1) * scale + hidden
+        terms = torch.exp(scores.clamp(max=9.0)).unsqueeze(-1) * v.float().unsqueeze(2)
+        halves = terms.chunk(2, dim=3) if 192 < k.shape[2] < 384 else (terms,)
+        outputs = torch.stack([half.cumsum(3)[..., -1, :] for half in halves]).sum(0)
+        return outputs.to(q.dtype), outputs[..., 0]
+
+    monkeypatch.setattr(fused, "_attend", attend)
+    monkeypatch.setattr(fused, "MOST_ROWS", 20)
+    monkeypatch.setattr(fused, "TRIED_TIMES", (1, 2))
+    assert fused._agree(4, 192, 8, torch.bfloat16)
+    assert not fused._agree(4, 256, 8, torch.bfloat16)
 
 
 def random_model(dtype: torch.dtype, head_size: int) -> models.Model:

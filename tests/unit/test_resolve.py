@@ -40,7 +40,7 @@ def test_the_defaults() -> None:
     assert (found.memory.page_size, found.memory.num_pages) == (16, None)
     assert (found.scheduler.policy, found.scheduler.prefix_cache, found.scheduler.depth) == ("fcfs", True, 0)
     assert 256 <= found.scheduler.chunk_tokens <= 512
-    assert (found.runner.device, found.runner.attention_backend, found.runner.num_threads) == ("cpu", "torch", 1)
+    assert (found.runner.device, found.runner.attention_backend, found.runner.num_threads) == ("cpu", "fused", 1)
     assert (found.text.tokenizer_path, found.random_seed, found.log_level) == ("/words", 99, "error")
 
 
@@ -129,7 +129,7 @@ def test_batch_invariance() -> None:
     for backend in ("flashinfer", "torch"):
         with pytest.raises(ValueError, match=f"attention_backend='{backend}'.*'auto' or 'triton'"):
             settings(model, machine, attention_backend=backend, **on)
-    assert settings(model, **on).runner.attention_backend == "torch"  # a CPU
+    assert settings(model, **on).runner.attention_backend == "fused"  # a CPU
     assert settings(model, attention_backend="torch", **on).runner.attention_backend == "torch"
 
 

@@ -1,0 +1,159 @@
+"""How decode rows are cut into units for the backends of ``attention/torch.py`` and ``attention/fused.py``.
+
+A *unit* is one chunk of positions of one row. Many units are one product, and a chunk that many rows share (the same
+pages) is a unit of all of them.
+
+Shape letters: R rows, K kv heads, U units, C positions of a chunk, P pages of a chunk, X chunks of the longest row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.attention._chunks import MASKED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from aioengine.attention._base import ForwardBatch
+
+MIN_SHARING = 4
+"""Rows from which on a shared chunk is worth a product of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Some units that are one batched product, or one chunk that all ``rows`` share.
+
+    rows: [U] row of each unit, counted among the decode rows.
+    places: [U] chunk * R + row.
+    pages: indices into the pool's (page, kv head) pairs: [U * K * P], or [K * P] if shared.
+    width: C, as many positions of the chunk as a unit may need.
+    hidden: [U, 1, C] what to add to the scores, None if shared.
+    """
+
+    rows: Tensor
+    places: Tensor
+    pages: Tensor
+    width: int
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The rows of the batch that compute one token. ``tokens``: [R] indices into T, None where these are all of T."""
+
+    num_rows: int
+    num_chunks: int
+    tokens: Tensor | None
+    units: list[Units]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paging:
+    """chunk: positions of a whole chunk, a multiple of the page size. width_of: positions that a product takes for so
+    many that are visible. max_units: of one product.
+    """
+
+    num_kv_heads: int
+    page_size: int
+    chunk: int
+    width_of: Callable[[int], int]
+    max_units: int
+
+    def __post_init__(self) -> None:
+        if self.chunk % self.page_size:
+            message = f"page_size {self.page_size} does not divide {self.chunk}, as this attention backend needs"
+            raise ValueError(message)
+
+    def new_slots(self, slot_mapping: Tensor) -> Tensor:
+        """[T] slots -> [T * K] indices into the pool's (page, kv head, offset) triples."""
+        pages, offsets = slot_mapping // self.page_size, slot_mapping % self.page_size
+        heads = (pages * self.num_kv_heads).unsqueeze(1) + torch.arange(self.num_kv_heads, device=slot_mapping.device)
+        return (heads * self.page_size + offsets.unsqueeze(1)).flatten()
+
+    def chunk_table(self, page_table: Tensor, num_chunks: int) -> Tensor:
+        """[R, pages] -> [R, X, P] page ids of each chunk, padded with page 0."""
+        num_rows, given = page_table.shape
+        chunk_pages = self.chunk // self.page_size
+        table = page_table.new_zeros(num_rows, num_chunks * chunk_pages, dtype=torch.int64)
+        used = min(given, table.shape[1])
+        table[:, :used] = page_table[:, :used]
+        return table.view(num_rows, num_chunks, chunk_pages)
+
+    def pairs(self, pages: Tensor) -> Tensor:
+        """[U, P] page ids -> [U * K * P] indices into (page, kv head) pairs."""
+        heads = torch.arange(self.num_kv_heads, device=pages.device)
+        return ((pages * self.num_kv_heads).unsqueeze(1) + heads.unsqueeze(1)).flatten()
+
+    def decode_rows(self, batch: ForwardBatch) -> DecodeRows | None:
+        """The rows that compute one token; None where there is none."""
+        single = [row for row, length in enumerate(batch.query_lengths) if length == 1]
+        if not single:
+            return None
+        everything = len(single) == len(batch.query_lengths)
+        device = batch.page_table.device
+        kv_lengths = [batch.kv_lengths[row] for row in single]
+        num_chunks = -(-max(kv_lengths) // self.chunk)
+        page_table = batch.page_table if everything else batch.page_table[torch.tensor(single, device=device)]
+        table = self.chunk_table(page_table, num_chunks)
+        left = torch.tensor(kv_lengths, device=device) - _starts(num_chunks, self.chunk, device)
+        shared, alone = self._find_shared(table, left)
+        chunks, rows = torch.nonzero(alone, as_tuple=True)
+        units = [
+            self._own_chunks(table, left, row, chunk)
+            for row, chunk in zip(rows.split(self.max_units), chunks.split(self.max_units), strict=True)
+            if row.numel()
+        ]
+        starts = first_tokens(batch.query_lengths)
+        tokens = None if everything else torch.tensor([starts[row] for row in single], device=device)
+        return DecodeRows(num_rows=len(single), num_chunks=num_chunks, tokens=tokens, units=shared + units)
+
+    def _own_chunks(self, table: Tensor, left: Tensor, rows: Tensor, chunks: Tensor) -> Units:
+        """One product of the chunks [U] of these rows [U]."""
+        visible = left[chunks, rows]
+        width = self.width_of(min(self.chunk, int(visible.max())))
+        pages = self.pairs(table[rows, chunks, : width // self.page_size])
+        columns = torch.arange(width, device=table.device)
+        hidden = ((columns >= visible.unsqueeze(1)) * MASKED).unsqueeze(1)
+        return Units(rows, chunks * left.shape[1] + rows, pages, width, hidden)
+
+    def _find_shared(self, table: Tensor, left: Tensor) -> tuple[list[Units], Tensor]:
+        """Chunks that several rows have whole and with the same pages; and [X, R] which others there are."""
+        num_rows, num_chunks, _ = table.shape
+        alone = left > 0
+        shared: list[Units] = []
+        if num_rows < MIN_SHARING or num_chunks == 1:
+            return shared, alone
+        for chunk in range(num_chunks):
+            candidates = torch.nonzero(left[chunk] >= self.chunk).squeeze(1)
+            if candidates.numel() < MIN_SHARING:
+                break
+            pages, group, counts = table[candidates, chunk].unique(dim=0, return_inverse=True, return_counts=True)
+            many = torch.nonzero(counts >= MIN_SHARING).squeeze(1).tolist()
+            if not many:
+                break  # rows that differ here differ in all later chunks
+            for index in many:
+                rows = candidates[group == index]
+                alone[chunk, rows] = False
+                its_pages = self.pairs(pages[index : index + 1])
+                shared.append(Units(rows, chunk * num_rows + rows, its_pages, self.chunk, None))
+        return shared, alone
+
+
+def _starts(num_chunks: int, chunk: int, device: torch.device) -> Tensor:
+    """[X, 1] first positions of the chunks."""
+    return torch.arange(num_chunks, device=device).unsqueeze(1) * chunk
+
+
+def first_tokens(query_lengths: list[int]) -> list[int]:
+    """Where the tokens of each row begin among those of the step."""
+    starts = [0]
+    for length in query_lengths:
+        starts.append(starts[-1] + length)
+    return starts[:-1]

@@ -1,0 +1,278 @@
+"""Attention with torch's fused kernel for the CPU, where it gives a row the same bits in any company.
+
+As in ``attention/torch.py``, every token's result is the same bits alone or in any batch, as a decode step or inside
+any prefill chunk. Keys are taken in chunks of ``CHUNK`` positions that are aligned from position 0; the kernel gives
+the output of a chunk and the logarithm of its sum of exponentials, and a token's chunks are put together in an order
+that chunks without weight do not change. With which numbers of query rows and of positions the kernel gives a row the
+bits of a whole chunk is found out by trying (``find_limits``); where there are none, ``attention/torch.py`` computes.
+
+Shape letters: T packed tokens, R rows, H query heads, K kv heads, G query heads of a kv head, E head size, U units,
+C positions of a chunk, N pages of the pool, S page size, P pages of a chunk, M padded query rows of a kv head,
+X chunks of the longest row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from aioengine.attention._chunks import MASKED, combine_sums, round_up
+from aioengine.attention._paging import Paging, first_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionShape, ForwardBatch
+    from aioengine.attention._paging import DecodeRows, Units
+
+CHUNK = 512
+"""Positions that the kernel itself takes at a time."""
+BLOCK_TOKENS = 128
+"""Tokens of a prefill row that go together: more would see more positions that they may not use."""
+UNIT_BYTES = 8 << 20
+"""Keys and values that are worked on at a time: few enough to stay near the caches."""
+TRIED_ROWS = (4, 8, 16)
+TRIED_TIMES = (1, 2, 3, 5, 9, 12)
+TRIED_WIDTHS = tuple(range(64, CHUNK, 64))
+MOST_ROWS = 200
+"""Above 192 rows, and below it, the kernel takes blocks of other sizes."""
+
+Sums = tuple["Tensor", "Tensor"]
+"""Of one chunk: outputs [..., M, E] and logarithms of the sums of exponentials [..., M]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``rows``: query rows come in multiples of this. ``widths``: numbers of positions that a chunk may be cut to."""
+
+    rows: int
+    widths: tuple[int, ...]
+
+
+def serves(head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this backend can compute there."""
+    if device.type != "cpu" or not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
+        return False
+    return find_limits(head_size, dtype, torch.get_num_threads()) is not None
+
+
+@lru_cache(maxsize=64)
+def find_limits(head_size: int, dtype: torch.dtype, num_threads: int) -> Limits | None:
+    """Those with which a row is seen to be the same bits as among many rows over a whole chunk, or None.
+
+    ``num_threads`` only tells apart what was tried with other numbers of threads.
+    """
+    rows = next((rows for rows in TRIED_ROWS if _agree(rows, CHUNK, head_size, dtype)), None)
+    if rows is None:
+        return None
+    return Limits(rows, (*(width for width in TRIED_WIDTHS if _agree(rows, width, head_size, dtype)), CHUNK))
+
+
+def _agree(rows: int, width: int, head_size: int, dtype: torch.dtype) -> bool:
+    """Whether queries in multiples of ``rows`` over ``width`` positions give what many give over a whole chunk.
+
+    The second half of the positions takes back what the first adds to the output: what is left is the rounding, so
+    that a sum in another order shows. With the large scale a row sees one key alone, and its score shows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(2, 2, MOST_ROWS, head_size, generator=generator).to(dtype)
+    keys, values = torch.randn(2, 2, 2, CHUNK, head_size, generator=generator).to(dtype)
+    half = width // 2
+    keys[:, :, half:width] = keys[:, :, :half]
+    values[:, :, half:width] = -values[:, :, :half]
+    hidden = ((torch.arange(CHUNK) >= width) * MASKED).view(1, 1, 1, -1)
+    for scale in (0.05, 4.0):
+        expected = _attend(queries, keys, values, hidden=hidden, scale=scale)
+        for times, (batch, heads) in product(TRIED_TIMES, ((1, 1), (1, 2), (2, 2))):
+            few = queries[:batch, :heads, : rows * times].contiguous()
+            cut_keys, cut_values = keys[:batch, :heads, :width], values[:batch, :heads, :width]
+            found = _attend(few, cut_keys, cut_values, hidden=hidden[..., :width], scale=scale)
+            for part, whole in zip(found, expected, strict=True):
+                if not torch.equal(part, whole[:batch, :heads, : rows * times]):
+                    return False
+    return True
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, hidden: Tensor | None, scale: float) -> Sums:
+    """[B, H, M, E] queries over [B, H, C, E] keys and values; ``hidden`` [1 or B, 1, 1 or M, C] is added to scores."""
+    if hidden is None:
+        hidden = torch.zeros(1, 1, 1, 1)
+    mask = hidden.expand(queries.shape[0], 1, queries.shape[2], keys.shape[2])
+    sums: Sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
+    )
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some tokens of a prefill row. ``chunks``: of each chunk that they see, C and what hides some of it, if any."""
+
+    start: int
+    stop: int
+    chunks: list[tuple[int, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefillRow:
+    """A row that computes several tokens. ``pages``: [2 * X * K * P] as in ``_both``."""
+
+    pages: Tensor
+    blocks: list[_Block]
+
+
+class FusedAttention:
+    """See the module. ``kv_pool``: [L, 2, N, K, S, E], zeros at first; the page size divides ``CHUNK``."""
+
+    def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
+        num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pool.shape
+        limits = find_limits(head_size, kv_pool.dtype, torch.get_num_threads())
+        if limits is None:
+            message = f"torch's fused attention gives heads of {head_size} other bits in other batches here"
+            raise ValueError(message)
+        self.page_size = page_size
+        self._limits = limits
+        self._num_kv_heads = num_kv_heads
+        self._group = shape.num_heads // num_kv_heads
+        self._head_size = head_size
+        self._scale = shape.scale
+        self._padding = -self._group % limits.rows
+        self._paging = Paging(
+            num_kv_heads=num_kv_heads,
+            page_size=page_size,
+            chunk=CHUNK,
+            width_of=self._width_of,
+            max_units=max(1, UNIT_BYTES // (2 * num_kv_heads * CHUNK * head_size * kv_pool.itemsize)),
+        )
+        self._num_pairs = num_pages * num_kv_heads
+        self._pages = kv_pool.view(num_layers, 2 * self._num_pairs, page_size * head_size).unbind(0)
+        self._slots = kv_pool.view(num_layers, 2 * self._num_pairs * page_size, head_size).unbind(0)
+        self._new_slots = torch.empty(0)
+        self._decode: DecodeRows | None = None
+        self._pages_of: list[Tensor] = []
+        self._prefill: list[_PrefillRow] = []
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        self._new_slots = self._both(self._paging.new_slots(batch.slot_mapping), self._num_pairs * self.page_size)
+        self._decode = self._paging.decode_rows(batch)
+        self._pages_of = (
+            [self._both(units.pages, self._num_pairs) for units in self._decode.units] if self._decode else []
+        )
+        starts = first_tokens(batch.query_lengths)
+        self._prefill = [
+            self._prefill_row(batch, row, starts[row]) for row, length in enumerate(batch.query_lengths) if length > 1
+        ]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        self._slots[layer].index_copy_(0, self._new_slots, torch.stack((k, v)).view(-1, self._head_size))
+        return self.attend(q, layer)
+
+    def target(self, layer: int) -> None:
+        """``forward`` writes: the pages are spread by an operation of torch."""
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
+        if self._decode and self._decode.tokens is None:
+            return self._attend_decode(self._decode, q, layer)
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
+        if self._decode and self._decode.tokens is not None:
+            attended = self._attend_decode(self._decode, q.index_select(0, self._decode.tokens), layer)
+            out.index_copy_(0, self._decode.tokens, attended)
+        for row in self._prefill:
+            self._attend_prefill(row, q, layer, out)
+        return out
+
+    def _both(self, of_keys: Tensor, offset: int) -> Tensor:
+        """Indices for keys, then for values, which stand ``offset`` behind them."""
+        return torch.cat((of_keys, of_keys + offset))
+
+    def _width_of(self, visible: int) -> int:
+        return next(width for width in self._limits.widths if width >= visible and width % self.page_size == 0)
+
+    def _gather(self, layer: int, pages: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, [chunks, K, C, E] each, where C is ``width``."""
+        gathered = self._pages[layer].index_select(0, pages)
+        keys, values = gathered.view(2, -1, self._num_kv_heads, width, self._head_size).unbind(0)
+        return keys, values
+
+    def _attend_decode(self, decode: DecodeRows, q: Tensor, layer: int) -> Tensor:
+        """[R, H, E] -> [R, H * E]."""
+        queries = q.reshape(decode.num_rows, self._num_kv_heads, self._group, self._head_size)
+        if self._padding:
+            queries = functional.pad(queries, (0, 0, 0, self._padding))
+        if decode.num_chunks == 1:
+            each = zip(decode.units, self._pages_of, strict=True)
+            outputs = [self._attend_units(queries, units, pages, layer)[0] for units, pages in each]
+            merged = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        else:
+            merged = combine_sums(*self._decode_sums(decode, queries, layer)).to(q.dtype)
+        return merged[:, :, : self._group].reshape(decode.num_rows, -1)
+
+    def _decode_sums(self, decode: DecodeRows, queries: Tensor, layer: int) -> Sums:
+        """[R, K, M, E] queries -> sums [X, R, K, M, ...], with no weight where a row has no such chunk."""
+        num_places = decode.num_chunks * decode.num_rows
+        outputs = queries.new_zeros(num_places, *queries.shape[1:])
+        sums = queries.new_full((num_places, *queries.shape[1:3]), MASKED, dtype=torch.float32)
+        for units, pages in zip(decode.units, self._pages_of, strict=True):
+            of_units = self._attend_units(queries, units, pages, layer)
+            outputs.index_copy_(0, units.places, of_units[0])
+            sums.index_copy_(0, units.places, of_units[1])
+        shape = (decode.num_chunks, decode.num_rows)
+        return torch.unflatten(outputs, 0, shape), torch.unflatten(sums, 0, shape)
+
+    def _attend_units(self, queries: Tensor, units: Units, pages: Tensor, layer: int) -> Sums:
+        """[R, K, M, E] queries -> [U, K, M, ...]."""
+        keys, values = self._gather(layer, pages, units.width)
+        num_units = units.rows.shape[0]
+        chosen = queries.index_select(0, units.rows)
+        if units.hidden is not None:
+            return _attend(chosen, keys, values, hidden=units.hidden.unsqueeze(1), scale=self._scale)
+        together = chosen.transpose(0, 1).reshape(1, self._num_kv_heads, -1, self._head_size)
+        outputs, sums = _attend(together, keys, values, hidden=None, scale=self._scale)
+        shape = (num_units, -1)
+        return torch.unflatten(outputs[0], 1, shape).transpose(0, 1), torch.unflatten(sums[0], 1, shape).transpose(0, 1)
+
+    def _prefill_row(self, batch: ForwardBatch, row: int, start: int) -> _PrefillRow:
+        count, kv_length = batch.query_lengths[row], batch.kv_lengths[row]
+        table = self._paging.chunk_table(batch.page_table[row : row + 1], -(-kv_length // CHUNK))
+        first = kv_length - count
+        blocks = []
+        for offset in range(0, count, BLOCK_TOKENS):
+            size = min(BLOCK_TOKENS, count - offset)
+            blocks.append(_Block(start + offset, start + offset + size, self._chunks(first + offset, size)))
+        return _PrefillRow(pages=self._both(self._paging.pairs(table[0]), self._num_pairs), blocks=blocks)
+
+    def _chunks(self, position: int, size: int) -> list[tuple[int, Tensor | None]]:
+        """What ``size`` tokens from ``position`` on see of each chunk."""
+        last = position + torch.arange(round_up(size, self._limits.rows)).unsqueeze(1)
+        chunks: list[tuple[int, Tensor | None]] = []
+        for begin in range(0, position + size, CHUNK):
+            width = self._width_of(min(CHUNK, position + size - begin))
+            columns = torch.arange(begin, begin + width)
+            chunks.append((width, None if begin + width <= position + 1 else (columns > last) * MASKED))
+        return chunks
+
+    def _attend_prefill(self, row: _PrefillRow, q: Tensor, layer: int, out: Tensor) -> None:
+        kv_heads, group, head_size = self._num_kv_heads, self._group, self._head_size
+        keys, values = self._gather(layer, row.pages, CHUNK)
+        for block in row.blocks:
+            size = block.stop - block.start
+            queries = q[block.start : block.stop].view(size, kv_heads, group, head_size).permute(1, 2, 0, 3)
+            if padding := -size % self._limits.rows:
+                queries = functional.pad(queries, (0, 0, 0, padding))
+            parts = []
+            for chunk, (width, hidden) in enumerate(block.chunks):
+                seen = (part[chunk, :, None, :width].expand(-1, group, -1, -1) for part in (keys, values))
+                mask = None if hidden is None else hidden.view(1, 1, *hidden.shape)
+                parts.append(_attend(queries, *seen, hidden=mask, scale=self._scale))
+            outputs, sums = zip(*parts, strict=True)
+            merged = outputs[0] if len(parts) == 1 else combine_sums(torch.stack(outputs), torch.stack(sums))
+            target = out[block.start : block.stop].view(size, kv_heads, group, head_size)
+            target.copy_(merged[:, :, :size].permute(2, 0, 1, 3))
+
+
+PLUGIN = FusedAttention
