@@ -10,6 +10,7 @@ from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import limit_threads
 from aioengine.processes.open_text import ChunkColumns, OpenText
 from aioengine.processes.text_source import TextSource
+from aioengine.protocol.board import NO_END
 from aioengine.protocol.messages import (
     Abort,
     Begun,
@@ -64,7 +65,8 @@ class DetokenizerService:
         for message in messages:
             if isinstance(message, StepOutput):
                 if self._board is not None:
-                    self._board.begin(message.uids, [0] * len(message.uids))
+                    uids = message.uids
+                    self._board.begin(uids, lambda uids=uids: [NO_END] * len(uids))
                 columns = self._read(message, now)
                 if self._board is not None:
                     self._board.end()

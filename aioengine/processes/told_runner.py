@@ -27,7 +27,7 @@ class ToldRunner(Generic[Ticket]):
 
     def launch(self, plan: Plan) -> Ticket:
         rows = plan.rows
-        self._board.begin([row.uid for row in rows], [row.start + row.count for row in rows])
+        self._board.begin([row.uid for row in rows], lambda: [row.start + row.count for row in rows])
         try:
             return self._runner.launch(plan)
         except Exception:

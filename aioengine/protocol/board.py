@@ -1,8 +1,9 @@
 """What a process computes right now, written where it outlives the process: so a crash names the requests in its step.
 
 A board is memory of whole numbers. First stand how many steps it has places for, and how many rows each; then, for each
-place, the number of rows, their uids, and the ends of what they compute. A file that a process has mapped keeps what
-was written last, in whatever way the process ends.
+place, the number of its rows, how many steps ago they were written, their uids, and the ends of what they computed
+then. The same requests decode for many steps, each of them one position a step; so nearly every step changes two
+numbers. A file that a process has mapped keeps what was written last, in whatever way the process ends.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ from array import array
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
 _CELL: Final = "q"
 _CELL_BYTES: Final = 8
+NO_END: Final = -(1 << 40)
+"""Stands for an end that is not known."""
+
 _HEAD: Final = 2
+_PLACE_HEAD: Final = 2
 
 
 def blank_board(num_steps: int, max_rows: int) -> bytearray:
     """The memory of a board with nothing on it; rows beyond ``max_rows`` of a step will be left out."""
     cells = array(_CELL, [num_steps, max_rows])
-    return bytearray(cells.tobytes()) + bytearray(_CELL_BYTES * num_steps * (1 + 2 * max_rows))
+    return bytearray(cells.tobytes()) + bytearray(_CELL_BYTES * num_steps * _place_cells(max_rows))
 
 
 class StepBoard:
@@ -32,6 +37,7 @@ class StepBoard:
     def __init__(self, memory: bytearray | mmap.mmap) -> None:
         self._cells = memoryview(memory).cast(_CELL)
         self._num_places, self._max_rows = self._cells[:_HEAD]
+        self._written: list[tuple[list[int], int]] = [([], 0)] * self._num_places  # uids, and number of their step
         self._num_begun = 0
         self._num_ended = 0
 
@@ -45,17 +51,22 @@ class StepBoard:
         with path.open("r+b") as file:
             return cls(mmap.mmap(file.fileno(), 0))
 
-    def begin(self, uids: Sequence[int], ends: Sequence[int]) -> None:
-        """A step with these rows begins."""
-        place = self._place(self._num_begun)
+    def begin(self, uids: list[int], ends: Callable[[], list[int]]) -> None:
+        """A step with these rows begins; ``ends`` is asked where it is not that of the same requests, one on."""
+        number = self._num_begun
         self._num_begun += 1
-        num_rows = min(len(uids), self._max_rows)
-        if num_rows:
-            first = place + 1
-            self._cells[first : first + num_rows] = array(_CELL, uids[:num_rows])
-            first += self._max_rows
-            self._cells[first : first + num_rows] = array(_CELL, ends[:num_rows])
-        self._cells[place] = num_rows
+        cells, place, max_rows = self._cells, self._place(number), self._max_rows
+        num_rows = min(len(uids), max_rows)
+        written, written_at = self._written[number % self._num_places]
+        if uids != written:
+            written_at = number
+            self._written[number % self._num_places] = uids, number
+            first = place + _PLACE_HEAD
+            cells[first : first + num_rows] = array(_CELL, uids[:num_rows])
+            first += max_rows
+            cells[first : first + num_rows] = array(_CELL, ends()[:num_rows])
+        cells[place + 1] = number - written_at
+        cells[place] = num_rows
 
     def end(self) -> None:
         """The oldest step is over."""
@@ -68,19 +79,27 @@ class StepBoard:
         self._cells[self._place(self._num_begun)] = 0
 
     def _place(self, number: int) -> int:
-        return _HEAD + number % self._num_places * (1 + 2 * self._max_rows)
+        return _HEAD + number % self._num_places * _place_cells(self._max_rows)
 
 
 def read_board(memory: bytes | bytearray) -> dict[int, int]:
-    """What a board says: the rows of the steps that have begun and not ended, uid -> end."""
+    """What a board says: the rows of the steps that have begun and not ended, uid -> end.
+
+    (The end of a prompt's chunk may be too early, where it is not the first of the same requests.)
+    """
     cells = memoryview(memory).cast(_CELL)
     num_places, max_rows = cells[:_HEAD]
     rows: dict[int, int] = {}
     for number in range(num_places):
-        place = _HEAD + number * (1 + 2 * max_rows)
-        num_rows = cells[place]
-        uids = cells[place + 1 : place + 1 + num_rows].tolist()
-        ends = cells[place + 1 + max_rows : place + 1 + max_rows + num_rows].tolist()
+        place = _HEAD + number * _place_cells(max_rows)
+        num_rows, age = cells[place : place + _PLACE_HEAD]
+        first = place + _PLACE_HEAD
+        uids = cells[first : first + num_rows].tolist()
+        ends = cells[first + max_rows : first + max_rows + num_rows].tolist()
         for uid, end in zip(uids, ends, strict=True):
-            rows[uid] = max(end, rows.get(uid, 0))
+            rows[uid] = max(end + age, rows.get(uid, 0))
     return rows
+
+
+def _place_cells(max_rows: int) -> int:
+    return _PLACE_HEAD + 2 * max_rows
