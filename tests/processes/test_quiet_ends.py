@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from aioengine.errors import EngineClosedError
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.source import ROOT
 
@@ -24,6 +25,7 @@ NUM_CYCLES = 30
 
 HEAD = """
 import asyncio, os, sys, threading, time
+from aioengine.errors import EngineClosedError
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from aioengine.testing.faults import Faults
 
@@ -222,3 +224,34 @@ def test_thirty_starts_and_stops_leave_everything_as_it_was(tmp_path: Path, monk
     after = Holdings()
     assert after.counts() == before.counts(), (before.fds, after.fds, before.threads, after.threads)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("state", ["paused", "both stopped", "one killed", "draining", "suspended"])
+async def test_closing_is_bounded_in_every_state(state: str) -> None:
+    setup = {"slow_reader": "pause", "slow_reader_timeout_s": 0.05} if state == "suspended" else {}
+    async with fake_async_engine(processes=True, step_time_s=0.002, **setup) as engine:
+        stream = engine.async_generate("a", {"max_new_tokens": 1500}, stream=True)
+        await anext(stream)
+        pids = engine.get_all_child_pids()
+        if state == "paused":
+            await engine.pause_generation("in_place")
+        elif state == "both stopped":
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+        elif state == "one killed":
+            os.kill(pids[0], signal.SIGKILL)
+            await asyncio.sleep(0.05)
+        elif state == "draining":
+            draining = asyncio.create_task(engine.drain(30))
+            await asyncio.sleep(0.01)
+        else:
+            await asyncio.sleep(0.3)
+        pids += engine.get_all_child_pids()
+        async with asyncio.timeout(8):
+            await engine.shutdown()
+            with pytest.raises(EngineClosedError):
+                async for _ in stream:
+                    pass
+            if state == "draining":
+                assert not await draining
+        assert gone(pids)

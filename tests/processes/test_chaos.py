@@ -1,0 +1,28 @@
+"""Ten seconds of chaos: ``benchmarks/chaos.py`` in short."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.source import ROOT
+
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("flags", [[], ["--no-kills"]], ids=["with kills", "without"])
+def test_nobody_gets_a_wrong_byte_nobody_waits_for_ever_and_nothing_is_left(flags: list[str]) -> None:
+    command = [sys.executable, "benchmarks/chaos.py", "--minutes", "0.17", "--workers", "24", "--json", *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False, env=environment)
+    told = json.loads(done.stdout)
+    counts = told["counts"]
+    assert (counts["mismatches"], counts["hangs"], counts["leaks"]) == (0, 0, 0), told["problems"]
+    assert (done.returncode, done.stderr) == (0, "")
+    assert min(counts["requests"], counts["tokens"], counts["bad frames"], counts["hostile requests"]) > 20
+    assert bool(counts.get("kills")) is not bool(flags)
