@@ -1,4 +1,8 @@
-"""What holds for all tests."""
+"""What holds for all tests.
+
+Hypothesis draws the same examples in every run, and takes the time that it takes: a test fails because of what it
+checks or not at all. ``--hypothesis-profile=long`` looks further: other examples in every run, and many more.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,21 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "quick",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=30,
+    stateful_step_count=30,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "long", settings.get_profile("quick"), derandomize=False, max_examples=1000, stateful_step_count=60
+)
+settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session", autouse=True)

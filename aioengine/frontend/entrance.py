@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aioengine.frontend.outputs import resolve_elsewhere
-from aioengine.frontend.room import PLACE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -27,6 +26,7 @@ class Entrance:
         self._calls = calls
         self._lock = lock
         self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
 
     def check(self) -> None:
         """Raise what a call would raise now whatever it asks for, so that nobody looks at its prompt in vain."""
@@ -73,12 +73,22 @@ class Entrance:
         if place.error is not None:
             raise place.error.with_traceback(None)
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._loop.call_later, PLACE_S, self._serve)
+            self._loop.call_soon_threadsafe(self._serve)
 
     def _serve(self) -> None:
-        """A place that was not used goes to the next."""
+        """A place that was not used goes to the next: look again when the oldest is due, until there is none.
+
+        Timers of a loop may be some milliseconds early.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         with self._lock:
-            self._calls.room.serve(time.monotonic())
+            now = time.monotonic()
+            self._calls.room.serve(now)
+            due_at = self._calls.room.due_at
+        if due_at is not None:
+            self._timer = self._loop.call_later(due_at - now, self._serve)
 
 
 def this_caller() -> Hashable:

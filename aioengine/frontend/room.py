@@ -58,6 +58,11 @@ class Room:
     def num_in_line(self) -> int:
         return len(self._line)
 
+    @property
+    def due_at(self) -> float | None:
+        """When the oldest place that was not used yet goes to the next."""
+        return self._given[0].given_at + PLACE_S if self._given else None
+
     def check(self, caller: Hashable) -> None:
         """Raise EngineOverloadedError where there is no room for a call of ``caller``, whose places are kept for it."""
         full = None if self._num_given[caller] else self._full()
@@ -100,7 +105,7 @@ class Room:
 
     def serve(self, now: float) -> None:
         """Take back the places that were not used, and give what room there is to the first in line."""
-        while self._given and self._given[0].given_at + PLACE_S <= now:
+        while (due_at := self.due_at) is not None and due_at <= now:
             self._forget(self._given[0])
         while self._line and self._full() is None:
             place = self._line.popleft()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from aioengine.protocol.messages import Begun, Ended, FinishCode, Limits, Opened, Resumed, Submit
 from tests.core.core_world import NO_EOS, World, settings_of, submit_of
-from tests.core.test_storms import COMMON, Storm, storms
+from tests.core.test_storms import Storm, storms
 
 
 def resumed(world: World, uid: int, num_given: int) -> Submit:
@@ -23,7 +23,6 @@ def resumed(world: World, uid: int, num_given: int) -> Submit:
     return msgspec.structs.replace(submit, resumed=Resumed(begun, world.outputs[uid][:num_given]))
 
 
-@COMMON
 @given(storms, st.integers(0, 60), st.integers(0, 2))
 def test_whatever_had_been_given_out_the_rest_is_the_same(storm: Storm, num_steps: int, depth: int) -> None:
     rng = random.Random(storm.seed)

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.memory.prefix_cache import Hold
 from aioengine.protocol.messages import FinishCode, Submit
 from aioengine.testing.faults import Faults
 from tests.core.core_world import World, random_requests, settings_of
-
-COMMON = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ storms = st.builds(
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@settings(COMMON, max_examples=40)
 @given(storm=storms)
 def test_every_request_gives_the_reference_tokens(depth: int, storm: Storm) -> None:
     rng = random.Random(storm.seed)
@@ -79,7 +76,6 @@ def test_every_request_gives_the_reference_tokens(depth: int, storm: Storm) -> N
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@settings(COMMON, max_examples=40)
 @given(storm=storms)
 def test_aborts_and_deadlines_at_any_time_lose_nothing(depth: int, storm: Storm) -> None:
     rng = random.Random(storm.seed)
@@ -102,7 +98,6 @@ def test_aborts_and_deadlines_at_any_time_lose_nothing(depth: int, storm: Storm)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@settings(COMMON, max_examples=80)
 @given(storm=storms, launch=st.integers(1, 60), collect=st.integers(1, 60), row=st.integers(1, 60))
 def test_failures_at_any_step_end_only_who_was_in_it(
     depth: int, storm: Storm, launch: int, collect: int, row: int
@@ -121,7 +116,6 @@ def test_failures_at_any_step_end_only_who_was_in_it(
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@settings(COMMON, max_examples=30)
 @given(storm=storms)
 def test_pins_hold_pages_and_block_nobody_for_ever(depth: int, storm: Storm) -> None:
     rng = random.Random(storm.seed)

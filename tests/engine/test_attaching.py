@@ -196,7 +196,7 @@ def test_both_faces() -> None:
         assert asyncio.run(elsewhere()) == whole[5:]
 
 
-@given(st.lists(st.tuples(st.text(max_size=3), st.lists(st.integers(0, 9), max_size=3))), st.data())
+@given(st.lists(st.tuples(st.text("aé🥖", max_size=3), st.lists(st.integers(0, 9), max_size=3))), st.data())
 def test_any_rest_of_a_replay(pieces: list[tuple[str, list[int]]], data: st.DataObject) -> None:
     replay = Replay()
     for text, ids in pieces:

@@ -87,31 +87,29 @@ class TestWaitingInLine:
             await waiting
             with pytest.raises(EngineOverloadedError):
                 engine.async_generate("b", TWENTY)
-            await asyncio.sleep(1.1)  # whoever had the place did not use it
-            await engine.async_generate("b", {**TWENTY, "max_new_tokens": 1}, priority=9)
 
     async def test_who_leaves_the_line_makes_room(self) -> None:
         async with full_engine() as engine:
             running = [engine.async_generate("a", LONG) for _ in range(3)]
             line = [asyncio.create_task(engine.admit()) for _ in range(4)]
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
             line[0].cancel()
             running[0].abort()
             await asyncio.wait([line[1]], timeout=5)
             assert [task.done() for task in line] == [True, True, False, False]
             line[2].cancel()
             line[3].cancel()
-            await asyncio.sleep(0.01)
+            await asyncio.wait(line)
             running[1].abort()
-            await asyncio.sleep(0.01)
-            await engine.async_generate("b", {**TWENTY, "max_new_tokens": 1}, priority=9)
+            await running[1]
+            engine.async_generate("b", TWENTY).abort()
 
     @pytest.mark.parametrize("how", ["drain", "shutdown"])
     async def test_the_end_is_told_to_those_in_line(self, how: str) -> None:
         async with full_engine() as engine:
             running = [engine.async_generate("a", LONG) for _ in range(3)]
             waiting = asyncio.create_task(engine.admit())
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
             await (engine.drain(0.01) if how == "drain" else engine.shutdown())
             with pytest.raises(EngineDrainingError if how == "drain" else EngineClosedError):
                 await waiting

@@ -46,7 +46,7 @@ async def test_a_step_that_does_not_end_is_an_error_for_everybody() -> None:
 
 @process
 async def test_a_deadline_of_the_queue_passes_also_during_a_long_step() -> None:
-    step_s = 4.0
+    step_s = 2.5
     async with fake_async_engine({"": "x"}, step_time_s=step_s) as engine:
         begun_at = time.monotonic()
         params = {"max_new_tokens": 1}
@@ -76,11 +76,11 @@ async def test_a_process_that_is_stopped_is_an_error(role: str) -> None:
 async def test_who_rests_is_paused_or_takes_long_steps_is_not_stalled() -> None:
     settings = fake_settings(step_time_s=0.002, stall_at=3, stall_s=0.8)
     async with Frontend(settings, stall_timeout_s=STALL_S) as frontend:
-        await asyncio.sleep(1.2 * STALL_S)
-        frontend.submit(1, num_tokens=2000)
+        await asyncio.sleep(1.1 * STALL_S)
+        frontend.submit(1, num_tokens=1000)
         await asyncio.sleep(0.5)
         assert (await frontend.call("pause")).success
-        await asyncio.sleep(1.5 * STALL_S)
+        await asyncio.sleep(1.1 * STALL_S)
         assert (await frontend.call("continue", call_id=2)).success
         await frontend.finished(1)
         assert frontend.failures == []

@@ -414,8 +414,8 @@ async def test_starting_and_stopping_many_times_leaves_nothing() -> None:
 
     await cycle()
     before = holdings()
-    for _ in range(5):
-        await asyncio.gather(*(cycle() for _ in range(4)))
+    for _ in range(3):
+        await asyncio.gather(*(cycle() for _ in range(3)))
     after = holdings()
     assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
 
@@ -455,9 +455,9 @@ async def test_an_idle_engine_rests() -> None:
         processes = [psutil.Process(), *children_of(frontend)]
         await asyncio.sleep(0.2)
         before = [sum(one.cpu_times()[:2]) for one in processes]
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(1.0)
         used = [sum(one.cpu_times()[:2]) - start for one, start in zip(processes, before, strict=True)]
-    assert sum(used) < 0.08  # ticks of 10 ms; a loop that spins takes 2 seconds
+    assert sum(used) < 0.08  # ticks of 10 ms; a loop that spins takes a second
 
 
 @pytest.mark.parametrize("num_turns", range(8))

@@ -69,7 +69,7 @@ def texts(count: int) -> list[str]:
 
 
 class TestMerging:
-    @given(st.lists(st.tuples(st.text(max_size=3), st.lists(st.integers(0, 9), max_size=3), st.booleans())))
+    @given(st.lists(st.tuples(st.text("aé🥖", max_size=3), st.lists(st.integers(0, 9), max_size=3), st.booleans())))
     def test_whatever_is_read_when_nothing_is_lost(self, pushes: list[tuple[str, list[int], bool]]) -> None:
         slot = Slot()
         [row] = slot.rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -94,15 +93,13 @@ def test_only_long_texts_are_looked_at_twice() -> None:
 async def test_the_loop_goes_on_while_a_long_text_is_tokenized() -> None:
     encoder = Encoder(Tokenizer(DEMO))
     done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-    text = "Once upon a time there was a word, and 12 more. " * 10_000
+    text = "Once upon a time there was a word, and 12 more. " * 2_000
     encoder.encode(
         Job([TextPrompt(text, len(text))], lambda _encoded, seconds: done.set_result(seconds), check_nothing)
     )
-    longest = 0.0
-    last = time.perf_counter()
+    num_turns = 0
     while not done.done():
         await asyncio.sleep(0)
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
+        num_turns += 1
     encoder.close()
-    assert longest < max(0.05, done.result() / 4)  # a tokenizer on the loop's thread would take all of it
+    assert num_turns > 20  # on the loop's thread, or with the interpreter held, it would be some few

@@ -56,6 +56,7 @@ def test_a_place_that_is_not_used_goes_on() -> None:
     for caller in range(RUNNING + QUEUED + 1):
         world.enter(caller)
     assert world.woken == [0, 1, 2]
+    assert world.room.due_at == world.now + PLACE_S
     world.now += PLACE_S
     world.room.serve(world.now)
     assert world.woken == [0, 1, 2, 3]
@@ -63,6 +64,8 @@ def test_a_place_that_is_not_used_goes_on() -> None:
     world.room.take(0, 0)
     world.room.take(0, 0)
     assert world.is_refused(0)
+    world.room.take(3, 0)
+    assert world.room.due_at is None
 
 
 def test_nobody_waits_for_an_engine_that_takes_nothing() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -366,5 +365,4 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.num_free == self.cache.num_pages - num_used - num_unready - num_owned
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
 TestCache = CacheMachine.TestCase

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -457,7 +456,6 @@ class NaiveWorld(RuleBasedStateMachine):
 
 
 TestNaiveWorld = NaiveWorld.TestCase
-TestNaiveWorld.settings = settings(deadline=None, derandomize=True, max_examples=150, stateful_step_count=50)
 
 
 # ---------------------------------------------------------------- restarts

@@ -19,6 +19,7 @@ from aioengine.config import (
 )
 from aioengine.protocol.messages import Limits, Progress, Sampling
 from aioengine.scheduler.plan import OpenedRow, Plan, Row
+from aioengine.testing import fake_runner
 from aioengine.testing.fake_runner import PRINTABLE, FakeModel, FakeRunner, build, reference_output
 from aioengine.testing.faults import Faults, InjectedFault
 
@@ -144,15 +145,28 @@ def test_suppressed_tokens_wait_for_the_minimum() -> None:
     assert output[-1] in {2, 3}
 
 
-def test_the_device_takes_its_time_once_for_each_step() -> None:
+def test_the_device_takes_its_time_once_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(fake_runner, "time", clock)
     runner = runner_with(FakeModel(vocab_size=100, step_time_s=0.1))
     opened = OpenedRow(1, GREEDY, 1, [1], [0])
-    started = time.monotonic()
     tickets = [runner.launch(Plan([Row(1, 0, 1, True, [1])], [opened])), runner.launch(Plan([Row(1, 1, 1, True)]))]
-    assert time.monotonic() - started < 0.1
-    for ticket in tickets:
+    assert clock.now == 0.0
+    for num_steps, ticket in enumerate(tickets, 1):
         runner.collect(ticket)
-    assert time.monotonic() - started >= 0.2
+        assert clock.now == pytest.approx(0.1 * num_steps)
+
+
+class Clock:
+    """A clock that goes on only while somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 # ------------------------------------------------------------ faults and the factory

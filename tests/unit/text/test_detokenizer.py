@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.text.detokenizer import (
@@ -29,7 +29,6 @@ TABLES = {
     if (table := read_token_table(sample.file, skip_special_tokens=skip)) is not None
 }
 BYTE_SAMPLES = [sample for sample in TABLE_SAMPLES if sample.has_bytes]
-quick = settings(max_examples=25, deadline=None)
 
 
 def by_name(samples: list[Sample]) -> pytest.MarkDecorator:
@@ -78,7 +77,6 @@ def test_every_split_of_a_text_into_prompt_and_output(sample: Sample, skip: bool
 
 
 @by_name(TABLE_SAMPLES)
-@quick
 @given(data=st.data())
 def test_any_ids_in_any_pieces_give_the_same_text(sample: Sample, data: st.DataObject) -> None:
     skip = data.draw(st.booleans())
@@ -98,7 +96,6 @@ HARD_BYTES += [0xBD, 0xBB, 0x82, 0x98, 0x8F]
 
 
 @by_name(BYTE_SAMPLES)
-@settings(max_examples=120, deadline=None)
 @given(
     prompt=st.lists(st.sampled_from(HARD_BYTES), max_size=6), output=st.lists(st.sampled_from(HARD_BYTES), max_size=8)
 )
@@ -125,7 +122,6 @@ def test_bytes_against_the_reference(sample: Sample, prompt: list[int], output: 
 
 
 @by_name(TABLE_SAMPLES)
-@quick
 @given(data=st.data())
 def test_the_end_of_the_prompt_is_context_enough(sample: Sample, data: st.DataObject) -> None:
     table = TABLES[sample.name, True]
@@ -218,7 +214,6 @@ def test_a_long_prompt_without_a_table_is_not_decoded_whole() -> None:
 
 
 @by_name(BYTE_SAMPLES)
-@quick
 @given(data=st.data())
 def test_window_is_indifferent_to_pieces_and_loses_nothing(sample: Sample, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, sample.num_ids - 1), max_size=12))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.text.overlap import UnreadChunk, trim_to_new
@@ -26,7 +26,6 @@ def test_a_gap_is_an_error() -> None:
     assert (chunk.text, chunk.token_ids) == ("ab", [1])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     text=st.text(alphabet="ha", max_size=20),
     spans=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8),

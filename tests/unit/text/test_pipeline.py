@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.text.detokenizer import TableDetokenizer, make_detokenizer
@@ -30,7 +30,6 @@ def pipeline(*stops: str, patterns: tuple[str, ...] = (), no_stop_trim: bool = F
 
 
 @pytest.mark.parametrize("sample", TABLE_SAMPLES, ids=lambda sample: sample.name)
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_stream_joined_is_the_whole_answer(sample: Sample, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, sample.num_ids - 1), max_size=16))

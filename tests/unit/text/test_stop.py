@@ -6,7 +6,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import RequestError
@@ -14,7 +14,6 @@ from aioengine.text.automaton import stop_automaton
 from aioengine.text.stop import StopMatcher
 from aioengine.text.stop_regex import REGEX_WINDOW, compile_stop_regex
 
-quick = settings(max_examples=150, deadline=None)
 few_letters = st.text(alphabet="abA🙂", max_size=12)
 stop_strings = st.lists(st.text(alphabet="abA🙂", max_size=4), max_size=4)
 
@@ -39,7 +38,6 @@ def cut_up(text: str, cuts: list[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(edges)]
 
 
-@quick
 @given(text=few_letters, stops=stop_strings, cuts=st.lists(st.integers(0, 12), max_size=6), keeps=st.booleans())
 def test_stops_against_the_reference(text: str, stops: list[str], cuts: list[int], keeps: bool) -> None:
     matcher = StopMatcher(stops, no_stop_trim=keeps)
@@ -140,7 +138,6 @@ def test_strings_and_patterns_together() -> None:
     assert run(StopMatcher(["bc"], ["abc"]), ["abc"]) == ([""], "abc", "")  # begins first
 
 
-@quick
 @given(text=few_letters, stop=st.text(alphabet="abA🙂", min_size=1, max_size=4))
 def test_a_pattern_without_operators_is_a_stop_string(text: str, stop: str) -> None:
     strings, patterns = StopMatcher([stop]), StopMatcher([], [stop])

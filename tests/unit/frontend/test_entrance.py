@@ -1,0 +1,59 @@
+"""Waiting at the entrance: a place that was not used goes to the next, also where the loop's timers are early."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aioengine.config import QueueConfig
+from aioengine.frontend import room
+from aioengine.frontend.calls import Calls
+from aioengine.frontend.entrance import Entrance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EARLY_S = 0.01
+
+
+class HastyLoop(asyncio.SelectorEventLoop):
+    """Its timers are early, as are those of loops that count whole milliseconds."""
+
+    num_timers = 0
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: object, **options: object
+    ) -> asyncio.TimerHandle:
+        self.num_timers += 1
+        return super().call_later(max(0.0, delay - EARLY_S), callback, *args)
+
+
+@pytest.mark.parametrize("num_places", [1, 3])
+def test_places_that_are_not_used_go_on(monkeypatch: pytest.MonkeyPatch, num_places: int) -> None:
+    monkeypatch.setattr(room, "PLACE_S", 3 * EARLY_S)
+    loop = HastyLoop()
+
+    async def wait(entrance: Entrance, order: list[int], number: int) -> None:
+        await entrance.wait()
+        order.append(number)
+
+    async def main() -> None:
+        calls = Calls(QueueConfig(max_requests=num_places - 1), max_running=1, max_total_tokens=100)
+        entrance = Entrance(calls, threading.Lock(), loop)
+        order: list[int] = []
+        line = [asyncio.create_task(wait(entrance, order, number)) for number in range(4 * num_places)]
+        async with asyncio.timeout(20):
+            await asyncio.wait(line)
+            assert order == list(range(4 * num_places))
+            while calls.room.due_at is not None:  # noqa: ASYNC110  # there is no event for it
+                await asyncio.sleep(0.001)
+        entrance.check()
+        before = loop.num_timers
+        await asyncio.sleep(0.001)
+        assert loop.num_timers - before <= 1  # the sleep's own
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
