@@ -6,6 +6,7 @@ checks or not at all. ``--hypothesis-profile=long`` looks further: other example
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -25,6 +26,10 @@ settings.register_profile(
     "long", settings.get_profile("quick"), derandomize=False, max_examples=1000, stateful_step_count=60
 )
 settings.load_profile("quick")
+
+# As in the processes of an engine, read when torch is imported: threads that spin where they wait for each other take
+# most of the time where the cores have other work.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 @pytest.fixture(scope="session", autouse=True)
