@@ -91,7 +91,8 @@ class DeviceMemory:
     def hold_for_steps(self) -> None:
         """Take now what the largest step needs; torch keeps it and cuts every step's tensors from it.
 
-        When a step of another size asks the device for memory, the host waits until all steps in flight are over.
+        When a step of another size asks the device for memory, the host waits until all steps in flight are over. To
+        be called after graphs are captured, since a capture gives back what torch has and does not use.
         """
         if self._step_bytes:
             with self.take("steps", advice="Lower mem_fraction_static", need=self._step_bytes):

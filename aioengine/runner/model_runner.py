@@ -345,11 +345,11 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     }
     if choice.warning:
         facts["warning"] = choice.warning
-    memory.hold_for_steps()
     with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
             _prepare_device(runner, parts, settings, report)
+    memory.hold_for_steps()
     facts |= memory.facts() | _versions()
     facts["load_s"] = time.monotonic() - started_at
     return runner
