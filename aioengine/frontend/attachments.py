@@ -74,6 +74,7 @@ class Attachments:
             output = self._hand_over(attachment, offset)
             if not attachment.is_ended:
                 attachment.until = None
+        readers.feed(output)  # on the loop: it goes on where it was suspended, and is closed where it just ended
         return Reader(output, lock=self._lock, calls=readers)
 
     def detach(self, call: Call) -> bool:

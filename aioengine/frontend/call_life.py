@@ -81,6 +81,7 @@ class CallLife:
                     output.wants = Wants.NOTHING
                 self._send([Suspend([row.uid for row in output.live.values()], is_over=True)])
             self.feeder.feed(call)
+            self.settle(call)  # it may have ended while another thread attached to it
 
     def suspend(self, call: Call) -> None:
         """Its reader is away: compute nothing more of its rows until it reads again."""

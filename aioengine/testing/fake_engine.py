@@ -62,7 +62,8 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     step_time_s: how long each step takes. faults: what goes wrong, and when.
     processes: real subprocesses, as the real engine has them; else everything runs on the engine's own loop, which
         starts at once. None: only where a fault kills or stalls a process, or steps take time.
-    context_length, num_pages (of 16 tokens), max_running, max_queued: as small as a test wants them.
+    context_length, num_pages (of 16 tokens), max_running, max_queued: as small as a test wants them. The other fields
+        are the constructor's arguments of such a name.
     """
 
     answers: Mapping[str, str] | None = None

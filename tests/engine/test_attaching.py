@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError
 from aioengine.frontend import attachments
+from aioengine.frontend.outputs import RowStream
 from aioengine.frontend.replay import AttachableOutput, Replay
+from aioengine.protocol.messages import TextChunks
+from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import until
 
@@ -209,3 +212,24 @@ def test_any_rest_of_a_replay(pieces: list[tuple[str, list[int]]], data: st.Data
     assert replay.since(0) == (whole, all_ids, 0)
     with pytest.raises(ValueError, match="from_offset"):
         replay.since(len(whole) + 1)
+
+
+async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread can: its row has ended, and the engine has not looked at that yet."""
+    async with fake_async_engine() as engine:
+        frontend = engine._frontend
+        assert frontend is not None
+        plain, attached = frontend.router.deliver, list[Stream]()
+
+        def deliver(chunks: TextChunks) -> list[RowStream]:
+            ended = plain(chunks)
+            attached.extend(engine.attach("x") for _ in ended)
+            return ended
+
+        monkeypatch.setattr(frontend.router, "deliver", deliver)
+        engine.async_generate("a", {"max_new_tokens": 6}, stream=True, rid="x", resume_ttl=TTL_S)
+        await until(lambda: bool(attached) and engine.stats()["num_streams"] == 0)
+        monkeypatch.undo()
+        [stream] = attached
+        assert len("".join([chunk["text"] async for chunk in stream])) == 6
+        assert await engine.drain(1)
