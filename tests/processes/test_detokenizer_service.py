@@ -10,7 +10,9 @@ import pytest
 from aioengine.errors import RequestError
 from aioengine.processes import text_source
 from aioengine.processes.detokenizer_process import DetokenizerService, build_service
+from aioengine.processes.open_text import ChunkColumns, OpenText
 from aioengine.processes.text_source import TextSource
+from aioengine.protocol.board import StepBoard, blank_board, read_board
 from aioengine.protocol.messages import (
     Abort,
     Begun,
@@ -329,6 +331,22 @@ def test_the_context_of_the_prompt_is_not_text_and_special_tokens_are_skipped_or
         steps.open(1, TextRules(context_token_ids=tuple(ids_of("Hello")), skip_special_tokens=skips))
         play(steps, 1, token_ids)
         assert steps.text(1) == expected
+
+
+def test_while_it_makes_text_it_tells_of_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = blank_board(1, 8)
+    told: list[dict[int, int]] = []
+    plain = OpenText.push
+
+    def push(own: OpenText, token_id: int, end: Ended | None, columns: ChunkColumns) -> bool:
+        told.append(read_board(memory))
+        return plain(own, token_id, end, columns)
+
+    monkeypatch.setattr(OpenText, "push", push)
+    service = DetokenizerService(TextSource(None), board=StepBoard(memory))
+    service.handle([StepOutput([4, 7], [50, 51], [Opened(uid, TextRules(), 0, 1.0, 1.0) for uid in (4, 7)])], NOW)
+    assert [set(rows) for rows in told] == [{4, 7}] * 2
+    assert read_board(memory) == {}
 
 
 def test_a_silent_detokenizer_shows_that_it_lives() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineDeadError, RequestError
+from aioengine.supervision.handshake import Handshake
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import build
 from aioengine.testing.faults import Faults
@@ -307,6 +308,31 @@ async def test_a_replacement_that_is_killed_while_it_starts_is_replaced(tmp_path
         os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
         assert await asking == (await undisturbed(has_answers=True))["plain"]
         assert engine.stats()["num_restarts"] == 2
+
+
+@process
+@pytest.mark.parametrize("max_restarts", [0, 1])
+async def test_a_death_between_the_start_and_the_first_look_is_not_missed(
+    max_restarts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Handshake.wait
+    frontend = Frontend(max_restarts=max_restarts)
+
+    async def wait(own: Handshake, timeout_s: float) -> dict[str, object]:
+        facts = await plain(own, timeout_s)
+        monkeypatch.undo()
+        os.kill(frontend.supervisor.processes()[0].pid, signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        return facts
+
+    monkeypatch.setattr(Handshake, "wait", wait)
+    async with frontend:
+        if max_restarts:
+            frontend.submit(1)
+            await frontend.finished(1)
+            assert frontend.supervisor.num_restarts == 1
+        else:
+            assert isinstance(await frontend.failure(), EngineDeadError)
 
 
 # ---------------------------------------------------------------- meanwhile

@@ -1,0 +1,48 @@
+"""A runner that tells on a board what it computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from aioengine.processes.told_runner import ToldRunner
+from aioengine.protocol.board import StepBoard, blank_board, read_board
+from aioengine.protocol.messages import Sampling
+from aioengine.scheduler.plan import OpenedRow, Plan, Row
+from aioengine.testing.fake_runner import FakeModel, FakeRunner
+from aioengine.testing.faults import Faults, InjectedFault
+
+
+def told_runner(faults: Faults | None = None) -> tuple[ToldRunner[object], bytearray]:
+    memory = blank_board(2, 4)
+    runner = FakeRunner(FakeModel(), num_pages=8, page_size=4, faults=faults)
+    return ToldRunner(runner, StepBoard(memory)), memory  # type: ignore[arg-type]
+
+
+OPENED = OpenedRow(7, Sampling(seed=1), 3, [1, 2, 3], [0])
+PROMPT = Plan([Row(7, 0, 3, True, [1, 2, 3])], [OPENED])
+DECODE = Plan([Row(7, 3, 1, True)])
+
+
+def test_a_step_is_told_from_its_launch_to_its_collection() -> None:
+    runner, memory = told_runner()
+    assert runner.facts["num_pages"] == 8
+    first = runner.launch(PROMPT)
+    assert read_board(memory) == {7: 3}
+    second = runner.launch(DECODE)
+    assert read_board(memory) == {7: 4}
+    runner.collect(first)
+    assert read_board(memory) == {7: 4}
+    runner.collect(second)
+    assert read_board(memory) == {}
+    runner.close()
+
+
+def test_steps_that_fail_are_not_told_any_more() -> None:
+    runner, memory = told_runner(Faults(raise_at=1, collect_raise_at=2))
+    with pytest.raises(InjectedFault):
+        runner.launch(PROMPT)
+    assert read_board(memory) == {}
+    ticket = runner.launch(PROMPT)
+    with pytest.raises(InjectedFault):
+        runner.collect(ticket)
+    assert read_board(memory) == {}
