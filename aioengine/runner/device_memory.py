@@ -79,7 +79,8 @@ class DeviceMemory:
         with self.take("a step of the largest size", advice=advice):
             peak = peak_memory(model, self.device, largest)
         self._step_bytes = peak + peak // 4  # the tensors of a smaller step may lie less densely
-        reserved = self._step_bytes + 4 * largest.num_rows * model.vocab_size + GRAPHS_BYTES
+        counts = 4 * largest.num_rows * model.vocab_size  # of tokens, for penalties; twice while their table grows
+        reserved = self._step_bytes + 2 * counts + GRAPHS_BYTES
         free, total = torch.cuda.mem_get_info(self.device)
         left = int(free - (1.0 - fraction) * total)
         words = (

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from aioengine.runner.rows import RequestRow, RowTable, SampledRows
 
-_FIRST_ROWS = 16
+MORE_ROWS = 64
+"""The table grows by so many: while it does, it stands in memory twice."""
 
 
 @dataclass(slots=True)
@@ -68,8 +69,7 @@ class TokenCounts:
             return place
         index = len(self._places) if place is None else place.index
         if index == len(self._counts):
-            more = torch.zeros_like(self._counts) if index else self._counts.new_zeros(_FIRST_ROWS, self._width)
-            self._counts = torch.cat([self._counts, more])
+            self._counts = torch.cat([self._counts, self._counts.new_zeros(MORE_ROWS, self._width)])
         place = _Place(index, request, len(request.token_ids))
         self._places[request.slot] = place
         row = self._counts[index]
