@@ -126,6 +126,46 @@ class CapturableAttention(AttentionBackend, Protocol):
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecode: ...
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPages:
+    """Pages with which groups of rows begin. The rows of a group stand together, those of no group at the end.
+
+    row_ends [G]: where the rows of each group end. num_pages [G]: that they share, all full. page_ids: one group after
+    the other. int32 on the host.
+    """
+
+    row_ends: Ints
+    num_pages: Ints
+    page_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sharable:
+    """Which groups are worth it: rows, and pages that need not be read again. ``max_groups``: of a step."""
+
+    min_rows: int
+    min_spared: int
+    max_groups: int
+
+
+class FixedCascade(FixedDecode, Protocol):
+    """Decode steps of which groups of rows begin with the same pages; what ``FixedDecode`` speaks of are the others."""
+
+    def plan_shared(self, pages: SharedPages) -> None:
+        """Before the first replay with these groups."""
+        ...
+
+
+@runtime_checkable
+class CascadeAttention(CapturableAttention, Protocol):
+    """A backend that can attend to shared pages once for all rows."""
+
+    @property
+    def sharable(self) -> Sharable: ...
+
+    def fixed_cascade(self, num_rows: int, buffers: DecodeBuffers) -> FixedCascade: ...
+
+
 class FixedPrefill(AttentionBackend, Protocol):
     """Attention of steps padded to a fixed number of tokens and rows."""
 

@@ -46,7 +46,7 @@ class FixedDecodeRows:
         self._slots = buffers.slot_mapping
         places = num_places(num_rows, shape.num_kv_heads)
         device = buffers.starts.device
-        self._rows = DecodeRows(
+        self.rows = DecodeRows(
             buffers.starts,
             buffers.page_ids,
             torch.full((COLUMNS, places), -1, dtype=torch.int32, device=device),
@@ -58,8 +58,8 @@ class FixedDecodeRows:
     def plan_first(self, kv_lengths: Ints) -> None:
         """The plan before the capture, over page 0 alone."""
         starts, last_lengths = page_columns(kv_lengths, self._pool[0][0].shape[2])
-        self._rows.page_starts.copy_(starts)
-        self._rows.page_ids[: int(starts[-1])].zero_()
+        self.rows.page_starts.copy_(starts)
+        self.rows.page_ids[: int(starts[-1])].zero_()
         self.plan(starts, last_lengths)
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
@@ -69,7 +69,7 @@ class FixedDecodeRows:
         lengths = (page_starts[1:] - page_starts[:-1] - 1) * page_size + last_lengths.numpy()
         self._copied.synchronize()  # the plan before is not written over while it is still being copied
         self._parts.numpy()[:] = share_out(lengths, self._parts.shape[1])
-        self._rows.parts.copy_(self._parts, non_blocking=True)
+        self.rows.parts.copy_(self._parts, non_blocking=True)
         self._copied.record()
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -84,5 +84,5 @@ class FixedDecodeRows:
 
     def attend(self, q: Tensor, layer: int) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decode(q, self._pool[layer], self._rows, scale=self._shape.scale, out=out)
+        decode(q, self._pool[layer], self.rows, scale=self._shape.scale, out=out)
         return out.view(q.shape[0], -1)

@@ -22,6 +22,7 @@ import torch
 
 from aioengine.attention._base import ForwardBatch
 from aioengine.attention._decode import FixedDecodeRows, decode_rows
+from aioengine.attention._flashinfer_cascade import FixedFlashInferCascade, sharable
 from aioengine.attention._flashinfer_prefill import FixedPrefill, PrefillRows, Shared
 from aioengine.attention._pages import flat_pages, page_columns
 from aioengine.kernels._triton_decode import decode
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers
+    from aioengine.attention._base import AttentionShape, DecodeBuffers, Sharable
     from aioengine.kernels._triton_decode import DecodeRows
 
     Ints = npt.NDArray[np.int32]
@@ -102,6 +103,14 @@ class FlashInferAttention:
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecodeRows:
         """Decode steps of exactly so many rows."""
         return FixedDecodeRows(self._shared.shape, self._shared.pool, num_rows, buffers)
+
+    @property
+    def sharable(self) -> Sharable:
+        return sharable(self._shared)
+
+    def fixed_cascade(self, num_rows: int, buffers: DecodeBuffers) -> FixedFlashInferCascade:
+        """The same for rows that begin with the same pages."""
+        return FixedFlashInferCascade(self._shared, num_rows, buffers)
 
     def fixed_prefill(self, slot_mapping: Tensor, *, num_rows: int, max_pages: int) -> FixedPrefill:
         """Steps padded to as many tokens as ``slot_mapping`` has, in up to ``num_rows`` rows."""

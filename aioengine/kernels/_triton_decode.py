@@ -89,8 +89,10 @@ def _put_together(
     is_member: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
-) -> tl.tensor:
-    """What attention over all parts of a row gives. They come from other programs, past this processor's cache."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Highest score, sum of weights and weighted values over all parts of a row. They come from other programs, past
+    this processor's cache.
+    """
     columns = tl.arange(0, HEAD_SIZE)[None, :]
     highest = tl.full(place.shape, LOWEST, tl.float32)
     total = tl.zeros(place.shape, tl.float32)
@@ -106,7 +108,32 @@ def _put_together(
         total = total * shrink + part_total * weight
         whole = whole * shrink[:, None] + part_sums * weight[:, None]
         highest = higher
-    return whole / total[:, None]
+    return highest, total, whole
+
+
+@triton.jit
+def _finish(
+    out: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tensor,
+    places: tl.tensor,
+    is_member: tl.tensor,
+    other: tl.tensor,
+    other_weights: tl.tensor,
+    HEAD_SIZE: tl.constexpr,
+    MERGES: tl.constexpr,
+) -> None:
+    """Store what attention gives, over the positions of ``other`` too where there is one."""
+    targets = places[:, None] * HEAD_SIZE + tl.arange(0, HEAD_SIZE)[None, :]
+    if MERGES:
+        weight = tl.load(other_weights + places, mask=is_member, other=LOWEST)
+        higher = tl.maximum(highest, weight)
+        own, theirs = tl.exp2(highest - higher), tl.exp2(weight - higher)
+        total = total * own + theirs
+        added = tl.load(other + targets, mask=is_member[:, None], other=0.0).to(tl.float32)
+        sums = sums * own[:, None] + added * theirs[:, None]
+    tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_member[:, None])
 
 
 @triton.jit
@@ -121,6 +148,8 @@ def _decode_kernel(
     sums: tl.tensor,
     marks: tl.tensor,
     out: tl.tensor,
+    other: tl.tensor,
+    other_weights: tl.tensor,
     num_places: tl.tensor,
     scale: tl.tensor,
     TOKEN_STRIDE: tl.constexpr,
@@ -131,6 +160,7 @@ def _decode_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    MERGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     head, part = tl.program_id(0), parts + tl.program_id(1)
@@ -150,9 +180,9 @@ def _decode_kernel(
             *(queries, keys + head * PAGE_SIZE * HEAD_SIZE, values + head * PAGE_SIZE * HEAD_SIZE, pages, begin, end),
             *(scale, NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE, PAGE_SIZE, HEAD_SIZE, BLOCK, STAGES),
         )
-        target = out + (row * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_SIZE + columns
+        places = row * (NUM_KV_HEADS * GROUP) + heads
         if count == 1:
-            tl.store(target, (attended / total[:, None]).to(out.dtype.element_ty), mask=inside)
+            _finish(out, highest, total, attended, places, is_member, other, other_weights, HEAD_SIZE, MERGES)
         else:
             place = tl.program_id(1) * (NUM_KV_HEADS * GROUP) + heads
             tl.store(sums + place[:, None] * HEAD_SIZE + columns, attended, mask=inside)
@@ -162,16 +192,29 @@ def _decode_kernel(
             done = num_done + row * NUM_KV_HEADS + head
             if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
                 place = first_place * (NUM_KV_HEADS * GROUP) + heads
-                whole = _put_together(sums, marks, place, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
-                tl.store(target, whole.to(out.dtype.element_ty), mask=inside)
+                all_parts = _put_together(sums, marks, place, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
+                highest, total, attended = all_parts
+                _finish(out, highest, total, attended, places, is_member, other, other_weights, HEAD_SIZE, MERGES)
                 tl.store(done, 0)
 
 
 _decode = Launcher(_decode_kernel)
 
 
-def decode(q: Tensor, pool: tuple[Tensor, Tensor], rows: DecodeRows, *, scale: float, out: Tensor) -> None:
-    """q [R, H, E], heads of a row together, over keys and values [N, K, S, E] into ``out`` [R, H, E]."""
+def decode(
+    q: Tensor,
+    pool: tuple[Tensor, Tensor],
+    rows: DecodeRows,
+    *,
+    scale: float,
+    out: Tensor,
+    other: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """q [R, H, E], heads of a row together, over keys and values [N, K, S, E] into ``out`` [R, H, E].
+
+    other: what attention over further positions gave, contiguous [R, H, E], and the logarithm to base 2 of its sum of
+    exponentials, [R, H] in fp32: the result is over both. A row that has none there has numbers, and a low logarithm.
+    """
     num_heads, head_size = q.shape[1:]
     _, num_kv_heads, page_size, _ = pool[0].shape
     group, places = num_heads // num_kv_heads, rows.parts.shape[1]
@@ -179,8 +222,10 @@ def decode(q: Tensor, pool: tuple[Tensor, Tensor], rows: DecodeRows, *, scale: f
     marks = torch.empty(places, num_heads, 2, dtype=torch.float32, device=q.device)
     padded = max(next_power_of_2(group), LEAST_ROWS)
     block = 128 if head_size <= 128 else 64
-    sizes = q.stride(0), num_kv_heads, group, padded, page_size, head_size, block, 3, has_dependent_launch()
-    tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.parts, rows.num_done, sums, marks, out)
+    sizes = q.stride(0), num_kv_heads, group, padded, page_size, head_size, block, 3
+    sizes = (*sizes, other is not None, has_dependent_launch())
+    rest = other or (out, marks)
+    tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.parts, rows.num_done, sums, marks, out, *rest)
     key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors))
     options = {"num_warps": 4, "launch_pdl": has_dependent_launch()}
     _decode((num_kv_heads, places, 1), key, (*tensors, places, scale / math.log(2), *sizes), options)

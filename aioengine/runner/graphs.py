@@ -4,6 +4,9 @@ There is a graph for each of a ladder of row counts; a step of fewer rows is pad
 padding page. All that a step tells the device goes there in one copy. The graphs share one pool of memory, the largest
 is captured first.
 
+Where many rows begin with the same pages there are second graphs, which attend to these once for all of them; their
+rows stand in another order (``sharing``).
+
 A graph samples every row by its temperature alone. Steps with rows that need more (top-k, penalties...) take the
 hidden states that it gives and sample outside it.
 
@@ -18,12 +21,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import DecodeBuffers
+from aioengine.attention._base import CascadeAttention, DecodeBuffers, FixedCascade
 from aioengine.kernels._triton_sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.device_sampler import draw_words, is_simple
 from aioengine.runner.kv_pool import PADDING_PAGE
-from aioengine.runner.ladder import ladder
+from aioengine.runner.ladder import cascade_ladder, ladder
 from aioengine.runner.ranges import part
+from aioengine.runner.sharing import SharedPrefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.rows import RowTable, SampledRows
+    from aioengine.runner.sharing import Sharing
 
     Ints = npt.NDArray[np.int32]
 
@@ -53,6 +58,15 @@ class _Graph:
     attention: FixedDecode
     hidden: Tensor
     token_ids: Tensor
+
+
+@dataclass(slots=True)
+class _Cascade:
+    """A graph for rows that share pages, and what it was planned for last."""
+
+    graph: _Graph
+    attention: FixedCascade
+    planned: Sharing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +94,8 @@ class DecodeGraphs:
         self._device = table.last_tokens.device
         self._graphs: dict[int, _Graph] = {}
         self._sizes = np.zeros(0, dtype=np.int64)
+        self._cascades: list[_Cascade] = []
+        self._prefixes: SharedPrefixes | None = None
         self._copied = torch.cuda.Event()
         self._kernels: SamplingKernels | None = None  # the graphs write to its memory
         self._memory = torch.empty(0, dtype=torch.int32, device=self._device)
@@ -103,10 +119,21 @@ class DecodeGraphs:
         kernels = SamplingKernels(max_rows=max_rows, vocab_size=self._vocab_size, device=self._device)
         self._kernels = kernels
         pool = torch.cuda.graph_pool_handle()
-        report(0, len(sizes))
-        for num_done, size in enumerate(reversed(sizes), 1):
-            self._graphs[size] = self._captured(size, kernels, pool)
-            report(num_done, len(sizes))
+        attention = self._attention
+        cascade_sizes: list[int] = []
+        if isinstance(attention, CascadeAttention):
+            cascade_sizes = cascade_ladder(max_rows, min_rows=attention.sharable.min_rows)
+            self._prefixes = SharedPrefixes(self._table, attention.sharable, page_size=self._page_size)
+        num_graphs = len(sizes) + len(cascade_sizes)
+        report(0, num_graphs)
+        for size in reversed(sizes):
+            self._graphs[size] = self._captured(size, attention.fixed_decode(size, self._buffers(size)), kernels, pool)
+            report(len(self._graphs), num_graphs)
+        for size in reversed(cascade_sizes):
+            assert isinstance(attention, CascadeAttention)
+            fixed = attention.fixed_cascade(size, self._buffers(size))
+            self._cascades.insert(0, _Cascade(self._captured(size, fixed, kernels, pool), fixed))
+            report(len(sizes) + len(self._cascades), num_graphs)
         self._sizes = np.array(sizes)
 
     def fits(self, rows: StepRows) -> bool:
@@ -121,63 +148,91 @@ class DecodeGraphs:
     def replay(self, rows: StepRows, sampled: SampledRows) -> DecodeStep:
         """Queue the step; it must fit."""
         num_rows = len(rows.requests)
-        size = int(self._sizes[np.searchsorted(self._sizes, num_rows)])
-        chosen = self._graphs[size]
         with part("prepare"):
+            sharing = self._prefixes.find(rows) if self._prefixes else None
+            chosen = self._choose(num_rows, sharing)
+            size = chosen.num_rows
             self._copied.synchronize()
             host = self._host.numpy()
-            num_words = self._fill(host, size, rows, sampled)
+            num_words = self._fill(host, size, rows, sampled, sharing=sharing)
             self._memory[:num_words].copy_(self._host[:num_words], non_blocking=True)
             self._copied.record()
             ends = _COLUMNS * size
             chosen.attention.plan(self._host[ends : ends + size + 1], self._host[3 * size : 4 * size])
         chosen.graph.replay()
         token_ids = chosen.token_ids[:num_rows] if is_simple(sampled) else None
-        return DecodeStep(token_ids, chosen.hidden[:num_rows])
+        if sharing is None:
+            return DecodeStep(token_ids, chosen.hidden[:num_rows])
+        inverse = sharing.inverse
+        return DecodeStep(None if token_ids is None else token_ids[inverse], chosen.hidden[inverse])
 
-    def _fill(self, host: Ints, size: int, rows: StepRows, sampled: SampledRows) -> int:
+    def _choose(self, num_rows: int, sharing: Sharing | None) -> _Graph:
+        if sharing is None:
+            return self._graphs[int(self._sizes[np.searchsorted(self._sizes, num_rows)])]
+        cascade = next(cascade for cascade in self._cascades if cascade.graph.num_rows >= num_rows)
+        if cascade.planned is not sharing:
+            cascade.attention.plan_shared(sharing.pages)
+            cascade.planned = sharing
+        return cascade.graph
+
+    def _fill(self, host: Ints, size: int, rows: StepRows, sampled: SampledRows, *, sharing: Sharing | None) -> int:
         """Write what the graph of ``size`` rows reads; returns how many words that is."""
         num_rows, page_size = len(rows.requests), self._page_size
         columns = host[: _COLUMNS * size].reshape(_COLUMNS, size)
-        page_places = rows.starts // page_size
-        last_lengths = rows.starts - page_places * page_size + 1
+        order = sharing.order if sharing else slice(None)
+        row_slots, row_starts = rows.slots[order], rows.starts[order]
+        page_places = row_starts // page_size
+        last_lengths = row_starts - page_places * page_size + 1
         num_pages = int(page_places.max()) + 1
-        page_table_RP = self._table.page_table[rows.slots, :num_pages]
+        page_table_RP = self._table.page_table[row_slots, :num_pages]
         last_pages = page_table_RP[np.arange(num_rows), page_places]
-        columns[0, :num_rows] = rows.slots
-        columns[1, :num_rows] = rows.starts
+        columns[0, :num_rows] = row_slots
+        columns[1, :num_rows] = row_starts
         columns[2, :num_rows] = last_pages * page_size + last_lengths - 1
         columns[3, :num_rows] = last_lengths
         columns[4] = len(self._last_tokens) - 1
         if is_simple(sampled):
-            columns[4, :num_rows] = rows.slots
+            columns[4, :num_rows] = row_slots
         draw_words(sampled, columns[5:, :num_rows])
+        if sharing:
+            columns[5:, :num_rows] = columns[5:, order]
         if num_rows < size:
             columns[:3, num_rows:] = 0
             columns[3, num_rows:] = 1
             columns[5:, num_rows:] = 0
         starts = host[_COLUMNS * size : _COLUMNS * size + size + 1]
         starts[0] = 0
-        np.cumsum(page_places + 1, out=starts[1 : num_rows + 1])
+        first_pages = sharing.num_shared if sharing else np.zeros(num_rows, dtype=np.int64)
+        np.cumsum(page_places + 1 - first_pages, out=starts[1 : num_rows + 1])
         num_used = int(starts[num_rows])
         starts[num_rows + 1 :] = np.arange(num_used + 1, num_used + 1 + size - num_rows)
         first = _COLUMNS * size + size + 1
         ids = host[first : first + num_used + size - num_rows]
-        ids[:num_used] = page_table_RP[np.arange(num_pages) <= page_places[:, None]]
+        places = np.arange(num_pages)
+        is_used_RP = places <= page_places[:, None]
+        if sharing:
+            is_used_RP &= places >= first_pages[:, None]
+        ids[:num_used] = page_table_RP[is_used_RP]
         ids[num_used:] = PADDING_PAGE
         return first + len(ids)
 
-    def _captured(self, size: int, kernels: SamplingKernels, pool: torch.cuda._POOL_HANDLE) -> _Graph:
-        columns = self._memory[: _COLUMNS * size].view(_COLUMNS, size)
-        first = _COLUMNS * size + size + 1
-        buffers = DecodeBuffers(
+    def _columns(self, size: int) -> Tensor:
+        return self._memory[: _COLUMNS * size].view(_COLUMNS, size)
+
+    def _buffers(self, size: int) -> DecodeBuffers:
+        columns, first = self._columns(size), _COLUMNS * size + size + 1
+        return DecodeBuffers(
             slot_mapping=columns[2],
             starts=self._memory[_COLUMNS * size : first],
             last_lengths=columns[3],
             page_ids=self._memory[first:],
             max_pages=self._table.page_table.shape[1],
         )
-        attention = self._attention.fixed_decode(size, buffers)
+
+    def _captured(
+        self, size: int, attention: FixedDecode, kernels: SamplingKernels, pool: torch.cuda._POOL_HANDLE
+    ) -> _Graph:
+        columns = self._columns(size)
         self._memory.zero_()
         attention.plan_first(np.ones(size, dtype=np.int32))
         remembered = columns[4], self._last_tokens

@@ -16,9 +16,16 @@ def ladder(max_rows: int) -> list[int]:
     return [*(size for size in sizes if size < max_rows), max_rows] if max_rows else []
 
 
+_SHARING = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _PROMPTS = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 _WORK = 5e12
 """Weights times tokens of a step from which on an H200 computes longer than a host takes to launch the kernels."""
+
+
+def cascade_ladder(max_rows: int, *, min_rows: int) -> list[int]:
+    """Row counts of steps whose rows share pages that get a CUDA graph, ascending; none below ``min_rows``."""
+    sizes = [size for size in _SHARING if min_rows <= size < max_rows]
+    return [*sizes, max_rows] if max_rows >= min_rows else []
 
 
 def prefill_ladder(max_tokens: int) -> list[int]:

@@ -80,7 +80,8 @@ class RowTable:
     page_table: [slots, max_row_pages] int32 on the host, pages of the pool: the first ``num_pages`` [slots] of a row
     are its own, the others are the padding page.
     last_tokens: [slots + 1] int64 on the device, the last one nobody's. sampling: [slots] of SAMPLING_RECORD.
-    num_slots: for so many open requests it does not grow.
+    num_slots: for so many open requests it does not grow. num_opened: requests so far; as long as it stays the same, a
+    slot is the same request's.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class RowTable:
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.sampling = np.zeros(num_slots, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
+        self.num_opened = 0
         self._pool_pages = num_pages
         self._num_embeddings = num_embeddings
         self._processors = processors
@@ -122,6 +124,7 @@ class RowTable:
                 history = torch.tensor([*opened.token_ids, *[0] * 64], dtype=torch.int64)
         request = RequestRow(opened.uid, slot, opened.sampling, opened.num_prompt, history, token_ids)
         self.requests[opened.uid] = request
+        self.num_opened += 1
         self.sampling[slot] = self._record(opened.sampling)
         self.num_pages[slot] = 0
         self.page_table[slot] = PADDING_PAGE

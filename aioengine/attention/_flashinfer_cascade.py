@@ -1,0 +1,109 @@
+"""Decode rows that begin with the same pages: these are attended to once for all rows, like a prompt that sees all.
+
+FlashInfer's prefill kernel does that, and the kernel for decode rows takes in what came of it.
+
+R rows, H query heads, K kv heads, E head size, G groups.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+from aioengine.attention._base import Sharable, SharedPages
+from aioengine.attention._decode import FixedDecodeRows
+from aioengine.kernels._triton_decode import decode
+from aioengine.kernels._triton_heads import write_pages
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.attention._base import DecodeBuffers
+    from aioengine.attention._flashinfer_prefill import Shared
+    from aioengine.kernels.rotate_and_write import KVTarget
+
+    Ints = npt.NDArray[np.int32]
+
+MAX_GROUPS = 8
+MIN_ROWS = 48
+MIN_SPARED_BYTES = 256 << 20
+"""Of keys and values of a layer. On an H200 64 rows of model b that share 1024 tokens take as long either way."""
+
+
+def sharable(shared: Shared) -> Sharable:
+    _, num_kv_heads, head_size = shared.heads()
+    page_bytes = 2 * shared.page_size * num_kv_heads * head_size * shared.dtype.itemsize
+    return Sharable(MIN_ROWS, MIN_SPARED_BYTES // page_bytes, MAX_GROUPS)
+
+
+class FixedFlashInferCascade:
+    """Decode steps of exactly so many rows, over buffers that somebody else fills with what is each row's own."""
+
+    def __init__(self, shared: Shared, num_rows: int, buffers: DecodeBuffers) -> None:
+        device = buffers.starts.device
+        num_groups = MAX_GROUPS + 1  # the last is of the rows that share nothing
+        self._shared = shared
+        self._num_rows = num_rows
+        self._own = FixedDecodeRows(shared.shape, shared.pool, num_rows, buffers)
+        self._slots = buffers.slot_mapping
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            shared.workspace,
+            "HND",
+            use_cuda_graph=True,
+            qo_indptr_buf=torch.zeros(num_groups + 1, dtype=torch.int32, device=device),
+            paged_kv_indptr_buf=torch.zeros(num_groups + 1, dtype=torch.int32, device=device),
+            paged_kv_indices_buf=torch.zeros(MAX_GROUPS * buffers.max_pages, dtype=torch.int32, device=device),
+            paged_kv_last_page_len_buf=torch.zeros(num_groups, dtype=torch.int32, device=device),
+        )
+
+    def plan_first(self, kv_lengths: Ints) -> None:
+        """Before the capture: all rows share page 0."""
+        self._own.plan_first(kv_lengths)
+        one = np.ones(1, dtype=np.int32)
+        self.plan_shared(SharedPages(one * self._num_rows, one, torch.zeros(1, dtype=torch.int32)))
+
+    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+        self._own.plan(starts, last_lengths)
+
+    def plan_shared(self, pages: SharedPages) -> None:
+        """Before the first replay with these groups."""
+        shared = self._shared
+        num_groups = len(pages.num_pages)
+        missing = MAX_GROUPS + 1 - num_groups
+        row_starts = np.concatenate([[0], pages.row_ends, np.full(missing, self._num_rows)]).astype(np.int32)
+        num_pages = np.pad(pages.num_pages, (0, missing))
+        page_starts = np.concatenate([[0], np.cumsum(num_pages)]).astype(np.int32)
+        last_lengths = np.where(num_pages > 0, shared.page_size, 0).astype(np.int32)
+        page_ids = pages.page_ids.to(self._slots.device, non_blocking=True)
+        shared.staging.wait()
+        self._wrapper.plan(
+            *(torch.from_numpy(row_starts), torch.from_numpy(page_starts), page_ids, torch.from_numpy(last_lengths)),
+            *(*shared.heads(), shared.page_size),
+            causal=False,
+            q_data_type=shared.dtype,
+            kv_data_type=shared.dtype,
+            sm_scale=shared.shape.scale,
+            max_token_per_sequence=self._num_rows,
+        )
+        shared.staging.mark()
+
+    def prepare(self, batch: object) -> None:
+        """Nothing: ``plan`` has done it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        write_pages(k, v, self._slots, self._shared.pool[layer])
+        return self.attend(q, layer)
+
+    def target(self, layer: int) -> KVTarget:
+        return self._own.target(layer)
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
+        pool = self._shared.pool[layer]
+        beginnings = self._wrapper.run(q, pool, return_lse=True)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        decode(q, pool, self._own.rows, scale=self._shared.shape.scale, out=out, other=beginnings)
+        return out.view(q.shape[0], -1)

@@ -1,0 +1,132 @@
+"""Which rows of a decode step begin with the same pages: their attention to these can be computed once for all.
+
+R rows, P pages of the longest row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from aioengine.attention._base import SharedPages
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.attention._base import Sharable
+    from aioengine.runner.inputs import StepRows
+    from aioengine.runner.rows import RowTable
+
+    Ints = npt.NDArray[np.int64]
+    Pages = npt.NDArray[np.int32]
+
+
+MAX_LEVELS = 32
+"""Prefixes of prefixes that are looked at."""
+
+
+class Group(NamedTuple):
+    """Rows whose first ``num_pages`` pages are the same."""
+
+    rows: Ints
+    num_pages: int
+
+    @property
+    def num_spared(self) -> int:
+        """Pages that need not be read again."""
+        return (len(self.rows) - 1) * self.num_pages
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """A step whose rows are put in another order, those of a group together.
+
+    order [R]: places among the rows of the step. inverse: where each row of the step is then, [R] on the device.
+    num_shared [R]: pages of the rows, in the new order, that belong to their groups.
+    """
+
+    order: Ints
+    inverse: Tensor
+    num_shared: Ints
+    pages: SharedPages
+
+
+def find_groups(pages_RP: Pages, num_full_R: Ints, worth: Sharable) -> list[Group]:
+    """The groups without a row in common that spare most; each row has so many full pages."""
+    every_row = np.arange(len(pages_RP))
+    if not len(every_row):
+        return []
+    found = _groups_of(pages_RP, num_full_R, every_row, worth, levels=MAX_LEVELS)
+    return sorted(found, key=lambda group: group.num_spared, reverse=True)[: worth.max_groups]
+
+
+def _groups_of(pages_RP: Pages, num_full_R: Ints, rows: Ints, worth: Sharable, *, levels: int) -> list[Group]:
+    """Either all of these rows as one group, or groups of those that share further pages, whichever spares more."""
+    if len(rows) < worth.min_rows or not levels:
+        return []
+    num_pages = _num_common(pages_RP[rows, : int(num_full_R[rows].min())])
+    whole = Group(rows, num_pages)
+    groups = [whole] if whole.num_spared >= worth.min_spared else []
+    longer = rows[num_full_R[rows] > num_pages]
+    next_pages = pages_RP[longer, num_pages] if longer.size else longer
+    ids, counts = np.unique(next_pages, return_counts=True)
+    parts: list[Group] = []
+    for page in ids[counts >= worth.min_rows].tolist():
+        parts += _groups_of(pages_RP, num_full_R, longer[next_pages == page], worth, levels=levels - 1)
+    spared_by_parts = sum(group.num_spared for group in parts)
+    return parts if spared_by_parts > sum(group.num_spared for group in groups) else groups
+
+
+def _num_common(pages_RP: Pages) -> int:
+    """Leading columns in which all rows are equal."""
+    differs_P = (pages_RP != pages_RP[0]).any(0)
+    return int(differs_P.argmax()) if differs_P.any() else pages_RP.shape[1]
+
+
+class SharedPrefixes:
+    """Finds what the rows of decode steps share, and remembers it as long as the rows are the same."""
+
+    def __init__(self, table: RowTable, worth: Sharable, *, page_size: int) -> None:
+        self._table = table
+        self._worth = worth
+        self._page_size = page_size
+        self._seen: tuple[int, bytes] = (-1, b"")
+        self._sharing: Sharing | None = None
+
+    def find(self, rows: StepRows) -> Sharing | None:
+        """None where nothing is worth it."""
+        seen = (self._table.num_opened, rows.slots.tobytes())
+        if seen != self._seen:
+            self._seen, self._sharing = seen, self._look(rows)
+        return self._sharing
+
+    def _look(self, rows: StepRows) -> Sharing | None:
+        num_rows = len(rows.slots)
+        if num_rows < self._worth.min_rows:
+            return None
+        num_full = rows.starts // self._page_size
+        pages_RP = self._table.page_table[rows.slots, : int(num_full.max())]
+        groups = find_groups(pages_RP, num_full, self._worth)
+        if not groups:
+            return None
+        return _sharing(pages_RP, groups, self._table)
+
+
+def _sharing(pages_RP: Pages, groups: list[Group], table: RowTable) -> Sharing:
+    num_rows = len(pages_RP)
+    grouped = np.concatenate([group.rows for group in groups])
+    order = np.concatenate([grouped, np.setdiff1d(np.arange(num_rows), grouped)])
+    inverse = np.empty(num_rows, dtype=np.int64)
+    inverse[order] = np.arange(num_rows)
+    num_shared = np.zeros(num_rows, dtype=np.int64)
+    num_shared[: len(grouped)] = np.repeat([group.num_pages for group in groups], [len(group.rows) for group in groups])
+    pages = SharedPages(
+        row_ends=np.cumsum([len(group.rows) for group in groups]).astype(np.int32),
+        num_pages=np.array([group.num_pages for group in groups], dtype=np.int32),
+        page_ids=torch.from_numpy(np.concatenate([pages_RP[group.rows[0], : group.num_pages] for group in groups])),
+    )
+    return Sharing(order, table.upload(inverse), num_shared, pages)

@@ -1,0 +1,114 @@
+"""Rows that begin with the same pages: attention to these once for all rows, in graphs and against plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from aioengine.attention._base import AttentionShape, DecodeBuffers, SharedPages, kv_pool_shape
+from aioengine.attention.torch import TorchAttention
+from aioengine.protocol.messages import Sampling
+from tests.compute.runner_world import World, make_settings, save_model
+from tests.compute.stepping import make_batch
+from tests.gpu.test_model_runner import on_device
+
+PAGE_SIZE, NUM_PAGES = 16, 200
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (32, 8)])
+def test_against_torch(num_heads: int, num_kv_heads: int) -> None:
+    """Two groups, rows of no group, and rows of padding."""
+    from aioengine.attention.flashinfer import FlashInferAttention
+
+    shape = AttentionShape(num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=128, scale=128**-0.5)
+    size = kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+    pool = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+    order = (torch.randperm(NUM_PAGES - 1) + 1).tolist()
+    num_shared = [40, 40, 40, 7, 7, 0, 0]
+    first, second = order[:40], order[40:47]
+    rest = iter(order[47:])
+    lengths = [40 * 16 + 1, 40 * 16 + 70, 40 * 16 + 16, 7 * 16 + 5, 7 * 16 + 300, 1, 500]
+    beginnings = [first] * 3 + [second] * 2 + [[]] * 2
+    tables = [
+        begin + [next(rest) for _ in range(-(-length // 16) - len(begin))]
+        for begin, length in zip(beginnings, lengths, strict=True)
+    ]
+    num_rows = 10  # three of padding
+    memory = torch.zeros(3 * num_rows + 1 + NUM_PAGES, dtype=torch.int32, device="cuda")
+    slot_mapping, last_lengths, starts, page_ids = memory.split((num_rows, num_rows, num_rows + 1, NUM_PAGES))
+    buffers = DecodeBuffers(
+        slot_mapping=slot_mapping, starts=starts, last_lengths=last_lengths, page_ids=page_ids, max_pages=NUM_PAGES
+    )
+    cascade = FlashInferAttention(shape, pool).fixed_cascade(num_rows, buffers)
+    cascade.plan_first(np.ones(num_rows, dtype=np.int32))
+    batch = on_device(make_batch([(length - 1, 1) for length in lengths], tables, 16), torch.device("cuda"))
+    own = [table[count:] for table, count in zip(tables, num_shared, strict=True)] + [[0]] * 3
+    host_starts = torch.tensor([0, *np.cumsum([len(pages) for pages in own])], dtype=torch.int32)
+    host_last = torch.tensor([*((length - 1) % 16 + 1 for length in lengths), 1, 1, 1], dtype=torch.int32)
+    slot_mapping[: len(lengths)] = batch.slot_mapping
+    starts.copy_(host_starts)
+    last_lengths.copy_(host_last)
+    page_ids[: int(host_starts[-1])] = torch.tensor([page for pages in own for page in pages], dtype=torch.int32)
+    cascade.plan(host_starts, host_last)
+    shared = torch.tensor(first + second, dtype=torch.int32)
+    cascade.plan_shared(SharedPages(np.array([3, 5], np.int32), np.array([40, 7], np.int32), shared))
+    heads = torch.randn(num_rows, num_heads + 2 * num_kv_heads, 128, device="cuda", dtype=torch.bfloat16)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    reference = TorchAttention(shape, pool.float())
+    reference.prepare(batch)
+    used = len(lengths)
+    expected = reference.forward(q[:used].float(), k[:used].float(), v[:used].float(), 0)
+    found = cascade.forward(q, k, v, 0)
+    assert found.isfinite().all()
+    assert float((found[:used].float() - expected).norm() / expected.norm()) < 1e-2
+
+
+PREFIXES = [[(3 * i + seed) % 290 + 1 for i in range(70)] for seed in (0, 7, 50)]
+PROMPTS = [[*PREFIXES[i % 3], *((5 * i + j) % 290 + 1 for j in range(3 + i))] for i in range(15)]
+
+
+def answers(folder: Path, samplings: list[Sampling]) -> tuple[list[list[int]], list[bool]]:
+    """Of all prompts in one batch, and for each step in a graph whether pages were shared."""
+    settings = make_settings(folder, dtype="bfloat16", depth=1, page_size=PAGE_SIZE)
+    runner = msgspec.structs.replace(
+        settings.runner, device="cuda", attention_backend="flashinfer", cuda_graph_max_rows=16
+    )
+    world = World(msgspec.structs.replace(settings, runner=runner))
+    graphs = world.runner._graphs
+    assert graphs is not None
+    choose, shared = graphs._choose, []
+
+    def spy(num_rows: int, sharing: object) -> object:
+        shared.append(sharing is not None)
+        return choose(num_rows, sharing)  # type: ignore[arg-type]
+
+    graphs._choose = spy  # type: ignore[assignment,method-assign]
+    found = world.answers(PROMPTS, samplings, max_new_tokens=20)
+    world.runner.close()
+    return found, shared
+
+
+def test_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three groups whose rows alternate: most answers are those without sharing, rounding parts the others."""
+    save_model(
+        "llama",
+        tmp_path,
+        dtype=torch.bfloat16,
+        hidden_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+    )
+    samplings = [Sampling(i, temperature=0.7, top_k=20 if i == 5 else -1) for i in range(len(PROMPTS))]
+    plain, shared = answers(tmp_path, samplings)
+    assert not any(shared), "too little to be worth it"
+    monkeypatch.setattr("aioengine.attention._flashinfer_cascade.MIN_ROWS", 3)
+    monkeypatch.setattr("aioengine.attention._flashinfer_cascade.MIN_SPARED_BYTES", 1)
+    found, shared = answers(tmp_path, samplings)
+    assert sum(shared) > 10
+    same = sum(ours == theirs for ours, theirs in zip(found, plain, strict=True))
+    assert same > len(PROMPTS) // 2
