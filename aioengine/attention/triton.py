@@ -50,7 +50,7 @@ class _Shared:
         num_bytes = 4 * num_rows * max_parts * self.shape.num_heads * (self.shape.head_size + 2)
         if programs >= ENOUGH_PROGRAMS or num_bytes > MAX_PARTS_BYTES:
             return 1
-        return min(max_parts, -(-ENOUGH_PROGRAMS // programs))
+        return max(min(max_parts, -(-ENOUGH_PROGRAMS // programs)), 2)  # the same kernels for short rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ def _attend_kernel(
     tl.store(out + places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_parts", "num_shares"])
 def _parts_kernel(
     q: tl.tensor,
     keys: tl.tensor,
@@ -176,6 +176,8 @@ def _parts_kernel(
     part_sums: tl.tensor,
     part_marks: tl.tensor,
     scale: tl.tensor,
+    max_parts: tl.tensor,
+    num_shares: tl.tensor,
     TOKEN_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -185,8 +187,6 @@ def _parts_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    SHARES: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -202,32 +202,32 @@ def _parts_kernel(
     last = tl.zeros((ROWS,), tl.int32) + (length - 1)
     head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
     head_values = values + head * PAGE_SIZE * HEAD_SIZE
-    for index in range(tl.program_id(2), tl.cdiv(length, PART), SHARES):
+    for index in range(tl.program_id(2), tl.cdiv(length, PART), num_shares):
         start = index * PART
         highest, total, sums = _attend_part(
             *(queries, head_keys, head_values, page_ids + first_page, start, tl.minimum(start + PART, length), last),
             *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK),
         )
-        places = (row * MAX_PARTS + index) * (NUM_KV_HEADS * GROUP) + heads
+        places = (row * max_parts + index) * (NUM_KV_HEADS * GROUP) + heads
         tl.store(part_marks + 2 * places, highest, mask=is_member)
         tl.store(part_marks + 2 * places + 1, total, mask=is_member)
         tl.store(part_sums + places[:, None] * HEAD_SIZE + columns, sums, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_parts"])
 def _join_kernel(
     part_sums: tl.tensor,
     part_marks: tl.tensor,
     page_starts: tl.tensor,
     last_lengths: tl.tensor,
     out: tl.tensor,
+    max_parts: tl.tensor,
     NUM_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
     PART: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     num_pages = tl.load(page_starts + row + 1) - tl.load(page_starts + row)
@@ -240,7 +240,7 @@ def _join_kernel(
     total = tl.zeros((HEADS,), tl.float32)
     sums = tl.zeros((HEADS, COLUMNS), tl.float32)
     for index in range(tl.cdiv(length, PART)):
-        places = (row * MAX_PARTS + index) * NUM_HEADS + heads
+        places = (row * max_parts + index) * NUM_HEADS + heads
         part_highest = tl.load(part_marks + 2 * places, mask=is_head, other=0.0)
         part_total = tl.load(part_marks + 2 * places + 1, mask=is_head, other=1.0)
         part = tl.load(part_sums + places[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
@@ -297,15 +297,20 @@ def attend_in_parts(
     out = torch.empty(num_rows, num_heads * head_size, dtype=q.dtype, device=q.device)
     sums = torch.empty(num_rows, max_parts, num_heads, head_size, dtype=torch.float32, device=q.device)
     marks = torch.empty(num_rows, max_parts, num_heads, 2, dtype=torch.float32, device=q.device)
-    sizes = (*_sizes(q, pool), max_parts, num_shares)
+    sizes = _sizes(q, pool)
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks)
     places = tuple(tensor.data_ptr() % 16 for tensor in tensors)
     options = _options(head_size, q.dtype)
     grid = num_rows, sizes[1], num_shares
-    _parts(grid, (q.dtype, sizes, places), (*tensors, scale / math.log(2), *sizes), options)
+    _parts(grid, (q.dtype, sizes, places), (*tensors, scale / math.log(2), max_parts, num_shares, *sizes), options)
     _, _, _, page_size, _, columns, *_ = sizes
-    join_sizes = num_heads, page_size, head_size, columns, _JOINED_HEADS, PART, max_parts
+    join_sizes = num_heads, page_size, head_size, columns, _JOINED_HEADS, PART
     join_tensors = sums, marks, rows.page_starts, rows.last_lengths, out
     join_key = (q.dtype, join_sizes, *(tensor.data_ptr() % 16 for tensor in join_tensors))
-    _join((num_rows, -(-num_heads // _JOINED_HEADS), 1), join_key, (*join_tensors, *join_sizes), {"num_warps": 4})
+    _join(
+        (num_rows, -(-num_heads // _JOINED_HEADS), 1),
+        join_key,
+        (*join_tensors, max_parts, *join_sizes),
+        {"num_warps": 4},
+    )
     return out

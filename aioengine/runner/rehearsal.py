@@ -2,7 +2,8 @@
 
 Triton compiles a kernel anew for every form of its arguments: a number that is one, or a multiple of sixteen, the next
 power of two of few rows. The sizes here meet all of these; each is run as prompts, as decode steps and as both at once,
-with rows that are drawn plainly, from the largest logits alone, and after every logits processor.
+with rows that are drawn plainly, from the largest logits alone, and after every logits processor. At last there is a
+step full of prompts: products of many rows have forms of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 80)
 NUM_TOKENS = 5
 """Of a row among many, with what it generates."""
+NUM_PROMPTS = 9
+"""That fill a step; more than a graph of prompts takes."""
 
 _TOKEN = 0
 _PLAIN = (Sampling(1),)
@@ -48,7 +51,8 @@ def rehearse(runner: ModelRunner, limits: Limits, report: Callable[[Progress], N
         return
     most = min(limits.max_rows, limits.max_tokens, limits.num_pages // -(-NUM_TOKENS // page_size))
     sizes = [size for size in SIZES if size <= most]
-    report(Progress("rehearsing steps", 0, len(sizes)))
+    total = len(sizes) + 1
+    report(Progress("rehearsing steps", 0, total))
     for num_done, size in enumerate(sizes, 1):
         plans = [*_many_rows(size, page_size)]
         if size < limits.context_length and -(-(size + 1) // page_size) <= limits.num_pages:
@@ -56,7 +60,10 @@ def rehearse(runner: ModelRunner, limits: Limits, report: Callable[[Progress], N
         for plan in plans:
             if plan.num_tokens <= limits.max_tokens:
                 runner.collect(runner.launch(plan))
-        report(Progress("rehearsing steps", num_done, len(sizes)))
+        report(Progress("rehearsing steps", num_done, total))
+    for plan in _full_step(limits, page_size):
+        runner.collect(runner.launch(plan))
+    report(Progress("rehearsing steps", total, total))
 
 
 def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
@@ -82,3 +89,15 @@ def _one_prompt(size: int, page_size: int) -> Iterator[Plan]:
         [Row(0, 0, size, True, ids)], [OpenedRow(0, _PLAIN[0], size, ids, [*range(-(-(size + 1) // page_size))])]
     )
     yield Plan([], closed=[0])
+
+
+def _full_step(limits: Limits, page_size: int) -> Iterator[Plan]:
+    """As many tokens as a step can have, or nearly."""
+    size = min(limits.max_tokens // NUM_PROMPTS, limits.context_length - 1, limits.num_pages // NUM_PROMPTS * page_size)
+    if size < 1 or limits.max_rows < NUM_PROMPTS:
+        return
+    ids, num_pages = [_TOKEN] * size, -(-size // page_size)
+    pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in range(NUM_PROMPTS)]
+    opened = [OpenedRow(uid, _PLAIN[0], size, ids, pages[uid]) for uid in range(NUM_PROMPTS)]
+    yield Plan([Row(uid, 0, size, True, ids) for uid in range(NUM_PROMPTS)], opened)
+    yield Plan([], closed=list(range(NUM_PROMPTS)))

@@ -45,10 +45,11 @@ def test_every_form_is_computed_and_nothing_fails(world: World, monkeypatch: pyt
     shapes = {tuple(row.count for row in plan.rows) for plan in watch.plans}
     for size in (1, 2, 16, 17, 32, 33, 64):
         assert {(1,) * size, (size,), (1,) * (size // 2) + (3,) * (size - size // 2)} <= shapes
+    assert (256 // 9,) * 9 in shapes
     assert max(len(plan.rows) for plan in watch.plans) == 64
     assert all(plan.num_tokens <= 256 for plan in watch.plans)
     assert not any(result.failed for result in watch.results)
-    assert [(report.done, report.total) for report in reports] == [(done, 7) for done in range(8)]
+    assert [(report.done, report.total) for report in reports] == [(done, 8) for done in range(9)]
 
 
 @pytest.mark.parametrize(
