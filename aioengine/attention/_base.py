@@ -136,7 +136,7 @@ class SharedPages:
 
     row_ends: Ints
     num_pages: Ints
-    page_ids: Tensor
+    page_ids: Ints
 
 
 @dataclass(frozen=True, slots=True)

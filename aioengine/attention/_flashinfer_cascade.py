@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
 from aioengine.attention._base import Sharable, SharedPages
 from aioengine.attention._decode import FixedDecodeRows
+from aioengine.attention._flashinfer_prefill import fixed_wrapper
+from aioengine.attention._pages import pinned, starts_of
 from aioengine.kernels._triton_decode import decode
 from aioengine.kernels._triton_heads import write_pages
 
@@ -44,27 +45,18 @@ class FixedFlashInferCascade:
     """Decode steps of exactly so many rows, over buffers that somebody else fills with what is each row's own."""
 
     def __init__(self, shared: Shared, num_rows: int, buffers: DecodeBuffers) -> None:
-        device = buffers.starts.device
-        num_groups = MAX_GROUPS + 1  # the last is of the rows that share nothing
         self._shared = shared
         self._num_rows = num_rows
         self._own = FixedDecodeRows(shared.shape, shared.pool, num_rows, buffers)
         self._slots = buffers.slot_mapping
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            shared.workspace,
-            "HND",
-            use_cuda_graph=True,
-            qo_indptr_buf=torch.zeros(num_groups + 1, dtype=torch.int32, device=device),
-            paged_kv_indptr_buf=torch.zeros(num_groups + 1, dtype=torch.int32, device=device),
-            paged_kv_indices_buf=torch.zeros(MAX_GROUPS * buffers.max_pages, dtype=torch.int32, device=device),
-            paged_kv_last_page_len_buf=torch.zeros(num_groups, dtype=torch.int32, device=device),
-        )
+        # one group more: the rows that share nothing
+        self._wrapper = fixed_wrapper(shared, num_rows=MAX_GROUPS + 1, num_pages=MAX_GROUPS * buffers.max_pages)
 
     def plan_first(self, kv_lengths: Ints) -> None:
         """Before the capture: all rows share page 0."""
         self._own.plan_first(kv_lengths)
         one = np.ones(1, dtype=np.int32)
-        self.plan_shared(SharedPages(one * self._num_rows, one, torch.zeros(1, dtype=torch.int32)))
+        self.plan_shared(SharedPages(one * self._num_rows, one, np.zeros(1, dtype=np.int32)))
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
         self._own.plan(starts, last_lengths)
@@ -76,17 +68,17 @@ class FixedFlashInferCascade:
         missing = MAX_GROUPS + 1 - num_groups
         row_starts = np.concatenate([[0], pages.row_ends, np.full(missing, self._num_rows)]).astype(np.int32)
         num_pages = np.pad(pages.num_pages, (0, missing))
-        page_starts = np.concatenate([[0], np.cumsum(num_pages)]).astype(np.int32)
         last_lengths = np.where(num_pages > 0, shared.page_size, 0).astype(np.int32)
-        page_ids = pages.page_ids.to(self._slots.device, non_blocking=True)
+        page_ids = pinned(pages.page_ids).to(self._slots.device, non_blocking=True)
         shared.staging.wait()
         self._wrapper.plan(
-            *(torch.from_numpy(row_starts), torch.from_numpy(page_starts), page_ids, torch.from_numpy(last_lengths)),
+            *(pinned(row_starts), starts_of(num_pages), page_ids, pinned(last_lengths)),
             *(*shared.heads(), shared.page_size),
             causal=False,
             q_data_type=shared.dtype,
             kv_data_type=shared.dtype,
             sm_scale=shared.shape.scale,
+            seq_lens=pinned(num_pages * np.int32(shared.page_size)),
             max_token_per_sequence=self._num_rows,
         )
         shared.staging.mark()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
-from aioengine.attention._pages import flat_pages, page_columns, starts_of
+from aioengine.attention._pages import flat_pages, page_columns, pinned, starts_of
 from aioengine.kernels._triton_heads import write_pages
 from aioengine.kernels.rotate_and_write import KVTarget
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     Pool = tuple[Tensor, Tensor]
 
 WORKSPACE_BYTES = 512 << 20
+PLAN_BYTES = 1 << 20
+"""Of a plan of few rows and tokens, on the device and on the host."""
 MIN_FRESH_TOKENS = 256
 """Fewer are not worth a plan of their own."""
 
@@ -126,8 +128,29 @@ class PrefillRows:
             q_data_type=shared.dtype,
             kv_data_type=shared.dtype,
             sm_scale=shared.shape.scale,
+            seq_lens=pinned(kv_lengths),
             max_token_per_sequence=int(query_lengths.max()),
         )
+
+
+def fixed_wrapper(shared: Shared, *, num_rows: int, num_pages: int) -> BatchPrefillWithPagedKVCacheWrapper:
+    """One whose kernels can stand in a CUDA graph, for so many rows with so many pages in all."""
+    device = shared.workspace.device
+
+    def column(size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(
+        shared.workspace,
+        "HND",
+        use_cuda_graph=True,
+        qo_indptr_buf=column(num_rows + 1),
+        paged_kv_indptr_buf=column(num_rows + 1),
+        paged_kv_indices_buf=column(num_pages),
+        paged_kv_last_page_len_buf=column(num_rows),
+    )
+    wrapper.reset_workspace_buffer(shared.workspace, torch.empty(PLAN_BYTES, dtype=torch.uint8, device=device))
+    return wrapper
 
 
 class FixedPrefill:
@@ -141,15 +164,7 @@ class FixedPrefill:
         self._shared = shared
         self._slots = slot_mapping
         self._num_rows = num_rows
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            shared.workspace,
-            "HND",
-            use_cuda_graph=True,
-            qo_indptr_buf=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
-            paged_kv_indptr_buf=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
-            paged_kv_indices_buf=torch.zeros(num_rows * max_pages, dtype=torch.int32, device=device),
-            paged_kv_last_page_len_buf=torch.zeros(num_rows, dtype=torch.int32, device=device),
-        )
+        self._wrapper = fixed_wrapper(shared, num_rows=num_rows, num_pages=num_rows * max_pages)
         num_tokens = np.array([len(slot_mapping)], dtype=np.int32)
         nothing = torch.zeros(1, -(-len(slot_mapping) // shared.page_size), dtype=torch.int32, device=device)
         self._plan(nothing, num_tokens, num_tokens)
@@ -177,17 +192,18 @@ class FixedPrefill:
     def _plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
         shared, num_rows = self._shared, self._num_rows
         starts, last_lengths = page_columns(kv_lengths, shared.page_size)
-        columns = starts_of(query_lengths).numpy(), starts.numpy(), last_lengths.numpy()
-        num_padding = num_rows - len(query_lengths)
-        query_starts, page_starts = (torch.from_numpy(np.pad(each, (0, num_padding), "edge")) for each in columns[:2])
+        padding = 0, num_rows - len(query_lengths)
+        query_starts = starts_of(np.pad(query_lengths, padding))
+        page_starts = pinned(np.pad(starts.numpy(), padding, "edge"))
         shared.staging.wait()
         self._wrapper.plan(
             *(query_starts, page_starts, flat_pages(page_table, starts)[1]),
-            *(torch.from_numpy(np.pad(columns[2], (0, num_padding))), *shared.heads(), shared.page_size),
+            *(pinned(np.pad(last_lengths.numpy(), padding)), *shared.heads(), shared.page_size),
             causal=True,
             q_data_type=shared.dtype,
             kv_data_type=shared.dtype,
             sm_scale=shared.shape.scale,
+            seq_lens=pinned(np.pad(kv_lengths, padding)),
             max_token_per_sequence=int(query_lengths.max()),
         )
         shared.staging.mark()

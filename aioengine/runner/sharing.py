@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from aioengine.attention._base import SharedPages
 
@@ -127,6 +126,6 @@ def _sharing(pages_RP: Pages, groups: list[Group], table: RowTable) -> Sharing:
     pages = SharedPages(
         row_ends=np.cumsum([len(group.rows) for group in groups]).astype(np.int32),
         num_pages=np.array([group.num_pages for group in groups], dtype=np.int32),
-        page_ids=torch.from_numpy(np.concatenate([pages_RP[group.rows[0], : group.num_pages] for group in groups])),
+        page_ids=np.concatenate([pages_RP[group.rows[0], : group.num_pages] for group in groups]),
     )
     return Sharing(order, table.upload(inverse), num_shared, pages)
