@@ -69,7 +69,7 @@ def _groups_of(pages_RP: Pages, num_full_R: Ints, rows: Ints, worth: Sharable, *
         return []
     num_pages = _num_common(pages_RP[rows, : int(num_full_R[rows].min())])
     whole = Group(rows, num_pages)
-    groups = [whole] if whole.num_spared >= worth.min_spared else []
+    groups = [whole] if whole.num_spared >= max(worth.min_spared, 1) else []
     longer = rows[num_full_R[rows] > num_pages]
     next_pages = pages_RP[longer, num_pages] if longer.size else longer
     ids, counts = np.unique(next_pages, return_counts=True)

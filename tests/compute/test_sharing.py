@@ -40,6 +40,7 @@ def test_nothing_in_common() -> None:
     assert groups([[1, 2, 3], [4, 5, 6], [7, 8, 9]]) == []
     assert groups([[1, 9], [1, 8]]) == []  # one page spared is not worth it
     assert groups([[1, 2, 3, 4]]) == []
+    assert groups([[1, 2], [3, 4]], Sharable(min_rows=2, min_spared=0, max_groups=4)) == []
     assert find_groups(np.zeros((0, 0), dtype=np.int32), np.zeros(0, dtype=np.int64), WORTH) == []
 
 
