@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -15,6 +18,14 @@ from aioengine.protocol.messages import Sampling
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import make_batch
 from tests.gpu.test_model_runner import on_device
+
+if TYPE_CHECKING:
+    from aioengine.runner.graphs import DecodeGraphs, DecodeStep
+    from aioengine.runner.inputs import StepRows
+    from aioengine.runner.rows import SampledRows
+
+    Replay = Callable[[StepRows, SampledRows], DecodeStep]
+    Check = Callable[[DecodeGraphs, StepRows, SampledRows, Replay], DecodeStep]
 
 PAGE_SIZE, NUM_PAGES = 16, 200
 
@@ -71,44 +82,66 @@ PREFIXES = [[(3 * i + seed) % 290 + 1 for i in range(70)] for seed in (0, 7, 50)
 PROMPTS = [[*PREFIXES[i % 3], *((5 * i + j) % 290 + 1 for j in range(3 + i))] for i in range(15)]
 
 
-def answers(folder: Path, samplings: list[Sampling]) -> tuple[list[list[int]], list[bool]]:
-    """Of all prompts in one batch, and for each step in a graph whether pages were shared."""
-    settings = make_settings(folder, dtype="bfloat16", depth=1, page_size=PAGE_SIZE)
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A runner for which every shared page is worth it."""
+    monkeypatch.setattr("aioengine.attention._flashinfer_cascade.MIN_ROWS", 3)
+    monkeypatch.setattr("aioengine.attention._flashinfer_cascade.MIN_SPARED_BYTES", 1)
+    heads = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    save_model("llama", tmp_path, dtype=torch.bfloat16, **heads)
+    settings = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=PAGE_SIZE)
     runner = msgspec.structs.replace(
         settings.runner, device="cuda", attention_backend="flashinfer", cuda_graph_max_rows=16
     )
-    world = World(msgspec.structs.replace(settings, runner=runner))
+    return World(msgspec.structs.replace(settings, runner=runner))
+
+
+def checked_steps(world: World, samplings: list[Sampling], check: Check) -> int:
+    """All prompts in one batch, three groups whose rows alternate; returns how many steps shared pages."""
     graphs = world.runner._graphs
     assert graphs is not None
-    choose, shared = graphs._choose, []
+    replay, prefixes = graphs.replay, graphs._prefixes
+    assert prefixes is not None
+    num_checked = 0
 
-    def spy(num_rows: int, sharing: object) -> object:
-        shared.append(sharing is not None)
-        return choose(num_rows, sharing)  # type: ignore[arg-type]
+    def checked_replay(rows: StepRows, sampled: SampledRows) -> DecodeStep:
+        nonlocal num_checked
+        if prefixes.find(rows) is None:
+            return replay(rows, sampled)
+        num_checked += 1
+        return check(graphs, rows, sampled, replay)
 
-    graphs._choose = spy  # type: ignore[assignment,method-assign]
-    found = world.answers(PROMPTS, samplings, max_new_tokens=20)
+    graphs.replay = checked_replay  # type: ignore[method-assign]
+    world.answers(PROMPTS, samplings, max_new_tokens=20)
     world.runner.close()
-    return found, shared
+    return num_checked
 
 
-def test_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three groups whose rows alternate: most answers are those without sharing, rounding parts the others."""
-    save_model(
-        "llama",
-        tmp_path,
-        dtype=torch.bfloat16,
-        hidden_size=512,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=128,
-    )
-    samplings = [Sampling(i, temperature=0.7, top_k=20 if i == 5 else -1) for i in range(len(PROMPTS))]
-    plain, shared = answers(tmp_path, samplings)
-    assert not any(shared), "too little to be worth it"
-    monkeypatch.setattr("aioengine.attention._flashinfer_cascade.MIN_ROWS", 3)
-    monkeypatch.setattr("aioengine.attention._flashinfer_cascade.MIN_SPARED_BYTES", 1)
-    found, shared = answers(tmp_path, samplings)
-    assert sum(shared) > 10
-    same = sum(ours == theirs for ours, theirs in zip(found, plain, strict=True))
-    assert same > len(PROMPTS) // 2
+def test_rows_have_the_hidden_states_of_a_step_without_sharing(world: World) -> None:
+    def check(graphs: DecodeGraphs, rows: StepRows, sampled: SampledRows, replay: Replay) -> DecodeStep:
+        step = replay(rows, sampled)
+        assert step.token_ids is None
+        hidden = step.hidden.clone()
+        prefixes, graphs._prefixes = graphs._prefixes, None
+        plain = replay(rows, sampled).hidden
+        graphs._prefixes = prefixes
+        error = (hidden.float() - plain.float()).norm(dim=-1) / plain.float().norm(dim=-1)
+        assert float(error.max()) < 0.05
+        return replace(step, hidden=hidden)
+
+    samplings = [Sampling(i, temperature=0.7, top_k=20) for i in range(len(PROMPTS))]  # sampled outside the graph
+    assert checked_steps(world, samplings, check) > 10
+
+
+def test_rows_keep_their_own_tokens(world: World) -> None:
+    def check(graphs: DecodeGraphs, rows: StepRows, sampled: SampledRows, replay: Replay) -> DecodeStep:
+        step = replay(rows, sampled)
+        assert step.token_ids is not None
+        remembered = world.runner._table.last_tokens[torch.from_numpy(rows.slots).cuda()]
+        assert torch.equal(remembered, step.token_ids)
+        best = world.runner._model.compute_logits(step.hidden).argmax(-1)
+        assert float((best == step.token_ids).float().mean()) > 0.7, "but for ties"
+        return step
+
+    greedy = [Sampling(i, temperature=0.0) for i in range(len(PROMPTS))]
+    assert checked_steps(world, greedy, check) > 10
