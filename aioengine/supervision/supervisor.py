@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import Struct
 
-from aioengine.errors import EngineClosedError, EngineError, EngineStartupError
+from aioengine.errors import EngineClosedError, EngineError
 from aioengine.protocol.messages import Progress, Reply, Stats, TextChunks, ToFrontend
 from aioengine.protocol.orders import SCHEDULER
 from aioengine.supervision.incarnation import Incarnation, Loss, ProcessState, Timeouts
@@ -212,7 +212,7 @@ class Supervisor:
             self.num_restarts += 1
             try:
                 await self._incarnation.start()
-            except EngineStartupError as startup_error:
+            except Exception as startup_error:  # of whatever kind: else everybody would wait for ever
                 if not self._window.take(time.monotonic()):
                     error.__cause__ = startup_error
                     self._fail(error)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aioengine.transport.addresses import Listener
 
 Context = zmq.Context[zmq.Socket[bytes]]
+ZmqError = zmq.ZMQError
 
 logger = logging.getLogger(__name__)
 

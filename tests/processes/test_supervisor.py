@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import random
@@ -24,6 +25,7 @@ from aioengine.supervision import handshake
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, build, reference_output
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.local import LocalSender
+from aioengine.transport.zmq import ZmqError
 from tests.processes.engine_kit import Frontend, fake_settings
 
 if TYPE_CHECKING:
@@ -473,3 +475,37 @@ async def test_a_task_ends_when_asked_also_while_a_message_comes(place_of_child:
         for _ in range(10):
             await asyncio.sleep(0)
         assert child.exit_code == 0
+
+
+async def test_a_replacement_that_fails_in_an_unforeseen_way_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever waits would wait for ever."""
+
+    async def launch(_: object) -> NoReturn:
+        raise ZeroDivisionError("unforeseen")
+
+    async with Frontend(fake_settings(raise_at=1, raise_times=9), launcher="inline", max_restarts=2) as frontend:
+        monkeypatch.setattr("aioengine.supervision.launchers.inline.InlineLauncher.launch", launch)
+        for uid in range(2):
+            frontend.submit(uid)
+            await frontend.finished(uid)
+        frontend.submit(2)
+        error = await frontend.failure()
+        assert isinstance(error, EngineDeadError)
+        assert isinstance(error.__cause__, ZeroDivisionError)
+
+
+@process
+@pytest.mark.parametrize("end", ["AsyncZmqSender", "AsyncZmqReceiver"])
+async def test_sockets_that_cannot_be_opened_are_the_error_of_the_start(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise ZmqError(errno.EMFILE)
+
+    monkeypatch.setattr(f"aioengine.supervision.launchers.process.{end}", refuse)
+    supervisor = Frontend().supervisor
+    num_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(EngineStartupError, match="sockets could not be opened: Too many open files"):
+        await supervisor.start()
+    assert [state.alive for state in supervisor.processes()] == [False, False]
+    assert len(os.listdir("/proc/self/fd")) == num_files

@@ -20,7 +20,7 @@ from aioengine.errors import EngineStartupError
 from aioengine.protocol.board import blank_board, read_board
 from aioengine.protocol.orders import ROLES, Endpoints, Orders
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, listen
-from aioengine.transport.zmq import AsyncZmqReceiver, AsyncZmqSender, Context
+from aioengine.transport.zmq import AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,6 +131,7 @@ class ProcessLauncher:
         self._epoch = secrets.randbits(_EPOCH_BITS)
         self._directory: PrivateDirectory | None = None
         self._context: Context | None = None
+        self._ends: list[AsyncZmqSender | AsyncZmqReceiver] = []
         self._listeners: dict[str, Listener] = {}  # not yet taken over by a reader
         self._scheduler_endpoint = ""
         self._is_closed = False
@@ -147,20 +148,25 @@ class ProcessLauncher:
             raise
         if self._is_closed:
             raise EngineStartupError("the engine was shut down while it started")
-        own = self._listeners.pop(_FRONTEND)
         self._context = Context()
-        self.receiver = AsyncZmqReceiver(self._context, own, self._epoch)
-        self.sender = AsyncZmqSender(self._context, self._scheduler_endpoint, self._epoch, reader="it")
+        try:
+            self.sender = AsyncZmqSender(self._context, self._scheduler_endpoint, self._epoch, reader="it")
+            self._ends.append(self.sender)
+            self.receiver = AsyncZmqReceiver(self._context, self._listeners[_FRONTEND], self._epoch)
+            self._ends.append(self.receiver)
+        except ZmqError as error:
+            raise EngineStartupError(f"the engine's sockets could not be opened: {error}") from error
+        del self._listeners[_FRONTEND]
 
     def close(self) -> None:
         self._is_closed = True
         for process in self._processes:
             process.close()
         self._thread.stop()
+        for end in self._ends:
+            end.close()
         if self._context is not None:
-            self.receiver.close()
-            self.sender.close()
-            self._context.term()
+            self._context.destroy(linger=0)  # also of a socket that could not be opened as a whole
             self._context = None
         self._close_listeners()
         if self._directory is not None:
