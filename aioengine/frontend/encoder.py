@@ -118,6 +118,8 @@ def look_at(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt:
             check_ids(found.token_ids)
     except (TypeError, ValueError) as error:
         return RefusedPrompt(error)
+    except Exception as error:  # its parts may be objects of any class: whatever they raise is this prompt's
+        return RefusedPrompt(ValueError(f"{prompt.name} cannot be read: {type(error).__name__}: {error}"))
     return found
 
 

@@ -34,14 +34,13 @@ class TextPrompt(Struct, frozen=True, gc=False):
 
 
 class ChatPrompt(Struct, frozen=True):
-    """A conversation to be put through the model's chat template, then tokenized without special tokens."""
+    """A conversation to be put through the model's chat template, then tokenized without special tokens.
+
+    ``num_bytes``: about, the characters of its text.
+    """
 
     messages: Messages
-
-    @property
-    def num_bytes(self) -> int:
-        """About: the characters of its text."""
-        return sum(_num_characters(value) for message in self.messages for value in message.values())
+    num_bytes: int
 
 
 class IdsPrompt(Struct, frozen=True, gc=False):
@@ -165,7 +164,14 @@ def chat_prompt(name: str, value: object) -> Prompt:
     num_characters = sum(map(_weight, first)) * len(given) // len(first)
     if len(given) > len(first) or num_characters > MAX_CHARACTERS_AT_CALL:
         return LargePrompt(name, list(given), _many_messages, num_bytes=num_characters)
-    return ChatPrompt([_message(f"{name}[{position}]", message) for position, message in enumerate(given)])
+    return _chat(name, [_message(f"{name}[{position}]", message) for position, message in enumerate(given)])
+
+
+def _chat(name: str, messages: list[dict[str, object]]) -> ChatPrompt:
+    try:
+        return ChatPrompt(messages, _num_characters(messages))
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deeply, or holds itself; give plain text parts") from None
 
 
 def _weight(message: object) -> int:
@@ -182,7 +188,7 @@ def _many_messages(name: str, value: object) -> ChatPrompt:
         if position % MESSAGES_IN_SLICE == 0:
             _let_others_run()
         messages.append(_message(f"{name}[{position}]", message))
-    return ChatPrompt(messages)
+    return _chat(name, messages)
 
 
 def _message(name: str, value: object) -> dict[str, object]:

@@ -31,6 +31,13 @@ def chat(messages: object) -> Ask:
     return asks.to_chat(messages, None, stream=False, options={})
 
 
+def num_characters(value: object) -> int:
+    """Of all strings in it."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return len(value) if isinstance(value, str) else sum(map(num_characters, value))  # type: ignore[arg-type]
+
+
 def below_1000(token_ids: list[int]) -> None:
     if max(token_ids) >= 1000:
         raise ValueError("outside the vocabulary")
@@ -61,6 +68,15 @@ class TestIds:
         assert isinstance(looked_at, RefusedPrompt)
         assert isinstance(looked_at.error, kind)
         assert "input_ids entries" in str(looked_at.error)
+
+    def test_entries_that_break_when_they_are_looked_at_are_refused_too(self) -> None:
+        class Broken:
+            def __index__(self) -> int:
+                raise ZeroDivisionError("no number")
+
+        looked_at = seen(ask(input_ids=[*MANY_IDS, Broken()]).prompts[0])
+        assert isinstance(looked_at, RefusedPrompt)
+        assert str(looked_at.error) == "input_ids cannot be read: ZeroDivisionError: no number"
 
     def test_the_vocabulary_is_checked_then_too(self) -> None:
         [prompt] = ask(input_ids=MANY_IDS).prompts
@@ -103,10 +119,24 @@ class TestChats:
     )
     def test_long_ones_are_looked_at_later(self, messages: list[dict[str, object]]) -> None:
         [prompt] = chat(messages).prompts
-        assert seen(prompt) == ChatPrompt(messages)
+        assert seen(prompt) == ChatPrompt(messages, num_characters(messages))
 
     def test_short_ones_at_once(self) -> None:
-        assert chat(MANY_MESSAGES[:-1]).prompts == [ChatPrompt(MANY_MESSAGES[:-1])]
+        messages = MANY_MESSAGES[:-1]
+        assert chat(messages).prompts == [ChatPrompt(messages, num_characters(messages))]
+
+    @pytest.mark.parametrize("num_messages", [1, len(MANY_MESSAGES)])
+    def test_what_is_nested_too_deeply_or_holds_itself(self, num_messages: int) -> None:
+        endless: list[object] = []
+        endless.append(endless)
+        messages = [{**MESSAGE, "more": endless}] * num_messages
+        if num_messages == 1:
+            with pytest.raises(ValueError, match="messages is nested too deeply, or holds itself"):
+                chat(messages)
+        else:
+            looked_at = seen(chat(messages).prompts[0])
+            assert isinstance(looked_at, RefusedPrompt)
+            assert "nested too deeply" in str(looked_at.error)
 
     def test_what_is_wrong_with_one_message(self) -> None:
         [prompt] = chat([*MANY_MESSAGES, {"content": "no role"}]).prompts
@@ -136,8 +166,8 @@ class Threads:
     [
         (TextPrompt("a", 1), "aioengine-encode_0"),
         (TextPrompt("a" * LONG_BYTES * 2, LONG_BYTES * 2), "aioengine-encode-long_0"),
-        (ChatPrompt([MESSAGE]), "aioengine-encode_0"),
-        (ChatPrompt([{"role": "user", "content": "a" * LONG_BYTES * 2}]), "aioengine-encode-long_0"),
+        (ChatPrompt([MESSAGE], 1), "aioengine-encode_0"),
+        (ChatPrompt([{"role": "user", "content": "a" * LONG_BYTES * 2}], LONG_BYTES * 2), "aioengine-encode-long_0"),
         (chat(MANY_MESSAGES * 100).prompts[0], "aioengine-encode-long_0"),
     ],
     ids=["text", "long text", "chat", "long chat", "chat of many messages"],
