@@ -91,10 +91,10 @@ class CallLife:
 
     def settle(self, call: Call) -> None:
         """Close a call that is over, and free the rows that it leaves behind."""
-        output = call.output
-        if not output.is_over:
-            return
         with self._lock:
+            output = call.output
+            if not output.is_over:
+                return
             uids = [row.uid for row in output.live.values()]
             output.live.clear()
             self._calls.close(call, time.monotonic())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import re
+import threading
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError
 from aioengine.frontend import attachments
-from aioengine.frontend.outputs import RowStream
+from aioengine.frontend.outputs import Reader, RowStream
 from aioengine.frontend.replay import AttachableOutput, Replay
 from aioengine.protocol.messages import TextChunks
 from aioengine.stream import Stream
@@ -44,6 +46,22 @@ async def read_some(engine: AsyncEngine, rid: str, text: str, num_chunks: int) -
             if num_chunks <= 0:
                 break
     return text, False
+
+
+async def test_who_attaches_at_the_end_of_a_stream_that_rests_sees_it_go_on() -> None:
+    async with slow_engine(slow_reader="pause", slow_reader_timeout_s=0.05) as engine:
+        params = {"max_new_tokens": 1000, "temperature": 0}
+        whole = (await engine.async_generate("a", params))["text"]
+        stream = engine.async_generate("a", params, stream=True, rid="x", resume_ttl=TTL_S)
+        await anext(stream)
+        await until(lambda: (engine.stats()["num_running"], engine.stats()["num_waiting"]) == (0, 1))
+        with pytest.raises(ValueError, match="from_offset must be at most") as refused:
+            engine.attach("x", 10**6)
+        num_given = int(re.findall(r"\d+", str(refused.value))[0])
+        assert num_given < len(whole)
+        async with asyncio.timeout(10):
+            rest = [chunk["text"] async for chunk in engine.attach("x", num_given)]
+        assert "".join(rest) == whole[num_given:]
 
 
 async def test_a_stream_goes_on_without_its_reader_and_every_byte_comes_once() -> None:
@@ -233,3 +251,32 @@ async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.Monk
         [stream] = attached
         assert len("".join([chunk["text"] async for chunk in stream])) == 6
         assert await engine.drain(1)
+
+
+async def test_who_attaches_while_the_engine_looks_whether_it_is_over_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The output of the reader before is over then, not the call."""
+    async with slow_engine() as engine:
+        whole = await expected(engine)
+        await anext(engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S))
+        frontend = engine._running()
+        [call] = frontend.calls.by_output.values()
+        attached: list[Reader] = []
+        attaching = threading.Thread(target=lambda: attached.append(frontend.attachments.attach("x", 0, frontend)))
+
+        class Watched(AttachableOutput):
+            __slots__ = ()
+
+            @property
+            def is_over(self) -> bool:
+                attaching.start()
+                attaching.join(0.2)
+                return super().is_over
+
+        call.output.__class__ = Watched
+        frontend._life.settle(call)
+        attaching.join()
+        assert engine.stats()["num_streams"] == 1
+        stream = Stream(attached[0], home=frontend.loop, is_bound=True, owner=engine)
+        assert "".join([chunk["text"] async for chunk in stream]) == whole
