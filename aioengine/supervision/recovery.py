@@ -254,9 +254,12 @@ class Ledger:
         if trials.on_trial is None:
             return []
         tried = self._entries.get(trials.on_trial)
+        due: list[ToScheduler] = []
         if tried is not None and tried.num_known >= trials.suspects.get(trials.on_trial, 0):
             trials.suspects.pop(trials.on_trial, None)
-        return self._release() if trials.settle() else []
+            if tried.is_suspended:  # that had to wait for its trial
+                due.append(Suspend([trials.on_trial]))
+        return [*due, *self._release()] if trials.settle() else due
 
     def _note_ids(self, chunks: TextChunks) -> None:
         given, token_ids, counts = map(self._given.get, chunks.uids), chunks.token_ids, chunks.counts

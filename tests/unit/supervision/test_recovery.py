@@ -194,6 +194,16 @@ def test_others_do_not_wait_for_a_suspect_that_is_suspended() -> None:
     assert not world.ledger.holds_back
 
 
+def test_a_suspect_that_was_suspended_is_so_again_when_it_was_tried() -> None:
+    world = World(1, 2)
+    world.tell(Suspend([1]))
+    world.restart(1)
+    assert [type(message) for message in world.sent] == [Submit]
+    world.hear(1, [5], begins=True)
+    assert world.sent[1] == Suspend([1])
+    assert world.uids() == [1, 2]
+
+
 # ---------------------------------------------------------------- suspects
 
 
