@@ -73,7 +73,10 @@ class SlowReaders:
 
 def _place(output: CallOutput) -> Place | None:
     """Where the reader of a stream is; None where it has read everything, or where there is none."""
-    if not output.is_stream or not output.ready:
+    if not output.is_stream:
         return None
-    row = output.ready[0]
+    try:
+        row = output.ready[0]
+    except IndexError:  # asked for, rather than looked at before: readers on other threads take rows meanwhile
+        return None
     return row, row.text_offset, row.token_offset

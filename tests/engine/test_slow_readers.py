@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import resource
+from collections import deque
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from aioengine.config import DeliveryConfig
 from aioengine.engine import AsyncEngine
-from aioengine.frontend.outputs import RowStream
+from aioengine.frontend.call_life import CallLife
+from aioengine.frontend.calls import Call
+from aioengine.frontend.outputs import CallOutput, RowStream
+from aioengine.frontend.slow_readers import SlowReaders
 from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.engine.engine_double import until
@@ -112,3 +119,25 @@ async def test_a_thousand_stalled_readers_stay_under_the_ceiling_and_slow_nobody
         assert sum(len(row.token_ids) for row in rows) == 200 * NUM_STALLED
         last = [chunk async for chunk in stalled[-1]]
         assert [len(chunk["output_ids"]) for chunk in last] == [200]
+
+
+async def test_a_reader_on_another_thread_that_takes_the_last_row_meanwhile_ends_no_looking() -> None:
+    class JustEmptied(deque[RowStream]):
+        """Has something for who asks first and takes then."""
+
+        def __len__(self) -> int:
+            return 1
+
+    output = CallOutput("x", 1, is_stream=True, is_batch=False, returns_exceptions=False)
+    output.ready = JustEmptied()
+    looks: list[int] = []
+
+    def open_calls() -> list[Call]:
+        looks.append(1)
+        return [cast("Call", SimpleNamespace(output=output))]
+
+    config = DeliveryConfig(slow_reader="pause", slow_reader_timeout_s=0.01)
+    slow_readers = SlowReaders(config, open_calls, cast("CallLife", None))
+    slow_readers.watch()
+    await until(lambda: len(looks) > 2)
+    slow_readers.stop()
