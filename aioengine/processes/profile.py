@@ -40,7 +40,7 @@ class Profile:
 
     def __init__(self) -> None:
         self._running: _Running | None = None
-        self._written: Path | None = None
+        self._written: Path | Exception | None = None
         self._num_started = 0
 
     def part(self, name: str) -> AbstractContextManager[object]:
@@ -95,20 +95,21 @@ class Profile:
     def stop(self) -> tuple[bool, str, str]:
         """End it and write the file; also gives the file of a profile that has ended by itself."""
         if self._running is not None:
-            error = self._write(self._running)
-            if error is not None:
-                return False, f"the profile could not be written: {type(error).__name__}: {error}", ""
-        path, self._written = self._written, None
-        if path is None:
+            self._write(self._running)
+        written, self._written = self._written, None
+        if written is None:
             return False, "no profile is being made; start_profile begins one", ""
-        return True, str(path), ""
+        if isinstance(written, Exception):
+            return False, f"the profile could not be written: {type(written).__name__}: {written}", ""
+        return True, str(written), ""
 
-    def _write(self, running: _Running) -> Exception | None:
+    def _write(self, running: _Running) -> None:
+        """``stop`` tells the file, or what went wrong."""
         self._running = None
         try:
             running.profiler.stop()
             running.profiler.export_chrome_trace(str(running.path))
         except (OSError, RuntimeError) as error:
-            return error
-        self._written = running.path
-        return None
+            self._written = error
+        else:
+            self._written = running.path

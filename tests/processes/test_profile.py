@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +92,19 @@ def test_without_a_profile_nothing_is_marked() -> None:
     profile = Profile()
     nothing = profile.part("schedule")
     assert profile.launch(1, Plan([Row(1, 0, 1, True)])) is nothing
+
+
+def test_what_went_wrong_with_a_profile_that_ended_by_itself_is_told_by_its_stop(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    profile = Profile()
+    started = profile.start(
+        folder=str(tmp_path / "gone"), prefix="", num_steps=1, activities="CPU", with_stack=False, record_shapes=False
+    )
+    assert started == (True, "", "")
+    for number in (1, 2):
+        with profile.launch(number, Plan([Row(1, 0, 1, True)])):
+            shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+    success, message, _ = profile.stop()
+    assert not success
+    assert message.startswith("the profile could not be written: ")
+    assert profile.stop()[1].startswith("no profile is being made")
