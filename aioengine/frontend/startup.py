@@ -57,6 +57,7 @@ class _Inbox:
         self.frontend = frontend
         frontend.on_messages(self._messages)
         if self._failure is not None:
+            frontend.fail(self._failure)  # it has begun to watch its readers
             raise self._failure
 
 

@@ -9,10 +9,19 @@ import pickle
 import threading
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
+from aioengine.config import DeliveryConfig
 from aioengine.engine import AsyncEngine
-from aioengine.errors import EngineClosedError, EngineStartupError, RequestTooLargeError, WrongLoopError
+from aioengine.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    EngineStartupError,
+    RequestTooLargeError,
+    WrongLoopError,
+)
+from aioengine.frontend.slow_readers import SlowReaders
 from aioengine.frontend.startup import Blueprint
 from tests.engine.engine_double import CONTEXT_LENGTH, CodePoints, Double, World, expected_text, until
 
@@ -380,3 +389,20 @@ class TestTokenizing:
         assert isinstance(outs[1], RequestTooLargeError)
         assert (outs[0]["text"], outs[2]["text"]) == (expected_text("a", 6), expected_text("b", 6))
         assert max(len(text) for batch in world.tokenizer.batches for text in batch) < 10_000_000
+
+
+async def test_an_engine_that_dies_just_when_it_is_ready_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dying(Double):
+        async def start(self) -> dict[str, object]:
+            self.events.on_failure(EngineDeadError("scheduler", pid=11, exit_code=1))
+            return await super().start()
+
+    looks: list[SlowReaders] = []
+    monkeypatch.setattr(SlowReaders, "_look", lambda one: looks.append(one))
+    delivery = DeliveryConfig(slow_reader="pause", slow_reader_timeout_s=0.02)
+    blueprint = msgspec.structs.replace(World().blueprint(), make_processes=Dying, delivery=delivery)
+    engine = AsyncEngine.from_blueprint(lambda: blueprint)
+    with pytest.raises(EngineDeadError):
+        await engine.start()
+    await asyncio.sleep(0.02)
+    assert looks == []
