@@ -219,7 +219,6 @@ def text_rules(
         stop_regex=_strings("stop_regex", params.stop_regex, MAX_PATTERN_BYTES),
         no_stop_trim=params.no_stop_trim,
         skip_special_tokens=params.skip_special_tokens,
-        spaces_between_special_tokens=params.spaces_between_special_tokens,
         stream=stream,
         stream_interval=stream_interval if params.stream_interval is None else int(params.stream_interval),
     )

@@ -65,12 +65,12 @@ class Child:
         self.uplink.send([Ready(self.orders.role, os.getpid(), fingerprint(), text)])
 
     def serve(self, service: Service, peer: str) -> None:
-        """Run ``service``, whose peer listens at ``peer``, until it stops or this process is asked to end."""
+        """Run ``service``, whose peer listens at ``peer``, until this process is asked to end or something fails."""
         to_peer = self._connect(peer, "the other process of the engine")
         self.tell_ready(service.facts)
         now = time.monotonic()
         try:
-            while not service.is_stopped:
+            while True:
                 messages = self.receiver.receive(self._wait_s(service, now))
                 now = time.monotonic()
                 if messages:
@@ -81,10 +81,9 @@ class Child:
                 if outbox.to_frontend:
                     self.uplink.send(outbox.to_frontend)
                 self.uplink.flush()
-        except SystemExit:
+        except SystemExit:  # asked to end; after a failure nothing is tidied, which might fail as well
             service.close()
             raise
-        service.close()
 
     def _wait_s(self, service: Service, now: float) -> float:
         """How long to wait for messages: not long while a slow reader holds back what we sent."""

@@ -47,7 +47,6 @@ class DetokenizerService:
     ) -> None:
         """``board``: where the requests are told whose text is made."""
         self.facts = facts or {}
-        self.is_stopped = False
         self._source = source
         self._board = board
         self._open: dict[int, OpenText] = {}

@@ -50,7 +50,6 @@ class SchedulerService:
     def __init__(
         self, core: SchedulerCore[Any], runner: Runner[Any], profile: Profile, *, settings: Settings, facts: Facts
     ) -> None:
-        self.is_stopped = False
         self._core = core
         self._runner = runner
         self._settings = settings
@@ -66,11 +65,9 @@ class SchedulerService:
             "pause": self._pause,
             "continue": self._continue,
             "server_info": self._server_info,
-            "collect_garbage": self._collect_garbage,
             "freeze_gc": self._freeze_gc,
             "start_profile": profile.start,
             "stop_profile": profile.stop,
-            "stop": self._stop,
         }
 
     @property
@@ -182,17 +179,10 @@ class SchedulerService:
         info = {"settings": self._settings, "facts": self._facts, "stats": stats}
         return True, "", msgspec.json.encode(info).decode()
 
-    def _collect_garbage(self) -> tuple[bool, str, str]:
-        return True, f"{gc.collect()} objects collected", ""
-
     def _freeze_gc(self) -> tuple[bool, str, str]:
         gc.collect()
         gc.freeze()
         return True, f"{gc.get_freeze_count()} objects frozen", ""
-
-    def _stop(self) -> tuple[bool, str, str]:
-        self.is_stopped = True
-        return True, "", ""
 
 
 def build_service(

@@ -81,9 +81,8 @@ class TextRules(Struct, frozen=True, array_like=True, gc=False):
     """How ids become text; the detokenizer's part of a request.
 
     ``context_token_ids`` are the last few ids of the prompt, so that the first output token is decoded in its
-    place. ``stream_interval`` is in tokens; without ``stream`` all text leaves in one chunk at the end.
-    ``trimmed_token_ids`` are the stop tokens: one that ends the request is not part of its text unless
-    ``no_stop_trim``.
+    place. ``stream_interval`` is in tokens; without ``stream`` text leaves in pieces of many tokens.
+    The stop that ends the request, a token or a text, is not part of its text unless ``no_stop_trim``.
     """
 
     context_token_ids: tuple[int, ...] = ()
@@ -91,7 +90,6 @@ class TextRules(Struct, frozen=True, array_like=True, gc=False):
     stop_regex: tuple[str, ...] = ()
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     stream: bool = True
     stream_interval: int = 1
 
@@ -163,8 +161,8 @@ class Suspend(Struct, tag="suspend", array_like=True, gc=False):
 class Control(Struct, tag="control", array_like=True, gc=False):
     """A question or an order to the scheduler process, answered by one ``Reply`` with the same ``call_id``.
 
-    ``name``: "flush_cache", "pause", "continue", "server_info", "collect_garbage", "freeze_gc", "start_profile",
-    "stop_profile", "stop". ``arguments`` are those of what does it: only "start_profile" has some.
+    ``name``: "flush_cache", "pause", "continue", "server_info", "freeze_gc", "start_profile",
+    "stop_profile". ``arguments`` are those of what does it: only "start_profile" has some.
     """
 
     call_id: int
@@ -250,13 +248,12 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
     finished: list[Finished] = []
     num_open: int = 0
     begun: list[Begun] = []
+    preempted: list[int] = []
 
     def __post_init__(self) -> None:
         counts = self.counts
         if not len(self.uids) == len(self.texts) == len(counts) or sum(counts) != len(self.token_ids):
             raise ValueError(f"{len(self.uids)} uids, {len(self.texts)} texts, {sum(counts)} ids do not match")
-
-    preempted: list[int] = []
 
 
 class Stats(Struct, tag="stats", array_like=True, gc=False):

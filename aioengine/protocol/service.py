@@ -32,11 +32,6 @@ class Service(Protocol):
         """What ``Ready`` tells about it."""
         ...
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it was asked to end."""
-        ...
-
     def handle(self, messages: list[Message], now: float) -> None:
         """Take in what came."""
         ...

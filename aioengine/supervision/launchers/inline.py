@@ -104,7 +104,7 @@ class InlineChild:
 
     async def _serve(self, service: Service) -> None:
         now = time.monotonic()
-        while not service.is_stopped:
+        while True:
             wait_s = service.wait_s(now)
             messages = self._inbox.drain()
             if not messages and wait_s > 0:
