@@ -44,7 +44,6 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.taken: dict[str, int] = {}
-        self._step_bytes = 0
 
     @contextmanager
     def take(self, purpose: str, *, advice: str, need: int | None = None) -> Iterator[None]:
@@ -78,9 +77,9 @@ class DeviceMemory:
         advice = "Lower chunked_prefill_size or max_running_requests"
         with self.take("a step of the largest size", advice=advice):
             peak = peak_memory(model, self.device, largest)
-        self._step_bytes = peak + peak // 4  # the tensors of a smaller step may lie less densely
+        steps = peak + peak // 4  # the tensors of a smaller step may lie less densely
         counts = 4 * largest.num_rows * model.vocab_size  # of tokens, for penalties; twice while their table grows
-        reserved = self._step_bytes + 2 * counts + GRAPHS_BYTES
+        reserved = steps + 2 * counts + GRAPHS_BYTES
         free, total = torch.cuda.mem_get_info(self.device)
         left = int(free - (1.0 - fraction) * total)
         words = (
@@ -88,16 +87,6 @@ class DeviceMemory:
             f"largest step and the CUDA graphs need {in_words(reserved)}"
         )
         return Room(max(free - reserved, 0), max(left - reserved, 0), words)
-
-    def hold_for_steps(self) -> None:
-        """Take now what the largest step needs; torch keeps it and cuts every step's tensors from it.
-
-        When a step of another size asks the device for memory, the host waits until all steps in flight are over. To
-        be called after graphs are captured, since a capture gives back what torch has and does not use.
-        """
-        if self._step_bytes:
-            with self.take("steps", advice="Lower mem_fraction_static", need=self._step_bytes):
-                torch.empty(self._step_bytes, dtype=torch.uint8, device=self.device)
 
     def describe(self) -> str:
         """How much there is, how much is free, and who has the rest, as far as it can be told."""

@@ -349,7 +349,6 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
             _prepare_device(runner, parts, settings, report)
-    memory.hold_for_steps()
     facts |= memory.facts() | _versions()
     facts["load_s"] = time.monotonic() - started_at
     return runner

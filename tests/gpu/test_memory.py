@@ -97,14 +97,3 @@ def test_the_device_is_described(settings: Settings) -> None:
     assert int(runner.facts["free_bytes"]) < int(runner.facts["total_bytes"])
     assert {"torch_version", "triton_version"} <= runner.facts.keys()
     runner.close()
-
-
-def test_steps_need_not_ask_the_device_for_memory(settings: Settings) -> None:
-    memory = MemorySettings(page_size=16, num_pages=64, mem_fraction_static=0.9)
-    scheduler = msgspec.structs.replace(settings.scheduler, chunk_tokens=16_384)
-    runner = build(msgspec.structs.replace(settings, memory=memory, scheduler=scheduler), lambda _: None)
-    num_asked = torch.cuda.memory_stats()["num_device_alloc"]
-    tensors = [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in (30, 12, 20)]
-    assert torch.cuda.memory_stats()["num_device_alloc"] == num_asked
-    del tensors
-    runner.close()
