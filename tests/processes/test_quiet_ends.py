@@ -126,7 +126,9 @@ def test_a_program_ends_without_a_word_and_leaves_nothing(name: str, tmp_path: P
     """In development mode, with every warning an error."""
     running = program(ENDS[name], tmp_path)
     out, err = running.communicate(timeout=50)
-    assert (running.returncode, err) == (0, "")
+    # On a machine that is busy with other things, asyncio's debug mode finds that a callback took long.
+    told = [line for line in err.splitlines() if not line.startswith("Executing <")]
+    assert (running.returncode, told) == (0, [])
     pids = [int(pid) for pid in out.split()]
     assert len(pids) == 2
     assert gone(pids)
