@@ -60,6 +60,8 @@ def wrong_value(name: str, allowed: str, value: object) -> ValueError:
 
 def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
     """An integer from ``low`` to ``high``. Numbers of other kinds (numpy's) count when they are whole by type."""
+    if type(value) is int and low <= value <= high:
+        return value  # nearly always, and without the words for what is wrong
     allowed = f"an integer of at least {low}" if high == MAX_COUNT else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, int | SupportsIndex):  # int first: it is quick
         raise wrong_type(name, allowed, value)
@@ -76,6 +78,8 @@ def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
 
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """A finite number from ``low`` to ``high``; with ``above``, ``low`` itself is outside."""
+    if type(value) is float and low <= value <= high and not (above and value == low):
+        return value  # nearly always, and without the words for what is wrong
     allowed = f"a number above {low:g} and up to {high:g}" if above else f"a number from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float | SupportsFloat):
         raise wrong_type(name, allowed, value)

@@ -13,13 +13,17 @@ from msgspec import Struct
 from aioengine import checks
 from aioengine.frontend.prompts import (
     MAX_IDS_AT_CALL,
+    MAX_ROWS_AT_CALL,
     MESSAGES,
     Messages,
     Prompt,
     RefusedPrompt,
+    Rows,
     RowsOfIds,
     chat_prompt,
     ids_prompt,
+    later_ids,
+    later_text,
     text_prompt,
 )
 from aioengine.params import SamplingParams, is_sampling_parameter
@@ -118,7 +122,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     Timeouts are in seconds from the call.
     """
 
-    prompts: list[Prompt]
+    prompts: Rows
     params: list[SamplingParams]
     is_batch: bool
     is_stream: bool = False
@@ -147,6 +151,15 @@ class Ask(Struct, frozen=True, kw_only=True):
     def num_rows(self) -> int:
         return len(self.prompts) * self.num_samples
 
+    def timeouts(self) -> dict[str, float]:
+        """In seconds, by the words that name them in a finish reason."""
+        given = (self.timeout_s, self.queue_timeout_s, self.first_token_timeout_s)
+        return {
+            which: seconds
+            for which, seconds in zip(("total", "queue", "first_token"), given, strict=True)
+            if seconds is not None
+        }
+
     @property
     def gives_batch(self) -> bool:
         return self.is_batch or self.num_samples > 1
@@ -170,15 +183,19 @@ def to_generate(
     if prompt is not None:
         if isinstance(prompt, str):
             return _ask(
-                [text_prompt("prompt", prompt)], sampling_params, is_batch=False, stream=stream, options=options
+                Rows([text_prompt("prompt", prompt)]), sampling_params, is_batch=False, stream=stream, options=options
             )
         given = checks.sequence("prompt", prompt, allowed=checks.TEXTS)
-        texts = _rows("prompt", given, text_prompt, options)
+        is_plain = set(map(type, given)) == {str} and all(given)
+        texts = _rows("prompt", given, text_prompt, options, later=later_text if is_plain else None)
         return _ask(texts, sampling_params, is_batch=True, stream=stream, options=options)
     rows = checks.sequence("input_ids", input_ids, allowed=IDS)
     is_batch = _holds_rows(rows, options)
-    prompts: list[Prompt]
-    prompts = _rows("input_ids", rows, RowsOfIds(), options) if is_batch else [ids_prompt("input_ids", input_ids)]
+    if is_batch:
+        is_plain = set(map(type, rows)) <= {list, tuple} and all(rows)
+        prompts = _rows("input_ids", rows, RowsOfIds(), options, later=later_ids if is_plain else None)
+    else:
+        prompts = Rows([ids_prompt("input_ids", input_ids)])
     return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
@@ -190,24 +207,34 @@ def to_chat(messages: object, sampling_params: object, *, stream: object, option
     """
     rows = checks.sequence("messages", messages, allowed=MESSAGES)
     is_batch = _holds_rows(rows, options)
-    prompts: list[Prompt]
-    prompts = _rows("messages", rows, chat_prompt, options) if is_batch else [chat_prompt("messages", rows)]
+    prompts = _rows("messages", rows, chat_prompt, options) if is_batch else Rows([chat_prompt("messages", rows)])
     return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
 def _rows(
-    name: str, values: Sequence[object], make: Callable[[str, object], Prompt], options: Mapping[str, object]
-) -> list[Prompt]:
-    """The prompts of a batch. One that is wrong raises, or stands for its error (``return_exceptions=True``)."""
+    name: str,
+    values: Sequence[object],
+    make: Callable[[str, object], Prompt],
+    options: Mapping[str, object],
+    *,
+    later: Callable[[str, object], Prompt] | None = None,
+) -> Rows:
+    """The prompts of a batch. One that is wrong raises, or stands for its error (``return_exceptions=True``).
+
+    ``later`` makes those behind the first of a long batch, when they begin; None: all are made now.
+    """
+    num_first = len(values) if later is None else MAX_ROWS_AT_CALL
     prompts: list[Prompt] = []
-    for place, value in enumerate(values):
+    for place, value in enumerate(values[:num_first]):
         try:
             prompts.append(make(f"{name}[{place}]", value))
         except (TypeError, ValueError) as error:
             if not _fails_alone(options):
                 raise
             prompts.append(RefusedPrompt(error))
-    return prompts
+    if later is None:
+        return Rows(prompts)
+    return Rows(prompts, values[num_first:], lambda place, value: later(f"{name}[{place}]", value))
 
 
 def _fails_alone(options: Mapping[str, object]) -> bool:
@@ -221,7 +248,7 @@ def _holds_rows(values: Sequence[object], options: Mapping[str, object]) -> bool
 
 
 def _ask(
-    prompts: list[Prompt], sampling_params: object, *, is_batch: bool, stream: object, options: Mapping[str, object]
+    prompts: Rows, sampling_params: object, *, is_batch: bool, stream: object, options: Mapping[str, object]
 ) -> Ask:
     for name, value in options.items():
         if name not in RequestOptions.__optional_keys__:
@@ -268,7 +295,7 @@ def _unexpected(name: str) -> TypeError:
     return TypeError(f"unexpected argument {name!r}: not supported{hint}")
 
 
-def _params(value: object, prompts: list[Prompt], *, is_batch: bool, fails_alone: bool) -> list[SamplingParams]:
+def _params(value: object, prompts: Rows, *, is_batch: bool, fails_alone: bool) -> list[SamplingParams]:
     """One for all prompts, or one for each; their ``n`` must agree, since it gives the answers their places.
 
     With ``fails_alone``, a wrong one of several refuses its prompt.
@@ -287,7 +314,7 @@ def _params(value: object, prompts: list[Prompt], *, is_batch: bool, fails_alone
         except (TypeError, ValueError) as error:
             if not fails_alone:
                 raise
-            prompts[place] = RefusedPrompt(error)
+            prompts.refuse(place, error)
     counts = [entry.n for entry in found.values()]
     if len(set(counts)) > 1:
         raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from aioengine.frontend.attachments import Attachments
-from aioengine.frontend.feeder import Feeder, deadlines_of, end_unbegun, expired_deadline
+from aioengine.frontend.feeder import Feeder, end_unbegun
 from aioengine.frontend.outputs import Wants
 from aioengine.protocol.messages import Abort, FinishCode, Finished, Suspend
 
@@ -66,9 +66,8 @@ class CallLife:
         if self._calls.failure is not None:
             self.fail(call, self._calls.failure)
             return
-        deadlines = deadlines_of(call)
-        if deadlines:
-            self._set_timer(call, min(deadlines.values()))
+        if call.deadlines:
+            self._set_timer(call, min(call.deadlines.values()))
         self.feeder.feed(call)
         self.settle(call)  # a batch of nothing is over at once
 
@@ -179,18 +178,17 @@ class CallLife:
     def _expire(self, call: Call) -> None:
         """End the rows that were not begun in time; what the scheduler has, it ends itself, or is given up later."""
         now = time.monotonic()  # one reading: a deadline is either over or waited for again
-        which = expired_deadline(call, now)
-        deadlines = deadlines_of(call)
+        which = call.expired_deadline(now)
         if which is not None and call.num_begun < call.ask.num_rows:
             with self._lock:
                 end_unbegun(call, FinishCode.DEADLINE, matched=which)
                 call.output.begin()
-        for late, deadline in deadlines.items():
+        for late, deadline in call.deadlines.items():
             if now >= deadline + BACKSTOP_S:
                 self._give_up(call, late)
         self.settle(call)
         if call.output in self._calls.by_output:
-            times = [when for deadline in deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]
+            times = [when for deadline in call.deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]
             later = [when for when in times if when > now]
             if later:
                 self._set_timer(call, min(later))

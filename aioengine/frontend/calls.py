@@ -6,7 +6,6 @@ Everything here stands under the engine's lock and never waits.
 from __future__ import annotations
 
 import os
-import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
@@ -30,19 +29,21 @@ class Call:
 
     Attributes:
         num_begun: rows that were begun, in order. num_prompt_tokens: of those, for the bound on queued tokens.
+        deadlines: absolute times, by the words that name them in a finish reason.
         aborted: positions that were aborted before they were begun.
         is_encoding: a part of its prompts is on the tokenizer's thread.
     """
 
     __slots__ = (
-        "aborted", "ask", "called_at", "is_encoding", "num_begun", "num_prompt_tokens", "output", "reserved", "rid",
-        "timer",
+        "aborted", "ask", "called_at", "deadlines", "is_encoding", "num_begun", "num_prompt_tokens", "output",
+        "reserved", "rid", "timer",
     )  # fmt: skip
 
     def __init__(self, ask: Ask, rid: str, called_at: float) -> None:
         self.ask = ask
         self.rid = rid
         self.called_at = called_at
+        self.deadlines = {which: called_at + seconds for which, seconds in ask.timeouts().items()}
         self.output = _output_of(ask, rid)
         self.num_begun = 0
         self.num_prompt_tokens = 0
@@ -50,6 +51,10 @@ class Call:
         self.is_encoding = False
         self.reserved: list[str] = []
         self.timer: asyncio.TimerHandle | None = None
+
+    def expired_deadline(self, now: float) -> str | None:
+        """Which deadline has passed for a row that was not begun."""
+        return next((which for which, deadline in self.deadlines.items() if deadline <= now), None)
 
     def row_rid(self, position: int) -> str:
         """The id of a row: the call's own, or with the number of its prompt, then of its sample, behind it."""
@@ -136,7 +141,7 @@ class Calls:
             ValueError: an id is in use.
         """
         self.check(caller)
-        call = Call(ask, ask.rid or uuid.uuid4().hex, called_at)
+        call = Call(ask, ask.rid or os.urandom(16).hex(), called_at)
         names = call.names()
         self._check_free(names)
         self._names |= names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.prompts import Prompt
     from aioengine.frontend.router import Router
     from aioengine.params import SamplingParams
+    from aioengine.protocol.messages import Sampling
 
 CONTEXT_IDS: Final = 16
 """Ids of the prompt that travel to the detokenizer, so that the first output is decoded in its place."""
@@ -51,6 +52,14 @@ class PromptRules(Struct, frozen=True, kw_only=True):
     stream_interval: int
     random_seed: int
     max_rows_in_flight: int
+
+
+class _Known(NamedTuple):
+    """What follows from sampling parameters alone; the seed is each row's own."""
+
+    params: SamplingParams
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
 
 
 class Feeder:
@@ -77,37 +86,50 @@ class Feeder:
         self._settle = settle
         self._num_uids = 0
         self._num_seeds = 0
+        self._last_known: _Known | None = None
 
-    def checked(self, ask: Ask) -> Ask:
+    def check(self, ask: Ask) -> None:
         """What can be known at the call, from any thread. Rows that are wrong are refused where they may fail alone.
 
         Raises ValueError: ids outside the vocabulary; text, or rules about text, without a tokenizer.
         """
-        if self._encoder is None and any(map(_is_text, ask.prompts)):
+        if self._encoder is None and any(map(_is_text, ask.prompts.first)):
             raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
-        has_own_params = len(ask.params) > 1
+        prompts, has_own_params = ask.prompts, len(ask.params) > 1
         if len(ask.params) == 1:
             self._check_params(ask.params[0])
-        refused: dict[int, RefusedPrompt] = {}
-        for place, prompt in enumerate(ask.prompts):
+        num_first = len(prompts.first)
+        for place in range(len(prompts) if has_own_params else num_first):
             try:
                 if has_own_params:
                     self._check_params(ask.params[place])
-                if isinstance(prompt, IdsPrompt):
+                if place < num_first and isinstance(prompt := prompts[place], IdsPrompt):
                     self._check_ids(prompt.token_ids)
             except ValueError as error:
                 if not (ask.returns_exceptions and ask.is_batch):
                     raise
-                refused[place] = RefusedPrompt(error)
-        if not refused:
-            return ask
-        return replace(ask, prompts=[refused.get(place, prompt) for place, prompt in enumerate(ask.prompts)])
+                prompts.refuse(place, error)
 
     def _check_params(self, params: SamplingParams) -> None:
-        rules = self._rules
-        wire.sampling(params, seed=0, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids)
+        self._last_known = self._look(params)
         if self._encoder is None and (params.stop or params.stop_regex):
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
+
+    def _known_of(self, params: SamplingParams) -> _Known:
+        """As the check of a call made it, if no other call came between; rows of one call share theirs."""
+        known = self._last_known
+        if known is None or known.params is not params:
+            self._last_known = known = self._look(params)
+        return known
+
+    def _look(self, params: SamplingParams) -> _Known:
+        """Raises ValueError for ids outside the vocabulary."""
+        rules = self._rules
+        return _Known(
+            params,
+            wire.sampling(params, seed=0, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
+            wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
+        )
 
     def _check_ids(self, token_ids: list[int]) -> None:
         if len(token_ids) < self._rules.context_length:  # others are refused anyway, and may be very long
@@ -202,7 +224,7 @@ class Feeder:
             _refuse(row, encoded)
         elif position in call.aborted:
             _end(row, FinishCode.ABORT)
-        elif expired := expired_deadline(call, time.monotonic()):
+        elif call.deadlines and (expired := call.expired_deadline(time.monotonic())):
             _end(row, FinishCode.DEADLINE, matched=expired)
         else:
             self._submit_row(call, row, params, submits)
@@ -222,8 +244,8 @@ class Feeder:
         if max_new_tokens == 0:
             _end(row, FinishCode.LENGTH)
             return
-        stops = wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids)
-        deadlines = deadlines_of(call)
+        known = self._known_of(params)
+        deadlines = call.deadlines
         row.uid = self._num_uids
         self._num_uids += 1
         self._calls.add_prompt(call, len(ids))
@@ -232,13 +254,11 @@ class Feeder:
             Submit(
                 uid=row.uid,
                 prompt_token_ids=ids,
-                sampling=wire.sampling(
-                    params, seed=facts.seed, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids
-                ),
+                sampling=replace(known.sampling, seed=facts.seed),
                 limits=wire.limits(
                     params,
                     max_new_tokens=max_new_tokens,
-                    stop_token_ids=stops,
+                    stop_token_ids=known.stop_ids,
                     deadline=deadlines.get("total"),
                     queue_deadline=deadlines.get("queue"),
                     first_token_deadline=deadlines.get("first_token"),
@@ -280,18 +300,6 @@ def end_unbegun(call: Call, code: FinishCode, *, matched: str | None = None, err
         )
         _end(output.add_row(position, facts), code, matched=matched, error=error)
     call.num_begun = call.ask.num_rows
-
-
-def deadlines_of(call: Call) -> dict[str, float]:
-    """The deadlines of a call as absolute times, by the words that name them in a finish reason."""
-    ask = call.ask
-    timeouts = {"total": ask.timeout_s, "queue": ask.queue_timeout_s, "first_token": ask.first_token_timeout_s}
-    return {which: call.called_at + seconds for which, seconds in timeouts.items() if seconds is not None}
-
-
-def expired_deadline(call: Call, now: float) -> str | None:
-    """Which deadline has passed for a row that was not begun."""
-    return next((which for which, deadline in deadlines_of(call).items() if deadline <= now), None)
 
 
 def _refuse(row: RowStream, error: RowError) -> None:

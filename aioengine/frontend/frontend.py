@@ -128,7 +128,8 @@ class Frontend:
         """
         called_at = time.monotonic()
         self.entrance.check()
-        ask = self._life.feeder.checked(make_ask())
+        ask = make_ask()
+        self._life.feeder.check(ask)
         with self._lock:
             call = self.calls.open(ask, called_at, this_caller())
             self.attachments.add(call)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, cast
+from functools import partial
+from typing import Final, cast, overload
 
 from msgspec import Struct
 
@@ -22,6 +23,8 @@ MAX_IDS_AT_CALL: Final = 64 * 1024
 MAX_CHARACTERS_AT_CALL: Final = 256 * 1024
 MAX_MESSAGES_AT_CALL: Final = 256
 """Larger prompts are looked at on the tokenizer's thread, in slices, and refused at the first await."""
+MAX_ROWS_AT_CALL: Final = 1024
+"""Of a longer batch, the call looks only at the kind of the rows behind these; the rest as of large prompts."""
 IDS_IN_SLICE: Final = 16 * 1024
 MESSAGES_IN_SLICE: Final = 64
 
@@ -116,6 +119,57 @@ def _long_text(name: str, value: object) -> TextPrompt:
 def _let_others_run() -> None:
     """Give the interpreter to a thread that waits for it, which else takes it after 5 ms."""
     time.sleep(0)
+
+
+class Rows(Sequence[Prompt]):
+    """The prompts of a batch. Of a long one, those behind the first are made when they begin.
+
+    ``first``: those that the call looked at. ``rest``: the others as they were given.
+    """
+
+    def __init__(
+        self, first: list[Prompt], rest: Sequence[object] = (), make: Callable[[int, object], Prompt] | None = None
+    ) -> None:
+        self.first = first
+        self._rest = rest
+        self._make = make
+        self._refused: dict[int, RefusedPrompt] = {}
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self._rest)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(place, slice):
+            return [self._at(each) for each in range(*place.indices(len(self)))]
+        return self._at(range(len(self))[place])
+
+    def _at(self, place: int) -> Prompt:
+        if (refused := self._refused.get(place)) is not None:
+            return refused
+        num_first = len(self.first)
+        if place < num_first or self._make is None:
+            return self.first[place]
+        return self._make(place, self._rest[place - num_first])
+
+    def refuse(self, place: int, error: ValueError | TypeError) -> None:
+        """This one has its error in its place."""
+        self._refused[place] = RefusedPrompt(error)
+
+
+def later_text(name: str, value: object) -> Prompt:
+    """Text whose kind is known already."""
+    text = cast("str", value)
+    return (TextPrompt if text.isascii() else partial(LargePrompt, name, look=_long_text))(text, num_bytes=len(text))
+
+
+def later_ids(name: str, value: object) -> Prompt:
+    """Ids, in a list that is not empty."""
+    given = cast("Sequence[object]", value)
+    return LargePrompt(name, given, _many_ids, num_bytes=8 * len(given), num_ids=len(given))
 
 
 class RowsOfIds:

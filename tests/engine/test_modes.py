@@ -12,6 +12,7 @@ import pytest
 from aioengine.answers import BatchOutput
 from aioengine.config import QueueConfig
 from aioengine.errors import RequestTooLargeError
+from aioengine.frontend.prompts import MAX_ROWS_AT_CALL
 from tests.engine.engine_double import World, expected_text, until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
@@ -131,6 +132,17 @@ class TestBatches:
         assert (await world.engine.async_generate(["a"], GREEDY))["text"] == [expected_text("a", 6)]
         assert await world.engine.async_generate([], GREEDY) == []
         assert [chunk async for chunk in world.engine.async_generate([], GREEDY, stream=True)] == []
+
+    async def test_a_long_batch_has_every_answer_in_its_place(self, world: World) -> None:
+        prompts = [f"{number}é"[number % 2 - 2 :] for number in range(MAX_ROWS_AT_CALL + 40)]
+        prompts[-7] = "\ud800"
+        one = {"temperature": 0, "max_new_tokens": 1}
+        with pytest.raises(ValueError, match="lone surrogate"):
+            await world.engine.async_generate(prompts, one)
+        outs = await world.engine.async_generate(prompts, one, return_exceptions=True)
+        assert isinstance(outs.pop(len(prompts) - 7), ValueError)
+        del prompts[-7]
+        assert outs["text"] == [expected_text(prompt, 1) for prompt in prompts]
 
     async def test_chunks_of_a_batch_have_an_index(self, world: World) -> None:
         texts = ["", "", ""]

@@ -123,7 +123,7 @@ class TestChats:
 
     def test_short_ones_at_once(self) -> None:
         messages = MANY_MESSAGES[:-1]
-        assert chat(messages).prompts == [ChatPrompt(messages, num_characters(messages))]
+        assert list(chat(messages).prompts) == [ChatPrompt(messages, num_characters(messages))]
 
     @pytest.mark.parametrize("num_messages", [1, len(MANY_MESSAGES)])
     def test_what_is_nested_too_deeply_or_holds_itself(self, num_messages: int) -> None:
@@ -143,6 +143,54 @@ class TestChats:
         looked_at = seen(prompt)
         assert isinstance(looked_at, RefusedPrompt)
         assert f"messages[{len(MANY_MESSAGES)}] has no role" in str(looked_at.error)
+
+
+NUM_LATER = 3
+NUM_ROWS = prompts.MAX_ROWS_AT_CALL + NUM_LATER
+
+
+class TestLongBatches:
+    """Of rows behind the first ones the call sees the kind alone."""
+
+    @pytest.mark.parametrize("kind", [list, tuple])
+    def test_texts_are_made_when_they_begin(self, kind: type[list[str]]) -> None:
+        rows = ask(kind(["a"] * (NUM_ROWS - 1) + ["é"])).prompts
+        assert (len(rows), len(rows.first)) == (NUM_ROWS, prompts.MAX_ROWS_AT_CALL)
+        assert rows[-2] == TextPrompt("a", 1)
+        assert seen(rows[-1]) == TextPrompt("é", 2)
+        assert [type(one) for one in rows[NUM_ROWS - 3 :]] == [TextPrompt, TextPrompt, LargePrompt]
+
+    def test_a_later_text_that_is_none_is_refused_alone(self) -> None:
+        refused = seen(ask(["a"] * (NUM_ROWS - 1) + ["\ud800"]).prompts[NUM_ROWS - 1])
+        assert isinstance(refused, RefusedPrompt)
+        assert f"prompt[{NUM_ROWS - 1}] has a lone surrogate" in str(refused.error)
+
+    def test_ids_are_looked_at_when_they_begin(self) -> None:
+        rows = ask(input_ids=[[number] for number in range(NUM_ROWS - 1)] + [(1, "x")]).prompts
+        assert rows[5] == IdsPrompt([5])
+        assert seen(rows[NUM_ROWS - 2]) == IdsPrompt([NUM_ROWS - 2])
+        refused = seen(rows[NUM_ROWS - 1])
+        assert isinstance(refused, RefusedPrompt)
+        assert f"input_ids[{NUM_ROWS - 1}] entries" in str(refused.error)
+
+    @pytest.mark.parametrize("wrong", ["", 7, None, ["a"]])
+    def test_a_wrong_kind_is_found_at_the_call(self, wrong: object) -> None:
+        with pytest.raises((TypeError, ValueError), match=rf"prompt\[{NUM_ROWS - 1}\]"):
+            ask(["a"] * (NUM_ROWS - 1) + [wrong])
+        rows = ask(["a"] * (NUM_ROWS - 1) + [wrong], return_exceptions=True).prompts
+        assert isinstance(rows[-1], RefusedPrompt)
+
+    @pytest.mark.parametrize("wrong", [[], 7, None, "a"])
+    def test_a_wrong_kind_of_row_too(self, wrong: object) -> None:
+        with pytest.raises((TypeError, ValueError), match=rf"input_ids\[{NUM_ROWS - 1}\]"):
+            ask(input_ids=[[1]] * (NUM_ROWS - 1) + [wrong])
+
+    def test_a_row_whose_parameters_are_wrong(self) -> None:
+        params: list[object] = [None] * (NUM_ROWS - 1) + [{"top_p": 7}]
+        options = {"return_exceptions": True}
+        rows = asks.to_generate(["a"] * NUM_ROWS, params, None, stream=False, options=options).prompts
+        assert isinstance(rows[-1], RefusedPrompt)
+        assert rows[-2] == TextPrompt("a", 1)
 
 
 class Threads:
