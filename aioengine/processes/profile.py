@@ -104,12 +104,12 @@ class Profile:
         return True, str(written), ""
 
     def _write(self, running: _Running) -> None:
-        """``stop`` tells the file, or what went wrong."""
+        """``stop`` tells the file, or whatever went wrong: this may be in the launch of a step, which goes on."""
         self._running = None
         try:
             running.profiler.stop()
             running.profiler.export_chrome_trace(str(running.path))
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             self._written = error
         else:
             self._written = running.path

@@ -153,7 +153,11 @@ class SchedulerService:
         if action is None:
             known = ", ".join(self._controls)
             return Reply(control.call_id, False, f"unknown control call {control.name!r}; there are {known}")
-        success, message, data = action(**control.arguments)
+        try:
+            success, message, data = action(**control.arguments)
+        except Exception as error:  # an order that fails is answered so; the requests go on
+            logger.warning("the order %r failed", control.name, exc_info=True)
+            success, message, data = False, f"{control.name} failed: {type(error).__name__}: {error}", ""
         self._stats_sent_at = min(self._stats_sent_at, now - HEARTBEAT_S)  # what it changed is seen with its reply
         self._is_asked = True
         return Reply(control.call_id, success, message, data)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from aioengine.processes.profile import Profile
 from aioengine.processes.scheduler_process import SchedulerService, build_service, load_factory
 from aioengine.protocol.messages import (
     Abort,
@@ -151,6 +152,19 @@ def test_control_calls_are_answered_and_unknown_ones_named() -> None:
     unknown = loop.call("flush_cash")
     assert not unknown.success
     assert "unknown control call 'flush_cash'; there are flush_cache, pause, continue" in unknown.message
+
+
+def test_an_order_that_fails_is_answered_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: Profile, **arguments: object) -> tuple[bool, str, str]:
+        raise ZeroDivisionError("no profiler")
+
+    monkeypatch.setattr(Profile, "start", start)
+    loop = Loop()
+    reply = loop.call("start_profile", folder="/tmp")
+    assert (reply.success, reply.message) == (False, "start_profile failed: ZeroDivisionError: no profiler")
+    loop.give(1.0, submit(1))
+    loop.run(1.0)
+    assert loop.ends()[1].code == FinishCode.LENGTH
 
 
 def test_a_runner_that_fails_again_and_again_ends_the_service() -> None:
