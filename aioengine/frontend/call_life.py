@@ -78,7 +78,8 @@ class CallLife:
             if output.wants is Wants.READS:
                 with self._lock:
                     output.wants = Wants.NOTHING
-                self._send([Suspend([row.uid for row in output.live.values()], is_over=True)])
+                    uids = [row.uid for row in output.live.values()]
+                self._send([Suspend(uids, is_over=True)])
             self.feeder.feed(call)
             self.settle(call)  # it may have ended while another thread attached to it
 
@@ -86,7 +87,8 @@ class CallLife:
         """Its reader is away: compute nothing more of its rows until it reads again."""
         with self._lock:
             call.output.wants = Wants.READS
-        self._send([Suspend([row.uid for row in call.output.live.values()])])
+            uids = [row.uid for row in call.output.live.values()]
+        self._send([Suspend(uids)])
 
     def settle(self, call: Call) -> None:
         """Close a call that is over, and free the rows that it leaves behind."""
@@ -140,16 +142,17 @@ class CallLife:
         if len(rows) == call.ask.num_rows:
             self._end_call(call, FinishCode.ABORT)
             return
-        live = call.output.live
         call.aborted.update(position for position in rows if position >= call.num_begun)
-        uids = [live[position].uid for position in rows if position in live]
+        with self._lock:
+            live = call.output.live
+            uids = [live[position].uid for position in rows if position in live]
         if uids:
             self._send([Abort(uids)])
 
     def _end_call(self, call: Call, code: FinishCode, *, message: str = "") -> None:
         """End all its rows, with what they have: those that the scheduler has through it, the others here."""
-        uids = [row.uid for row in call.output.live.values()]
         with self._lock:
+            uids = [row.uid for row in call.output.live.values()]
             end_unbegun(call, code)
             call.output.begin()
         if uids:

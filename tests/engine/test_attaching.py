@@ -7,6 +7,8 @@ import gc
 import random
 import re
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -280,3 +282,40 @@ async def test_who_attaches_while_the_engine_looks_whether_it_is_over_does_not_e
         assert engine.stats()["num_streams"] == 1
         stream = Stream(attached[0], home=frontend.loop, is_bound=True, owner=engine)
         assert "".join([chunk["text"] async for chunk in stream]) == whole
+
+
+async def test_what_another_thread_may_hand_over_is_looked_at_under_the_lock() -> None:
+    async with slow_engine() as engine:
+        frontend = engine._running()
+
+        class Guarded(dict[int, RowStream]):
+            """The rows of an output, which ``attach`` takes out of it."""
+
+            def __iter__(self) -> Iterator[int]:
+                assert frontend._lock.locked()
+                return super().__iter__()
+
+            def __contains__(self, position: object) -> bool:
+                assert frontend._lock.locked()
+                return super().__contains__(position)
+
+            def values(self) -> Any:
+                assert frontend._lock.locked()
+                return super().values()
+
+        for how in ("suspend", "abort", "leave", "fail"):
+            stream = engine.async_generate("a", LONG, stream=True)
+            await anext(stream)
+            [call] = frontend.calls.by_output.values()
+            call.output.live = Guarded(call.output.live)
+            if how == "suspend":
+                frontend._life.suspend(call)
+                frontend._life.feed(call.output)
+                engine.abort_request(stream.rid)
+            elif how == "abort":
+                stream.abort()
+            elif how == "leave":
+                await stream.aclose()
+            else:
+                frontend._life.fail(call, EngineClosedError("it was closed"))
+            await until(lambda: not frontend.calls.by_output)
