@@ -17,6 +17,7 @@ from aioengine.frontend.encoder import Encoder, Job, look_at
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, RefusedPrompt, TextPrompt
 from aioengine.protocol.messages import FinishCode, Finished, Submit
+from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
     import threading
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from aioengine.frontend.router import Router
     from aioengine.params import SamplingParams
     from aioengine.protocol.messages import Sampling
-
-CONTEXT_IDS: Final = 16
-"""Ids of the prompt that travel to the detokenizer, so that the first output is decoded in its place."""
 
 MAX_ROWS_AT_ONCE: Final = 64
 """Rows of a batch that are begun in one turn of the loop."""
@@ -266,7 +264,7 @@ class Feeder:
                 ),
                 text=wire.text_rules(
                     params,
-                    context_token_ids=ids[-CONTEXT_IDS:],
+                    context_token_ids=ids[-NUM_CONTEXT_TOKENS:],
                     stream=ask.is_stream,
                     stream_interval=rules.stream_interval,
                 ),

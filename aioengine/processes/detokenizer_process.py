@@ -103,7 +103,7 @@ class DetokenizerService:
                 continue  # a stop string ended it before the scheduler heard of that
             try:
                 if request.push(token_id, ended.get(uid) if ended else None, columns):
-                    self._end_here(request, FinishCode.STOP, columns, now)
+                    self._end_here(request, columns, now)
             except Exception as error:
                 self._fail(request, error, columns, now)
         for uid in output.preempted:
@@ -143,9 +143,9 @@ class DetokenizerService:
             code, matched = FinishCode.STOP, stop
         columns.finished.append(request.finished(code, now, matched=matched, stage=end.stage, message=end.message))
 
-    def _end_here(self, request: OpenText, code: FinishCode, columns: ChunkColumns, now: float) -> None:
+    def _end_here(self, request: OpenText, columns: ChunkColumns, now: float) -> None:
         """A stop string ended it; the scheduler is told to free it."""
-        columns.finished.append(request.finished(code, now, matched=request.matched))
+        columns.finished.append(request.finished(FinishCode.STOP, now, matched=request.matched))
         self._forget(request.uid)
 
     def _fail(self, request: OpenText, error: Exception, columns: ChunkColumns, now: float) -> None:

@@ -334,7 +334,7 @@ class RestartWindow:
 
     @property
     def num_taken(self) -> int:
-        """Those that were counted last."""
+        """Those that count, as of the last ``take``."""
         return len(self._times)
 
     def take(self, now: float) -> bool:
