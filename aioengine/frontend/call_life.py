@@ -188,7 +188,7 @@ class CallLife:
                 call.output.begin()
         for late, deadline in call.deadlines.items():
             if now >= deadline + BACKSTOP_S:
-                self._give_up(call, late)
+                self.give_up(call, FinishCode.DEADLINE, late)
         self.settle(call)
         if call.output in self._calls.by_output:
             times = [when for deadline in call.deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]
@@ -196,21 +196,21 @@ class CallLife:
             if later:
                 self._set_timer(call, min(later))
 
-    def _give_up(self, call: Call, which: str) -> None:
-        """The scheduler did not end these rows at their deadline: they end here, with what they have."""
+    def give_up(self, call: Call, code: FinishCode, which: str | None = None) -> None:
+        """The scheduler did not end these rows (``which``: at this deadline): they end here, with what they have."""
         now = time.monotonic()
         with self._lock:
-            rows = [row for row in call.output.live.values() if which == "total" or not row.has_begun]
+            rows = [row for row in call.output.live.values() if which in (None, "total") or not row.has_begun]
             if which == "queue":
                 rows = self._surely_waiting(rows, call.called_at)
             for row in rows:
-                finished = Finished(row.uid, FinishCode.DEADLINE, which, ended_at=now)
-                call.output.end_row(row, finished, now)
+                call.output.end_row(row, Finished(row.uid, code, which, ended_at=now), now)
         uids = [row.uid for row in rows]
         for uid in uids:
             self._router.rows.pop(uid, None)
         if uids:
-            self._send([Abort(uids, FinishCode.DEADLINE)])
+            self._send([Abort(uids, code)])
+        self.settle(call)
 
     def _surely_waiting(self, rows: list[RowStream], since: float) -> list[RowStream]:
         """The rows that were not admitted: a step that could have done it has not ended, and none is under way.

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from aioengine import checks
 from aioengine.config import DeliveryConfig, QueueConfig, Settings
-from aioengine.errors import EngineClosedError, EngineError, EngineStalledError
+from aioengine.errors import EngineClosedError, EngineError
 from aioengine.frontend import calls as open_calls
 from aioengine.frontend.call_life import CallLife
 from aioengine.frontend.calls import Calls
@@ -229,8 +229,9 @@ class Frontend:
             self.calls.drain()
         if not await self._become_idle(timeout_s):
             self._life.end_all(list(self.calls.by_output.values()), FinishCode.SHUTDOWN)
-            if not await self._become_idle(STOP_TIMEOUT_S):
-                self.fail(EngineStalledError("the scheduler did not end the last requests in time; see health()"))
+            if not await self._become_idle(STOP_TIMEOUT_S):  # it hangs, or is just being replaced
+                for call in list(self.calls.by_output.values()):
+                    self._life.give_up(call, FinishCode.SHUTDOWN)
             return False
         return self.failure is None
 

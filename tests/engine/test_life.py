@@ -17,6 +17,7 @@ from aioengine.engine import AsyncEngine
 from aioengine.errors import (
     EngineClosedError,
     EngineDeadError,
+    EngineDrainingError,
     EngineStartupError,
     RequestTooLargeError,
     WrongLoopError,
@@ -406,3 +407,23 @@ async def test_an_engine_that_dies_just_when_it_is_ready_leaves_no_timer(monkeyp
         await engine.start()
     await asyncio.sleep(0.02)
     assert looks == []
+
+
+async def test_a_drain_ends_what_the_scheduler_does_not_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what there is of it: its text is not lost because the processes hang, or are replaced just then."""
+    monkeypatch.setattr("aioengine.frontend.frontend.STOP_TIMEOUT_S", 0.05)
+    whole = asyncio.ensure_future(world.engine.async_generate("abc", {"temperature": 0, "max_new_tokens": 400}))
+    stream = world.engine.async_generate("abc", {"temperature": 0, "max_new_tokens": 400}, stream=True)
+    first = await anext(stream)
+    world.double.is_held = world.double.is_deaf = True
+    assert not await world.engine.drain(0.01)
+    answer = await whole
+    assert answer["meta_info"]["finish_reason"] == "shutdown"
+    assert answer["text"]
+    rest = [chunk async for chunk in stream]
+    assert rest[-1]["meta_info"]["finish_reason"] == "shutdown"
+    assert expected_text("abc", 400).startswith(first["text"] + "".join(chunk["text"] for chunk in rest))
+    assert world.engine.stats()["num_streams"] == 0
+    assert world.engine.health()["state"] == "draining"
+    with pytest.raises(EngineDrainingError):
+        world.engine.async_generate("abc")
