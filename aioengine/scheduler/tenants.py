@@ -8,6 +8,8 @@ up. Priorities and deadlines order the requests of one tenant; between tenants t
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -17,17 +19,21 @@ if TYPE_CHECKING:
     from aioengine.scheduler.request import Request
 
 DEFAULT_WEIGHT = 1.0
+MAX_AWAY = (
+    1024  # tenants without requests whose times are kept; beyond it those that were the least ahead are forgotten
+)
 
 
 class Tenants:
     """The virtual times of the tenants that have requests, and of those that are ahead of them."""
 
-    __slots__ = ("_num_requests", "_times", "_weights")
+    __slots__ = ("_away", "_num_requests", "_times", "_weights")
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._times: dict[str, float] = {}
         self._num_requests: dict[str, int] = {}
+        self._away: list[tuple[float, str]] = []  # a heap, also of some that have come back
 
     @property
     def num_known(self) -> int:
@@ -48,9 +54,11 @@ class Tenants:
         if self._num_requests[tenant]:
             return
         del self._num_requests[tenant]
-        least = min((self._times[other] for other in self._num_requests), default=None)
-        for other in [name for name in self._times if name not in self._num_requests]:
-            if least is None or self._times[other] <= least:
+        heapq.heappush(self._away, (self._times[tenant], tenant))
+        least = min((self._times[other] for other in self._num_requests), default=math.inf)
+        while self._away and (self._away[0][0] <= least or len(self._away) > MAX_AWAY):
+            time, other = heapq.heappop(self._away)
+            if other not in self._num_requests and self._times.get(other) == time:
                 del self._times[other]
 
     def charge(self, tenant: str, num_tokens: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.scheduler.request import Request
-from aioengine.scheduler.tenants import Tenants
+from aioengine.scheduler.tenants import MAX_AWAY, Tenants
 
 
 def request_of(uid: int, tenant: str, num_tokens: int) -> Request:
@@ -111,3 +111,21 @@ def test_one_tenant_alone_keeps_the_order(tenant: str) -> None:
     for _ in requests:
         tenants.enter(tenant)
     assert [request.uid for request in tenants.in_turn(requests)] == [3, 1, 2]
+
+
+def test_of_many_that_come_and_go_beside_one_that_stays_those_furthest_ahead_are_known() -> None:
+    tenants = Tenants({})
+    tenants.enter("stays")
+    for number in range(3 * MAX_AWAY):
+        tenants.enter(f"passes {number}")
+        tenants.charge(f"passes {number}", 1 + number)
+        tenants.leave(f"passes {number}")
+    assert tenants.num_known == MAX_AWAY + 1
+    for number in (0, 3 * MAX_AWAY - 1):
+        tenants.enter(f"passes {number}")
+    requests = [request_of(number, f"passes {number}", 1) for number in (3 * MAX_AWAY - 1, 0)]
+    assert [request.uid for request in tenants.in_turn(requests)] == [0, 3 * MAX_AWAY - 1]
+    tenants.leave("stays")
+    for number in (0, 3 * MAX_AWAY - 1):
+        tenants.leave(f"passes {number}")
+    assert tenants.num_known == 0
