@@ -163,10 +163,10 @@ class ProcessLauncher:
         for process in self._processes:
             process.close()
         self._thread.stop()
-        for end in self._ends:
-            end.close()
         if self._context is not None:
-            self._context.destroy(linger=0)  # also of a socket that could not be opened as a whole
+            for end in self._ends:
+                end.close()
+            self._context.destroy(linger=0)  # also a socket that could not be opened as a whole
             self._context = None
         self._close_listeners()
         if self._directory is not None:
