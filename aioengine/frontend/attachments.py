@@ -96,11 +96,15 @@ class Attachments:
         if attachment.output.is_left:  # for good
             self._forget(attachment)
             return
-        attachment.num_kept = attachment.output.replay.num_tokens
-        self._num_kept_tokens += attachment.num_kept
+        with self._lock:
+            self._by_rid[call.rid] = self._by_rid.pop(call.rid)  # behind those that ended before
+            attachment.num_kept = attachment.output.replay.num_tokens
+            self._num_kept_tokens += attachment.num_kept
         self._forget_later(attachment)
         while self._num_kept_tokens > MAX_KEPT_TOKENS:
-            self._forget(next(one for one in self._by_rid.values() if one.is_ended))
+            with self._lock:
+                first = next(one for one in self._by_rid.values() if one.is_ended)
+            self._forget(first)
 
     def clear(self) -> None:
         """Nobody can attach any more."""

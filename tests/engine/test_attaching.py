@@ -194,6 +194,21 @@ async def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [len([chunk async for chunk in engine.attach(f"{number}")]) for number in (2, 3, 4)] == [1, 1, 1]
 
 
+async def test_those_that_ended_first_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attachments, "MAX_KEPT_TOKENS", 100)
+    async with slow_engine() as engine:
+        streams = [
+            engine.async_generate("a", {"max_new_tokens": length}, stream=True, rid=rid, resume_ttl=TTL_S)
+            for rid, length in (("long", 90), ("short", 20))
+        ]
+        for stream in reversed(streams):
+            async for _ in stream:
+                pass
+        assert len("".join([chunk["text"] async for chunk in engine.attach("long")])) == 90
+        with pytest.raises(ValueError, match="no request 'short' can be attached to"):
+            engine.attach("short")
+
+
 async def test_a_closed_engine_has_nothing_to_attach_to() -> None:
     engine = slow_engine()
     async with engine:
