@@ -1,10 +1,11 @@
 """The wire and the streams without a model: what a token costs in each process, and what streaming costs in throughput.
 
-    python benchmarks/streams.py [--streams 1000] [--output 128] [--loop uvloop] [--json]
+    python benchmarks/streams.py [--streams 1000] [--output 128] [--repeats 3] [--json]
 
 Real processes with a fake runner. First the steps are far enough apart that every stream reads every token by itself,
 and the CPU time of each process is divided by the tokens (the scheduler's holds the fake runner's own part). Then the
-steps are 10 ms apart, and the same requests are run streaming and as whole answers.
+steps are 10 ms apart, and the same requests are run streaming and as whole answers, in turns: a machine that others use
+too gives one run in a few much less time than the next.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import time
 from dataclasses import asdict, dataclass
 
@@ -40,11 +42,16 @@ class Costs:
 
 @dataclass
 class Throughput:
-    """Output tokens per second at one step every 10 ms. ``device``: what the fake device could give."""
+    """Output tokens per second at one step every 10 ms, medians. ``device``: what the fake device could give.
+
+    ``ratio``: of a streaming run to the whole answers before it; with the least and the most over the repeats.
+    """
 
     streaming: float
     whole: float
     ratio: float
+    ratio_min: float
+    ratio_max: float
     device: float
     tokens_per_chunk: float
 
@@ -104,20 +111,23 @@ async def measure_costs(streams: int, output: int) -> Costs:
     )
 
 
-async def measure_throughput(streams: int, output: int) -> Throughput:
-    rates: dict[str, float] = {}
+async def measure_throughput(streams: int, output: int, repeats: int) -> Throughput:
+    rates: dict[str, list[float]] = {"whole": [], "streaming": []}
     per_chunk = 0.0
     async with engine(streams, output, NARROW_STEP_S) as running:
-        for name, reader in (("whole", read_whole), ("streaming", read)):
+        for name, reader in (("whole", read_whole), ("streaming", read)) * repeats:
             started = time.monotonic()
             chunks = await asyncio.gather(*(reader(running, number, output) for number in range(streams)))
-            rates[name] = streams * output / (time.monotonic() - started)
+            rates[name].append(streams * output / (time.monotonic() - started))
             per_chunk = streams * output / sum(chunks)
             await running.flush_cache()
+    ratios = [round(one / other, 3) for one, other in zip(rates["streaming"], rates["whole"], strict=True)]
     return Throughput(
-        streaming=round(rates["streaming"]),
-        whole=round(rates["whole"]),
-        ratio=round(rates["streaming"] / rates["whole"], 3),
+        streaming=round(statistics.median(rates["streaming"])),
+        whole=round(statistics.median(rates["whole"])),
+        ratio=statistics.median(ratios),
+        ratio_min=min(ratios),
+        ratio_max=max(ratios),
         device=round(streams / NARROW_STEP_S),
         tokens_per_chunk=round(per_chunk, 2),
     )
@@ -128,11 +138,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--output", type=int, default=128, help="tokens for each stream")
     parser.add_argument("--loop", choices=LOOPS, default="uvloop", help="the event loop of the user's process")
+    parser.add_argument("--repeats", type=int, default=3, help="runs streaming and whole, in turns")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()
     with asyncio.Runner(loop_factory=LOOPS[arguments.loop]) as runner:
         costs = runner.run(measure_costs(arguments.streams, arguments.output))
-        throughput = runner.run(measure_throughput(arguments.streams, arguments.output))
+        throughput = runner.run(measure_throughput(arguments.streams, arguments.output, arguments.repeats))
     if arguments.json:
         print(json.dumps({"streams": arguments.streams, "costs": asdict(costs), "throughput": asdict(throughput)}))
         return
@@ -140,7 +151,8 @@ def main() -> None:
     print(f"CPU us/token   frontend {costs.frontend_us:6.2f}   detokenizer {costs.detokenizer_us:6.2f}", end="")
     print(f"   scheduler {costs.scheduler_us:6.2f}   ({costs.tokens_per_chunk} tokens a chunk)")
     print(f"tokens/s at 10 ms a step   streaming {throughput.streaming:,.0f}   whole {throughput.whole:,.0f}", end="")
-    print(f"   ratio {throughput.ratio:.3f}   (device {throughput.device:,.0f})")
+    print(f"   ratio {throughput.ratio:.3f} ({throughput.ratio_min:.3f} to {throughput.ratio_max:.3f})", end="")
+    print(f"   (device {throughput.device:,.0f})")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from aioengine.testing.fake_engine import fake_async_engine
 from tests.engine.engine_double import until
 
 AWAY_S = 0.08
-LONG = {"max_new_tokens": 1000, "temperature": 0}
+LONG = {"max_new_tokens": 600, "temperature": 0}
 NUM_STALLED = 1000
 CEILING_BYTES = 48 * 1024 * 1024
 """For 1,000 stalled readers with 200 unread tokens each, everything that a request is made of included."""
@@ -54,7 +54,7 @@ async def test_pause_stops_its_decoding_and_goes_on_where_it_was() -> None:
         other = await engine.async_generate("b", {"max_new_tokens": 3})
         assert len(other["output_ids"]) == 3
         chunk = await anext(stream)
-        assert 0 < len(chunk["output_ids"]) < 900
+        assert 0 < len(chunk["output_ids"]) < 550
         assert text + chunk["text"] + await text_of(stream) == expected
 
 
