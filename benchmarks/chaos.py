@@ -397,8 +397,13 @@ async def unleash(seconds: float, *, seed: int, num_workers: int, kills: bool) -
         before = held()
         async with AsyncEngine.from_blueprint(setup.blueprint) as engine:
             chaos = Chaos(engine, Path(folder), seed)
-            await chaos.run(seconds, num_workers=num_workers, kills=kills)
-            await chaos.settle()
+            try:
+                async with asyncio.timeout(seconds + 3 * HANG_S):
+                    await chaos.run(seconds, num_workers=num_workers, kills=kills)
+                    await chaos.settle()
+            except TimeoutError:
+                chaos.counts["hangs"] += 1
+                chaos.problems.append(f"it did not come to its end: {engine.health()} {engine.stats()}")
         await asyncio.sleep(0.2)
         after = held()
         for name, count in after.items():
