@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 from typing import Final
 
-_WANTED_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+_TOKENIZER_FILES: Final = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
+_WANTED_FILES: Final = {"model_path": (*_TOKENIZER_FILES, "*.safetensors"), "tokenizer_path": _TOKENIZER_FILES}
+"""By the constructor's argument that names the download."""
 
 
 def may_be_hub_id(name: str) -> bool:
@@ -17,8 +19,10 @@ def may_be_hub_id(name: str) -> bool:
     return all(part and part.translate({ord(mark): None for mark in "-_."}).isalnum() for part in parts)
 
 
-def download(name: str, *, revision: str | None, download_dir: str | None, progress: bool) -> str:
-    """Fetch the files of a model that are not in the cache yet, and give the local folder.
+def download(
+    name: str, *, revision: str | None, download_dir: str | None, progress: bool, argument: str = "model_path"
+) -> str:
+    """Fetch the files of a model, or of a tokenizer, that are not in the cache yet, and give the local folder.
 
     Raises:
         ValueError: the hub has no such model for this user, or it could not be reached.
@@ -33,33 +37,33 @@ def download(name: str, *, revision: str | None, download_dir: str | None, progr
         disable_progress_bars()
     try:
         return huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
-            name, revision=revision, cache_dir=download_dir, allow_patterns=list(_WANTED_FILES)
+            name, revision=revision, cache_dir=download_dir, allow_patterns=list(_WANTED_FILES[argument])
         )
     except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise ValueError(_not_found(name, revision)) from error
+        raise ValueError(_not_found(argument, name, revision)) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
-        raise ValueError(_not_reached(name, error)) from error
+        raise ValueError(_not_reached(argument, name, error)) from error
     finally:
         if is_switched:
             enable_progress_bars()
 
 
-def _not_here(name: str) -> str:
-    return f"model_path {name!r}: there is no such folder in {str(Path.cwd())!r}"
+def _not_here(argument: str, name: str) -> str:
+    return f"{argument} {name!r}: there is no such folder in {str(Path.cwd())!r}"
 
 
-def _not_found(name: str, revision: str | None) -> str:
+def _not_found(argument: str, name: str, revision: str | None) -> str:
     what = f"revision {revision!r} of this model" if revision else "model of this name"
     return (
-        f"{_not_here(name)}, and the hub has no {what} that you may read; check the spelling, and for a private or "
-        "gated model log in with `hf auth login` or set HF_TOKEN"
+        f"{_not_here(argument, name)}, and the hub has no {what} that you may read; check the spelling, "
+        "and for a private or gated model log in with `hf auth login` or set HF_TOKEN"
     )
 
 
-def _not_reached(name: str, error: Exception) -> str:
+def _not_reached(argument: str, name: str, error: Exception) -> str:
     is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return (
-        f"{_not_here(name)}, and the hub's model of this name is not in the cache and could not be fetched"
+        f"{_not_here(argument, name)}, and the hub's model of this name is not in the cache and could not be fetched"
         f"{' (HF_HUB_OFFLINE is set)' if is_offline else ''}: {reason}"
     )

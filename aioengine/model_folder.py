@@ -1,18 +1,21 @@
 """Model folders: find one (on disk, in the wheel, or on the Hugging Face hub) and read the facts about it.
 
-``locate`` may block for as long as a download takes: call it from a thread where an event loop runs.
+``locate`` and ``find_facts`` may block for as long as a download takes: call it from a thread where an event loop runs.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from aioengine import hub
+
+if TYPE_CHECKING:
+    from aioengine.config import ModelConfig
 
 PACKAGE: Final = Path(__file__).parent
 DEMO_MODEL: Final = PACKAGE / "demo"
@@ -53,23 +56,32 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
 
 def locate(
-    model_path: str | None, *, revision: str | None = None, download_dir: str | None = None, progress: bool = False
+    model_path: str | None,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    progress: bool = False,
+    argument: str = "model_path",
 ) -> str:
     """The local folder of a model: the folder itself, the demo model for None, or a download of a hub id.
+
+    ``argument`` "tokenizer_path": of a tokenizer.
 
     Raises:
         ValueError: there is no such folder, and no such model on the hub; or the hub cannot be reached.
     """
     if model_path is None:
         return str(DEMO_MODEL)
+    if not model_path:
+        raise ValueError(f"{argument} is empty; give a folder or hub id, or leave it out")
     folder = Path(model_path).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
     if folder.is_file():
-        raise ValueError(f"model_path {model_path!r} is a file; give the folder that holds it, with its config.json")
+        raise ValueError(f"{argument} {model_path!r} is a file; give the folder that holds it")
     if not hub.may_be_hub_id(model_path):
-        raise ValueError(f"model_path {model_path!r}: there is no such folder; {_nearest_parent(folder)}")
-    return hub.download(model_path, revision=revision, download_dir=download_dir, progress=progress)
+        raise ValueError(f"{argument} {model_path!r}: there is no such folder; {_nearest_parent(folder)}")
+    return hub.download(model_path, revision=revision, download_dir=download_dir, progress=progress, argument=argument)
 
 
 def _nearest_parent(folder: Path) -> str:
@@ -138,6 +150,19 @@ class _TokenizerFile(Struct):
     """The one part of tokenizer.json that is read here; the decoder skips the rest."""
 
     added_tokens: list[_AddedToken] = []
+
+
+def find_facts(wishes: ModelConfig, *, progress: bool = False) -> ModelFacts:
+    """Locate the model that is asked for, and its tokenizer where that is elsewhere, and read what they are.
+
+    Raises:
+        ValueError: one of them cannot be found, or the model cannot be served.
+    """
+    path = locate(wishes.path, revision=wishes.revision, download_dir=wishes.download_dir, progress=progress)
+    words = wishes.tokenizer_path
+    if words is not None:
+        words = locate(words, download_dir=wishes.download_dir, progress=progress, argument="tokenizer_path")
+    return read_facts(path, words)
 
 
 def read_facts(path: str, tokenizer_path: str | None = None) -> ModelFacts:

@@ -28,10 +28,7 @@ def facts(model_path: str | None, engine_arguments: Mapping[str, object]) -> Fac
         TypeError, ValueError: as the constructor of an engine.
     """
     config = engine_config(model_path, engine_arguments)
-    wish = config.model
-    path = model_folder.locate(wish.path, revision=wish.revision, download_dir=wish.download_dir)
-    words = None if wish.tokenizer_path is None else model_folder.locate(wish.tokenizer_path)
-    model, device = model_folder.read_facts(path, words), machine.device_facts()
+    model, device = model_folder.find_facts(config.model), machine.device_facts()
     settings = resolve(config, model, device)
     return {
         "versions": {

@@ -24,11 +24,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     Raises:
         ValueError: there is no such model, or it cannot be served as asked.
     """
-    wishes = config.model
-    path = model_folder.locate(
-        wishes.path, revision=wishes.revision, download_dir=wishes.download_dir, progress=is_wanted(config.progress)
-    )
-    facts = model_folder.read_facts(path, wishes.tokenizer_path)
+    facts = model_folder.find_facts(config.model, progress=is_wanted(config.progress))
     settings = resolve(config, facts, machine.device_facts())
     tokenizer_path = settings.text.tokenizer_path
 

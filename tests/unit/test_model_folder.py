@@ -162,6 +162,24 @@ def test_locating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         locate("./modell")
     with pytest.raises(ValueError, match="is a file; give the folder"):
         locate("file")
+    with pytest.raises(ValueError, match="tokenizer_path './words': there is no such folder"):
+        locate("./words", argument="tokenizer_path")
+    with pytest.raises(ValueError, match="model_path is empty; give a folder or hub id, or leave it out"):
+        locate("")
+
+
+def test_a_tokenizer_of_the_hub_is_fetched_without_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, object, object]] = []
+
+    def snapshot_download(name: str, **options: object) -> str:
+        asked.append((name, options["cache_dir"], options["allow_patterns"]))
+        return str(model_folder.DEMO_MODEL)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    model = ModelConfig(path=folder(tmp_path), tokenizer_path="owner/words", download_dir="cache")
+    assert model_folder.find_facts(model).tokenizer_path == str(model_folder.DEMO_MODEL)
+    assert asked == [("owner/words", "cache", ["*.json", "*.jinja", "tokenizer.model", "*.txt"])]
 
 
 @pytest.mark.parametrize("name", ["owner/name", "gpt2", "Qwen/Qwen2.5-0.5B-Instruct", "a_b/c-d.e"])

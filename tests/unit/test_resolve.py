@@ -156,6 +156,8 @@ def test_what_does_not_go_together_is_refused() -> None:
         settings(dtype="half")
     with pytest.raises(ValueError, match="no tokenizer.json.*skip_tokenizer_init"):
         settings(replace(MODEL, tokenizer_path=None))
+    with pytest.raises(ValueError, match="'elsewhere' has no tokenizer.json"):
+        settings(replace(MODEL, tokenizer_path=None), tokenizer_path="elsewhere")
     with pytest.raises(ValueError, match="no weights here"):
         settings(replace(MODEL, missing_weights="no weights here"))
     assert settings(replace(MODEL, missing_weights="x"), load_format="dummy").model.load_format == "dummy"
