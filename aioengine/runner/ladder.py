@@ -1,4 +1,4 @@
-"""The row counts for which a decode step is captured."""
+"""The sizes of steps for which there are CUDA graphs: rows that decode, tokens of steps with prompts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def ladder(max_rows: int) -> list[int]:
 
 _SHARING = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _PROMPTS = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+MAX_PROMPT_ROWS = 8
+"""Of a graph of prompts: rows that decode go through the kernel for prompts there, which does more than it must."""
 _WORK = 5e12
 """Weights times tokens of a step from which on an H200 computes longer than a host takes to launch the kernels."""
 

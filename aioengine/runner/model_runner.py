@@ -26,7 +26,7 @@ from aioengine.runner.capacity import Demand, fit_pages, kv_bytes_per_token
 from aioengine.runner.device_memory import DeviceMemory, LargestStep
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.kv_pool import KVPool
-from aioengine.runner.ladder import longest_prefill_graph
+from aioengine.runner.ladder import MAX_PROMPT_ROWS, longest_prefill_graph
 from aioengine.runner.ranges import part
 from aioengine.runner.readback import Readback
 from aioengine.runner.rehearsal import Limits, rehearse
@@ -405,7 +405,8 @@ def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report
     if isinstance(parts.attention, CapturablePrefill):
         weights_bytes = runner.facts["weights_bytes"]
         assert isinstance(weights_bytes, int)
-        max_tokens = longest_prefill_graph(weights_bytes // parts.model.dtype.itemsize, settings.scheduler.chunk_tokens)
+        most = min(settings.scheduler.chunk_tokens, MAX_PROMPT_ROWS * parts.context_length)
+        max_tokens = longest_prefill_graph(weights_bytes // parts.model.dtype.itemsize, most)
         runner.capture_prefill_graphs(
             max_tokens, lambda done, total: report(Progress("capturing CUDA graphs of prompts", done, total))
         )

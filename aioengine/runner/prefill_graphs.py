@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.runner.ladder import prefill_ladder
+from aioengine.runner.ladder import MAX_PROMPT_ROWS, prefill_ladder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,13 +23,10 @@ if TYPE_CHECKING:
     from aioengine.attention._base import CapturablePrefill, FixedPrefill, ForwardBatch
     from aioengine.models._base import Model
 
-MAX_ROWS = 8
-"""Rows that decode go through the kernel for prompts here, which does more for them than it must."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """One captured step, with the memory that it reads and writes: [T], and ``hidden`` [MAX_ROWS, D]."""
+    """One captured step, with the memory that it reads and writes: [T], and ``hidden`` [MAX_PROMPT_ROWS, D]."""
 
     graph: torch.cuda.CUDAGraph
     attention: FixedPrefill
@@ -63,7 +60,7 @@ class PrefillGraphs:
     def fits(self, batch: ForwardBatch) -> bool:
         """Whether there is a graph for this step."""
         num_rows, num_tokens = len(batch.query_lengths), len(batch.input_ids)
-        return num_rows <= MAX_ROWS and any(num_tokens <= size for size in self._graphs)
+        return num_rows <= MAX_PROMPT_ROWS and any(num_tokens <= size for size in self._graphs)
 
     def replay(self, batch: ForwardBatch) -> Tensor:
         """Queue the step, which must fit; gives the hidden states of the last token of each of its rows."""
@@ -80,8 +77,8 @@ class PrefillGraphs:
 
     def _captured(self, size: int, pool: torch.cuda._POOL_HANDLE) -> _Graph:
         input_ids, positions, slot_mapping = torch.zeros(3, size, dtype=torch.int64, device=self._device)
-        last_tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=self._device)
-        attention = self._attention.fixed_prefill(slot_mapping, num_rows=MAX_ROWS, max_pages=self._max_pages)
+        last_tokens = torch.zeros(MAX_PROMPT_ROWS, dtype=torch.int64, device=self._device)
+        attention = self._attention.fixed_prefill(slot_mapping, num_rows=MAX_PROMPT_ROWS, max_pages=self._max_pages)
 
         def compute() -> Tensor:
             return self._model.forward(input_ids, positions, attention, last_tokens)

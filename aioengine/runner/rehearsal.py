@@ -12,6 +12,7 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioengine.protocol.messages import Progress, Sampling
+from aioengine.runner.ladder import MAX_PROMPT_ROWS
 from aioengine.scheduler.plan import OpenedRow, Plan, Row
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 80)
 NUM_TOKENS = 5
 """Of a row among many, with what it generates."""
-NUM_PROMPTS = 9
-"""That fill a step; more than a graph of prompts takes."""
+NUM_PROMPTS = MAX_PROMPT_ROWS + 1
+"""That fill a step: no graph of prompts takes so many."""
 
 _TOKEN = 0
 _PLAIN = (Sampling(1),)

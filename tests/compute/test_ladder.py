@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from aioengine.runner.ladder import ladder, longest_prefill_graph, prefill_ladder
+from aioengine.runner.ladder import cascade_ladder, ladder, longest_prefill_graph, prefill_ladder
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 16, 100, 256, 300, 1024])
@@ -19,6 +19,19 @@ def test_ladder(max_rows: int) -> None:
 
 def test_no_graphs() -> None:
     assert ladder(0) == []
+
+
+@pytest.mark.parametrize("max_rows", [48, 50, 64, 100, 256, 1024, 2000])
+def test_ladder_of_rows_that_share_pages(max_rows: int) -> None:
+    sizes = cascade_ladder(max_rows, min_rows=48)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] >= 48
+    assert sizes[-1] == max_rows
+
+
+def test_too_few_rows_to_share_pages() -> None:
+    assert cascade_ladder(47, min_rows=48) == []
+    assert cascade_ladder(0, min_rows=48) == []
 
 
 @pytest.mark.parametrize("max_tokens", [16, 64, 500, 2048, 8192])

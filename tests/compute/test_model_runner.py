@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
 import torch
 
+from aioengine.attention._base import CapturablePrefill
 from aioengine.protocol.messages import FinishCode, Sampling
+from aioengine.runner import model_runner
 from aioengine.runner.model_runner import build
 from aioengine.scheduler.plan import OpenedRow, Plan, Row
 from tests.compute.runner_world import CONTEXT_LENGTH, FAMILIES, VOCAB_SIZE, World, make_settings, save_model
@@ -182,6 +186,19 @@ def test_a_row_without_room_fails_alone(qwen: Path) -> None:
     assert again.failed == {}
 
 
+def test_a_row_that_went_bad_after_its_request_was_closed_is_forgotten(tmp_path: Path) -> None:
+    model = save_model("llama", tmp_path)
+    model.model.embed_tokens.weight[77] = torch.nan
+    model.save_pretrained(tmp_path)
+    runner = build(make_settings(tmp_path), lambda _: None)
+    plan = Plan([Row(1, 0, 2, True, [5, 77])], [OpenedRow(1, Sampling(0), 2, [5, 77], [0])])
+    in_flight = runner.launch(plan)
+    runner.launch(Plan([], closed=[1]))
+    assert "not finite" in runner.collect(in_flight).failed[1]
+    later = runner.collect(runner.launch(Plan([Row(1, 2, 1, True)])))
+    assert "does not know" in later.failed[1]
+
+
 def test_a_plan_without_rows_gives_nothing(qwen: Path) -> None:
     runner = build(make_settings(qwen), lambda _: None)
     result = runner.collect(runner.launch(Plan([], closed=[7])))
@@ -238,3 +255,22 @@ def test_what_cannot_be_built_says_why(qwen: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         build(make_settings(tmp_path), lambda _: None)
+
+
+@pytest.mark.parametrize(("context_length", "longest"), [(100, 800), (256, 2048), (100_000, 4096)])
+def test_graphs_of_prompts_are_no_longer_than_all_their_rows(context_length: int, longest: int) -> None:
+    """Their page tables have room for the longest request in each row, and the largest graph is planned over pages."""
+    captured: list[int] = []
+    runner = SimpleNamespace(
+        facts={"weights_bytes": 2_000_000},
+        capture_graphs=lambda *_: None,
+        capture_prefill_graphs=lambda max_tokens, _: captured.append(max_tokens),
+    )
+    parts = SimpleNamespace(
+        attention=MagicMock(spec=CapturablePrefill),
+        model=SimpleNamespace(dtype=torch.bfloat16),
+        context_length=context_length,
+    )
+    settings = make_settings("", chunk_tokens=4096)
+    model_runner._capture(runner, parts, settings, lambda _: None)  # type: ignore[arg-type]
+    assert captured == [longest]
