@@ -182,9 +182,9 @@ class ModelRunner:
             return StepResult(values[: len(ticket.sampled)])
         value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True))
         bad = [uid for uid, value in value_of.items() if value == FAILED]
-        for uid in bad:
+        for uid in self._table.requests.keys() & bad:  # others were closed while the step was in flight
             self._break(uid, _NOT_FINITE)
-        self._poisoned.update(bad)
+            self._poisoned.add(uid)
         failed = {**ticket.failed, **dict.fromkeys(bad, _NOT_FINITE)}
         return StepResult([value_of.get(uid, FAILED) for uid in ticket.wanted], failed)
 
