@@ -145,6 +145,11 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     tenant_weights: dict[str, float] = {}
     decode_cost: int = 1
 
+    @property
+    def max_step_tokens(self) -> int:
+        """Of the largest step: prompts get an eighth of ``chunk_tokens`` beside however many rows that decode."""
+        return max(self.chunk_tokens, self.max_running + self.chunk_tokens // 8)
+
 
 class RunnerSettings(Struct, frozen=True, kw_only=True):
     """The device side. ``factory``: "module:function" that builds the runner from ``Settings``, named and not

@@ -317,7 +317,7 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     model, choice, weights_bytes = _load(settings, dtype, memory, report)
     shape = model.attention_shape
     limits = settings.scheduler
-    largest = LargestStep(limits.chunk_tokens, limits.max_running)
+    largest = LargestStep(limits.max_step_tokens, limits.max_running)
     room = memory.room(model, largest, fraction=settings.memory.mem_fraction_static)
     num_pages = fit_pages(_demand(settings, shape, dtype), room)
     with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioengine.config import SchedulerSettings
 from aioengine.scheduler.budget import LEAST_SHARE, TokenBudget
 
 
@@ -14,6 +15,23 @@ from aioengine.scheduler.budget import LEAST_SHARE, TokenBudget
 )
 def test_prompts_move_on_however_many_decode(chunk_tokens: int, num_decodes: int, left: int) -> None:
     assert TokenBudget(chunk_tokens, num_decodes).left == left
+
+
+@given(st.integers(1, 1200), st.integers(0, 1200), st.sampled_from([1, 4]), st.data())
+def test_the_largest_step_is_known(max_running: int, more: int, decode_cost: int, data: st.DataObject) -> None:
+    settings = SchedulerSettings(
+        max_running=max_running,
+        chunk_tokens=max_running + more,
+        context_length=1,
+        policy="fcfs",
+        prefix_cache=True,
+        depth=1,
+        decode_cost=decode_cost,
+    )
+    num_decodes = data.draw(st.integers(0, max_running - 1))  # one more row has the prompt
+    budget = TokenBudget(settings.chunk_tokens, decode_cost * num_decodes)
+    assert num_decodes + budget.left <= settings.max_step_tokens
+    assert settings.chunk_tokens <= settings.max_step_tokens
 
 
 def test_a_long_prompt_leaves_half_to_those_behind_it() -> None:
