@@ -99,7 +99,7 @@ def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | 
             return (64, 128, 1, 4, 4, 0) if is_few else None
         return (64, 256, 1, 3, 4, 8) if is_few else (64, 128, 1, 4, 4, 8)
     if num_outputs <= 1024:
-        return 64, 128, 4, 4, 4, 8
+        return 64, 128, 4, 4, 4, 8 if size >= 2048 else 4  # no lines behind a share's end
     if num_outputs <= 4096:
         return (64, 256, 2, 3, 4, 0) if is_few else (64, 128, 2, 4, 4, 0)
     if num_outputs <= 16_384:

@@ -1,0 +1,26 @@
+"""How products of a matrix with few vectors are shared out on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+SIZES = range(512, 16_385, 512)
+NUM_OUTPUTS = (64, 256, 1000, 1024, 4096, 14_336, 16_384, 28_672, 65_536, 151_936)
+
+
+def test_programs_stay_within_their_share_of_the_inputs() -> None:
+    pytest.importorskip("triton")
+    from aioengine.kernels._triton_skinny import MAX_ROWS, num_tiles, shape_of_programs
+
+    for num_outputs, size, num_rows in itertools.product(NUM_OUTPUTS, SIZES, (2, MAX_ROWS // 2, MAX_ROWS)):
+        programs = shape_of_programs(num_outputs, size, num_rows)
+        if programs is None:
+            continue
+        outputs, block, shares, _, _, lines_ahead = programs
+        place = (num_outputs, size, num_rows)
+        assert size % shares == 0, place
+        assert size // shares % block == 0, place
+        assert 64 * lines_ahead <= size // shares, place
+        assert -(-num_outputs // outputs) <= num_tiles(num_outputs), place
