@@ -12,7 +12,7 @@ from flashinfer.utils import determine_attention_backend
 
 from aioengine.attention._base import AttentionShape, BackendUnavailableError, kv_pool_shape
 from aioengine.attention._compilation import Compilation, CompilationTimeoutError
-from aioengine.attention.flashinfer import DTYPES, HEAD_SIZES, FlashInferAttention
+from aioengine.attention.flashinfer import FlashInferAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HEAD_SIZES = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
 _NO_ROTATION = 0
 
 

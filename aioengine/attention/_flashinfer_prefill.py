@@ -35,7 +35,7 @@ MIN_FRESH_TOKENS = 256
 """Fewer are not worth a plan of their own."""
 
 
-class _Staging:
+class Staging:
     """Keeps the host from writing a plan over one that is still being copied."""
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class Shared:
     shape: AttentionShape
     pool: list[Pool]
     workspace: Tensor
-    staging: _Staging
+    staging: Staging
     dtype: torch.dtype
 
     @classmethod
     def make(cls, shape: AttentionShape, kv_pool: Tensor) -> Shared:
         """``kv_pool``: [L, 2, N, K, S, E]."""
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
-        return cls(shape, [(layer[0], layer[1]) for layer in kv_pool], workspace, _Staging(), kv_pool.dtype)
+        return cls(shape, [(layer[0], layer[1]) for layer in kv_pool], workspace, Staging(), kv_pool.dtype)
 
     @property
     def page_size(self) -> int:

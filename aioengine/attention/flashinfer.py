@@ -5,12 +5,12 @@ go through ``kernels/_triton_decode.py``: FlashInfer's decode kernels take longe
 256 rows of 576 positions: 148 us a layer, its own 154 to 207), and its plan for them costs the host more. All others
 go through FlashInfer's prefill kernel.
 
-FlashInfer compiles what it has not compiled before, when the first plan is made: ``warm_up`` does that at the start.
-Its plans are written to pinned memory and copied from there; a plan must not be made before the copy of the one before
-it is over, which ``_Staging`` sees to.
+At the start ``_flashinfer_kernels`` sees to it that there are kernels for the types and sizes of the model, and that
+they are compiled. FlashInfer's plans are written to pinned memory and copied from there; a plan must not be made before
+the copy of the one before it is over, for which ``Staging`` of ``_flashinfer_prefill`` waits. Pages that many rows
+share are read once for all of them by ``_flashinfer_cascade``.
 
-Shape letters: T packed tokens, R rows, D rows that decode, H query heads, K kv heads, E head size, N pages of the
-pool, S page size.
+Shape letters: T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
 
 from __future__ import annotations
@@ -38,21 +38,11 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int32]
 
-HEAD_SIZES = (64, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16)
-
 
 class FlashInferAttention:
     """See the module. ``kv_pool``: [L, 2, N, K, S, E] in bf16 or fp16."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
-        if kv_pool.dtype not in DTYPES or shape.head_size not in HEAD_SIZES:
-            message = (
-                f"attention_backend 'flashinfer' has no kernels for heads of {shape.head_size} in {kv_pool.dtype}; it "
-                f"has some for {', '.join(map(str, HEAD_SIZES))} in bfloat16 and float16. "
-                "attention_backend='triton' works"
-            )
-            raise ValueError(message)
         self._shared = Shared.make(shape, kv_pool)
         self._prefill = PrefillRows(self._shared)
         self._decode: DecodeRows | None = None

@@ -26,7 +26,7 @@ GRAPHS_BYTES = 2 << 30
 """Kept for the workspaces of kernels and for the graphs, whose shared pool is about as large as a decode step."""
 
 SAMPLED_ROWS = 256
-"""Rows whose logits are brought into fp32 at once."""
+"""Rows that the sampler works on at once, with their logits in fp32: bounds the memory that it needs."""
 
 _LIST_TIMEOUT_S = 10.0
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from aioengine.kernels._triton_sampling import NUM_COLUMNS, Draws, SamplingKernels
+from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.penalties import Penalties
 from aioengine.runner.token_counts import TokenCounts
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
     from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.rows import RowTable, SampledRows
-
-CHUNK_ROWS = 256
-"""Rows that are worked on at once: bounds the scratch memory."""
 
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _HIGH_SHIFT = np.uint64(32)
@@ -60,7 +58,7 @@ class DeviceSampler:
         self._device = table.last_tokens.device
         self._upload = table.upload
         self._counts = TokenCounts(table, width=num_embeddings, device=self._device)
-        self._kernels = SamplingKernels(max_rows=CHUNK_ROWS, vocab_size=vocab_size, device=self._device)
+        self._kernels = SamplingKernels(max_rows=SAMPLED_ROWS, vocab_size=vocab_size, device=self._device)
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
         """One token id for each row of the logits [S, >= V], as [S] int64 on their device; -1 for a bad row."""
@@ -70,8 +68,8 @@ class DeviceSampler:
         draw_words(rows, columns)
         words = self._upload(columns)
         is_truncated = rows.records["is_truncated"] & ~rows.records["is_greedy"]
-        for start in range(0, num_rows, CHUNK_ROWS):
-            part = slice(start, start + CHUNK_ROWS)
+        for start in range(0, num_rows, SAMPLED_ROWS):
+            part = slice(start, start + SAMPLED_ROWS)
             scores = logits[part]
             if rows.records["processors"][part].any():
                 scores = self._process(scores, rows, start)
@@ -93,7 +91,7 @@ class DeviceSampler:
         )
 
     def _process(self, logits: Tensor, rows: SampledRows, start: int) -> Tensor:
-        """The logits of the rows from ``start`` on after the processors, fp32, in memory of their own.
+        """The logits of the rows from ``start`` on after the processors, fp32; changed in place where they are that.
 
         They have their whole width: a request may name tokens that are never drawn.
         """
