@@ -1,4 +1,4 @@
-"""The arithmetic of ``attention/torch.py``: attention over one chunk of positions, and how chunks are put together.
+"""The arithmetic of the backends for a CPU: attention over one chunk of positions, and how chunks are put together.
 
 Shape letters: B products of a batch, M query rows, C positions of a chunk, E head size, X chunks.
 """

@@ -1,4 +1,5 @@
-"""Attention with plain torch operations: the backend of the CPU, and the reference for all others.
+"""Attention with plain torch operations: the backend of a CPU that ``attention/fused.py`` does not serve, and the
+reference for all others.
 
 Every token's result is the same bits whatever it is computed with: alone or in any batch, as a decode step or inside
 any prefill chunk. Keys are taken in chunks of ``CHUNK`` positions that are aligned from position 0. One chunk gives a

@@ -1,8 +1,8 @@
 """CUDA graphs of decode steps: from last tokens to next tokens in one launch.
 
 There is a graph for each of a ladder of row counts; a step of fewer rows is padded to the next with rows of the
-padding page. All that a step tells the device goes there in one copy. The graphs share one pool of memory, the largest
-is captured first.
+padding page. All that a step tells the device goes there in one copy, but for what attention plans. The graphs share
+one pool of memory, the largest is captured first.
 
 Where many rows begin with the same pages there are second graphs, which attend to these once for all of them; their
 rows stand in another order (``sharing``).

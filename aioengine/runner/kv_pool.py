@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 PADDING_PAGE = 0
-"""Nobody's page: it stays zero, and stands where a page table has room to fill. Plans do not count it."""
+"""Nobody's page: it stands where a page table has room to fill, and takes the keys and values of the rows and tokens
+that fill a CUDA graph; without graphs it stays zero. Plans do not count it.
+"""
 
 FIRST_PAGE = 1
 """Where page 0 of a plan is in the pool."""

@@ -125,7 +125,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
-        """Decode steps of up to so many rows are CUDA graphs from now on; FlashInfer's attention alone can do that.
+        """Decode steps of up to so many rows are CUDA graphs from now on; attention is a ``CapturableAttention``.
 
         ``report`` hears how many are captured, and of how many.
         """
