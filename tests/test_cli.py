@@ -251,6 +251,13 @@ def test_bench_prints_a_table_or_json() -> None:
     assert re.search(r"^milliseconds +p50 +p90 +p99$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.process
+def test_a_bench_of_prompts_that_do_not_fit_is_one_line_and_status_1() -> None:
+    done = run("bench", "--prompt-tokens", "5000", "--num-prompts", "3")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "the prompt has 5000 tokens" in done.stderr
+
+
 def start(argv: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "aioengine", *argv]
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)

@@ -69,9 +69,12 @@ async def _run_all(engine: AsyncEngine, prompts: list[list[int]], workload: Work
         while prompts:
             timelines.append(await _run(engine, prompts.pop(), num_tokens=workload.output_tokens))
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(workload.concurrency):
-            group.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(workload.concurrency):
+                group.create_task(work())
+    except ExceptionGroup as failures:  # the requests are all alike: what is wrong with one is wrong with all
+        raise failures.exceptions[0] from None
     return timelines
 
 
