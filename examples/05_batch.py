@@ -1,6 +1,6 @@
 """A batch job: every line of standard input is a prompt, every line of standard output a JSON object.
 
-seq 1 200 | sed 's/.*/What is & plus &?/' | python examples/05_batch.py
+seq 1 20 | sed 's/.*/& + & =/' | python examples/05_batch.py
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 
 from aioengine import Engine
 
-prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()] or ["What is 2 plus 2?", "What is 3 plus 4?"]
+prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()] or ["2 + 2 =", "3 + 4 ="]
 
 with Engine(progress=True) as llm:
     outputs = llm.generate(prompts, {"temperature": 0, "max_new_tokens": 32}, return_exceptions=True)
