@@ -66,7 +66,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     stop: one string or up to 32; the text ends before the first that appears.
     stop_token_ids: ids that end the request, beside the model's own end-of-text ids.
     stop_regex: one pattern or up to 32 (of at most 256 bytes each), in the dialect of the ``regex`` package.
-    temperature: 0 (greedy) to 2.
+    temperature: 0 (greedy) to 2; 1 where left out.
     top_p: above 0, up to 1. top_k: -1 (off) or at least 1. min_p: 0 to 1, relative to the likeliest token.
     frequency_penalty, presence_penalty: -2 to 2, over the output. repetition_penalty: above 0, up to 2, over prompt
         and output.
@@ -77,6 +77,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     stream_interval: output tokens between two chunks of a stream; None: the engine's.
     logit_bias: token id -> number added to its logit.
     sampling_seed: the same seed gives the same tokens; None: one is drawn and reported.
+
+    A dict in its place may also say ``seed``, ``max_tokens``, ``max_completion_tokens``, ``min_tokens``,
+    ``stop_sequences``, ``stop_strings`` and ``include_stop_str_in_output``.
     """
 
     max_new_tokens: int | None = _DEFAULT_LENGTH

@@ -141,6 +141,7 @@ def test_unknown_keys_are_named_with_the_nearest() -> None:
 )
 def test_aliases(alias: str, name: str, value: object) -> None:
     assert getattr(SamplingParams.parse({alias: value}), name) == value
+    assert f"``{alias}``" in (SamplingParams.__doc__ or "")
     with pytest.raises(ValueError, match="given twice"):
         SamplingParams.parse({alias: value, name: value})
 
