@@ -35,7 +35,7 @@ async def run_engine(_: web.Application) -> AsyncIterator[None]:
 async def generate(request: web.Request) -> web.StreamResponse:
     try:  # a request with rid and resume_ttl that comes again, with the last id that was read, goes on behind it
         ask, at = await request.json(), int(request.headers.get("Last-Event-ID", -1))
-        stream = await (engine.attach(ask["rid"], at) if at >= 0 else engine.async_generate(**ask | {"stream": True}))
+        stream = await (engine.attach(ask["rid"], at) if at >= 0 else engine.async_generate(**{**ask, "stream": True}))
     except (KeyError, TypeError, ValueError, EngineError) as error:
         retry = {"Retry-After": f"{error.retry_after + 1:.0f}"} if isinstance(error, EngineOverloadedError) else {}
         status = 429 if retry else 503 if isinstance(error, EngineError) else 400

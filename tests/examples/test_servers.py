@@ -138,6 +138,12 @@ def test_bad_input_is_status_400_with_the_reason(server: Server, body: dict[str,
     assert word in response.text
 
 
+def test_a_body_that_is_no_object_is_refused_in_words(server: Server) -> None:
+    response = server.client.post("/generate", json=[1])
+    assert response.status_code in {400, 422}
+    assert re.search("mapping|dictionary", response.text)
+
+
 def test_a_client_that_goes_away_frees_its_request(server: Server) -> None:
     aborted = server.stats()["num_aborted"]
     with server.client.stream("POST", "/generate", json=ask("Once upon a time", LONG)) as response:
