@@ -164,7 +164,10 @@ class Calls:
         if any(name.widths for name in names.values()):
             taken += [name for name in self._names if _find(names, name) is not None]
         if taken:
-            raise ValueError(f"rid {taken[0]!r} is in use by a live request; choose another, or wait for its end")
+            raise ValueError(
+                f"rid {taken[0]!r} is in use by a live request, or one that can be attached to; choose another, or "
+                "wait for its end"
+            )
 
     def close(self, call: Call, now: float) -> None:
         """The call is over; its ids are free again, unless it can be attached to."""
