@@ -63,7 +63,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     max_new_tokens: output tokens at most. None: to the end of the context. Left out: 128, or less where the context
         is nearly full; an explicit value that does not fit is refused with ``RequestTooLargeError``.
     min_new_tokens: no stop token before so many output tokens (stop strings still act).
-    stop: one string or up to 32; the text ends before the first that appears.
+    stop: one string or up to 32 (empty ones are left out); the text ends before the first that appears.
     stop_token_ids: ids that end the request, beside the model's own end-of-text ids.
     stop_regex: one pattern or up to 32 (of at most 256 bytes each), in the dialect of the ``regex`` package.
     temperature: 0 (greedy) to 2; 1 where left out.
