@@ -1,0 +1,116 @@
+"""What a graph of a decode step is told, and the kernel that attends: against plain torch, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+PROGRAM = """
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from aioengine.attention._base import AttentionShape, Sharable, kv_pool_shape
+from aioengine.attention._parts import num_places, share_out
+from aioengine.attention.torch import TorchAttention
+from aioengine.kernels import _triton_decode
+from aioengine.protocol.messages import Sampling
+from aioengine.runner.graphs import DecodeGraphs
+from aioengine.runner.inputs import InputBuilder
+from aioengine.runner.rows import RowTable
+from aioengine.runner.sharing import SharedPrefixes
+from aioengine.scheduler.plan import OpenedRow, Row
+from tests.compute.test_sharing import part_of
+
+# no form is compiled here, and there is no device to be asked
+_triton_decode.has_dependent_launch = lambda: False
+_triton_decode.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+torch.cuda.Event = SimpleNamespace
+
+PAGE_SIZE, NUM_PAGES, HEADS, KV_HEADS, HEAD_SIZE, SIZE = 16, 200, 4, 2, 64, 12
+torch.manual_seed(0)
+shape = AttentionShape(
+    num_layers=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5
+)
+pool = torch.randn(kv_pool_shape(shape, num_pages=NUM_PAGES + 1, page_size=PAGE_SIZE))
+table = RowTable(max_row_pages=60, num_pages=NUM_PAGES, num_embeddings=9, device=torch.device("cpu"), processors=())
+graphs = DecodeGraphs(None, None, table, vocab_size=9, page_size=PAGE_SIZE)
+inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
+order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()
+long, short = [order.pop() for _ in range(17)], [order.pop() for _ in range(3)]
+beginnings = [short, long, [], long, short, long, [], long]
+lengths = [49, 17 * 16 + 1, 1, 17 * 16 + 200, 64, 17 * 16 + 16, 700, 17 * 16 + 17]
+for uid, (begin, length) in enumerate(zip(beginnings, lengths)):
+    own = [order.pop() for _ in range(-(-length // PAGE_SIZE) - len(begin))]
+    table.open(OpenedRow(uid, Sampling(uid), length, [1] * length, [*begin, *own]))
+rows = inputs.read([Row(uid, length - 1, 1, True) for uid, length in enumerate(lengths)])
+num_rows = len(lengths)
+sampled = table.sampled(rows.requests, rows.slots, rows.starts + rows.counts)
+batch = inputs.build(rows)
+heads = torch.randn(num_rows, HEADS + 2 * KV_HEADS, HEAD_SIZE)
+q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+reference = TorchAttention(shape, pool)
+reference.prepare(batch)
+expected = reference.forward(q, k, v, 0)
+found = SharedPrefixes(table, Sharable(min_rows=2, min_spared=1, max_groups=4), page_size=PAGE_SIZE).find(rows)
+assert found.pages.num_pages.tolist() == [17, 3]
+
+for sharing in (None, found):
+    ordered = sharing.order if sharing else np.arange(num_rows)
+    host = np.full(4000, 77, dtype=np.int32)  # what a larger step has left there
+    num_words = graphs._fill(host, SIZE, rows, sampled, sharing=sharing)
+    assert (host[num_words:] == 77).all()
+    graphs._memory = torch.from_numpy(host)
+    columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
+    assert columns[0, :num_rows].tolist() == rows.slots[ordered].tolist()
+    assert columns[1, :num_rows].tolist() == rows.starts[ordered].tolist()
+    assert columns[2].tolist() == [*batch.slot_mapping[torch.from_numpy(ordered)].tolist(), *[0] * (SIZE - num_rows)]
+    assert columns[4].tolist() == [*rows.slots[ordered].tolist(), *[len(table.last_tokens) - 1] * (SIZE - num_rows)]
+    assert columns[5, :num_rows].tolist() == ordered.tolist(), "each request has its number as a seed"
+    starts = buffers.starts.numpy()
+    own_lengths = (np.diff(starts) - 1) * PAGE_SIZE + buffers.last_lengths.numpy()
+    assert own_lengths[num_rows:].tolist() == [1] * (SIZE - num_rows)
+    parts = torch.from_numpy(share_out(own_lengths, num_places(SIZE, KV_HEADS)))
+    step = _triton_decode.DecodeRows(
+        buffers.starts, buffers.page_ids, parts, torch.zeros(SIZE * KV_HEADS, dtype=torch.int32)
+    )
+    queries = torch.zeros(SIZE, HEADS, HEAD_SIZE)
+    queries[:num_rows] = q[torch.from_numpy(ordered)]
+    other = None
+    if sharing:
+        other = torch.zeros(SIZE, HEADS, HEAD_SIZE), torch.full((SIZE, HEADS), -torch.inf)
+        first_page = first_row = 0
+        for end, count in zip(sharing.pages.row_ends.tolist(), sharing.pages.num_pages.tolist()):
+            pages = torch.from_numpy(sharing.pages.page_ids[first_page : first_page + count])
+            keys, values = (part[pages].transpose(1, 2).reshape(-1, KV_HEADS, HEAD_SIZE) for part in pool[0])
+            for row in range(first_row, end):
+                other[0][row], weights = part_of(queries[row], keys, values, shape.scale)
+                other[1][row] = weights[:, 0]
+            first_page, first_row = first_page + count, end
+    out = torch.empty_like(queries)
+    for _ in range(2):
+        _triton_decode.decode(queries, (pool[0, 0], pool[0, 1]), step, scale=shape.scale, out=out, other=other)
+        assert not step.num_done.any()
+    assert out.isfinite().all()
+    attended = out[:num_rows].view(num_rows, -1)
+    if sharing:
+        attended = attended[sharing.inverse]
+    torch.testing.assert_close(attended, expected, rtol=1e-4, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_rows_of_a_graph_are_attended_to_as_by_plain_torch() -> None:
+    """With pages that rows share, and without; some rows in many parts, some of padding."""
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
