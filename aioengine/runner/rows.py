@@ -95,7 +95,7 @@ class RowTable:
         num_slots: int = _NUM_SLOTS,
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
-        self.page_table = np.full((num_slots, max_row_pages), PADDING_PAGE, dtype=np.int32)
+        self.page_table = np.zeros((num_slots, max_row_pages), dtype=np.int32)  # takes memory as far as it is used
         self.num_pages = np.zeros(num_slots, dtype=np.int64)
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.sampling = np.zeros(num_slots, dtype=SAMPLING_RECORD)

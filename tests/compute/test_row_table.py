@@ -1,0 +1,30 @@
+"""The tables of open requests."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from aioengine.protocol.messages import Sampling
+from aioengine.runner.rows import RowTable
+from aioengine.scheduler.plan import OpenedRow
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_room_for_many_long_requests_costs_memory_as_far_as_it_is_used() -> None:
+    def held() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = held()
+    table = RowTable(
+        max_row_pages=4096, num_pages=9, num_embeddings=9, device=torch.device("cpu"), processors=(), num_slots=16_384
+    )
+    table.open(OpenedRow(5, Sampling(0), 1, [1], [7, 8]))
+    assert table.page_table.nbytes == 256 << 20
+    assert held() - before < 64 << 20
+    assert table.pages(5) == [8, 9], "behind the padding page"
+    assert not table.page_table[table.requests[5].slot, 2:].any()
