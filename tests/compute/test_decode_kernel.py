@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import pytest
+
+from tests.compute.interpreted import run_interpreted
 
 PROGRAM = """
 from types import SimpleNamespace
@@ -107,10 +104,4 @@ for sharing in (None, found):
 @pytest.mark.slow
 def test_rows_of_a_graph_are_attended_to_as_by_plain_torch() -> None:
     """With pages that rows share, and without; some rows in many parts, some of padding."""
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    run_interpreted(PROGRAM)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import pytest
+
+from tests.compute.interpreted import run_interpreted
 
 PROGRAM = """
 import numpy as np
@@ -68,10 +65,4 @@ for step in range(4):
 
 @pytest.mark.slow
 def test_counts_on_the_device_give_the_same_logits() -> None:
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    run_interpreted(PROGRAM)

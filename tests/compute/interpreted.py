@@ -1,0 +1,21 @@
+"""Programs whose Triton kernels run in its interpreter, on the CPU: a process each, since it is chosen at import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+
+def run_interpreted(program: str) -> None:
+    """Fails with what the program says, where that does not end well; skips the test where there is no Triton."""
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,67 @@
+"""Attention in Triton's kernels, and heads rotated into their pages, against plain torch, in its interpreter."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compute.interpreted import run_interpreted
+
+PROGRAM = """
+import torch
+
+from aioengine.kernels import _triton
+
+# no form is compiled here, and there is no device to be asked
+_triton.has_dependent_launch = lambda: False
+_triton.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+torch.Tensor.pin_memory = lambda self: self
+
+from aioengine.attention._base import AttentionShape, kv_pool_shape
+from aioengine.attention.torch import TorchAttention
+from aioengine.attention.triton import TritonAttention
+from aioengine.kernels import _triton_heads, rotate_and_write
+from tests.compute.stepping import make_batch
+
+HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 40, 16, 80
+torch.manual_seed(0)
+shape = AttentionShape(
+    num_layers=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5
+)
+
+
+def some_heads(num_tokens):
+    return torch.randn(num_tokens, HEADS + 2 * KV_HEADS, HEAD_SIZE)
+
+
+for rows in ([(0, 1), (15, 1), (300, 1)], [(0, 70)], [(40, 1), (0, 33), (280, 5)]):
+    pool = torch.randn(kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
+    expected_pool = pool.clone()
+    order = (torch.randperm(NUM_PAGES - 1) + 1).tolist()
+    tables = [[order.pop() for _ in range(-(-(start + count) // PAGE_SIZE))] for start, count in rows]
+    batch = make_batch(rows, tables, PAGE_SIZE)
+    q, k, v = some_heads(len(batch.positions)).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    backend, reference = TritonAttention(shape, pool), TorchAttention(shape, expected_pool)
+    backend.prepare(batch)
+    reference.prepare(batch)
+    found, expected = backend.forward(q, k, v, 0), reference.forward(q, k, v, 0)
+    assert torch.equal(pool, expected_pool), rows
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+heads, angles = some_heads(5), torch.randn(5, 1, HEAD_SIZE // 2)
+tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+slots = torch.tensor([16, 17, 5, 95, 40], dtype=torch.int32)
+for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tensor(1e-6))):
+    pools = [torch.randn(6, KV_HEADS, PAGE_SIZE, HEAD_SIZE) for _ in range(2)]
+    expected_pools = [part.clone() for part in pools]
+    target = rotate_and_write.KVTarget(slots, *expected_pools)
+    expected = rotate_and_write.reference(heads.clone(), HEADS, tables, norms, target=target)
+    found = heads.clone()
+    _triton_heads.rotate(found, HEADS, tables, norms, target=(slots, *pools))
+    torch.testing.assert_close(found[:, :HEADS], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(pools, expected_pools, rtol=1e-4, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_give_what_plain_torch_gives() -> None:
+    run_interpreted(PROGRAM)
