@@ -119,12 +119,12 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "model.trust_remote_code", "switch", checks.switch, "no effect: no code of a model folder is run"
     ),
     "skip_tokenizer_init": Argument("model.tokenizer", "switch", _negated, "token ids in, token ids out, no text"),
-    "device": Argument("device.name", "text", _words("auto", "cpu", "cuda"), "auto, cpu or cuda"),
+    "device": Argument("device.name", "text", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
     "attention_backend": Argument(
         "device.attention_backend",
         "text",
-        _words("auto", "flashinfer", "triton", "torch", torch_native="torch"),
-        "auto, flashinfer, triton or torch",
+        _words("auto", "flashinfer", "triton", "fused", "torch", torch_native="torch"),
+        "auto; flashinfer or triton on a GPU, fused on a CPU, torch on both",
     ),
     "enable_deterministic_inference": Argument(
         "device.batch_invariant", "switch", checks.switch, "the same bits in any batch on a GPU too (a CPU always does)"

@@ -105,6 +105,8 @@ def _attention_backend(config: EngineConfig, model: ModelFacts, device: DeviceFa
     is_invariant = config.device.batch_invariant and is_on_gpu
     if wanted in {"flashinfer", "triton"} and not is_on_gpu:
         raise ValueError(f"attention_backend={wanted!r} needs an NVIDIA GPU, and this engine would run on the CPU")
+    if wanted == "fused" and is_on_gpu:
+        raise ValueError(f"attention_backend={wanted!r} is for the CPU, and this engine would run on a GPU")
     if wanted in {"flashinfer", "torch"} and is_invariant:
         raise ValueError(
             f"attention_backend={wanted!r} gives other bits in other batches on a GPU; enable_deterministic_inference "

@@ -139,6 +139,12 @@ def test_backends_of_a_gpu_need_one(backend: str) -> None:
         settings(attention_backend=backend)
 
 
+def test_the_backend_of_a_cpu_needs_one() -> None:
+    assert settings(attention_backend="fused").runner.attention_backend == "fused"
+    with pytest.raises(ValueError, match="attention_backend='fused' is for the CPU"):
+        settings(machine=replace(MACHINE, num_gpus=1, has_triton=True), attention_backend="fused")
+
+
 def test_a_gpu_that_torch_cannot_use_is_left_alone() -> None:
     assert settings(machine=replace(MACHINE, num_gpus=1)).runner.device == "cpu"
 
