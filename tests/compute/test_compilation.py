@@ -33,12 +33,12 @@ class Kernel:
         return self.folder / self.name
 
     @property
-    def library(self) -> Path:
+    def shared_object(self) -> Path:
         return self.build_dir / "library.so"
 
     @property
     def is_compiled(self) -> bool:
-        return self.library.exists()
+        return self.shared_object.exists()
 
     @property
     def ninja_path(self) -> Path:
@@ -98,7 +98,7 @@ def test_progress_names_the_kernel_and_counts_its_files(machine: Machine) -> Non
 def test_nothing_is_said_where_everything_is_up_to_date(machine: Machine) -> None:
     machine.tool("ninja", 'echo "ninja: no work to do."')
     machine.kernel.write_ninja()
-    machine.kernel.library.touch()
+    machine.kernel.shared_object.touch()
     machine.compile()
     machine.compile(Kernel(machine.kernel.folder, is_aot=True))
     assert machine.reports == []
