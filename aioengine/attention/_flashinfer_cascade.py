@@ -14,8 +14,8 @@ import torch
 
 from aioengine.attention._base import Sharable, SharedPages
 from aioengine.attention._decode import FixedDecodeRows
-from aioengine.attention._flashinfer_prefill import fixed_wrapper
-from aioengine.attention._pages import pinned, starts_of
+from aioengine.attention._flashinfer_prefill import Pages, fixed_wrapper, plan_paged
+from aioengine.attention._pages import page_columns, pinned
 from aioengine.kernels._triton_decode import decode
 from aioengine.kernels._triton_heads import write_pages
 
@@ -64,23 +64,15 @@ class FixedFlashInferCascade:
     def plan_shared(self, pages: SharedPages) -> None:
         """Before the first replay with these groups."""
         shared = self._shared
-        num_groups = len(pages.num_pages)
-        missing = MAX_GROUPS + 1 - num_groups
-        row_starts = np.concatenate([[0], pages.row_ends, np.full(missing, self._num_rows)]).astype(np.int32)
-        num_pages = np.pad(pages.num_pages, (0, missing))
-        last_lengths = np.where(num_pages > 0, shared.page_size, 0).astype(np.int32)
+        missing = MAX_GROUPS + 1 - len(pages.num_pages)
+        row_ends = np.append(pages.row_ends, np.int32(self._num_rows))
+        query_lengths = np.pad(np.diff(row_ends, prepend=np.int32(0)), (0, missing - 1))
+        kv_lengths = np.pad(pages.num_pages, (0, missing)) * np.int32(shared.page_size)
+        starts, last_lengths = page_columns(kv_lengths, shared.page_size)
         page_ids = pinned(pages.page_ids).to(self._slots.device, non_blocking=True)
         shared.staging.wait()
-        self._wrapper.plan(
-            *(pinned(row_starts), starts_of(num_pages), page_ids, pinned(last_lengths)),
-            *(*shared.heads(), shared.page_size),
-            causal=False,
-            q_data_type=shared.dtype,
-            kv_data_type=shared.dtype,
-            sm_scale=shared.shape.scale,
-            seq_lens=pinned(num_pages * np.int32(shared.page_size)),
-            max_token_per_sequence=self._num_rows,
-        )
+        planned = Pages(kv_lengths, starts, page_ids, last_lengths)
+        plan_paged(shared, self._wrapper, query_lengths, planned, is_causal=False)
         shared.staging.mark()
 
     def prepare(self, batch: object) -> None:

@@ -9,7 +9,7 @@ T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -119,18 +119,41 @@ class PrefillRows:
             self._ragged.run(q[split:], kv[0][split:], kv[1][split:], out=out[split:])
 
     def _plan_paged(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
-        shared = self._shared
-        starts, last_lengths = page_columns(kv_lengths, shared.page_size)
-        self._paged.plan(
-            *(starts_of(query_lengths), starts, flat_pages(page_table, starts)[1], last_lengths, *shared.heads()),
-            shared.page_size,
-            causal=True,
-            q_data_type=shared.dtype,
-            kv_data_type=shared.dtype,
-            sm_scale=shared.shape.scale,
-            seq_lens=pinned(kv_lengths),
-            max_token_per_sequence=int(query_lengths.max()),
-        )
+        starts, last_lengths = page_columns(kv_lengths, self._shared.page_size)
+        pages = Pages(kv_lengths, starts, flat_pages(page_table, starts)[1], last_lengths)
+        plan_paged(self._shared, self._paged, query_lengths, pages)
+
+
+class Pages(NamedTuple):
+    """Of rows that see ``lengths`` [R] positions, 0 where there are none. starts [R + 1]: where the pages of each row
+    begin. page_ids: one row after the other, on the device. last_lengths [R]: positions on the last page.
+    """
+
+    lengths: Ints
+    starts: Tensor
+    page_ids: Tensor
+    last_lengths: Tensor
+
+
+def plan_paged(
+    shared: Shared,
+    wrapper: BatchPrefillWithPagedKVCacheWrapper,
+    query_lengths: Ints,
+    pages: Pages,
+    *,
+    is_causal: bool = True,
+) -> None:
+    """Plan rows of so many tokens, which may be none. The staging is the caller's."""
+    wrapper.plan(
+        *(starts_of(query_lengths), pages.starts, pages.page_ids, pages.last_lengths, *shared.heads()),
+        shared.page_size,
+        causal=is_causal,
+        q_data_type=shared.dtype,
+        kv_data_type=shared.dtype,
+        sm_scale=shared.shape.scale,
+        seq_lens=pinned(pages.lengths),
+        max_token_per_sequence=int(query_lengths.max()),
+    )
 
 
 def fixed_wrapper(shared: Shared, *, num_rows: int, num_pages: int) -> BatchPrefillWithPagedKVCacheWrapper:
@@ -190,20 +213,11 @@ class FixedPrefill:
         return out.view(q.shape[0], -1)
 
     def _plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
-        shared, num_rows = self._shared, self._num_rows
+        shared = self._shared
+        padding = 0, self._num_rows - len(query_lengths)
+        query_lengths, kv_lengths = np.pad(query_lengths, padding), np.pad(kv_lengths, padding)
         starts, last_lengths = page_columns(kv_lengths, shared.page_size)
-        padding = 0, num_rows - len(query_lengths)
-        query_starts = starts_of(np.pad(query_lengths, padding))
-        page_starts = pinned(np.pad(starts.numpy(), padding, "edge"))
+        pages = Pages(kv_lengths, starts, flat_pages(page_table, starts)[1], last_lengths)
         shared.staging.wait()
-        self._wrapper.plan(
-            *(query_starts, page_starts, flat_pages(page_table, starts)[1]),
-            *(pinned(np.pad(last_lengths.numpy(), padding)), *shared.heads(), shared.page_size),
-            causal=True,
-            q_data_type=shared.dtype,
-            kv_data_type=shared.dtype,
-            sm_scale=shared.shape.scale,
-            seq_lens=pinned(np.pad(kv_lengths, padding)),
-            max_token_per_sequence=int(query_lengths.max()),
-        )
+        plan_paged(shared, self._wrapper, query_lengths, pages)
         shared.staging.mark()
