@@ -92,7 +92,7 @@ class PrefixCache:
             return Match([], None)
         path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size)
         if path and path[-1].is_pending:
-            return Match(_computed(path), path[-1])
+            return Match([node for node in path if not node.is_pending], path[-1])
         return Match(path, None)
 
     def num_available(self, match: Match) -> int:
@@ -171,16 +171,6 @@ class PrefixCache:
         self._allocator.free(evicted)
         return len(evicted)
 
-    def pin(self, token_ids: list[int]) -> Hold:
-        """Keep what is cached of ``token_ids`` until ``unlock``; these pages are not free in the meantime."""
-        path = self._tree.walk(token_ids, len(token_ids) // self.page_size) if self.enabled else []
-        hold = Hold()
-        hold.path = path = _computed(path)
-        self._tree.lock(path)
-        hold.pages = [node.page for node in path]
-        hold.num_ready = len(path)
-        return hold
-
     def check_integrity(self, holds: Iterable[Hold]) -> None:
         """Raises RuntimeError unless free, cached and owned pages add up, ``holds`` being all there are."""
         num_owned = sum(hold.num_owned for hold in holds)
@@ -220,11 +210,6 @@ class PrefixCache:
             self._tree.lock([node])
         hold.path.append(node)
         return True
-
-
-def _computed(path: list[Node]) -> list[Node]:
-    """A path without its pending end."""
-    return [node for node in path if not node.is_pending]
 
 
 def _is_used_by_none_but(hold: Hold, index: int) -> bool:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.protocol.messages import FinishCode
 from aioengine.scheduler.admission import Admission, Refusal
 from aioengine.scheduler.budget import TokenBudget
 from aioengine.scheduler.plan import OpenedRow, Plan, Row
-from aioengine.scheduler.stopping import Finish
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from aioengine.scheduler.request import Request
 
 MAX_LATER = 64  # requests asked in vain in a step: each costs a look into the cache, and is not asked again soon
-PINNED = "its tokens do not fit beside the pinned pages of the KV pool; close a session or ask for fewer tokens"
 
 
 class Flight:
@@ -145,8 +142,6 @@ class Planner:
                     return
                 continue
             if isinstance(answer, Refusal):
-                if not running:
-                    self._life.end(request, Finish(FinishCode.FAILED, stage="schedule", message=PINNED))
                 return
             num_missing = request.num_tokens - len(answer.path) * self._life.cache.page_size
             num_partial += num_missing > budget.left

@@ -247,25 +247,6 @@ def test_expired_waiting_requests_are_never_computed() -> None:
     world.check_all_over()
 
 
-@DEPTHS
-@pytest.mark.parametrize(("num_prompt", "num_given"), [(3, 22), (30, 0)])
-def test_what_does_not_fit_beside_pinned_pages_fails_and_blocks_nobody(
-    depth: int, num_prompt: int, num_given: int
-) -> None:
-    world = world_of(depth=depth, num_pages=10)
-    world.submit(submit_of(1, [1] * 16, limits=Limits(max_new_tokens=1)))
-    world.run()
-    pin = world.scheduler.cache.pin([1] * 16)
-    world.submit(submit_of(2, [2] * num_prompt, limits=Limits(max_new_tokens=36 - num_prompt)), submit_of(3, [3, 4]))
-    world.run()
-    assert world.ended[2].code is FinishCode.FAILED
-    assert "pinned pages" in world.ended[2].message
-    assert len(world.outputs[2]) == num_given
-    assert world.ended[3].code is FinishCode.LENGTH
-    world.scheduler.cache.unlock(pin)
-    world.check_all_over()
-
-
 # ------------------------------------------------------------ failures
 
 

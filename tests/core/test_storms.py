@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.memory.prefix_cache import Hold
 from aioengine.protocol.messages import FinishCode, Submit
 from aioengine.testing.faults import Faults
 from tests.core.core_world import World, random_requests, settings_of
@@ -112,28 +111,6 @@ def test_failures_at_any_step_end_only_who_was_in_it(
     failed = {uid for uid, ended in world.ended.items() if ended.code is FinishCode.FAILED}
     in_failed_steps = {entry.uid for number in (launch, collect, row) for entry in world.rows_of(number)}
     assert failed <= in_failed_steps
-    world.check_all_over()
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@given(storm=storms)
-def test_pins_hold_pages_and_block_nobody_for_ever(depth: int, storm: Storm) -> None:
-    rng = random.Random(storm.seed)
-    world = storm.world(depth)
-    waiting = storm.requests(rng)
-    pins: list[Hold] = []
-    while waiting or world.core.has_work:
-        while waiting and rng.random() < 0.4:
-            world.submit(waiting.pop())
-        if rng.random() < 0.1 and world.submitted:
-            pins.append(world.scheduler.cache.pin(rng.choice(list(world.submitted.values())).prompt_token_ids))
-        if rng.random() < 0.03 and pins:
-            world.scheduler.cache.unlock(pins.pop())
-        world.step()
-    for pin in pins:
-        world.scheduler.cache.unlock(pin)
-    failed = [ended for ended in world.ended.values() if ended.code is FinishCode.FAILED]
-    assert all("pinned pages" in ended.message for ended in failed)
     world.check_all_over()
 
 

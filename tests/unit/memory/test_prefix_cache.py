@@ -136,33 +136,11 @@ def test_a_match_is_never_evicted_for_its_own_request() -> None:
     assert len(set(hold.pages)) == 4
 
 
-def test_pinned_pages_stay_and_are_not_free() -> None:
-    cache = PrefixCache(num_pages=4, page_size=2)
-    cache.unlock(computed(cache, [1, 2, 3, 4, 5]))
-    pin = cache.pin([1, 2, 3, 4, 9])
-    assert cache.num_free == 2
-    assert cache.evict(4) == 0
-    cache.unlock(pin)
-    cache.unlock(pin)
-    assert cache.num_free == 4
-    assert cache.evict(4) == 2
-    cache.check_integrity([])
-
-
-def test_a_pin_leaves_out_what_is_still_being_computed() -> None:
-    cache = PrefixCache(num_pages=4, page_size=2)
-    hold = open_(cache, [1, 2, 3, 4])
-    assert cache.pin([1, 2, 3, 4]).pages == []
-    cache.insert(hold, [1, 2, 3, 4], 2)
-    assert len(cache.pin([1, 2, 3, 4]).pages) == 1
-
-
 def test_switched_off_it_shares_nothing() -> None:
     cache = PrefixCache(num_pages=4, page_size=2, enabled=False)
     hold = open_(cache, [1, 2, 3])
     assert hold.border == NEVER
     assert cache.match([1, 2, 3]) == Match([], None)
-    assert cache.pin([1, 2, 3]).pages == []
     cache.unlock(hold)
     assert cache.num_free == 4
     assert cache.num_cached == 0
