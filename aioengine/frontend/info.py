@@ -185,6 +185,7 @@ def _device_info(facts: Mapping[str, object]) -> dict[str, object]:
         **{name: facts[name] for name in names if name in facts},
         "cuda_graph_sizes": [int(size) for size in str(facts.get("cuda_graph_sizes", "")).split()],
         "memory": {f"{name}_bytes": facts[f"{name}_bytes"] for name in sizes if f"{name}_bytes" in facts},
+        "start": {name.removeprefix("start_"): value for name, value in facts.items() if name.startswith("start_")},
         "versions": {name: facts[f"{name}_version"] for name in packages if f"{name}_version" in facts},
     }
 

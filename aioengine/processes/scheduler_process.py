@@ -201,7 +201,9 @@ def build_service(
         Exception: whatever the factory raises.
     """
     start = time.monotonic()
-    runner: Runner[Any] = load_factory(settings.runner.factory)(settings, report)
+    factory = load_factory(settings.runner.factory)
+    imports_s = time.monotonic() - start
+    runner: Runner[Any] = factory(settings, report)
     if board is not None:
         runner = ToldRunner(runner, board)
     num_pages = runner.facts.get("num_pages")
@@ -215,6 +217,7 @@ def build_service(
         "page_size": page_size,
         "max_total_tokens": num_pages * page_size,
         "load_s": round(time.monotonic() - start, 3),
+        "start_imports_s": round(imports_s, 3),
         **runner.facts,
     }
     return SchedulerService(core, runner, profile, settings=settings, facts=facts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -32,6 +31,7 @@ from aioengine.runner.readback import Readback
 from aioengine.runner.rehearsal import Limits, rehearse
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampler import FAILED, Sampler
+from aioengine.runner.start_times import StartTimes
 from aioengine.runner.vocabulary import num_token_ids
 from aioengine.scheduler.plan import StepResult
 
@@ -308,21 +308,23 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
         ValueError: the model, its weights, the device or the dtype cannot be used, or the memory does not suffice; the
             message says what would work.
     """
-    started_at = time.monotonic()
+    times = StartTimes()
     torch.set_num_threads(settings.runner.num_threads)
     device = _device(settings.runner.device)
     dtype = _dtype(settings.model.dtype, device)
     memory = DeviceMemory(device)
     page_size = settings.memory.page_size
-    model, choice, weights_bytes = _load(settings, dtype, memory, report)
+    model, choice, weights_bytes = _load(settings, dtype, memory, report=report, times=times)
     shape = model.attention_shape
     limits = settings.scheduler
     largest = LargestStep(limits.max_step_tokens, limits.max_running)
     room = memory.room(model, largest, fraction=settings.memory.mem_fraction_static)
     num_pages = fit_pages(_demand(settings, shape, dtype), room)
+    times.end("largest_step")
     with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
         kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
         attention = choice.build(shape, kv_pool.tensor)
+    times.end("kv_pool")
     parts = DeviceParts(
         model=model,
         attention=attention,
@@ -348,14 +350,18 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
-            _prepare_device(runner, parts, settings, report)
-    facts |= memory.facts() | _versions()
-    facts["load_s"] = time.monotonic() - started_at
+            _prepare_device(runner, parts, settings, report=report, times=times)
+    facts |= memory.facts() | _versions() | times.facts()
     return runner
 
 
 def _load(
-    settings: Settings, dtype: torch.dtype, memory: DeviceMemory, report: Callable[[Progress], None]
+    settings: Settings,
+    dtype: torch.dtype,
+    memory: DeviceMemory,
+    *,
+    report: Callable[[Progress], None],
+    times: StartTimes,
 ) -> tuple[Model, AttentionChoice, int]:
     """The model with its weights, the attention that works for it, and the bytes of the parameters."""
     advice = "End what else has memory of the GPU, or take a smaller model or a larger GPU"
@@ -365,7 +371,9 @@ def _load(
     need = sum(target.nbytes for target in outline.weights().values())
     with memory.take("the weights", advice=advice, need=need), torch.no_grad():
         model = _model(settings, dtype, memory.device)
+        times.end("device")
         choice = choose_attention(settings.runner, model.attention_shape, dtype, memory.device, report=report)
+        times.end("attention")
         weights_bytes = weights.load(
             model,
             Path(settings.model.path),
@@ -373,6 +381,7 @@ def _load(
             seed=settings.random_seed,
             report=lambda done, total: report(Progress("loading weights", done, total, "B")),
         )
+    times.end("weights")
     return model, choice, weights_bytes
 
 
@@ -387,16 +396,23 @@ def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Mode
 
 
 def _prepare_device(
-    runner: ModelRunner, parts: DeviceParts, settings: Settings, report: Callable[[Progress], None]
+    runner: ModelRunner,
+    parts: DeviceParts,
+    settings: Settings,
+    *,
+    report: Callable[[Progress], None],
+    times: StartTimes,
 ) -> None:
     """Capture the graphs where attention can stand in them, and rehearse all kinds of steps."""
     if isinstance(parts.attention, CapturableAttention):
         parts.attention.warm_up()
         if settings.runner.cuda_graph_max_rows:
             _capture(runner, parts, settings, report)
+    times.end("graphs")
     limits = settings.scheduler
     pages = parts.kv_pool.num_pages
     rehearse(runner, Limits(limits.max_running, limits.chunk_tokens, parts.context_length, pages), report)
+    times.end("rehearsal")
 
 
 def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report: Callable[[Progress], None]) -> None:

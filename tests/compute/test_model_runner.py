@@ -232,6 +232,8 @@ def test_facts_and_progress(qwen: Path) -> None:
     bytes_per_token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, kv heads, head size, bytes
     assert facts["kv_pool_bytes"] == (32 * CONTEXT_LENGTH + 4) * bytes_per_token  # with the padding page
     assert facts["weights_bytes"] == seen[-1].total == seen[-1].done > 0
+    parts = [facts[f"start_{part}_s"] for part in ("device", "attention", "weights", "largest_step", "kv_pool")]
+    assert sum(parts) == pytest.approx(facts["load_s"], abs=0.01)
     assert facts["load_s"] > 0
     assert [each.done for each in seen] == sorted(each.done for each in seen)
     assert seen[0].done == 0

@@ -287,6 +287,8 @@ class TestWatching:
             "cuda_graph_sizes": "1 2 4",
             "graphs_bytes": 7,
             "torch_version": "2.11",
+            "start_imports_s": 1.5,
+            "start_weights_s": 2.5,
         }
 
         async def start(self: Double) -> dict[str, object]:
@@ -298,6 +300,7 @@ class TestWatching:
         assert (told["device_name"], told["attention_backend"]) == ("NVIDIA H200", "flashinfer")
         assert told["cuda_graph_sizes"] == [1, 2, 4]
         assert (told["memory"], told["versions"]) == ({"graphs_bytes": 7}, {"torch": "2.11"})
+        assert told["start"] == {"imports_s": 1.5, "weights_s": 2.5}
 
     async def test_what_works_only_more_slowly_is_warned_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def start(self: Double) -> dict[str, object]:

@@ -147,6 +147,7 @@ def test_control_calls_are_answered_and_unknown_ones_named() -> None:
     info = json.loads(loop.call("server_info").data)
     assert info["settings"]["memory"]["page_size"] == 16
     assert info["facts"]["num_pages"] == 512
+    assert info["facts"]["start_imports_s"] >= 0
     assert info["stats"]["num_running"] == 0
     assert "objects" in loop.call("freeze_gc").message
     unknown = loop.call("flush_cash")
