@@ -54,6 +54,7 @@ class DetokenizerService:
         self._to_abort: list[int] = []
         self._chunks: list[Message] = []
         self._sent_at = 0.0
+        self._told_peer_at = 0.0
 
     @property
     def num_remembered(self) -> int:
@@ -73,16 +74,17 @@ class DetokenizerService:
                     self._chunks.append(columns.as_message(num_open=len(self._open)))
 
     def step(self, now: float) -> Outbox:
-        """What came of the messages since the last call; nothing for long: an empty chunk, as a sign of life."""
+        """What came of the messages since the last call; nothing for long: an empty message, as a sign of life."""
         to_frontend, self._chunks = self._chunks, []
         if not to_frontend and now - self._sent_at >= HEARTBEAT_S:
             to_frontend.append(TextChunks([], [], [], [], num_open=len(self._open)))
         if to_frontend:
             self._sent_at = now
         to_peer: list[Message] = []
-        if self._to_abort:
+        if self._to_abort or now - self._told_peer_at >= HEARTBEAT_S:
             to_peer = [Abort(self._to_abort, FinishCode.STOP)]
             self._to_abort = []
+            self._told_peer_at = now
         return Outbox(to_peer, to_frontend)
 
     def wait_s(self, now: float) -> float:

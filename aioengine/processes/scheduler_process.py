@@ -102,6 +102,8 @@ class SchedulerService:
         self._replies = []
         if stats := self._due_stats(now):
             to_frontend.append(stats)
+            if not to_peer:
+                to_peer.append(StepOutput([], []))
         return Outbox(to_peer, to_frontend)
 
     def wait_s(self, now: float) -> float:

@@ -36,6 +36,10 @@ class BadFrameError(ValueError):
         )
 
 
+class LostFrameError(RuntimeError):
+    """A frame of one of the engine's own senders never came: what it said is not known, and the channel is broken."""
+
+
 class FrameTooLargeError(ValueError):
     """The messages of one frame are larger than a receiver would take."""
 
@@ -73,7 +77,8 @@ class FrameEncoder:
 class FrameDecoder:
     """Decodes frames; those of another epoch than its own are dropped and counted in ``num_foreign``.
 
-    Channels lose nothing and keep the order, so a frame whose number is not its sender's next is not what was sent.
+    Channels lose nothing and keep the order. So a frame with an earlier number than its sender's next is a copy, and
+    one with a later number tells that those between could not be decoded.
     """
 
     def __init__(self, epoch: int, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -87,7 +92,8 @@ class FrameDecoder:
         """The messages of a frame, [] for a frame of another epoch.
 
         Raises:
-            BadFrameError: wrong version, size or content, or not the next frame of its sender.
+            BadFrameError: wrong version, size or content, or a frame that came before.
+            LostFrameError: an earlier frame of its sender never came as a whole.
         """
         view = memoryview(data)
         if not 1 < len(view) <= self._max_bytes:
@@ -102,8 +108,10 @@ class FrameDecoder:
             self.num_foreign += 1
             return []
         expected = self._next_numbers.get(frame.sender, 0)
-        if frame.number != expected or (expected == 0 and len(self._next_numbers) == _MAX_SENDERS):
+        if frame.number < expected or (expected == 0 and len(self._next_numbers) == _MAX_SENDERS):
             raise BadFrameError(f"it is number {frame.number} of its sender, and {expected} is due", view)
+        if frame.number > expected:
+            raise LostFrameError(f"frame {frame.number} of a sender came, and {expected} is due")
         self._next_numbers[frame.sender] = expected + 1
         return frame.messages
 

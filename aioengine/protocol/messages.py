@@ -201,7 +201,7 @@ class Ended(Struct, array_like=True, gc=False):
 class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
     """The sampled tokens of one step, as columns, and what else happened in it.
 
-    Order of reading: ``opened``, then the tokens, then ``preempted``, then ``ended``.
+    Order of reading: ``opened``, then the tokens, then ``preempted``, then ``ended``. An empty one is a sign of life.
     """
 
     uids: list[int]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
 
 HEARTBEAT_S = 1.0
-"""A service says something at least so often."""
+"""A service says something to everybody at least so often: a lost frame is found when the next one comes."""
 
 
 class Outbox(NamedTuple):

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from aioengine import plugins
 from aioengine.errors import EngineDeadError, EngineError, EngineStalledError
+from aioengine.protocol.codec import LostFrameError
 from aioengine.protocol.messages import Failed, LogRecord, Message, Progress, Ready, Stats, TextChunks, ToFrontend
 from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER
 from aioengine.supervision.family import Family
@@ -103,7 +104,7 @@ class Incarnation:
             self._family.watch()
             facts = await self._handshake.wait(self._startup_timeout_s)
             self._is_started = True
-            self._heartbeats.watch(ROLES, self._lose)
+            self._heartbeats.watch(ROLES, self._lose_child)
             for child in self._launcher.children:
                 if child.exit_code is not None:  # just now, which the handshake did not care about any more
                     asyncio.get_running_loop().call_soon(self._child_ended, child)
@@ -142,14 +143,15 @@ class Incarnation:
 
     def _flush(self) -> None:
         messages, self._outgoing = self._outgoing, []
-        if self._is_ended or not messages:
+        if self._is_ended:
             return
         try:
             self._launcher.sender.send(messages)
         except BacklogFullError as error:
-            self._lose(SCHEDULER, EngineStalledError(f"the scheduler process does not take its messages: {error}"))
+            stalled = EngineStalledError(f"the scheduler process does not take its messages: {error}")
+            self._lose_child(SCHEDULER, stalled)
         except ValueError as error:
-            self._lose(None, EngineError(f"messages for the scheduler could not be sent: {error}"))
+            self._lose(Loss(EngineError(f"messages for the scheduler could not be sent: {error}"), is_final=True))
 
     async def _run_pump(self) -> None:
         """The only reader of what the children say. It ends with the engine, or the engine ends with it."""
@@ -160,9 +162,11 @@ class Incarnation:
         except Exception as error:
             if self._handshake is not None:
                 self._handshake.broke(error)
-            failure = EngineError(f"messages of the engine's processes could not be handled: {error!r}")
+            is_lost = isinstance(error, LostFrameError)
+            what = "came damaged" if is_lost else "could not be handled"
+            failure = EngineError(f"messages of the engine's processes {what}: {error!r}")
             failure.__cause__ = error
-            self._lose(None, failure)
+            self._lose(Loss(failure, is_final=not is_lost))
 
     def _dispatch(self, messages: list[Message]) -> None:
         now = time.monotonic()
@@ -176,6 +180,7 @@ class Incarnation:
                     self._heartbeats.hear(SCHEDULER, now)
                     self._step_ended_at = message.step_ended_at
                     for_frontend.append(message)
+                    self.send([])  # an empty frame, by which it finds that one before was lost
                 case Progress():
                     self._tell_handshake(message)
                     self._on_progress(message)
@@ -202,15 +207,18 @@ class Incarnation:
             self._handshake.child_ended(child)
             return
         error = EngineDeadError(child.role, pid=child.pid, exit_code=child.exit_code, log_lines=child.log_lines())
-        self._lose(child.role, error)
+        self._lose_child(child.role, error)
 
-    def _lose(self, role: str | None, error: EngineError) -> None:
-        """It is over: end what still runs, and say why, once. ``role``: whose the loss is; None: ours."""
+    def _lose_child(self, role: str, error: EngineError) -> None:
+        self._lose(Loss(error, self.rows_in_flight(role)))
+
+    def _lose(self, loss: Loss) -> None:
+        """It is over: end what still runs, and say why, once."""
         if self._is_ended or not self._is_started:
             return
         self._mark_ended()
         self._family.kill()
-        self._on_loss(Loss(error, is_final=True) if role is None else Loss(error, self.rows_in_flight(role)))
+        self._on_loss(loss)
 
     # ------------------------------------------------------------ ends
 

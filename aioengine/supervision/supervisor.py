@@ -197,7 +197,7 @@ class Supervisor:
         if blame is Blame.NOBODY and not self._window.take(now):
             self._fail(error)
             return
-        logger.warning("%s; it is replaced, and %d requests go on", _describe(error), self._ledger.num_open)
+        logger.warning("%s; %d requests go on in new processes", _describe(error), self._ledger.num_open)
         self._totals.restart()
         self._look_later()
         self._recovery = asyncio.get_running_loop().create_task(self._recover(error), name="aioengine-recovery")

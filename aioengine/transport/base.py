@@ -26,7 +26,7 @@ class AsyncReceiver(Protocol):
     """The asynchronous end: the messages of all frames that are there. Only one task reads it."""
 
     async def receive(self) -> list[Message]:
-        """Wait until something has come. Cancelling it loses no frame."""
+        """Wait until something has come. Cancelling it loses no frame. Raises ``LostFrameError``, as below."""
         ...
 
     def close(self) -> None: ...
@@ -36,7 +36,11 @@ class Receiver(Protocol):
     """The blocking end: the messages of all frames that are there."""
 
     def receive(self, timeout_s: float | None) -> list[Message]:
-        """Wait up to ``timeout_s`` (0: do not wait, None: for ever) and return what came, [] for nothing."""
+        """Wait up to ``timeout_s`` (0: do not wait, None: for ever) and return what came, [] for nothing.
+
+        Raises:
+            LostFrameError: a frame of a sender could not be decoded, and nothing behind it has a meaning.
+        """
         ...
 
     def close(self) -> None: ...

@@ -20,102 +20,28 @@ from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import build
 from aioengine.testing.faults import Faults
 from tests.processes.engine_kit import Frontend, fake_settings
+from tests.processes.restart_kit import (
+    ANSWERS,
+    ROLES,
+    ask,
+    ask_all,
+    frontend_of,
+    pid_of,
+    undisturbed,
+    until,
+    until_idle,
+    until_restarted,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.answers import Answer
     from aioengine.config import Settings
-    from aioengine.frontend.frontend import Frontend as EngineFrontend
     from aioengine.stream import Stream
     from aioengine.testing.fake_runner import FakeRunner
 
 process = pytest.mark.process
 factory_of = f"{__name__}:{{}}".format
-
-ROLES = ["scheduler", "detokenizer"]
-ANSWERS = {"story": "Once 🥖 upon a time there was \u6771\u4eac, and the END came soon. Or did it?"}
-
-PARAMS: dict[str, Mapping[str, object]] = {
-    "plain": {"max_new_tokens": 60},
-    "seeded": {"max_new_tokens": 60, "temperature": 1.0, "seed": 7},
-    "stop": {"max_new_tokens": 60, "stop": ["the END came", "soon. Or not"]},
-    "held": {"max_new_tokens": 60, "stop": ["there was nothing at all here", "Once upon"]},
-    "regex": {"max_new_tokens": 60, "stop_regex": r"E\w+ came s[a-o]+n"},
-    "kept": {"max_new_tokens": 60, "stop": ["END"], "no_stop_trim": True},
-    "least": {"max_new_tokens": 60, "min_new_tokens": 30, "stop_token_ids": [ord("e")]},
-    "samples": {"max_new_tokens": 40, "n": 3, "temperature": 1.0, "seed": 3},
-}
-"""Of a request each; all are asked at once."""
-
-Outcome = dict[str, list[tuple[str, list[int], object]]]
-
-
-async def ask(engine: AsyncEngine, name: str, *, stream: bool) -> list[tuple[str, list[int], object]]:
-    """Text, ids and reason of each row; of a stream from its chunks, whose offsets must leave no gap."""
-    params = {"temperature": 0, **PARAMS[name]}
-    if not stream:
-        found = await engine.async_generate("a story, please", params)
-        answers: list[Answer] = list(found) if isinstance(found, list) else [found]
-        return [(one["text"], one["output_ids"], one["meta_info"]["finish_reason"]) for one in answers]
-    rows: dict[int, tuple[str, list[int], object]] = {}
-    async for chunk in engine.async_generate("a story, please", params, stream=True):
-        text, ids, reason = rows.get(chunk.get("index", 0), ("", [], None))
-        assert (chunk["text_offset"], chunk["token_offset"]) == (len(text), len(ids))
-        assert reason is None
-        ids = ids + chunk["output_ids"]
-        assert chunk["meta_info"]["completion_tokens"] == len(ids)
-        rows[chunk.get("index", 0)] = (text + chunk["text"], ids, chunk["meta_info"]["finish_reason"])
-    return [rows[index] for index in sorted(rows)]
-
-
-async def ask_all(engine: AsyncEngine, *, stream: bool) -> Outcome:
-    rows = await asyncio.gather(*(ask(engine, name, stream=stream) for name in PARAMS))
-    return dict(zip(PARAMS, rows, strict=True))
-
-
-_undisturbed: dict[bool, Outcome] = {}
-
-
-async def undisturbed(has_answers: bool) -> Outcome:
-    """What an engine gives that nothing happens to."""
-    if has_answers not in _undisturbed:
-        async with fake_async_engine(ANSWERS if has_answers else None) as engine:
-            _undisturbed[has_answers] = await ask_all(engine, stream=False)
-            assert await ask_all(engine, stream=True) == _undisturbed[has_answers]
-    return _undisturbed[has_answers]
-
-
-def frontend_of(engine: AsyncEngine) -> EngineFrontend:
-    assert engine._frontend is not None
-    return engine._frontend
-
-
-def pid_of(engine: AsyncEngine, role: str) -> int:
-    pid = next(one["pid"] for one in engine.health()["processes"] if one["role"] == role)
-    assert pid != os.getpid()
-    return pid
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  # what is waited for has no event
-            await asyncio.sleep(0.005)
-
-
-async def until_restarted(engine: AsyncEngine, num_restarts: int) -> None:
-    await until(lambda: engine.stats()["num_restarts"] == num_restarts and engine.health()["state"] == "running")
-
-
-async def until_idle(engine: AsyncEngine) -> None:
-    """Nothing runs, nothing is held, no page is lost."""
-    names = ("num_running", "num_waiting", "num_streams", "num_detokenizing")
-
-    def is_idle() -> bool:
-        stats = engine.stats()
-        return not any(stats[name] for name in names) and stats["num_free_pages"] == stats["num_pages"]
-
-    await until(is_idle)
 
 
 # ---------------------------------------------------------------- one loss at every moment

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.protocol import codec
-from aioengine.protocol.codec import BadFrameError, FrameDecoder, FrameEncoder, FrameTooLargeError, fingerprint
+from aioengine.protocol.codec import (
+    BadFrameError,
+    FrameDecoder,
+    FrameEncoder,
+    FrameTooLargeError,
+    LostFrameError,
+    fingerprint,
+)
 from aioengine.protocol.messages import (
     Abort,
     Begun,
@@ -68,17 +75,30 @@ def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
     assert decoder.num_foreign == 1
 
 
-def test_frames_that_come_twice_or_out_of_turn_are_refused_and_the_others_are_not() -> None:
+def test_frames_that_come_twice_are_refused_and_the_others_are_not() -> None:
+    one, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
+    frames = [bytes(one.encode([Abort([number])])) for number in range(3)]
+    decoder = FrameDecoder(EPOCH)
+    for number, frame in enumerate(frames):
+        assert decoder.decode(frame) == [Abort([number])]
+        for copy in frames[: number + 1]:
+            with pytest.raises(BadFrameError, match=f"of its sender, and {number + 1} is due"):
+                decoder.decode(copy)
+    assert decoder.decode(other.encode([Abort([9])])) == [Abort([9])]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_frame_that_came_damaged_is_missed_when_the_next_one_comes(lost: int) -> None:
     one, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
     frames = [bytes(one.encode([Abort([number])])) for number in range(4)]
     decoder = FrameDecoder(EPOCH)
-    assert decoder.decode(frames[0]) == [Abort([0])]
-    for wrong in (frames[0], frames[2], frames[3]):
-        with pytest.raises(BadFrameError, match="of its sender, and 1 is due"):
-            decoder.decode(wrong)
+    for frame in frames[:lost]:
+        decoder.decode(frame)
+    with pytest.raises(BadFrameError):
+        decoder.decode(frames[lost][:-1])
     assert decoder.decode(other.encode([Abort([9])])) == [Abort([9])]
-    assert decoder.decode(frames[1]) == [Abort([1])]
-    assert decoder.decode(frames[2]) == [Abort([2])]
+    with pytest.raises(LostFrameError, match=f"frame {lost + 1} of a sender came, and {lost} is due"):
+        decoder.decode(frames[lost + 1])
 
 
 def test_a_frame_that_was_too_large_leaves_no_gap() -> None:
