@@ -49,7 +49,7 @@ class RequestOptions(TypedDict, total=False):
     """Keyword arguments of every call that generates.
 
     rid: an id for ``abort_request`` and the logs, unique among live requests; a batch takes a list, or one from which
-        ``rid_0``, ``rid_1`` ... are made, as ``n`` samples do. None: one is drawn. It is free again a moment after the
+        ``rid_0``, ``rid_1`` ... are made, as ``n`` samples do. None: one is drawn. It is free again when the
         request has ended or was left, with ``resume_ttl`` when that is over.
     priority: higher runs sooner (with ``schedule_policy="priority"``).
     tenant: whose request it is; tenants share the engine by their weights (``tenant_weights``), whatever each asks for,

@@ -159,15 +159,20 @@ class Calls:
         return _find(self._names, rid)
 
     def _check_free(self, names: dict[str, Name]) -> None:
-        """Neither a new id nor one made from it may mean a live request, and the other way round."""
-        taken = [name for name in names if self.find(name) is not None]
+        """Neither a new id nor one made from it may mean a live request, and the other way round.
+
+        A request that is over, though the engine's loop has not closed it yet, makes way.
+        """
+        taken = [(name, found.call) for name in names if (found := self.find(name)) is not None]
         if any(name.widths for name in names.values()):
-            taken += [name for name in self._names if _find(names, name) is not None]
-        if taken:
-            raise ValueError(
-                f"rid {taken[0]!r} is in use by a live request, or one that can be attached to; choose another, or "
-                "wait for its end"
-            )
+            taken += [(name, found.call) for name, found in self._names.items() if _find(names, name) is not None]
+        for name, call in taken:
+            if not call.output.is_over or call.ask.resume_ttl_s is not None:
+                raise ValueError(
+                    f"rid {name!r} is in use by a live request, or one that can be attached to; choose another, or "
+                    "wait for its end"
+                )
+            self.free_names(call)
 
     def close(self, call: Call, now: float) -> None:
         """The call is over; its ids are free again, unless it can be attached to."""

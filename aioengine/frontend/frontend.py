@@ -137,10 +137,12 @@ class Frontend:
         return Reader(call.output, lock=self._lock, calls=self)
 
     def leave(self, output: CallOutput) -> None:
+        output.leave()
         self._act(self._life.leave, output)
 
     def drop(self, output: CallOutput) -> None:
         """Finalizers run anywhere, also while this thread holds the lock: only leave a note."""
+        output.leave()
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everything else
             self.loop.call_soon_threadsafe(self._life.leave, output)
 

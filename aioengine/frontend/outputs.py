@@ -141,7 +141,7 @@ class Wants(IntEnum):
 
 
 class CallOutput:
-    """All rows of one call; the engine's side of it. Every method under the lock.
+    """All rows of one call; the engine's side of it. Every method but ``leave`` under the lock.
 
     Attributes:
         live: rows that were begun and have no end yet. num_open: rows without an end, begun or not.
@@ -186,6 +186,10 @@ class CallOutput:
         if self.is_left:
             return "left"
         return "failed" if self.error is not None else "running" if self.num_open else "finished"
+
+    def leave(self) -> None:
+        """Nobody reads any more. From any thread, without the lock: the engine acts on it a moment later."""
+        self.is_left = True
 
     def add_row(self, position: int, facts: RowFacts) -> RowStream:
         row = self.live[position] = RowStream(self, position, facts)

@@ -81,6 +81,9 @@ class AttachableOutput(CallOutput):
         self.has_reader = has_reader
         self.row: LoggedRow | None = None
 
+    def leave(self) -> None:
+        """It may go on without a reader, which the engine decides."""
+
     def add_row(self, position: int, facts: RowFacts) -> RowStream:
         self.row = self.live[position] = LoggedRow(self, position, facts)
         self.num_held += 1

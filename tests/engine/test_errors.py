@@ -329,6 +329,21 @@ class TestIds:
         await stream.aclose()
         await world.engine.async_generate("b", GREEDY, rid="x")
 
+    async def test_free_at_once_after_a_break(self, world: World) -> None:
+        for _ in range(2):
+            async for _ in world.engine.async_generate(["a", "b"], LONG, rid="x", stream=True):
+                break
+        again = world.engine.async_generate("c", LONG, rid="x", stream=True)
+        await anext(again)
+        world.engine.abort_request("x")  # which means the new one
+        assert [chunk["meta_info"]["finish_reason"] async for chunk in again][-1] == "abort"
+
+    async def test_in_use_after_a_break_where_it_can_be_attached_to(self, world: World) -> None:
+        async for _ in world.engine.async_generate("a", LONG, rid="x", stream=True, resume_ttl=9):
+            break
+        with pytest.raises(ValueError, match="'x' is in use by a live request, or one that can be attached to"):
+            world.engine.async_generate("b", GREEDY, rid="x")
+
     @pytest.mark.parametrize("other", ["x", "x_0", "x_2", "x_2_1"])
     async def test_ids_made_from_an_id_are_taken_too(self, world: World, other: str) -> None:
         batch = world.engine.async_generate(["a", "b", "c"], {**GREEDY, "n": 2}, rid="x")

@@ -118,6 +118,15 @@ class TestLeaving:
         sync_world.wait("double.aborts")
         assert list(stream) == []
 
+    def test_an_id_is_free_at_once_after_closing_and_dropping(self, sync_world: SyncWorld) -> None:
+        for _ in range(20):
+            stream = sync_world.engine.generate("a", LONG, stream=True, rid="x")
+            next(stream)
+            stream.close()
+            assert list(stream) == []
+            for _ in sync_world.engine.generate("a", LONG, stream=True, rid="x"):
+                break
+
     def test_abort(self, sync_world: SyncWorld) -> None:
         stream = sync_world.engine.generate("a", LONG, stream=True, rid="x")
         next(stream)

@@ -1,0 +1,48 @@
+"""Open calls: when an id is taken and when it is free."""
+
+from __future__ import annotations
+
+import pytest
+
+from aioengine.config import QueueConfig
+from aioengine.frontend.asks import to_generate
+from aioengine.frontend.calls import Call, Calls
+
+
+def open_call(calls: Calls, prompt: object, **options: object) -> Call:
+    return calls.open(to_generate(prompt, None, None, stream=True, options=options), 0.0, "somebody")
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls(QueueConfig(), max_running=8, max_total_tokens=1024)
+
+
+def test_an_id_is_free_when_its_call_is_over_and_was_not_closed_yet(calls: Calls) -> None:
+    first = open_call(calls, ["a", "b"], rid="x")
+    first.output.num_open = 0
+    second = open_call(calls, "c", rid="x_1")
+    calls.close(first, 1.0)
+    found = calls.find("x_1")
+    assert found is not None
+    assert found.call is second
+    assert calls.find("x") is None
+
+
+def test_a_call_that_is_over_makes_way_for_a_batch_whose_rows_have_its_id(calls: Calls) -> None:
+    first = open_call(calls, "c", rid="x_1")
+    with pytest.raises(ValueError, match="'x_1' is in use"):
+        open_call(calls, ["a", "b"], rid="x")
+    first.output.leave()
+    second = open_call(calls, ["a", "b"], rid="x")
+    found = calls.find("x_1")
+    assert found is not None
+    assert found.call is second
+
+
+def test_an_id_that_can_be_attached_to_stays_taken(calls: Calls) -> None:
+    first = open_call(calls, "a", rid="x", resume_ttl=1)
+    first.output.leave()
+    first.output.num_open = 0
+    with pytest.raises(ValueError, match="'x' is in use"):
+        open_call(calls, "b", rid="x")
