@@ -7,9 +7,9 @@ The pure functions below translate it into the parts of a ``Submit`` message, on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
-from msgspec import Struct
+from msgspec import Struct, StructMeta
 
 from aioengine import checks
 from aioengine.errors import RequestTooLargeError, UnknownParameterError
@@ -57,7 +57,20 @@ _LATER: Final = {
 }
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True):
+Params = TypeVar("Params")
+
+
+class _ByAnyName(StructMeta):
+    """Makes an object of fields that may have another engine's names; one that does not exist is named, with a hint."""
+
+    def __call__(cls: type[Params], *positional: object, **given: object) -> Params:
+        if positional:
+            raise TypeError(f"{cls.__name__} takes keywords alone; a dict may be given in its place, or to parse()")
+        made: Params = super().__call__(**_known_fields(given))  # type: ignore[misc]
+        return made
+
+
+class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
     """How to generate. Every value is checked when the object is made; a wrong one raises ValueError or TypeError.
 
     max_new_tokens: output tokens at most. None: to the end of the context. Left out: 128, or less where the context
@@ -78,8 +91,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     logit_bias: token id -> number added to its logit.
     sampling_seed: the same seed gives the same tokens; None: one is drawn and reported.
 
-    A dict in its place may also say ``seed``, ``max_tokens``, ``max_completion_tokens``, ``min_tokens``,
-    ``stop_sequences``, ``stop_strings`` and ``include_stop_str_in_output``.
+    None stands for the default in every other field too. Fields may also be given as ``seed``, ``max_tokens``,
+    ``max_completion_tokens``, ``min_tokens``, ``stop_sequences``, ``stop_strings`` and ``include_stop_str_in_output``.
     """
 
     max_new_tokens: int | None = _DEFAULT_LENGTH
@@ -116,9 +129,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, value: SamplingParams | Mapping[str, object] | None) -> SamplingParams:
-        """Accept what callers write: an object, a dict with public names or aliases, or None for the defaults.
-
-        None as a dict's value means the default, except for ``max_new_tokens``.
+        """Accept what callers write: an object, a dict of fields, or None for the defaults.
 
         Raises:
             UnknownParameterError: a key that does not exist (a TypeError and a ValueError).
@@ -130,7 +141,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             return value
         if not isinstance(cast("object", value), Mapping):
             raise checks.wrong_type("sampling_params", "a SamplingParams, a dict or None", value)
-        return cls(**_known_fields(value))  # type: ignore[arg-type]  # __post_init__ checks every value
+        for key in value:
+            if not isinstance(cast("object", key), str):
+                raise _unknown(key)
+        return cls(**value)  # type: ignore[arg-type]  # __post_init__ checks every value
 
     @property
     def is_length_explicit(self) -> bool:
@@ -249,7 +263,7 @@ def _known_fields(given: Mapping[str, object]) -> dict[str, object]:
     """The given values by field name. A None that stands for the default is left out."""
     fields: dict[str, object] = {}
     for key, value in given.items():
-        name = _ALIASES.get(key, key) if isinstance(cast("object", key), str) else key
+        name = _ALIASES.get(key, key)
         if name in _LATER and (value is None or (isinstance(value, str | dict) and not value)):
             continue  # switched off, as it is anyway
         if name not in SamplingParams.__struct_fields__:

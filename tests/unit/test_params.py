@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import pickle
 
+import msgspec
 import pytest
 
 from aioengine.errors import RequestTooLargeError, UnknownParameterError
@@ -55,6 +58,10 @@ WRONG_TYPES = {
 }
 
 
+def by_keyword(given: dict[str, object]) -> SamplingParams:
+    return SamplingParams(**given)  # type: ignore[arg-type]
+
+
 def pairs(table: dict[str, list[object]]) -> list[object]:
     return [
         pytest.param(name, value, id=f"{name}-{index}") for name in table for index, value in enumerate(table[name])
@@ -73,7 +80,7 @@ def test_a_wrong_type_is_a_type_error_that_names_the_field(name: str, value: obj
     with pytest.raises(TypeError, match=name):
         SamplingParams.parse({name: value})
     with pytest.raises(TypeError, match=name):
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
+        by_keyword({name: value})
 
 
 def test_every_field_has_a_wrong_type_here() -> None:
@@ -119,8 +126,11 @@ def test_the_ends_of_the_ranges_are_inside(name: str, value: object) -> None:
 
 
 def test_unknown_keys_are_named_with_the_nearest() -> None:
-    with pytest.raises(UnknownParameterError, match=r"'temprature' \(did you mean 'temperature'\?\)"):
-        SamplingParams.parse({"temprature": 1})
+    for make in (SamplingParams.parse, by_keyword):
+        with pytest.raises(UnknownParameterError, match=r"'temprature' \(did you mean 'temperature'\?\)"):
+            make({"temprature": 1})
+    with pytest.raises(TypeError, match="SamplingParams takes keywords alone"):
+        SamplingParams({"temperature": 1})  # type: ignore[misc]
     with pytest.raises(TypeError, match="unknown sampling parameter 5"):
         SamplingParams.parse({5: 1})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="structured output"):
@@ -140,17 +150,20 @@ def test_unknown_keys_are_named_with_the_nearest() -> None:
     ],
 )
 def test_aliases(alias: str, name: str, value: object) -> None:
-    assert getattr(SamplingParams.parse({alias: value}), name) == value
     assert f"``{alias}``" in (SamplingParams.__doc__ or "")
-    with pytest.raises(ValueError, match="given twice"):
-        SamplingParams.parse({alias: value, name: value})
+    for make in (SamplingParams.parse, by_keyword):
+        assert getattr(make({alias: value}), name) == value
+        with pytest.raises(ValueError, match="given twice"):
+            make({alias: value, name: value})
 
 
 def test_parse_takes_nothing_an_object_or_a_dict_and_nothing_else() -> None:
     params = SamplingParams(temperature=0)
     assert SamplingParams.parse(params) is params
     assert SamplingParams.parse(None) == SamplingParams.parse({}) == SamplingParams()
-    assert SamplingParams.parse({"temperature": None, "stop": None}) == SamplingParams()
+    for make in (SamplingParams.parse, by_keyword):
+        assert make({"temperature": None, "stop": None}) == SamplingParams()
+        assert make({"max_new_tokens": None}).max_new_tokens is None
     for wrong in ("temperature=0", 5, [("temperature", 0)]):
         with pytest.raises(TypeError, match="sampling_params must be"):
             SamplingParams.parse(wrong)  # type: ignore[arg-type]
@@ -170,6 +183,15 @@ def test_the_default_length_is_clipped_and_an_explicit_one_refused() -> None:
     for params in (SamplingParams(), SamplingParams(max_new_tokens=None), SamplingParams(max_new_tokens=0)):
         with pytest.raises(RequestTooLargeError, match="the prompt has 100 tokens"):
             output_limit(params, 100, **room)
+
+
+def test_copies_and_changed_copies_are_as_their_originals() -> None:
+    params = SamplingParams(seed=7, stop=["a"], max_new_tokens=None)  # type: ignore[call-arg]
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+    assert msgspec.structs.replace(params, temperature=0.5) == SamplingParams(
+        sampling_seed=7, stop=["a"], max_new_tokens=None, temperature=0.5
+    )
+    assert "sampling_seed" in inspect.signature(SamplingParams).parameters
 
 
 def test_sampling_for_the_wire() -> None:
