@@ -119,8 +119,8 @@ class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_lengths(self)
         _check_numbers(self)
-        _strings("stop", self.stop, MAX_STOP_BYTES)
-        for pattern in _strings("stop_regex", self.stop_regex, MAX_PATTERN_BYTES):
+        _stops(self)
+        for pattern in _patterns(self):
             _check_pattern(pattern)
         _token_ids(self.stop_token_ids)
         _biases(self.logit_bias)
@@ -232,8 +232,8 @@ def text_rules(
     """The detokenizer's part: the last few ids of the prompt, and the engine's interval for callers who give none."""
     return TextRules(
         context_token_ids=tuple(context_token_ids),
-        stop=_strings("stop", params.stop, MAX_STOP_BYTES),
-        stop_regex=_strings("stop_regex", params.stop_regex, MAX_PATTERN_BYTES),
+        stop=_stops(params),
+        stop_regex=_patterns(params),
         no_stop_trim=params.no_stop_trim,
         skip_special_tokens=params.skip_special_tokens,
         stream=stream,
@@ -311,12 +311,20 @@ def _check_numbers(params: SamplingParams) -> None:
     checks.number("repetition_penalty", params.repetition_penalty, 0, 2, above=True)
 
 
+def _stops(params: SamplingParams) -> tuple[str, ...]:
+    """The stop strings, without empty ones."""
+    return tuple(filter(None, _strings("stop", params.stop, MAX_STOP_BYTES)))
+
+
+def _patterns(params: SamplingParams) -> tuple[str, ...]:
+    return _strings("stop_regex", params.stop_regex, MAX_PATTERN_BYTES)
+
+
 def _strings(name: str, value: str | Sequence[str] | None, max_bytes: int) -> tuple[str, ...]:
-    """The strings of ``stop`` or ``stop_regex``, without empty ones."""
     if value is None:
         return ()
     given = [value] if isinstance(value, str) else checks.items(name, value, MAX_STOPS, allowed=checks.TEXTS)
-    return tuple(found for entry in given if (found := checks.text(name, entry, max_bytes=max_bytes)))
+    return tuple(checks.text(name, entry, max_bytes=max_bytes) for entry in given)
 
 
 def _check_pattern(pattern: str) -> None:

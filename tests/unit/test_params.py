@@ -29,7 +29,7 @@ OUTSIDE = {
     "stream_interval": [0, -5, HUGE],
     "sampling_seed": [2**63, -(2**63) - 1],
     "stop": [["x"] * 33, "x" * 5000, "\ud800"],
-    "stop_regex": [["x"] * 33, "é" * 129, "(", "[a", "*"],
+    "stop_regex": [["x"] * 33, "é" * 129, "(", "[a", "*", "", ["a", ""]],
     "stop_token_ids": [[-1], [HUGE], [0] * 2000],
     "logit_bias": [{-1: 1.0}, {1: math.nan}, {1: math.inf}, {1: 1e7}, {1: 0.5, "1": 0.5}],
 }
