@@ -18,13 +18,28 @@ if TYPE_CHECKING:
 
 WEIGHT_VERSION = "default"
 
+FinishType = Literal["stop", "length", "abort", "deadline", "shutdown"]
+
 
 class FinishReason(dict[str, str | int | None]):
     """Why a request ended: ``{"type": "stop", "matched": ...}``, ``{"type": "length", "length": N}``,
-    ``{"type": "abort", "message": ...}``, ``{"type": "deadline", "which": ...}`` or ``{"type": "shutdown"}``.
+    ``{"type": "abort", "message": ...}``, ``{"type": "deadline", "which": ...}`` or
+    ``{"type": "shutdown", "message": ...}``.
 
-    It also compares equal to its type string and prints as it; ``["matched"]`` is None where nothing matched.
+    It also compares equal to its type string and prints as it; ``["matched"]`` is None where nothing matched. In a
+    stream with ``return_exceptions=True`` the reason of a row that failed is "abort", and ``err_type`` names the error.
     """
+
+    @overload
+    def __getitem__(self, key: Literal["type"]) -> FinishType: ...
+    @overload
+    def __getitem__(self, key: Literal["length"]) -> int: ...
+    @overload
+    def __getitem__(self, key: Literal["message", "err_type", "which"]) -> str: ...
+    @overload
+    def __getitem__(self, key: str) -> str | int | None: ...
+    def __getitem__(self, key: str) -> str | int | None:
+        return super().__getitem__(key)
 
     def __missing__(self, key: str) -> None:
         if key != "matched":
@@ -40,7 +55,7 @@ class FinishReason(dict[str, str | int | None]):
         return hash(self["type"])
 
     def __str__(self) -> str:
-        return str(self["type"])
+        return self["type"]
 
 
 class Timings(TypedDict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Literal, assert_type
 
 from aioengine import (
     Answer,
@@ -27,7 +27,12 @@ async def with_asyncio(is_stream: bool) -> None:
         assert_type(answer["text"], str)
         assert_type(answer["output_ids"], list[int])
         assert_type(answer["meta_info"]["completion_tokens"], int)
-        assert_type(answer["meta_info"]["finish_reason"], FinishReason)
+        reason = answer["meta_info"]["finish_reason"]
+        assert_type(reason, FinishReason)
+        assert_type(reason["type"], Literal["stop", "length", "abort", "deadline", "shutdown"])
+        assert_type(reason["length"], int)
+        assert_type(reason["message"], str)
+        assert_type(reason["matched"], str | int | None)
         assert_type(answer["meta_info"]["timings"]["total_s"], float)
 
         answers = await engine.async_generate(["a", "b"], SamplingParams(temperature=0))
