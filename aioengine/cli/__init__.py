@@ -1,7 +1,7 @@
 """The command line: aioengine generate | chat | bench | info.
 
-Standard output holds answers only. Errors are one line on stderr and a status that is not zero; Ctrl-C and a reader
-that went away end the program without a word.
+Standard output holds answers only. Errors are one line on stderr and a status that is not zero: 2 where the command
+line is wrong, 1 where something failed. Ctrl-C and a reader that went away end the program without a word.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from aioengine.transport.descriptors import hold_standard_descriptors
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+FAILED, WRONG_USAGE = 1, 2
 INTERRUPTED, READER_GONE = 130, 141
 """The statuses of programs that ended by SIGINT and SIGPIPE."""
 
@@ -29,7 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its status."""
     if not _has_output():
         return _fail("standard output is closed: there is no place for an answer")
-    arguments = flags.parser().parse_args(argv)
+    arguments = Arguments(flags.parser().parse_args(argv))
+    try:
+        arguments.check()
+    except (TypeError, ValueError) as error:
+        return _fail(error, WRONG_USAGE)
     commands: Mapping[str, Callable[[Arguments], int]] = {
         "generate": generate,
         "chat": chat,
@@ -37,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "info": info,
     }
     try:
-        status = commands[arguments.command](Arguments(arguments))
+        status = commands[arguments.command](arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -61,6 +66,8 @@ def _has_output() -> bool:
 def generate(arguments: Arguments) -> int:
     """Stream the answer to one prompt; several answers come one below the other."""
     prompt = _piped_prompt() if arguments.prompt in (None, "-") else arguments.prompt
+    if not prompt:
+        return _fail('give a prompt: aioengine generate "Once upon a time"', WRONG_USAGE)
     with Engine(arguments.model, **arguments.engine()) as engine:
         if arguments.num_samples != 1:
             answers = engine.generate([prompt], {**arguments.sampling(), "n": arguments.num_samples})
@@ -131,14 +138,11 @@ def _next_line(is_terminal: bool) -> str | None:
 
 
 def _piped_prompt() -> str:
-    prompt = "" if sys.stdin.isatty() else sys.stdin.read()
-    if not prompt:
-        raise ValueError('give a prompt: aioengine generate "Once upon a time"')
-    return prompt
+    return "" if sys.stdin.isatty() else sys.stdin.read()
 
 
-def _fail(error: Exception | str) -> int:
-    """Print the error on one line; 1 is the status."""
+def _fail(error: Exception | str, status: int = FAILED) -> int:
+    """Print the error on one line, and give the status."""
     text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
     print(f"aioengine: {text}", file=sys.stderr)
-    return 1
+    return status

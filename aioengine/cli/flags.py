@@ -6,9 +6,10 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Final, NoReturn, cast
 
-from aioengine.args import ARGUMENTS
+from aioengine.args import ARGUMENTS, engine_config
 from aioengine.cli.benchmark import Workload
 from aioengine.frontend.info import __version__
+from aioengine.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +68,18 @@ class Arguments:
     def __init__(self, namespace: argparse.Namespace) -> None:
         self._values = cast("dict[str, object]", vars(namespace))
 
+    def check(self) -> None:
+        """Raise TypeError or ValueError where a value is wrong, whatever the model and the machine."""
+        engine_config(self.model, self.engine())
+        if self.command == "bench":
+            self.workload()
+        elif self.command != "info":
+            SamplingParams.parse({**self.sampling(), "n": self.num_samples})
+
+    @property
+    def command(self) -> str:
+        return cast("str", self._values["command"])
+
     @property
     def prompt(self) -> str | None:
         return cast("str | None", self._values["prompt"])
@@ -77,7 +90,7 @@ class Arguments:
 
     @property
     def num_samples(self) -> int:
-        return cast("int", self._values["n"])
+        return cast("int", self._values.get("n", 1))
 
     @property
     def json(self) -> bool:
@@ -111,7 +124,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    main = _parser("aioengine", None, "An LLM inference engine: text from models on this machine.")
+    main = _parser(
+        "aioengine",
+        None,
+        "An LLM inference engine: text from models on this machine.\n"
+        "The status is 0, or 1 where something failed, or 2 where the command line is wrong.",
+    )
     main.add_argument("--version", action="version", version=f"aioengine {__version__}")
     commands = main.add_subparsers(dest="command", required=True, metavar="generate | chat | bench | info")
     for name, add, about in (
