@@ -43,9 +43,8 @@ async def start(frontend: Frontend, output_dir: str | os.PathLike[str] | None, o
     """
     unknown = options.keys() - ProfileOptions.__annotations__.keys()
     if unknown:
-        name = min(unknown)
-        hint = checks.did_you_mean(name, [*ProfileOptions.__annotations__, "output_dir"])
-        raise TypeError(f"unknown argument {name!r}{hint}")
+        name, known = min(unknown), ["output_dir", *ProfileOptions.__annotations__]
+        raise TypeError(f"unknown argument {name!r}{checks.did_you_mean(name, known)}; there are {', '.join(known)}")
     num_steps = options.get("num_steps")
     reply = await frontend.controls.ask(
         "start_profile",

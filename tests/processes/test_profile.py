@@ -74,7 +74,7 @@ def test_what_is_refused(engine: Engine, tmp_path: Path) -> None:
 @pytest.mark.process
 async def test_wrong_arguments_and_the_asynchronous_face(tmp_path: Path) -> None:
     async with AsyncEngine() as engine:
-        with pytest.raises(TypeError, match="'num_step'.*did you mean 'num_steps'"):
+        with pytest.raises(TypeError, match="'num_step'.*did you mean 'num_steps'.*there are output_dir, num_steps"):
             await engine.start_profile(tmp_path, num_step=3)  # type: ignore[call-arg]
         for options, words in (
             ({"num_steps": 0}, "num_steps must be an integer of at least 1"),
