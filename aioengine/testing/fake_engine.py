@@ -15,14 +15,16 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 from msgspec import Struct
 
+from aioengine import checks
+from aioengine.args import MAX_WEIGHT
 from aioengine.config import (
     DeliveryConfig,
     MemorySettings,
@@ -52,6 +54,7 @@ FAKE_RUNNER = "aioengine.testing.fake_runner:build"
 SCRIPTED_RUNNER = "aioengine.testing.scripted_runner:build"
 PAGE_SIZE = 16
 STARTUP_TIMEOUT_S = 60.0
+MAX_S: Final = 86400.0
 
 
 class FakeSetup(Struct, frozen=True, kw_only=True):
@@ -82,6 +85,28 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     slow_reader_timeout_s: float = 30.0
     max_restarts: int = 3
     restart_window_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        checks.whole("context_length", self.context_length, 1)
+        checks.whole("num_pages", self.num_pages, 1)
+        checks.whole("max_running", self.max_running, 1)
+        checks.whole("max_queued", self.max_queued, 0)
+        checks.whole("chunk_tokens", self.chunk_tokens, 1)
+        checks.whole("random_seed", self.random_seed, 0, 2**63 - 1)
+        checks.whole("max_restarts", self.max_restarts, 0)
+        checks.number("step_time_s", self.step_time_s, 0, MAX_S)
+        checks.number("stall_timeout_s", self.stall_timeout_s, 0, MAX_S, above=True)
+        checks.number("slow_reader_timeout_s", self.slow_reader_timeout_s, 0, MAX_S, above=True)
+        checks.number("restart_window_s", self.restart_window_s, 0, MAX_S, above=True)
+        checks.choice("slow_reader", self.slow_reader, {word: word for word in ("coalesce", "pause", "abort")})
+        if self.processes is not None:
+            checks.switch("processes", self.processes)
+        if not isinstance(cast("object", self.faults), Faults | None):
+            raise checks.wrong_type("faults", "Faults(...) or None", self.faults)
+        for text in _entries("answers", {} if self.answers is None else self.answers, "text"):
+            checks.text("answers values", text)
+        for weight in _entries("tenant_weights", self.tenant_weights, "number"):
+            checks.number("tenant_weights values", weight, 0, MAX_WEIGHT, above=True)
 
     @property
     def has_processes(self) -> bool:
@@ -158,7 +183,7 @@ def fake_async_engine(answers: Mapping[str, str] | None = None, **setup: object)
     """An ``AsyncEngine`` without a model; ``setup`` are the other fields of ``FakeSetup``.
 
     Raises:
-        TypeError, ValueError: a field that does not exist, or a value of the wrong type.
+        TypeError, ValueError: a field that does not exist, or a value that it cannot have.
     """
     return AsyncEngine.from_blueprint(_setup(answers, setup).blueprint)
 
@@ -167,7 +192,7 @@ def fake_engine(answers: Mapping[str, str] | None = None, **setup: object) -> En
     """An ``Engine`` without a model, started; ``setup`` are the other fields of ``FakeSetup``.
 
     Raises:
-        TypeError, ValueError: a field that does not exist, or a value of the wrong type.
+        TypeError, ValueError: a field that does not exist, or a value that it cannot have.
     """
     return Engine.from_blueprint(_setup(answers, setup).blueprint)
 
@@ -177,7 +202,17 @@ def _setup(answers: Mapping[str, str] | None, setup: Mapping[str, object]) -> Fa
     if unknown:
         known = ", ".join(FakeSetup.__struct_fields__)
         raise TypeError(f"a fake engine has no {', '.join(sorted(unknown))}; there are {known}")
-    return msgspec.convert({"answers": answers, **setup}, FakeSetup)
+    return FakeSetup(answers=answers, **setup)  # type: ignore[arg-type]  # __post_init__ checks every value
+
+
+def _entries(name: str, value: object, kind: str) -> Collection[object]:
+    """The values of a dict with keys of text."""
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type(name, f"a dict of text to {kind}", value)
+    given = cast("Mapping[object, object]", value)
+    for key in given:
+        checks.text(f"{name} keys", key)
+    return given.values()
 
 
 @cache

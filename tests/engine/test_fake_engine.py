@@ -54,8 +54,25 @@ class TestAnswers:
     def test_unknown_setup(self) -> None:
         with pytest.raises(TypeError, match="no answer;"):
             fake_engine(answer="x")
-        with pytest.raises(ValueError, match="num_pages"):
-            fake_engine(num_pages="many")
+
+    @pytest.mark.parametrize(
+        ("setup", "error", "message"),
+        [
+            ({"answers": 3}, TypeError, "answers must be a dict of text to text, got 3"),
+            ({"answers": {1: "a"}}, TypeError, "answers keys must be a string, got 1"),
+            ({"answers": {"a": 2}}, TypeError, "answers values must be a string, got 2"),
+            ({"num_pages": "many"}, TypeError, "num_pages must be an integer of at least 1, got 'many'"),
+            ({"num_pages": 0}, ValueError, "num_pages must be an integer of at least 1, got 0"),
+            ({"faults": "kill"}, TypeError, "faults must be Faults"),
+            ({"slow_reader": "wait"}, ValueError, "slow_reader must be one of 'coalesce', 'pause', 'abort'"),
+            ({"tenant_weights": {"gold": 0}}, ValueError, "tenant_weights values must be a number above 0"),
+            ({"step_time_s": -1}, ValueError, "step_time_s must be a number from 0"),
+            ({"processes": 1}, TypeError, "processes must be True or False, got 1"),
+        ],
+    )
+    def test_wrong_setup(self, setup: dict[str, object], error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            fake_async_engine(**setup)  # type: ignore[arg-type]
 
 
 class TestUnderLoad:
