@@ -56,5 +56,5 @@ async def health(_: web.Request) -> web.Response:
 app = web.Application()
 app.add_routes([web.post("/generate", generate), web.get("/health", health)])
 app.cleanup_ctx.append(run_engine)
-web.run_app(app, port=port, handler_cancellation=True)
+web.run_app(app, host="127.0.0.1", port=port, handler_cancellation=True)
 raise SystemExit(engine.health()["state"] in {"dead", "stalled"})

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from starlette.testclient import TestClient
 
@@ -54,6 +55,11 @@ class Server:
             except httpx.TransportError:
                 time.sleep(0.1)
         raise TimeoutError("the server did not come up")
+
+    def addresses(self) -> set[str]:
+        """Where it listens."""
+        found = psutil.Process(self.process.pid).net_connections("tcp")
+        return {entry.laddr.ip for entry in found if entry.status == psutil.CONN_LISTEN}
 
     def health(self) -> dict[str, Any]:
         found: dict[str, Any] = self.client.get("/health").json()
@@ -96,6 +102,10 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 def ask(prompt: object, params: Mapping[str, object] | None = None) -> dict[str, object]:
     return {"prompt": prompt, "sampling_params": params}
+
+
+def test_it_is_reached_from_this_machine_alone(server: Server) -> None:
+    assert server.addresses() == {"127.0.0.1"}
 
 
 def test_it_streams(server: Server) -> None:
