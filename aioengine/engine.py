@@ -334,7 +334,7 @@ class AsyncEngine:
         return self.health()["state"] in info.ALIVE
 
     def stats(self) -> dict[str, int]:
-        """Counters, as the scheduler pushed them last; may be called from any thread."""
+        """Counters (README tells what each is), as the scheduler pushed them last; may be called from any thread."""
         return info.stats(self._anywhere())
 
     def health(self) -> Health:

@@ -358,7 +358,7 @@ class Engine:
         return info.state(self._frontend) in info.ALIVE
 
     def stats(self) -> dict[str, int]:
-        """Counters, as the scheduler pushed them last."""
+        """Counters (README tells what each is), as the scheduler pushed them last."""
         return info.stats(self._running())
 
     def health(self) -> Health:

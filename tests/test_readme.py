@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from aioengine.args import ARGUMENTS
+from aioengine.frontend.info import Health
+from aioengine.testing.fake_engine import fake_engine
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -16,6 +18,16 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_every_constructor_argument_is_in_the_table(name: str) -> None:
     assert f"| `{name}` | {ARGUMENTS[name].help} |" in README
+
+
+def test_every_counter_and_every_state_is_explained() -> None:
+    with fake_engine() as engine:
+        counters = engine.stats()
+    explained = README.partition("## What can be watched\n")[2].partition("\n## ")[0]
+    assert {name for name in counters if f"`{name}`" not in explained} == set()
+    states = set(re.findall(r'"(\w+)"', Health.__doc__ or ""))
+    assert "recovering" in states
+    assert {state for state in states if f"`{state}`" not in explained} == set()
 
 
 def test_the_files_of_the_story_exist() -> None:
