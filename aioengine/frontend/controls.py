@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from aioengine.errors import EngineStalledError
+from aioengine.errors import EngineStalledError, RequestError
 from aioengine.protocol.messages import Control, Reply
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Controls:
         """Ask, and wait for the answer.
 
         Raises:
+            RequestError: a process died before it came, and is replaced.
             EngineStalledError: none came in time.
             EngineError: the engine died, or was shut down, before it came.
         """
@@ -55,7 +56,11 @@ class Controls:
 
     def answer(self, reply: Reply) -> None:
         waiting = self._waiting.get(reply.call_id)
-        if waiting is not None and not waiting.done():
+        if waiting is None or waiting.done():
+            return
+        if reply.stage:
+            waiting.set_exception(RequestError(reply.stage, reply.message))
+        else:
             waiting.set_result(reply)
 
     def fail(self, error: EngineError) -> None:

@@ -280,12 +280,16 @@ class Stats(Struct, tag="stats", array_like=True, gc=False):
 
 
 class Reply(Struct, tag="reply", array_like=True, gc=False):
-    """The answer to a ``Control``. ``data`` is JSON text (empty: nothing to tell)."""
+    """The answer to a ``Control``. ``data`` is JSON text (empty: nothing to tell).
+
+    ``stage``: where it was lost, so that nobody can answer it; raised as RequestError.
+    """
 
     call_id: int
     success: bool
     message: str = ""
     data: str = ""
+    stage: str = ""
 
 
 class Ready(Struct, tag="ready", array_like=True, gc=False):

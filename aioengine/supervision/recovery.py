@@ -8,6 +8,8 @@ time, beside the others that had begun; the next one when the one before has got
 what had not begun when all have. Should a process die in a step of the one on trial, that one goes on alone, with
 nothing beside it; and should one die again, it was killed by this request, which ends with an error. All others go on.
 
+A control call is tried once: one that was on its way when the scheduler died ends with an error.
+
 Pure: no clock, no process; times come as arguments.
 """
 
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Resumed, Stats, Submit, Suspend
+from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Reply, Resumed, Stats, Submit, Suspend
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Begun, TextChunks, ToScheduler
 
 CRASH_STAGE: Final = "crash"
-"""The stage of the error of a request that killed its process."""
+"""The stage of the error of a request that killed its process, and of a control call that was lost with one."""
 
 _OWN_CALL: Final = -1
 """Id of a control call that nobody waits for."""
@@ -48,11 +50,13 @@ class Blame(Enum):
 
 
 class Entry:
-    """An open request. ``is_sent``: the scheduler that runs now has it. ``abort``: how it was asked to end.
-    ``is_suspended``: nobody wants more of it for now.
+    """An open request. ``is_sent``: the scheduler that runs now has it. ``abort``: how it was asked to end, and
+    ``has_replayed_abort``: it was so again after a restart. ``is_suspended``: nobody wants more of it for now.
     """
 
-    __slots__ = ("abort", "begun", "is_sent", "is_suspended", "num_preemptions", "submit", "token_ids")
+    __slots__ = (
+        "abort", "begun", "has_replayed_abort", "is_sent", "is_suspended", "num_preemptions", "submit", "token_ids",
+    )  # fmt: skip
 
     def __init__(self, submit: Submit) -> None:
         self.submit = submit
@@ -60,6 +64,7 @@ class Entry:
         self.begun: Begun | None = None
         self.num_preemptions = 0
         self.abort: Abort | None = None
+        self.has_replayed_abort = False
         self.is_sent = False
         self.is_suspended = False
 
@@ -131,20 +136,66 @@ class Trials:
         return Blame.NOBODY
 
 
+class ControlCalls:
+    """The open control calls, and whether the scheduler is paused by one."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Control] = {}
+        self._asked: dict[int, Control] = {}
+        self._failed: list[Reply] = []
+        self._is_paused = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nobody was told yet of one that failed."""
+        return bool(self._failed)
+
+    def add(self, control: Control) -> None:
+        self._waiting[control.call_id] = control
+
+    def ask(self) -> list[ToScheduler]:
+        """Those that wait, which the scheduler is told now."""
+        asked, self._waiting = self._waiting, {}
+        self._asked |= asked
+        return [*asked.values()]
+
+    def own(self) -> list[ToScheduler]:
+        """What a new scheduler is told before anything else."""
+        return [Control(_OWN_CALL, "pause")] if self._is_paused else []
+
+    def answered(self, reply: Reply) -> None:
+        """One has its reply; what it changed outlives the scheduler from now on."""
+        asked = self._asked.pop(reply.call_id, None)
+        if asked is not None and reply.success and asked.name in ("pause", "continue"):
+            self._is_paused = asked.name == "pause"
+
+    def fail(self, how: str) -> None:
+        """The scheduler is gone, in this way: what it was told and did not answer is not tried again."""
+        for control in self._asked.values():
+            message = f"{how} before it had answered {control.name!r}, which was not tried again"
+            self._failed.append(Reply(control.call_id, False, message, stage=CRASH_STAGE))
+        self._asked.clear()
+
+    def take_failed(self) -> list[Reply]:
+        """The replies that no process will give."""
+        failed, self._failed = self._failed, []
+        return failed
+
+
 class Ledger:
     """The open requests and control calls of an engine. Belongs to one loop and never waits.
 
     Attributes:
         is_connected: there is a scheduler to send to.
+        calls: the control calls.
     """
 
     def __init__(self) -> None:
         self.is_connected = True
+        self.calls = ControlCalls()
         self._entries: dict[int, Entry] = {}
         self._given: dict[int, list[int]] = {}  # uid -> the ``token_ids`` of its entry
         self._trials = Trials()
-        self._controls: dict[int, Control] = {}
-        self._is_paused = False
         self._has_progress = True  # some request gave a token since one was found guilty
         self._ended: list[Finished] = []
 
@@ -155,7 +206,7 @@ class Ledger:
     @property
     def holds_back(self) -> bool:
         """Whether requests may wait here that the scheduler does not know, or ends that nobody was told."""
-        if self._ended:
+        if self._ended or self.calls.has_failed:
             return True
         return bool(self._entries) and (not self.is_connected or self._trials.on_trial is not None)
 
@@ -177,19 +228,16 @@ class Ledger:
                 case Suspend():
                     due += self._suspend(message)
                 case Control():
-                    self._controls[message.call_id] = message
-                    if message.name in ("pause", "continue"):
-                        self._is_paused = message.name == "pause"
+                    self.calls.add(message)
                     if self.is_connected:
-                        due.append(message)
+                        due += self.calls.ask()
         return due
 
     def replay(self) -> list[ToScheduler]:
         """There is a new scheduler: what it has to be told first."""
         self.is_connected = True
         self._trials.settle()
-        messages: list[ToScheduler] = [Control(_OWN_CALL, "pause")] if self._is_paused else []
-        return [*messages, *self._release(), *self._controls.values()]
+        return [*self.calls.own(), *self._release(), *self.calls.ask()]
 
     def _abort(self, abort: Abort, now: float) -> list[ToScheduler]:
         """What has not begun and is not sent ends here; of the rest, text may be held back, which a process finds."""
@@ -230,6 +278,7 @@ class Ledger:
                 continue
             if entry.abort is not None or trials.admits(uid, has_begun=entry.begun is not None):
                 entry.is_sent = True
+                entry.has_replayed_abort = entry.abort is not None
                 due += entry.messages(is_suspect=uid == trials.on_trial)
                 if entry.is_suspended and uid != trials.on_trial:
                     due.append(Suspend([uid]))
@@ -274,10 +323,6 @@ class Ledger:
                 known += token_ids[start : start + count]
             start += count
 
-    def answered(self, call_id: int) -> None:
-        """A control call has its reply."""
-        self._controls.pop(call_id, None)
-
     def take_ended(self) -> list[Finished]:
         """The ends of requests that no process will tell of."""
         ended, self._ended = self._ended, []
@@ -298,7 +343,10 @@ class Ledger:
         since the last one was found guilty.
         """
         self.is_connected = False
-        for entry in self._entries.values():
+        self.calls.fail(how)
+        for uid, entry in list(self._entries.items()):
+            if entry.is_sent and entry.has_replayed_abort and entry.abort is not None:
+                self._end(Finished(uid, entry.abort.code, message=entry.abort.message, ended_at=now))
             entry.is_sent = False
         for uid, end in rows.items():
             suspect = self._entries.get(uid)

@@ -162,7 +162,7 @@ class Supervisor:
             elif isinstance(message, Stats):
                 messages[place] = self._totals.add(message)
             elif isinstance(message, Reply):
-                self._ledger.answered(message.call_id)
+                self._ledger.calls.answered(message)
         self._events.on_messages(messages)
 
     def _look_later(self) -> None:
@@ -170,7 +170,9 @@ class Supervisor:
             self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._look)
 
     def _look(self) -> None:
-        """Tell the ends of requests that no child will tell of: they wait here, and were aborted or are too late."""
+        """Tell the ends that no child will tell of: of requests that wait here and were aborted or are too late, and of
+        calls that were lost.
+        """
         self._timer = None
         if self._is_ended:
             return
@@ -178,6 +180,8 @@ class Supervisor:
         self._ledger.expire(now)
         if ended := self._ledger.take_ended():
             self._events.on_messages([TextChunks([], [], [], [], ended)])
+        if failed := self._ledger.calls.take_failed():
+            self._events.on_messages([*failed])
         if self._ledger.holds_back:
             self._look_later()
 

@@ -22,7 +22,7 @@ from aioengine.errors import (
 )
 from aioengine.frontend.feeder import MAX_ROWS_AT_ONCE
 from aioengine.frontend.prompts import MAX_IDS_AT_CALL
-from aioengine.protocol.messages import Begun, FinishCode, Stats, TextChunks
+from aioengine.protocol.messages import Begun, FinishCode, Reply, Stats, TextChunks
 from tests.engine.engine_double import CONTEXT_LENGTH, VOCAB_SIZE, World, expected_text, until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
@@ -531,6 +531,19 @@ class TestDeath:
         world.double.events.on_failure(EngineDeadError("detokenizer", pid=12, exit_code=1))
         with pytest.raises(EngineDeadError):
             await waiting
+
+    async def test_controls_that_were_lost_with_a_process_fail_alone(self, world: World) -> None:
+        world.double.is_deaf = True
+        for ask in (world.engine.flush_cache, world.engine.get_server_info, world.engine.stop_profile):
+            world.double.controls.clear()
+            waiting = asyncio.ensure_future(ask())
+            await until(lambda: bool(world.double.controls))
+            (control,) = world.double.controls
+            world.double.events.on_messages([Reply(control.call_id, False, "it died", stage="crash")])
+            with pytest.raises(RequestError, match="it died") as caught:
+                await waiting
+            assert caught.value.stage == "crash"
+        assert world.engine.is_alive
 
 
 class TestDrain:

@@ -15,6 +15,7 @@ from aioengine.protocol.messages import (
     FinishCode,
     Finished,
     Limits,
+    Reply,
     Resumed,
     Sampling,
     Stats,
@@ -163,14 +164,49 @@ def test_deadlines_of_what_waits() -> None:
 def test_a_pause_outlives_the_scheduler_that_was_paused() -> None:
     world = World(1)
     world.tell(Control(1, "pause"))
-    world.ledger.answered(1)
+    world.ledger.calls.answered(Reply(1, True))
     world.restart()
     assert [type(message) for message in world.sent] == [Control, Submit]
     world.tell(Control(2, "continue"))
-    world.ledger.answered(2)
+    world.ledger.calls.answered(Reply(2, True))
     world.restart()
     assert world.uids() == [1]
     assert len(world.sent) == 1
+
+
+def test_a_call_that_was_on_its_way_fails_and_is_not_tried_again() -> None:
+    world = World(1)
+    world.tell(Control(1, "pause"), Control(2, "flush_cache"), Control(3, "server_info"))
+    world.ledger.calls.answered(Reply(2, True))
+    world.crash()
+    assert world.ledger.holds_back
+    assert world.ledger.calls.take_failed() == [
+        Reply(1, False, "it died before it had answered 'pause', which was not tried again", stage=CRASH_STAGE),
+        Reply(3, False, "it died before it had answered 'server_info', which was not tried again", stage=CRASH_STAGE),
+    ]
+    world.tell(Control(4, "flush_cache"))
+    world.sent = world.ledger.replay()
+    assert [type(message) for message in world.sent] == [Submit, Control]  # and it is not paused
+    assert world.sent[-1] == Control(4, "flush_cache")
+    world.crash()
+    assert [failed.call_id for failed in world.ledger.calls.take_failed()] == [4]
+    assert world.ledger.calls.take_failed() == []
+    world.sent = world.ledger.replay()
+    assert [type(message) for message in world.sent] == [Submit]
+
+
+def test_an_abort_that_is_not_answered_in_two_processes_is_done_here() -> None:
+    """Else what makes them die would do so until all is over: who is aborted is no suspect."""
+    world = World(1, 2)
+    world.hear(1, [7], begins=True)
+    world.restart(1)
+    world.tell(Abort([1], FinishCode.ABORT, "why"))
+    world.restart(1)
+    assert [type(message) for message in world.sent] == [Submit, Abort, Submit]
+    assert world.ledger.take_ended() == []
+    world.restart(1)
+    assert world.ledger.take_ended() == [Finished(1, FinishCode.ABORT, message="why", ended_at=9.0)]
+    assert world.uids() == [2]
 
 
 def test_who_was_suspended_is_so_again_until_that_is_over() -> None:

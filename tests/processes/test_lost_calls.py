@@ -1,0 +1,70 @@
+"""Control calls that are on their way when the scheduler process is lost: tried once, and nobody else suffers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aioengine.errors import RequestError
+from aioengine.scheduler.core import SchedulerCore
+from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.testing.fake_runner import build
+from tests.processes.engine_kit import Frontend, fake_settings
+from tests.processes.restart_kit import ANSWERS, ask, pid_of, undisturbed, until, until_idle, until_restarted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
+    from aioengine.config import Settings
+    from aioengine.testing.fake_runner import FakeRunner
+
+pytestmark = pytest.mark.process
+
+
+def build_fragile(settings: Settings, report: Callable[..., None]) -> FakeRunner:
+    """In the scheduler process: flushing the cache kills it, every time."""
+
+    def die(_: object) -> NoReturn:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise SystemExit
+
+    SchedulerCore.flush_cache = die  # type: ignore[assignment, method-assign]
+    return build(settings, report)
+
+
+async def test_a_call_that_kills_the_process_fails_alone() -> None:
+    settings = fake_settings(factory=f"{__name__}:build_fragile")
+    async with Frontend(settings, max_restarts=1) as frontend:
+        reply = await frontend.call("flush_cache")
+        assert not reply.success
+        assert reply.stage == "crash"
+        assert "was killed by signal 9 before it had answered 'flush_cache', which was not tried again" in reply.message
+        frontend.submit(1)
+        await frontend.finished(1)
+        assert frontend.supervisor.num_restarts == 1
+        assert frontend.failures == []
+
+
+async def test_streams_go_on_and_the_engine_is_not_paused_by_a_call_that_failed() -> None:
+    async with fake_async_engine(ANSWERS, step_time_s=0.005) as engine:
+        asking = asyncio.create_task(ask(engine, "plain", stream=True))
+        await until(lambda: engine.stats()["output_tokens"] > 3)
+        pid = pid_of(engine, "scheduler")
+        os.kill(pid, signal.SIGSTOP)
+        calls = [asyncio.ensure_future(engine.pause_generation("in_place")), asyncio.ensure_future(engine.freeze_gc())]
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        for call in calls:
+            with pytest.raises(RequestError, match="was killed by signal 9 before it had answered") as caught:
+                await call
+            assert caught.value.stage == "crash"
+        await until_restarted(engine, 1)
+        assert await asking == (await undisturbed(has_answers=True))["plain"]
+        assert await engine.pause_generation("in_place")
+        assert await engine.continue_generation()
+        await until_idle(engine)
