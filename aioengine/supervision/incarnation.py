@@ -21,6 +21,7 @@ from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER
 from aioengine.supervision.family import Family
 from aioengine.supervision.handshake import Handshake
 from aioengine.supervision.heartbeats import Heartbeats
+from aioengine.supervision.outgoing import Outgoing
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Incarnation:
         self._on_progress = on_progress
         self._handshake: Handshake | None = None
         self._pump: asyncio.Task[None] | None = None
-        self._outgoing: list[Message] = []
+        self._outgoing = Outgoing(self._transmit, settings.scheduler.chunk_tokens)
         self._is_started = False
         self._is_ended = False  # from the first loss, end or kill on
         self._heartbeats = Heartbeats(timeouts.stall_s)
@@ -114,10 +115,8 @@ class Incarnation:
             raise
 
     def send(self, messages: list[ToScheduler]) -> None:
-        """Send to the scheduler; what is sent in one round of the loop goes as one frame. Nothing after an end."""
-        if not self._outgoing:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing += messages
+        """Send to the scheduler soon; what is sent in one round of the loop makes few frames. Nothing after an end."""
+        self._outgoing.add(messages)
 
     def processes(self) -> list[ProcessState]:
         """Every child as it is now."""
@@ -141,17 +140,19 @@ class Incarnation:
 
     # ------------------------------------------------------------ messages
 
-    def _flush(self) -> None:
-        messages, self._outgoing = self._outgoing, []
+    def _transmit(self, messages: list[Message]) -> None:
+        """Send one frame. Who sends is in the midst of something else: a loss is told later."""
         if self._is_ended:
             return
+        loop = asyncio.get_running_loop()
         try:
             self._launcher.sender.send(messages)
         except BacklogFullError as error:
             stalled = EngineStalledError(f"the scheduler process does not take its messages: {error}")
-            self._lose_child(SCHEDULER, stalled)
+            loop.call_soon(self._lose_child, SCHEDULER, stalled)
         except ValueError as error:
-            self._lose(Loss(EngineError(f"messages for the scheduler could not be sent: {error}"), is_final=True))
+            failure = EngineError(f"messages for the scheduler could not be sent: {error}")
+            loop.call_soon(self._lose, Loss(failure, is_final=True))
 
     async def _run_pump(self) -> None:
         """The only reader of what the children say. It ends with the engine, or the engine ends with it."""

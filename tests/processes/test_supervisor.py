@@ -142,6 +142,24 @@ async def test_messages_of_one_round_of_the_loop_are_one_frame(monkeypatch: pyte
             await frontend.finished(uid)
 
 
+async def test_prompts_that_fill_a_step_do_not_wait_for_the_end_of_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = fake_settings()
+    step_tokens = settings.scheduler.chunk_tokens
+    async with Frontend(settings, launcher="inline") as frontend:
+        frames: list[int] = []
+        sender = frontend.supervisor._incarnation._launcher.sender
+        plain = type(sender).send
+        monkeypatch.setattr(type(sender), "send", lambda own, sent: (frames.append(len(sent)), plain(own, sent))[1])
+        for uid in range(5):
+            frontend.submit(uid, num_tokens=3, num_prompt=step_tokens // 2)
+        assert frames == [2, 2]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert frames[:3] == [2, 2, 1]
+        for uid in range(5):
+            assert (await frontend.finished(uid)).code == FinishCode.LENGTH
+
+
 # ---------------------------------------------------------------- death
 
 
