@@ -141,8 +141,6 @@ class DecodeGraphs:
         num_rows = len(rows.requests)
         if not num_rows or num_rows > self.max_rows or rows.known_ids.size:
             return False
-        if self._table.last_tokens is not self._last_tokens:  # it has grown, and the graphs know the old one
-            return False
         return int(rows.token_ends[-1]) == num_rows and bool(rows.samples.all())
 
     def replay(self, rows: StepRows, sampled: SampledRows) -> DecodeStep:

@@ -44,7 +44,6 @@ SAMPLING_RECORD = np.dtype(
     ]
 )
 
-_NUM_SLOTS = 64  # to begin with; the tables double
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -80,8 +79,8 @@ class RowTable:
     page_table: [slots, max_row_pages] int32 on the host, pages of the pool: the first ``num_pages`` [slots] of a row
     are its own, the others are the padding page.
     last_tokens: [slots + 1] int64 on the device, the last one nobody's. sampling: [slots] of SAMPLING_RECORD.
-    num_slots: for so many open requests it does not grow. num_opened: requests so far; as long as it stays the same, a
-    slot is the same request's.
+    num_slots: as many requests can be open. The tables stay where they are: CUDA graphs know their places.
+    num_opened: requests so far; as long as it stays the same, a slot is the same request's.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class RowTable:
         num_embeddings: int,
         device: torch.device,
         processors: tuple[LogitsProcessor, ...],
-        num_slots: int = _NUM_SLOTS,
+        num_slots: int,
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
         self.page_table = np.zeros((num_slots, max_row_pages), dtype=np.int32)  # takes memory as far as it is used
@@ -110,11 +109,12 @@ class RowTable:
         """Learn a request (again).
 
         Raises:
-            ValueError: a parameter or a token that would harm the rows beside it.
+            ValueError: a parameter or a token that would harm the rows beside it, or too many requests are open.
         """
         self._check(opened)
         if not self._free_slots:
-            self._grow()
+            message = f"{len(self.requests)} requests are open, and no more can be"
+            raise ValueError(message)
         slot = self._free_slots.pop()
         history, token_ids = None, list[int]()
         if opened.sampling.has_penalties:
@@ -203,14 +203,6 @@ class RowTable:
             sampling.min_p,
             sampling.seed & _SEED_MASK,
         )
-
-    def _grow(self) -> None:
-        size = len(self.sampling)
-        self._free_slots = list(range(2 * size - 1, size - 1, -1))
-        self.page_table = np.concatenate([self.page_table, np.zeros_like(self.page_table)])
-        self.num_pages = np.concatenate([self.num_pages, np.zeros_like(self.num_pages)])
-        self.sampling = np.concatenate([self.sampling, np.zeros_like(self.sampling)])
-        self.last_tokens = torch.cat([self.last_tokens, self.last_tokens.new_zeros(size)])
 
 
 def _with_room(history: Tensor, size: int) -> Tensor:

@@ -35,7 +35,9 @@ shape = AttentionShape(
     num_layers=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5
 )
 pool = torch.randn(kv_pool_shape(shape, num_pages=NUM_PAGES + 1, page_size=PAGE_SIZE))
-table = RowTable(max_row_pages=60, num_pages=NUM_PAGES, num_embeddings=9, device=torch.device("cpu"), processors=())
+table = RowTable(
+    max_row_pages=60, num_pages=NUM_PAGES, num_embeddings=9, device=torch.device("cpu"), processors=(), num_slots=64
+)
 graphs = DecodeGraphs(None, None, table, vocab_size=9, page_size=PAGE_SIZE)
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
 order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()

@@ -28,3 +28,18 @@ def test_room_for_many_long_requests_costs_memory_as_far_as_it_is_used() -> None
     assert held() - before < 64 << 20
     assert table.pages(5) == [8, 9], "behind the padding page"
     assert not table.page_table[table.requests[5].slot, 2:].any()
+
+
+def test_no_more_requests_are_open_than_there_are_slots() -> None:
+    table = RowTable(
+        max_row_pages=4, num_pages=9, num_embeddings=9, device=torch.device("cpu"), processors=(), num_slots=2
+    )
+    place = table.last_tokens.data_ptr()
+    for uid in (1, 2):
+        table.open(OpenedRow(uid, Sampling(0), 1, [1], [uid]))
+    with pytest.raises(ValueError, match="2 requests are open, and no more can be"):
+        table.open(OpenedRow(3, Sampling(0), 1, [1], [3]))
+    assert table.requests.keys() == {1, 2}
+    table.close(1)
+    table.open(OpenedRow(3, Sampling(0), 1, [1], [3]))
+    assert table.last_tokens.data_ptr() == place

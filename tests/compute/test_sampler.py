@@ -28,7 +28,14 @@ def make(
     samplings: list[Sampling], prompts: list[list[int]] | None = None, *, width: int, padding: int
 ) -> tuple[Sampler, SampledRows]:
     processors = logits_processors.load()
-    table = RowTable(max_row_pages=4, num_pages=4, num_embeddings=width, device=CPU, processors=processors)
+    table = RowTable(
+        max_row_pages=4,
+        num_pages=4,
+        num_embeddings=width,
+        device=CPU,
+        processors=processors,
+        num_slots=max(len(samplings), 1),
+    )
     prompts = prompts or [[1, 2, 3]] * len(samplings)
     for i, (sampling, prompt) in enumerate(zip(samplings, prompts, strict=True)):
         table.open(OpenedRow(i, sampling, 2, prompt))

@@ -98,7 +98,9 @@ def check(tables: list[list[int]], found: list[Group]) -> None:
 
 
 def test_the_rows_of_a_step_in_their_new_order() -> None:
-    table = RowTable(max_row_pages=8, num_pages=64, num_embeddings=100, device=torch.device("cpu"), processors=())
+    table = RowTable(
+        max_row_pages=8, num_pages=64, num_embeddings=100, device=torch.device("cpu"), processors=(), num_slots=64
+    )
     pages = {0: [1, 2, 3, 10], 1: [5, 6, 7, 11], 2: [1, 2, 3, 12], 3: [1, 2, 3, 13], 4: [20, 21, 22, 23]}
     for uid, row in pages.items():
         table.open(OpenedRow(uid, Sampling(uid), 60, [1] * 60, row))

@@ -20,7 +20,8 @@ from aioengine.scheduler.plan import OpenedRow
 
 WIDTH = 3000
 processors = logits_processors.load()
-table = RowTable(max_row_pages=4, num_pages=4, num_embeddings=WIDTH, device=torch.device("cpu"), processors=processors)
+cpu = torch.device("cpu")
+table = RowTable(max_row_pages=4, num_pages=4, num_embeddings=WIDTH, device=cpu, processors=processors, num_slots=64)
 generator = np.random.default_rng(0)
 samplings = [
     Sampling(0, frequency_penalty=0.5, presence_penalty=0.25),
