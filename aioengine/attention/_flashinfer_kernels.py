@@ -51,6 +51,7 @@ def make_ready(
         BackendUnavailableError: FlashInfer has no kernels for these types and sizes, or they do not compile, load or
             run here.
         CompilationTimeoutError: they did not compile in time.
+        RuntimeError: the GPU has not enough memory for them.
     """
     if dtype not in DTYPES or shape.head_size not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
@@ -66,9 +67,11 @@ def make_ready(
         pool = torch.zeros(kv_pool_shape(shape, num_pages=1, page_size=16), dtype=dtype, device=device)
         FlashInferAttention(shape, pool).warm_up()
         torch.cuda.synchronize(device)
-    except (BackendUnavailableError, CompilationTimeoutError, torch.OutOfMemoryError):
+    except (BackendUnavailableError, CompilationTimeoutError):
         raise
     except (OSError, RuntimeError, ImportError, AttributeError) as error:
+        if "out of memory" in str(error):  # of CUDA itself, too: that is no fault of the kernels
+            raise
         message = f"FlashInfer's kernels cannot be used: {type(error).__name__}: {error}"
         raise BackendUnavailableError(message) from error
 

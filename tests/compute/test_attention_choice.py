@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -57,6 +59,29 @@ def test_too_slow_is_an_error_in_either_case(monkeypatch: pytest.MonkeyPatch) ->
     stand_in(monkeypatch, TimeoutError("too slow"))
     with pytest.raises(TimeoutError):
         choose(AUTOMATIC)
+
+
+def test_a_full_gpu_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own error is not torch's, and must not be taken for kernels that do not work."""
+
+    class Attention:
+        def __init__(self, *_: object) -> None:
+            raise RuntimeError(words)
+
+    package = MagicMock()
+    for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.attention", "flashinfer.utils"):
+        monkeypatch.setitem(sys.modules, name, package)
+    backend = SimpleNamespace(FlashInferAttention=Attention)
+    monkeypatch.setitem(sys.modules, "aioengine.attention.flashinfer", backend)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, KERNELS, raising=False)
+    kernels = importlib.import_module(KERNELS)
+    monkeypatch.setitem(sys.modules, KERNELS, kernels)
+    monkeypatch.setattr(kernels, "kernels", lambda *_: [])
+    words = "CUDA error: out of memory"
+    with pytest.raises(RuntimeError, match=words):
+        choose(AUTOMATIC)
+    words = "CUDA error: invalid device function"
+    assert "FlashInfer's kernels cannot be used: RuntimeError: CUDA error: invalid" in choose(AUTOMATIC).warning
 
 
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
