@@ -107,7 +107,7 @@ class ModelRunner:
         num_embeddings = parts.model.vocab_size
         page_size = parts.kv_pool.page_size
         self._table = RowTable(
-            max_row_pages=-(-parts.context_length // page_size) + 1,  # steps in flight may run past the end
+            max_row_pages=-(-parts.context_length // page_size),  # a step in flight computes no position past the end
             num_pages=parts.kv_pool.num_pages,
             num_embeddings=num_embeddings,
             device=parts.device,

@@ -199,6 +199,16 @@ def test_a_row_that_went_bad_after_its_request_was_closed_is_forgotten(tmp_path:
     assert "does not know" in later.failed[1]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_a_request_has_room_to_the_end_of_the_context_and_no_more(qwen: Path, depth: int, page_size: int) -> None:
+    world = World(make_settings(qwen, depth=depth, page_size=page_size, num_pages=CONTEXT_LENGTH))
+    [answer] = world.answers([[5] * (CONTEXT_LENGTH - 8)], max_new_tokens=8)
+    assert len(answer) == 8
+    assert {end.code for end in world.ended.values()} == {FinishCode.LENGTH}
+    assert world.runner._table.page_table.shape[1] == -(-CONTEXT_LENGTH // page_size)
+
+
 def test_a_plan_without_rows_gives_nothing(qwen: Path) -> None:
     runner = build(make_settings(qwen), lambda _: None)
     result = runner.collect(runner.launch(Plan([], closed=[7])))
