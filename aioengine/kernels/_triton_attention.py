@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PART = 256
 """Positions."""
 ROWS = 64
-"""Query rows of a tile: the fewest that the tensor cores of Hopper take."""
+"""Query rows of a tile, unless a token alone has more: the fewest that the tensor cores of Hopper take."""
 BLOCK = 64
 MASKED = tl.constexpr(-1.0e30)
 
@@ -256,9 +256,14 @@ _join = Launcher(_join_kernel)
 _JOINED_HEADS = 4
 
 
+def rows_of_tile(group: int) -> int:
+    """Query rows of a tile of tokens with ``group`` query heads each."""
+    return max(ROWS, next_power_of_2(group))
+
+
 def tokens_of_tile(group: int) -> int:
     """How many tokens a tile takes, with ``group`` query heads each."""
-    return ROWS // group
+    return rows_of_tile(group) // group
 
 
 def _options(head_size: int, dtype: torch.dtype) -> dict[str, object]:
@@ -270,8 +275,8 @@ def _options(head_size: int, dtype: torch.dtype) -> dict[str, object]:
 def _sizes(q: Tensor, pool: tuple[Tensor, Tensor]) -> tuple[int, ...]:
     """What the kernels that compute parts have as constants."""
     _, num_kv_heads, page_size, head_size = pool[0].shape
-    columns = max(next_power_of_2(head_size), 16)
-    return q.stride(0), num_kv_heads, q.shape[1] // num_kv_heads, page_size, head_size, columns, ROWS, BLOCK, PART
+    group, columns = q.shape[1] // num_kv_heads, max(next_power_of_2(head_size), 16)
+    return q.stride(0), num_kv_heads, group, page_size, head_size, columns, rows_of_tile(group), BLOCK, PART
 
 
 def attend(q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, tiles: Tensor, *, scale: float) -> Tensor:

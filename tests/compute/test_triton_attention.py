@@ -24,28 +24,35 @@ from tests.compute.stepping import make_batch
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 40, 16, 80
 torch.manual_seed(0)
-shape = AttentionShape(
-    num_layers=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5
-)
 
 
-def some_heads(num_tokens):
-    return torch.randn(num_tokens, HEADS + 2 * KV_HEADS, HEAD_SIZE)
+def some_heads(num_tokens, num_heads=HEADS + 2 * KV_HEADS):
+    return torch.randn(num_tokens, num_heads, HEAD_SIZE)
 
 
-for rows in ([(0, 1), (15, 1), (300, 1)], [(0, 70)], [(40, 1), (0, 33), (280, 5)]):
+def check(rows, num_heads, num_kv_heads):
+    shape = AttentionShape(
+        num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5
+    )
     pool = torch.randn(kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     expected_pool = pool.clone()
     order = (torch.randperm(NUM_PAGES - 1) + 1).tolist()
     tables = [[order.pop() for _ in range(-(-(start + count) // PAGE_SIZE))] for start, count in rows]
     batch = make_batch(rows, tables, PAGE_SIZE)
-    q, k, v = some_heads(len(batch.positions)).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    heads = some_heads(len(batch.positions), num_heads + 2 * num_kv_heads)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     backend, reference = TritonAttention(shape, pool), TorchAttention(shape, expected_pool)
     backend.prepare(batch)
     reference.prepare(batch)
     found, expected = backend.forward(q, k, v, 0), reference.forward(q, k, v, 0)
     assert torch.equal(pool, expected_pool), rows
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+for rows in ([(0, 1), (15, 1), (300, 1)], [(0, 70)], [(40, 1), (0, 33), (280, 5)]):
+    check(rows, HEADS, KV_HEADS)
+for rows in ([(15, 1), (300, 1)], [(40, 1), (0, 3)]):
+    check(rows, 71, 1)  # a token alone has more heads than a tile has rows
 
 heads, angles = some_heads(5), torch.randn(5, 1, HEAD_SIZE // 2)
 tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)

@@ -52,7 +52,13 @@ ROWS = {
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(
     ("name", "num_heads", "num_kv_heads", "head_size"),
-    [("flashinfer", 16, 8, 128), ("flashinfer", 32, 8, 128), ("triton", 16, 8, 128), ("triton", 14, 2, 32)],
+    [
+        ("flashinfer", 16, 8, 128),
+        ("flashinfer", 32, 8, 128),
+        ("triton", 16, 8, 128),
+        ("triton", 14, 2, 32),
+        ("triton", 71, 1, 64),
+    ],
 )
 def test_against_torch(
     name: str, num_heads: int, num_kv_heads: int, head_size: int, rows: list[tuple[int, int]]

@@ -43,6 +43,7 @@ WAYS: dict[str, Rows] = {
         (32, 8, 128, torch.float16),
         (14, 2, 32, torch.bfloat16),
         (4, 4, 80, torch.bfloat16),
+        (71, 1, 64, torch.bfloat16),
         (8, 4, 256, torch.bfloat16),
         (4, 2, 128, torch.float32),
     ],
