@@ -336,7 +336,9 @@ class Engine:
     def drain(self, timeout: float | None = None) -> bool:
         """Take nothing new and wait for what runs. After ``timeout`` seconds end the rest with reason ``shutdown``.
 
-        Returns whether everything finished by itself. New calls raise ``EngineDrainingError`` from now on.
+        Returns whether everything finished by itself. New calls raise ``EngineDrainingError`` from now on. What is
+        paused, or suspended because its reader is away, goes on. Without a ``timeout`` this waits as long as it takes,
+        also for the reader of a large batch whose last rows begin when its first ones were read.
         """
         return self._portal.call(self._running().drain(timeout))
 

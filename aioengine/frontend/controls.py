@@ -54,6 +54,11 @@ class Controls:
         finally:
             del self._waiting[call_id]
 
+    def tell(self, name: str) -> None:
+        """Order something, and do not wait for the answer."""
+        self._num_asked += 1
+        self._send([Control(self._num_asked, name)])
+
     def answer(self, reply: Reply) -> None:
         waiting = self._waiting.get(reply.call_id)
         if waiting is None or waiting.done():

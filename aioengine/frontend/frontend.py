@@ -226,9 +226,14 @@ class Frontend:
         return None if isinstance(self.failure, EngineClosedError) else self.failure
 
     async def drain(self, timeout_s: float | None) -> bool:
-        """Take nothing new and wait for what there is; after ``timeout_s`` end the rest with reason ``shutdown``."""
+        """Take nothing new and wait for what there is; after ``timeout_s`` end the rest with reason ``shutdown``.
+
+        What is paused, or suspended since its reader is away, would never end: it goes on.
+        """
         with self._lock:
             self.calls.drain()
+        self.controls.tell("continue")
+        self._slow_readers.release()
         if not await self._become_idle(timeout_s):
             self._life.end_all(list(self.calls.by_output.values()), FinishCode.SHUTDOWN)
             if not await self._become_idle(STOP_TIMEOUT_S):  # it hangs, or is just being replaced

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
+from aioengine.frontend.outputs import Wants
 from aioengine.protocol.messages import FinishCode
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ class SlowReaders:
         if self._config.slow_reader != "coalesce":
             every_s = self._config.slow_reader_timeout_s / NUM_LOOKS
             self._timer = asyncio.get_running_loop().call_later(every_s, self._look)
+
+    def release(self) -> None:
+        """Suspend nobody any more, and let those go on who are: the engine waits for their ends."""
+        if self._config.slow_reader == "pause":
+            self.stop()
+            for call in list(self._open_calls()):
+                if call.output.wants is Wants.READS:
+                    self._life.feed(call.output)
 
     def stop(self) -> None:
         if self._timer is not None:

@@ -142,13 +142,13 @@ class ControlCalls:
     def __init__(self) -> None:
         self._waiting: dict[int, Control] = {}
         self._asked: dict[int, Control] = {}
-        self._failed: list[Reply] = []
+        self._lost: list[Reply] = []
         self._is_paused = False
 
     @property
-    def has_failed(self) -> bool:
-        """Whether nobody was told yet of one that failed."""
-        return bool(self._failed)
+    def has_lost(self) -> bool:
+        """Whether nobody was told yet of one that was lost."""
+        return bool(self._lost)
 
     def add(self, control: Control) -> None:
         self._waiting[control.call_id] = control
@@ -169,17 +169,24 @@ class ControlCalls:
         if asked is not None and reply.success and asked.name in ("pause", "continue"):
             self._is_paused = asked.name == "pause"
 
-    def fail(self, how: str) -> None:
-        """The scheduler is gone, in this way: what it was told and did not answer is not tried again."""
+    def lose(self, how: str) -> None:
+        """The scheduler is gone, in this way: what it was told and did not answer is not tried again.
+
+        But "continue" is done: the next one is not paused.
+        """
         for control in self._asked.values():
+            if control.name == "continue":
+                self._is_paused = False
+                self._lost.append(Reply(control.call_id, True))
+                continue
             message = f"{how} before it had answered {control.name!r}, which was not tried again"
-            self._failed.append(Reply(control.call_id, False, message, stage=CRASH_STAGE))
+            self._lost.append(Reply(control.call_id, False, message, stage=CRASH_STAGE))
         self._asked.clear()
 
-    def take_failed(self) -> list[Reply]:
+    def take_lost(self) -> list[Reply]:
         """The replies that no process will give."""
-        failed, self._failed = self._failed, []
-        return failed
+        lost, self._lost = self._lost, []
+        return lost
 
 
 class Ledger:
@@ -206,7 +213,7 @@ class Ledger:
     @property
     def holds_back(self) -> bool:
         """Whether requests may wait here that the scheduler does not know, or ends that nobody was told."""
-        if self._ended or self.calls.has_failed:
+        if self._ended or self.calls.has_lost:
             return True
         return bool(self._entries) and (not self.is_connected or self._trials.on_trial is not None)
 
@@ -343,7 +350,7 @@ class Ledger:
         since the last one was found guilty.
         """
         self.is_connected = False
-        self.calls.fail(how)
+        self.calls.lose(how)
         for uid, entry in list(self._entries.items()):
             if entry.is_sent and entry.has_replayed_abort and entry.abort is not None:
                 self._end(Finished(uid, entry.abort.code, message=entry.abort.message, ended_at=now))

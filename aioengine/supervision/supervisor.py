@@ -180,8 +180,8 @@ class Supervisor:
         self._ledger.expire(now)
         if ended := self._ledger.take_ended():
             self._events.on_messages([TextChunks([], [], [], [], ended)])
-        if failed := self._ledger.calls.take_failed():
-            self._events.on_messages([*failed])
+        if lost := self._ledger.calls.take_lost():
+            self._events.on_messages([*lost])
         if self._ledger.holds_back:
             self._look_later()
 

@@ -24,6 +24,7 @@ from aioengine.errors import (
 )
 from aioengine.frontend.slow_readers import SlowReaders
 from aioengine.frontend.startup import Blueprint
+from aioengine.testing.fake_engine import fake_async_engine
 from tests.engine.engine_double import CONTEXT_LENGTH, CodePoints, Double, World, expected_text, until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
@@ -410,6 +411,15 @@ async def test_an_engine_that_dies_just_when_it_is_ready_leaves_no_timer(monkeyp
         await engine.start()
     await asyncio.sleep(0.02)
     assert looks == []
+
+
+async def test_a_drain_lets_a_paused_engine_go_on() -> None:
+    async with fake_async_engine({"": "abcdefgh"}) as engine:
+        assert await engine.pause_generation("in_place")
+        asked = engine.async_generate("a", {"max_new_tokens": 8})
+        async with asyncio.timeout(10):
+            assert await engine.drain()
+        assert (await asked)["text"] == "abcdefgh"
 
 
 async def test_a_drain_ends_what_the_scheduler_does_not_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

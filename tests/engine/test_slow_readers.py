@@ -74,6 +74,17 @@ async def test_a_suspended_request_can_be_left_aborted_and_expire() -> None:
         assert (stats["num_waiting"], stats["num_free_pages"]) == (0, stats["num_pages"])
 
 
+async def test_a_drain_lets_those_go_on_whose_readers_are_away() -> None:
+    async with fake_async_engine(slow_reader="pause", slow_reader_timeout_s=AWAY_S, step_time_s=0.001) as engine:
+        expected = (await engine.async_generate("a", LONG))["text"]
+        stream = engine.async_generate("a", LONG, stream=True)
+        text = (await anext(stream))["text"]
+        await until(lambda: is_resting(engine))
+        async with asyncio.timeout(10):
+            assert await engine.drain()  # nobody reads meanwhile
+        assert text + await text_of(stream) == expected
+
+
 async def test_abort_ends_it_with_a_reason() -> None:
     async with fake_async_engine(slow_reader="abort", slow_reader_timeout_s=AWAY_S, step_time_s=0.001) as engine:
         stream = engine.async_generate("a", LONG, stream=True)

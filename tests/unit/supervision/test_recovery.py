@@ -180,7 +180,7 @@ def test_a_call_that_was_on_its_way_fails_and_is_not_tried_again() -> None:
     world.ledger.calls.answered(Reply(2, True))
     world.crash()
     assert world.ledger.holds_back
-    assert world.ledger.calls.take_failed() == [
+    assert world.ledger.calls.take_lost() == [
         Reply(1, False, "it died before it had answered 'pause', which was not tried again", stage=CRASH_STAGE),
         Reply(3, False, "it died before it had answered 'server_info', which was not tried again", stage=CRASH_STAGE),
     ]
@@ -189,9 +189,19 @@ def test_a_call_that_was_on_its_way_fails_and_is_not_tried_again() -> None:
     assert [type(message) for message in world.sent] == [Submit, Control]  # and it is not paused
     assert world.sent[-1] == Control(4, "flush_cache")
     world.crash()
-    assert [failed.call_id for failed in world.ledger.calls.take_failed()] == [4]
-    assert world.ledger.calls.take_failed() == []
+    assert [lost.call_id for lost in world.ledger.calls.take_lost()] == [4]
+    assert world.ledger.calls.take_lost() == []
     world.sent = world.ledger.replay()
+    assert [type(message) for message in world.sent] == [Submit]
+
+
+def test_a_continue_that_was_on_its_way_is_done() -> None:
+    world = World(1)
+    world.tell(Control(1, "pause"))
+    world.ledger.calls.answered(Reply(1, True))
+    world.tell(Control(2, "continue"))
+    world.restart()
+    assert world.ledger.calls.take_lost() == [Reply(2, True)]
     assert [type(message) for message in world.sent] == [Submit]
 
 
