@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 _POLITE_PART: Final = 0.6
 """Of the time that ``stop`` has, the children get this part to end by themselves."""
 
+_PATIENCE: Final = 10.0
+_MIN_PATIENCE_S: Final = 60.0
+"""New children hang that are not ready after so many times what the first start took, and so many seconds at least."""
+
 _TICK_S: Final = 0.05
 """So often the deadlines of requests that wait here are looked at."""
 
@@ -69,6 +73,7 @@ class Supervisor:
         self._ledger = Ledger()
         self._window = RestartWindow(limits.max_restarts, limits.restart_window_s)
         self._totals = Totals()
+        self._startup_timeout_s = limits.startup_timeout_s
         self._incarnation = self._make(events.on_progress)
         self._recovery: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -83,8 +88,11 @@ class Supervisor:
         Raises:
             EngineStartupError: with a child's own error, message and traceback; none is left running then.
         """
+        began_at = time.monotonic()
         facts = await self._incarnation.start()
         self._is_started = True
+        took_s = time.monotonic() - began_at
+        self._startup_timeout_s = min(self._startup_timeout_s, max(_MIN_PATIENCE_S, _PATIENCE * took_s))
         # Those that come after must have as much room as was told to everybody, whatever is free then.
         if isinstance(num_pages := facts.get("num_pages"), int):
             memory = msgspec.structs.replace(self._settings.memory, num_pages=num_pages)
@@ -147,7 +155,7 @@ class Supervisor:
         return Incarnation(
             self._settings,
             self._launcher,
-            timeouts=Timeouts(self._limits.startup_timeout_s, self._limits.stall_timeout_s),
+            timeouts=Timeouts(self._startup_timeout_s, self._limits.stall_timeout_s),
             on_messages=self._hear,
             on_loss=self._lose,
             on_progress=on_progress,

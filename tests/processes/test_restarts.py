@@ -237,6 +237,24 @@ async def test_a_replacement_that_is_killed_while_it_starts_is_replaced(tmp_path
 
 
 @process
+async def test_a_replacement_that_hangs_while_it_starts_is_replaced_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after all the time that a first start may take; and timeouts run on meanwhile."""
+    monkeypatch.setattr("aioengine.supervision.supervisor._PATIENCE", 5.0)
+    monkeypatch.setattr("aioengine.supervision.supervisor._MIN_PATIENCE_S", 0.0)
+    async with fake_async_engine(ANSWERS, faults=Faults(start_s=0.4), max_restarts=2) as engine:
+        asking = asyncio.create_task(ask(engine, "plain", stream=True))
+        os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
+        await until(lambda: engine.stats()["num_restarts"] == 1 and len(engine.get_all_child_pids()) == 2)
+        os.kill(pid_of(engine, "scheduler"), signal.SIGSTOP)
+        late = await engine.async_generate("late", queue_timeout=0.1)
+        assert late["meta_info"]["finish_reason"] == {"type": "deadline", "which": "queue"}
+        assert engine.health()["state"] == "recovering"
+        async with asyncio.timeout(15):
+            assert await asking == (await undisturbed(has_answers=True))["plain"]
+        assert engine.stats()["num_restarts"] == 2
+
+
+@process
 @pytest.mark.parametrize("max_restarts", [0, 1])
 async def test_a_death_between_the_start_and_the_first_look_is_not_missed(
     max_restarts: int, monkeypatch: pytest.MonkeyPatch
