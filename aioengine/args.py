@@ -346,7 +346,8 @@ def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
         name = ALIASES.get(key, key)
         if name in ARGUMENTS:
             if name in given:
-                raise ValueError(f"argument {name!r} is given twice: {key!r} means the same")
+                spellings = [key for key in arguments if ALIASES.get(key, key) == name]
+                raise ValueError(f"argument {name!r} is given twice, as {' and '.join(map(repr, spellings))}")
             given[name] = value
         elif key in _OFF:
             checks.off(key, value, *_OFF[key])

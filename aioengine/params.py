@@ -269,7 +269,8 @@ def _known_fields(given: Mapping[str, object]) -> dict[str, object]:
         if name not in SamplingParams.__struct_fields__:
             raise _unknown(key)
         if name in fields:
-            raise ValueError(f"sampling parameter {name!r} is given twice: it is the same as {key!r}")
+            spellings = [key for key in given if _ALIASES.get(key, key) == name]
+            raise ValueError(f"sampling parameter {name!r} is given twice, as {' and '.join(map(repr, spellings))}")
         fields[name] = value
     return {name: value for name, value in fields.items() if value is not None or name == "max_new_tokens"}
 

@@ -177,6 +177,7 @@ def to_generate(
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value.
     """
+    _check_names(options, ("prompt", "sampling_params", "input_ids", "stream"))
     if prompt is not None and input_ids is not None:
         raise ValueError("prompt and input_ids are both given; give one of them")
     if prompt is None and input_ids is None:
@@ -206,6 +207,7 @@ def to_chat(messages: object, sampling_params: object, *, stream: object, option
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value.
     """
+    _check_names(options, ("messages", "sampling_params", "stream"))
     rows = checks.sequence("messages", messages, allowed=MESSAGES)
     is_batch = _holds_rows(rows, options)
     prompts = _rows("messages", rows, chat_prompt, options) if is_batch else Rows([chat_prompt("messages", rows)])
@@ -251,9 +253,6 @@ def _holds_rows(values: Sequence[object], options: Mapping[str, object]) -> bool
 def _ask(
     prompts: Rows, sampling_params: object, *, is_batch: bool, stream: object, options: Mapping[str, object]
 ) -> Ask:
-    for name, value in options.items():
-        if name not in RequestOptions.__optional_keys__:
-            _check_off(name, value)
     rid: object = options.get("rid")
     has_list = isinstance(rid, list | tuple)
     priority = options.get("priority")
@@ -279,21 +278,25 @@ def _ask(
     return ask
 
 
-def _check_off(name: str, value: object) -> None:
-    """An argument that has no use yet may say so, also once for each prompt."""
-    if name not in _OFF:
-        raise _unexpected(name)
-    allowed, feature = _OFF[name]
-    entries = cast("list[object]", value) if isinstance(value, list) else [value]
-    for entry in entries:
-        checks.off(name, entry, allowed, feature)
+def _check_names(options: Mapping[str, object], others: tuple[str, ...]) -> None:
+    """Options that exist pass, and those to come at values that mean "off", also once for each prompt.
+
+    ``others``: what the call takes beside the options.
+    """
+    for name, value in options.items():
+        if name in _OFF:
+            entries = cast("list[object]", value) if isinstance(value, list) else [value]
+            for entry in entries:
+                checks.off(name, entry, *_OFF[name])
+        elif name not in RequestOptions.__annotations__:
+            raise _unexpected(name, (*others, *RequestOptions.__annotations__))
 
 
-def _unexpected(name: str) -> TypeError:
+def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
     if is_sampling_parameter(name):
         return TypeError(f"unexpected argument {name!r}: it belongs in sampling_params, as {{{name!r}: ...}}")
-    hint = checks.did_you_mean(name, (*RequestOptions.__optional_keys__, *_OFF))
-    return TypeError(f"unexpected argument {name!r}: not supported{hint}")
+    hint = checks.did_you_mean(name, (*known, *_OFF))
+    return TypeError(f"unexpected argument {name!r}{hint}; there are {', '.join(known)}")
 
 
 def _params(value: object, prompts: Rows, *, is_batch: bool, fails_alone: bool) -> list[SamplingParams]:

@@ -19,6 +19,7 @@ from aioengine import checks
 from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineClosedError, EngineError
 from aioengine.frontend import calls as open_calls
+from aioengine.frontend.asks import MAX_TIMEOUT_S
 from aioengine.frontend.call_life import CallLife
 from aioengine.frontend.calls import Calls
 from aioengine.frontend.controls import Controls
@@ -230,6 +231,8 @@ class Frontend:
 
         What is paused, or suspended since its reader is away, would never end: it goes on.
         """
+        if timeout_s is not None:
+            checks.number("timeout", timeout_s, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
         with self._lock:
             self.calls.drain()
         self.controls.tell("continue")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict, cast
 
 import msgspec
 
+from aioengine import checks
 from aioengine.answers import WEIGHT_VERSION
 from aioengine.errors import EngineClosedError, EngineStalledError
 
@@ -197,9 +198,7 @@ async def order(frontend: Frontend, name: str) -> Outcome:
 
 async def pause(frontend: Frontend, mode: PauseMode) -> Outcome:
     """Hold the scheduler, and with "abort" end what it has."""
-    if mode not in ("abort", "in_place"):
-        raise ValueError(f"mode must be 'abort' or 'in_place', got {mode!r}")
-    if mode == "abort":
+    if checks.choice("mode", mode, {"abort": True, "in_place": False}):
         frontend.abort_all()
     return await order(frontend, "pause")
 

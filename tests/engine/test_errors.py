@@ -73,6 +73,8 @@ WRONG_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"prompt": "a", "return_logprob": True}, ValueError, "return_logprob=True: log-probabilities: not available yet"),
     ({"prompt": "a", "return_logprob": 0}, ValueError, "only False or None is accepted"),
     ({"prompt": "a", "return_logprobs": False}, TypeError, "did you mean 'return_logprob'"),
+    ({"prompts": ["a"]}, TypeError, r"unexpected argument 'prompts' \(did you mean 'prompt'\?\); there are prompt, "),
+    ({"prompt": 5, "sampling_parms": {}}, TypeError, "did you mean 'sampling_params'"),
     ({"input_ids": np.array([1, 2])}, TypeError, r"input_ids must be a list.* of type ndarray; give its .tolist\(\)"),
     ({"input_ids": [np.array([1, 2])]}, TypeError, r"input_ids entries must be an integer.*; give its .tolist\(\)"),
     ({"input_ids": torch.arange(99)}, TypeError, r"got a Tensor of 99 items of type Tensor; give its .tolist\(\)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import pickle
 import threading
@@ -420,6 +421,16 @@ async def test_a_drain_lets_a_paused_engine_go_on() -> None:
         async with asyncio.timeout(10):
             assert await engine.drain()
         assert (await asked)["text"] == "abcdefgh"
+
+
+@pytest.mark.parametrize(("timeout", "error"), [("5", TypeError), (math.nan, ValueError)])
+async def test_a_drain_with_a_wrong_timeout_does_not_begin(
+    world: World, timeout: object, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="timeout must be a number"):
+        await world.engine.drain(timeout)  # type: ignore[arg-type]
+    assert world.engine.health()["state"] == "running"
+    assert await world.engine.drain(-1)  # as much time as is left of a deadline
 
 
 async def test_a_drain_ends_what_the_scheduler_does_not_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_aliases(alias: str, name: str, value: object) -> None:
     assert f"``{alias}``" in (SamplingParams.__doc__ or "")
     for make in (SamplingParams.parse, by_keyword):
         assert getattr(make({alias: value}), name) == value
-        with pytest.raises(ValueError, match="given twice"):
+        with pytest.raises(ValueError, match=f"'{name}' is given twice, as '{alias}' and '{name}'"):
             make({alias: value, name: value})
 
 
