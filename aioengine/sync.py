@@ -384,8 +384,13 @@ def _end(portal: Portal, frontend: Frontend, pid: int) -> None:
     """Shutdown, for the method, for the end of the program and for forgotten engines. A fork has no say."""
     if os.getpid() != pid:
         return
-    if portal.is_current:  # a forgotten engine, collected on its own thread
+    try:
+        if portal.is_current:  # a forgotten engine, collected on its own thread
+            frontend.parts.processes.kill_now()
+        else:
+            portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)
+    except BaseException:  # interrupted, and this is called once
         frontend.parts.processes.kill_now()
-    else:
-        portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)
-    portal.close()
+        raise
+    finally:
+        portal.close()

@@ -306,6 +306,21 @@ class TestLife:
         assert world.double.is_stopped
         assert not [thread for thread in threading.enumerate() if thread.name == "aioengine"]
 
+    def test_ctrl_c_while_it_shuts_down(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def stop(self: Double, timeout_s: float) -> None:
+            await asyncio.sleep(60)
+
+        monkeypatch.setattr(Double, "stop", stop)
+        here = SyncWorld()
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            here.engine.shutdown()
+        timer.join()
+        assert here.double.num_kills == 1
+        assert here.engine.health()["state"] == "closed"
+        assert not [thread for thread in threading.enumerate() if thread.name == "aioengine"]
+
     def test_a_forgotten_engine(self) -> None:
         here = SyncWorld()
         double = here.double
