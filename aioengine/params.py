@@ -85,7 +85,7 @@ class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
         and output.
     n: answers to one prompt; answer i uses seed + i.
     ignore_eos: neither the model's end-of-text ids nor ``stop_token_ids`` end the request.
-    skip_special_tokens, spaces_between_special_tokens: how ids become text.
+    skip_special_tokens: leave them out of the text. spaces_between_special_tokens: no effect, for text is exact.
     no_stop_trim: keep the stop string or stop token in the text.
     stream_interval: output tokens between two chunks of a stream; None: the engine's.
     logit_bias: token id -> number added to its logit.

@@ -48,7 +48,7 @@ async def measure(workload: Workload, model_path: str | None, engine_arguments: 
     started_at = time.monotonic()
     async with AsyncEngine(model_path, **engine_arguments) as engine:
         ready_at = time.monotonic()
-        vocab_size = engine.tokenizer.vocab_size
+        vocab_size = (await engine.get_model_info())["vocab_size"]
         await _run(engine, _prompt(vocab_size, 16, seed=-1), num_tokens=2)  # the first request is never typical
         prompts = [_prompt(vocab_size, workload.prompt_tokens, seed=seed) for seed in range(workload.num_prompts)]
         begun_at = time.monotonic()

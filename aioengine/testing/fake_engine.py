@@ -60,8 +60,9 @@ MAX_S: Final = 86400.0
 class FakeSetup(Struct, frozen=True, kw_only=True):
     """What a fake engine is like.
 
-    answers: part of a prompt -> the answer to it (the longest that is found counts, "" is for all others). None: every
-        prompt is answered with letters that depend on it, until the length that was asked for.
+    answers: part of a prompt -> the answer to it (the longest that is found counts, "" is for all others, which else
+        get an empty one). None: every prompt is answered with letters that depend on it, until the length that was
+        asked for.
     step_time_s: how long each step takes. faults: what goes wrong, and when.
     processes: real subprocesses, as the real engine has them; else everything runs on the engine's own loop, which
         starts at once. None: only where a fault kills or stalls a process, or steps take time.
