@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
-from msgspec import Struct
+from msgspec import Meta, Struct, ValidationError, convert
 from msgspec.structs import replace
 
 from aioengine import params as wire
@@ -76,6 +76,7 @@ class Feeder:
     ) -> None:
         """``settle`` is told of every call after rows of it were begun; it may be over already."""
         self._rules = rules
+        self._vocabulary = list[Annotated[int, Meta(ge=0, lt=rules.vocab_size)]]  # checked in one pass
         self._encoder = encoder
         self._lock = lock
         self._calls = calls
@@ -131,7 +132,15 @@ class Feeder:
 
     def _check_ids(self, token_ids: list[int]) -> None:
         if len(token_ids) < self._rules.context_length:  # others are refused anyway, and may be very long
-            _check_vocabulary(token_ids, self._rules.vocab_size)
+            self._check_vocabulary(token_ids)
+
+    def _check_vocabulary(self, token_ids: list[int]) -> None:
+        try:
+            convert(token_ids, self._vocabulary)
+        except ValidationError:
+            size = self._rules.vocab_size
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
+            raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {size - 1}") from None
 
     def feed(self, call: Call) -> None:
         """Begin as many rows of the call as may be in flight: some now, more in the next turns of the loop."""
@@ -315,12 +324,6 @@ def _end(row: RowStream, code: FinishCode, *, matched: str | None = None, error:
 
 def _is_text(prompt: Prompt) -> bool:
     return isinstance(prompt, TextPrompt | ChatPrompt) or (isinstance(prompt, LargePrompt) and not prompt.num_ids)
-
-
-def _check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {vocab_size - 1}")
 
 
 def _scrambled(value: int) -> int:

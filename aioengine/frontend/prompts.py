@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, cast, overload
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 
 from aioengine import checks
 
@@ -191,13 +191,15 @@ def ids_prompt(name: str, value: object, *, num_before: int = 0) -> IdsPrompt | 
         raise ValueError(f"{name} is empty; give at least one token id")
     if num_before + len(given) > MAX_IDS_AT_CALL:
         return LargePrompt(name, given, _many_ids, num_bytes=8 * len(given), num_ids=len(given))
-    return IdsPrompt(_ids(name, list(given)))
+    return IdsPrompt(_ids(name, given))
 
 
-def _ids(name: str, given: list[object]) -> list[int]:
-    if set(map(type, given)) == {int}:
-        return cast("list[int]", given)
-    return [checks.whole(f"{name} entries", entry, 0) for entry in given]
+def _ids(name: str, given: Sequence[object]) -> list[int]:
+    """A list of its own, in one pass where all are plain integers."""
+    try:
+        return convert(given, list[int])
+    except ValidationError:
+        return [checks.whole(f"{name} entries", entry, 0) for entry in given]
 
 
 def _many_ids(name: str, value: object) -> IdsPrompt:
@@ -206,7 +208,7 @@ def _many_ids(name: str, value: object) -> IdsPrompt:
     for start in range(0, len(given), IDS_IN_SLICE):
         if start:
             _let_others_run()
-        token_ids += _ids(name, list(given[start : start + IDS_IN_SLICE]))
+        token_ids += _ids(name, given[start : start + IDS_IN_SLICE])
     return IdsPrompt(token_ids)
 
 
