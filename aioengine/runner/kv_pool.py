@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import mmap
+from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from aioengine.attention._base import kv_pool_shape
+from aioengine.kernels.clean_pages import clean_pages
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from aioengine.attention._base import AttentionShape
+    from aioengine.runner.upload import Upload
 
 
 PADDING_PAGE = 0
@@ -62,3 +68,12 @@ class KVPool:
         indices = torch.tensor(pages, dtype=torch.int64, device=self.tensor.device)
         for layer in self.tensor:  # one layer at a time bounds the copy
             layer[:, indices] = layer[:, indices].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def clean_marked(self, pages: dict[int, list[int]], marks: Tensor, upload: Upload) -> None:
+        """The same behind a step in flight, for those of the pages whose row it marks: by a negative number in
+        ``marks`` [S], at the place that ``pages`` has as a key.
+        """
+        counts = np.fromiter(map(len, pages.values()), np.int32, len(pages))
+        rows = np.stack((np.fromiter(pages, np.int32, len(pages)), counts.cumsum(dtype=np.int32) - counts, counts), 1)
+        page_ids = np.fromiter(chain.from_iterable(pages.values()), np.int32, int(counts.sum()))
+        clean_pages(self.tensor, marks, upload(rows), upload(page_ids))

@@ -121,6 +121,7 @@ class ModelRunner:
         self._prefill_graphs: PrefillGraphs | None = None
         self._broken: dict[int, str] = {}
         self._poisoned: set[int] = set()
+        self._newest: Ticket | None = None  # as long as it is not collected
         self._is_closed = False
 
     @torch.inference_mode()
@@ -161,9 +162,8 @@ class ModelRunner:
             self._change_requests(plan)
             rows = self._read(plan.rows)
         wanted = [row.uid for row in plan.rows if row.samples]
-        failed = (
-            {row.uid: self._broken[row.uid] for row in plan.rows if row.uid in self._broken} if self._broken else {}
-        )
+        broken = self._broken
+        failed = {row.uid: broken[row.uid] for row in plan.rows if row.uid in broken} if broken else {}
         if not rows.requests:
             return Ticket(wanted, [], [], Readback(torch.empty(0, dtype=torch.int64)), failed)
         sampled = rows.requests
@@ -173,10 +173,14 @@ class ModelRunner:
             for request, samples in zip(rows.requests, rows.samples.tolist(), strict=True):
                 (sampled if samples else silent).append(request)
         values = Readback(self._compute(rows, sampled))
-        return Ticket(wanted, [each.uid for each in sampled], [each.uid for each in silent], values, failed)
+        ticket = Ticket(wanted, [each.uid for each in sampled], [each.uid for each in silent], values, failed)
+        self._newest = ticket
+        return ticket
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for the step and give its tokens: the one copy from the device to the host."""
+        if ticket is self._newest:
+            self._newest = None
         values = ticket.values.wait()
         if FAILED not in values and not ticket.failed:
             return StepResult(values[: len(ticket.sampled)])
@@ -194,6 +198,8 @@ class ModelRunner:
         self._kv_pool.release()
 
     def _change_requests(self, plan: Plan) -> None:
+        if plan.closed and self._newest is not None:
+            self._clean_behind(self._newest, plan.closed)
         for uid in plan.closed:
             self._close(uid)
         for opened in plan.opened:
@@ -209,6 +215,13 @@ class ModelRunner:
                     self._table.add_pages(request, row.new_pages)
                 except ValueError as error:
                     self._break(row.uid, str(error))
+
+    def _clean_behind(self, ticket: Ticket, closed: list[int]) -> None:
+        """Pages of requests that go wrong in a step in flight: when that is known they may be another's already."""
+        places = {uid: place for place, uid in enumerate([*ticket.sampled, *ticket.silent])}
+        pages = {places[uid]: self._table.pages(uid) for uid in closed if uid in places}
+        if pages:
+            self._kv_pool.clean_marked(pages, ticket.values.source, self._table.upload)
 
     def _close(self, uid: int) -> None:
         self._broken.pop(uid, None)

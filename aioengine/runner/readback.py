@@ -11,11 +11,15 @@ if TYPE_CHECKING:
 
 
 class Readback:
-    """Some numbers on their way to the host. On the CPU they are there already."""
+    """Some numbers on their way to the host. On the CPU they are there already.
 
-    __slots__ = ("_arrived", "_values")
+    source: where they come from, on the device; the next step may write others there.
+    """
+
+    __slots__ = ("_arrived", "_values", "source")
 
     def __init__(self, values: Tensor) -> None:
+        self.source = values
         self._arrived: torch.cuda.Event | None = None
         self._values = values
         if values.is_cuda:

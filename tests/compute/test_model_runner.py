@@ -199,6 +199,32 @@ def test_a_row_that_went_bad_after_its_request_was_closed_is_forgotten(tmp_path:
     assert "does not know" in later.failed[1]
 
 
+@pytest.mark.parametrize("samples", [True, False])
+def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_owner(
+    tmp_path: Path, samples: bool
+) -> None:
+    """These are given away while nobody can know of it yet."""
+    model = save_model("llama", tmp_path)
+    model.model.embed_tokens.weight[77] = torch.nan
+    model.save_pretrained(tmp_path)
+    runner = build(make_settings(tmp_path), lambda _: None)
+    greedy = Sampling(0, temperature=0.0)
+    expected = runner.collect(
+        runner.launch(Plan([Row(4, 0, 2, True, [5, 6])], [OpenedRow(4, greedy, 2, [5, 6], [9])]))
+    ).token_ids
+    opened = [OpenedRow(uid, greedy, 3, [5, 77, 6], [uid]) for uid in (1, 2)]
+    bad = [Row(1, 0, 3, samples, [5, 77, 6]), Row(2, 0, 1, True, [5])]
+    in_flight = runner.launch(Plan(bad, opened, closed=[4]))
+    before = runner._kv_pool.tensor[:, :, 1 + 2].clone()
+    opened = [OpenedRow(3, greedy, 2, [5, 6], [1])]  # two of the four places of the page
+    next_one = runner.launch(Plan([Row(3, 0, 2, True, [5, 6])], opened, closed=[1, 2]))
+    assert "not finite" in runner.collect(in_flight).failed[1]
+    result = runner.collect(next_one)
+    assert (result.token_ids, result.failed) == (expected, {})
+    assert runner._kv_pool.tensor.isfinite().all()
+    assert torch.equal(runner._kv_pool.tensor[:, :, 1 + 2], before), "a row that went well keeps what it wrote"
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 def test_a_request_has_room_to_the_end_of_the_context_and_no_more(qwen: Path, depth: int, page_size: int) -> None:

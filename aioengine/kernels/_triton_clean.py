@@ -1,0 +1,54 @@
+"""Pages of the KV pool that lose what is not a finite number, on a GPU: programs of rows that need nothing end at once.
+
+L layers, N pages of the pool, K kv heads, S page size, E head size, X rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from aioengine.kernels._triton import Launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def _clean_kernel(
+    pool: tl.tensor,
+    marks: tl.tensor,
+    rows: tl.tensor,
+    page_ids: tl.tensor,
+    part_stride: tl.tensor,
+    PAGE_NUMBERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = rows + 3 * tl.program_id(0)
+    if tl.load(marks + tl.load(row)) < 0:
+        part = pool + tl.program_id(1) * part_stride.to(tl.int64)
+        ids = page_ids + tl.load(row + 1)
+        for index in range(tl.load(row + 2)):
+            page = part + tl.load(ids + index).to(tl.int64) * PAGE_NUMBERS
+            for first in range(0, PAGE_NUMBERS, BLOCK):
+                places = first + tl.arange(0, BLOCK)
+                inside = places < PAGE_NUMBERS
+                numbers = tl.load(page + places, mask=inside, other=0.0)
+                is_finite = tl.abs(numbers.to(tl.float32)) < float("inf")
+                tl.store(page + places, tl.where(is_finite, numbers, 0.0), mask=inside)
+
+
+_clean = Launcher(_clean_kernel)
+
+
+def clean(pool: Tensor, marks: Tensor, rows: Tensor, page_ids: Tensor) -> None:
+    """See ``clean_pages``."""
+    num_layers, num_sides, _, num_kv_heads, page_size, head_size = pool.shape
+    sizes = num_kv_heads * page_size * head_size, BLOCK
+    tensors = pool, marks, rows, page_ids
+    key = (pool.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors))
+    _clean((rows.shape[0], num_layers * num_sides, 1), key, (*tensors, pool.stride(1), *sizes), {"num_warps": 4})

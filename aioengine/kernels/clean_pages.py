@@ -1,0 +1,32 @@
+"""Pages of the pool [L, 2, N, K, S, E] lose what is not a finite number, where a mark says so. On a GPU the host need
+not know the marks: those of a step in flight will do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.kernels import _triton
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def reference(pool: Tensor, marks: Tensor, rows: Tensor, page_ids: Tensor) -> None:
+    for place, first, count in rows.tolist():
+        if marks[place] < 0:
+            pages = page_ids[first : first + count].long()
+            for layer in pool:  # one layer at a time bounds the copy
+                layer[:, pages] = layer[:, pages].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def clean_pages(pool: Tensor, marks: Tensor, rows: Tensor, page_ids: Tensor) -> None:
+    """rows [X, 3] int32: a place in ``marks`` [S] int64, whose number is negative where the pages are to be cleaned,
+    where these begin in ``page_ids``, and how many they are.
+    """
+    if not _triton.serves(pool):
+        reference(pool, marks, rows, page_ids)
+        return
+    from aioengine.kernels import _triton_clean
+
+    _triton_clean.clean(pool, marks, rows, page_ids)

@@ -1,0 +1,62 @@
+"""Pages lose what is not a finite number behind a step in flight, if that marks them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from aioengine.kernels import clean_pages
+from aioengine.protocol.messages import Sampling
+from aioengine.runner.model_runner import build
+from aioengine.scheduler.plan import OpenedRow, Plan, Row
+from tests.compute.runner_world import make_settings, save_model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_kernel(dtype: torch.dtype, page_size: int) -> None:
+    pool = torch.randn(3, 2, 9, 2, page_size, 24, device="cuda", dtype=dtype)
+    pool[torch.rand(pool.shape, device="cuda") < 0.1] = torch.nan
+    pool[torch.rand(pool.shape, device="cuda") < 0.1] = -torch.inf
+    expected = pool.cpu()
+    marks = torch.tensor([5, -1, 0, -1])
+    rows = torch.tensor([[1, 0, 2], [2, 2, 1], [3, 3, 0], [0, 3, 2]], dtype=torch.int32)
+    page_ids = torch.tensor([4, 7, 1, 2, 3], dtype=torch.int32)
+    clean_pages.reference(expected, marks, rows, page_ids)
+    assert expected[:, :, [4, 7]].isfinite().all()
+    assert not expected[:, :, 1].isfinite().all()
+    clean_pages.clean_pages(pool, marks.cuda(), rows.cuda(), page_ids.cuda())
+    assert torch.equal(pool.cpu().nan_to_num(), expected.nan_to_num())
+    assert torch.equal(pool.cpu().isfinite(), expected.isfinite())
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "flashinfer"])
+@pytest.mark.parametrize("graphs", [0, 4])
+def test_the_next_owner_of_a_page(tmp_path: Path, backend: str, graphs: int) -> None:
+    """A row goes wrong in the step in flight when its page is given away."""
+    heads = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    model = save_model("qwen3", tmp_path, dtype=torch.bfloat16, **heads)
+    model.model.embed_tokens.weight[77] = torch.nan
+    model.save_pretrained(tmp_path)
+    found = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16)
+    settings = msgspec.structs.replace(
+        found.runner, device="cuda", attention_backend=backend, cuda_graph_max_rows=graphs
+    )
+    runner = build(msgspec.structs.replace(found, runner=settings), lambda _: None)
+    greedy = Sampling(0, temperature=0.0)
+    first = runner.launch(Plan([Row(4, 0, 2, True, [5, 6])], [OpenedRow(4, greedy, 2, [5, 6], [9])]))
+    expected = runner.collect(first).token_ids
+    opened = [OpenedRow(1, greedy, 3, [5, 6, 6], [1]), OpenedRow(2, greedy, 1, [5], [2])]
+    runner.collect(runner.launch(Plan([Row(1, 0, 3, True, [5, 6, 6])], opened, closed=[4])))
+    runner._table.last_tokens[runner._table.requests[1].slot] = 77
+    bad = runner.launch(Plan([Row(1, 3, 1, True)]))
+    opened = [OpenedRow(3, greedy, 2, [5, 6], [1])]
+    good = runner.launch(Plan([Row(3, 0, 2, True, [5, 6])], opened, closed=[1, 2]))
+    assert "not finite" in runner.collect(bad).failed[1]
+    result = runner.collect(good)
+    assert (result.token_ids, result.failed) == (expected, {})
+    assert runner._kv_pool.tensor[:, :, 1:].isfinite().all()
+    runner.close()
