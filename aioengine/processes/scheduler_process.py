@@ -100,15 +100,15 @@ class SchedulerService:
             to_peer.append(output)
         to_frontend = self._replies
         self._replies = []
-        if stats := self._due_stats(now):
+        if stats := self._due_stats(now, has_tokens=output is not None):
             to_frontend.append(stats)
             if not to_peer:
                 to_peer.append(StepOutput([], []))
         return Outbox(to_peer, to_frontend)
 
     def wait_s(self, now: float) -> float:
-        """0 while there is work, else until the next deadline or heartbeat."""
-        if self._core.has_work:
+        """0 while there is work or its end is to be told, else until the next deadline or heartbeat."""
+        if self._core.has_work or self._was_busy:
             return 0.0
         until = self._stats_sent_at + HEARTBEAT_S
         deadline = self._core.next_deadline()
@@ -127,7 +127,7 @@ class SchedulerService:
             why = f"{type(error).__name__}: {error}"
             self._refused.append(Ended(submit.uid, FinishCode.FAILED, stage="schedule", message=why))
 
-    def _due_stats(self, now: float) -> Stats | None:
+    def _due_stats(self, now: float, *, has_tokens: bool) -> Stats | None:
         """A snapshot at intervals while steps run, one when they end, and then heartbeats.
 
         Where there is work and no step ends, silence: it tells the supervisor that nothing moves.
@@ -135,6 +135,8 @@ class SchedulerService:
         is_busy = self._core.has_work
         interval_s = self._settings.scheduler.stats_interval_s if is_busy else HEARTBEAT_S
         has_become_idle = self._was_busy and not is_busy
+        if has_become_idle and has_tokens and not self._is_asked:
+            return None  # the last tokens leave first; this is told in the next round, which follows at once
         self._was_busy = is_busy
         if not has_become_idle and now - self._stats_sent_at < interval_s:
             return None

@@ -112,6 +112,18 @@ def test_snapshots_come_at_intervals_on_going_idle_and_as_heartbeats() -> None:
     assert len(loop.of(Stats)) == 4
 
 
+def test_the_last_tokens_leave_before_the_snapshot_that_tells_of_the_end() -> None:
+    loop = Loop()
+    loop.give(1.0, submit(1))
+    while not loop.ends():
+        loop.give(1.0)
+    assert [one.num_running for one in loop.of(Stats)] == [1]
+    assert loop.service.wait_s(1.0) == 0
+    loop.give(1.0)
+    assert [one.num_running for one in loop.of(Stats)] == [1, 0]
+    assert loop.service.wait_s(1.0) > 0
+
+
 def test_it_wakes_for_deadlines_also_while_paused() -> None:
     loop = Loop()
     assert loop.call("pause", 1.0).success
