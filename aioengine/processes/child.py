@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.service import Service
 
-GC_THRESHOLDS = (100_000, 20, 20)
+GC_THRESHOLDS = (1_000_000, 20, 20)
 _LINGER_S = 0.3
 _RETRY_S = 0.01
 
@@ -56,7 +56,8 @@ class Child:
     def tell_ready(self, facts: Mapping[str, str | int | float | bool]) -> None:
         """Say that the loop begins. What lives by now is left out of garbage collections from here on.
 
-        These are made rarer, too: the loop makes no cycles, and looking for them costs more than admitting requests.
+        These are made rare, too: the loop makes no cycles, and a look at what the prefix cache of a large pool holds
+        takes longer than a step.
         """
         gc.collect()
         gc.freeze()

@@ -1,0 +1,54 @@
+"""The scheduler makes no garbage that has to be looked for, and nobody looks for it while steps wait."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from aioengine.processes.child import GC_THRESHOLDS
+from aioengine.protocol.messages import Limits, Submit
+from aioengine.scheduler.plan import StepResult
+from aioengine.scheduler.scheduler import Scheduler
+from tests.core.core_world import settings_of, submit_of
+
+NUM_PAGES = 60_000
+
+
+def run(scheduler: Scheduler, submits: list[Submit]) -> None:
+    for submit in submits:
+        scheduler.submit(submit)
+    while scheduler.has_requests:
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        scheduler.apply(plan, StepResult([5] * sum(row.samples for row in plan.rows)), 0.0)
+
+
+def family(first: int) -> list[Submit]:
+    limits = Limits(max_new_tokens=4)
+    return [submit_of(uid, [uid, *range(4000)], limits=limits) for uid in range(first, first + 100)]
+
+
+def test_no_collection_runs_while_a_large_pool_fills_and_none_would_find_anything() -> None:
+    scheduler = Scheduler(
+        settings_of(max_running=64, chunk_tokens=8192, context_length=8192), num_pages=NUM_PAGES, page_size=16
+    )
+    run(scheduler, family(0))
+    before = gc.get_threshold()
+    collections: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collections.append(phase)
+
+    gc.collect()
+    gc.set_threshold(*GC_THRESHOLDS)
+    gc.callbacks.append(note)
+    try:
+        run(scheduler, family(100))
+        run(scheduler, family(200))  # pages are evicted by now
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
+    assert scheduler.cache.num_cached == pytest.approx(NUM_PAGES, abs=600)
+    assert collections == []
+    assert gc.collect() == 0
