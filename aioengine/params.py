@@ -7,6 +7,7 @@ The pure functions below translate it into the parts of a ``Submit`` message, on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Final, TypeVar, cast
 
 from msgspec import Struct, StructMeta
@@ -35,6 +36,9 @@ class DefaultLength(int):
 
 
 _DEFAULT_LENGTH: Final = DefaultLength(DEFAULT_MAX_NEW_TOKENS)
+
+_UNCHANGING: Final = frozenset((int, float, bool, str, type(None)))
+"""Types of values that make the same parameters each time."""
 
 _ALIASES: Final = {
     "max_tokens": "max_new_tokens",
@@ -144,6 +148,8 @@ class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
         for key in value:
             if not isinstance(cast("object", key), str):
                 raise _unknown(key)
+        if _UNCHANGING.issuperset(map(type, value.values())):
+            return _made_before(**value)
         return cls(**value)  # type: ignore[arg-type]  # __post_init__ checks every value
 
     @property
@@ -249,6 +255,12 @@ def stop_ids(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence
     own = _token_ids(params.stop_token_ids)
     _check_vocabulary("stop_token_ids", own, vocab_size)
     return () if params.ignore_eos else tuple(dict.fromkeys((*eos_token_ids, *own)))
+
+
+@lru_cache(maxsize=64, typed=True)
+def _made_before(**fields: object) -> SamplingParams:
+    """The same object for the same fields, whose values cannot change: many requests are made alike."""
+    return SamplingParams(**fields)  # type: ignore[arg-type]  # __post_init__ checks every value
 
 
 def is_sampling_parameter(name: str) -> bool:

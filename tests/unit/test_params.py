@@ -194,6 +194,22 @@ def test_copies_and_changed_copies_are_as_their_originals() -> None:
     assert "sampling_seed" in inspect.signature(SamplingParams).parameters
 
 
+def test_the_same_fields_are_checked_once_and_others_are_not_taken_for_them() -> None:
+    params = SamplingParams.parse({"temperature": 1.0, "n": 1})
+    assert SamplingParams.parse({"temperature": 1.0, "n": 1}) is params
+    assert SamplingParams.parse({"temperature": 1.0, "n": 2}).n == 2
+    for wrong in ({"temperature": 1.0, "n": True}, {"temperature": 1.0, "n": 1.0}, {"temperature": True, "n": 1}):
+        with pytest.raises(TypeError):
+            SamplingParams.parse(wrong)
+    stops = ["a"]
+    assert SamplingParams.parse({"stop": stops}).stop == ["a"]
+    stops[0] = ""
+    stops.append("b")
+    assert text_rules(
+        SamplingParams.parse({"stop": stops}), context_token_ids=(), stream=True, stream_interval=1
+    ).stop == ("b",)
+
+
 def test_sampling_for_the_wire() -> None:
     params = SamplingParams.parse(
         {"temperature": 1e-7, "logit_bias": {"3": 1, 4: -2.5}, "min_new_tokens": 2, "stop_token_ids": [7, None, 2]}
