@@ -117,7 +117,7 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
 
 
 class Ask(Struct, frozen=True, kw_only=True):
-    """A checked call: ``params`` has one entry, or one for each prompt; ``n`` samples of each prompt.
+    """A checked call: ``params`` has one entry, or one for each prompt; ``num_samples`` of each prompt.
 
     ``rids``: ids of the prompts where the caller gave a list; ``rid``: of the whole call where it gave one.
     Timeouts are in seconds from the call.
@@ -125,6 +125,8 @@ class Ask(Struct, frozen=True, kw_only=True):
 
     prompts: Rows
     params: list[SamplingParams]
+    num_samples: int
+    num_rows: int
     is_batch: bool
     is_stream: bool = False
     rid: str | None = None
@@ -140,17 +142,9 @@ class Ask(Struct, frozen=True, kw_only=True):
     shows_prompt: bool = False
 
     @property
-    def num_samples(self) -> int:
-        return self.params[0].n if self.params else 1
-
-    @property
     def num_bytes(self) -> int:
         """Of the prompt. None of a batch, which the caller holds anyway and whose rows begin by and by."""
         return 0 if self.is_batch else self.prompts[0].num_bytes
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.prompts) * self.num_samples
 
     def timeouts(self) -> dict[str, float]:
         """In seconds, by the words that name them in a finish reason."""
@@ -256,9 +250,13 @@ def _ask(
     rid: object = options.get("rid")
     has_list = isinstance(rid, list | tuple)
     priority = options.get("priority")
+    params = _params(sampling_params, prompts, is_batch=is_batch, fails_alone=_fails_alone(options))
+    num_samples = params[0].n if params else 1
     ask = Ask(
         prompts=prompts,
-        params=_params(sampling_params, prompts, is_batch=is_batch, fails_alone=_fails_alone(options)),
+        params=params,
+        num_samples=num_samples,
+        num_rows=num_samples * len(prompts),
         is_batch=is_batch,
         is_stream=checks.switch("stream", stream),
         rid=None if rid is None or has_list else _rid(rid),

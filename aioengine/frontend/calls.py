@@ -143,7 +143,8 @@ class Calls:
         self.check(caller)
         call = Call(ask, ask.rid or os.urandom(16).hex(), called_at)
         names = call.names()
-        self._check_free(names)
+        if ask.rid is not None or ask.rids is not None:  # an id that was drawn is no other's
+            self._check_free(names)
         self._names |= names
         call.reserved = list(names)
         self.by_output[call.output] = call

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.prompts import Prompt
     from aioengine.frontend.router import Router
     from aioengine.params import SamplingParams
-    from aioengine.protocol.messages import Sampling
+    from aioengine.protocol.messages import Sampling, TextRules
 
 MAX_ROWS_AT_ONCE: Final = 64
 """Rows of a batch that are begun in one turn of the loop."""
@@ -53,11 +53,16 @@ class PromptRules(Struct, frozen=True, kw_only=True):
 
 
 class _Known(NamedTuple):
-    """What follows from sampling parameters alone; the seed is each row's own."""
+    """What follows from sampling parameters alone; the seed and the context of the text are each row's own.
+
+    ``is_lasting``: it follows from them for ever, for they hold no list of the caller's.
+    """
 
     params: SamplingParams
     sampling: Sampling
     stop_ids: tuple[int, ...]
+    text: TextRules
+    is_lasting: bool
 
 
 class Feeder:
@@ -110,12 +115,13 @@ class Feeder:
                 prompts.refuse(place, error)
 
     def _check_params(self, params: SamplingParams) -> None:
-        self._last_known = self._look(params)
+        if not self._known_of(params).is_lasting:
+            self._last_known = self._look(params)
         if self._encoder is None and (params.stop or params.stop_regex):
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
 
     def _known_of(self, params: SamplingParams) -> _Known:
-        """As the check of a call made it, if no other call came between; rows of one call share theirs."""
+        """As it was made last, if no other parameters came between; rows of one call share theirs."""
         known = self._last_known
         if known is None or known.params is not params:
             self._last_known = known = self._look(params)
@@ -124,10 +130,13 @@ class Feeder:
     def _look(self, params: SamplingParams) -> _Known:
         """Raises ValueError for ids outside the vocabulary."""
         rules = self._rules
+        lists = params.stop, params.stop_regex, params.stop_token_ids, params.logit_bias
         return _Known(
             params,
             wire.sampling(params, seed=0, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
             wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
+            wire.text_rules(params, context_token_ids=(), stream=True, stream_interval=rules.stream_interval),
+            all(value is None or isinstance(value, str) for value in lists),
         )
 
     def _check_ids(self, token_ids: list[int]) -> None:
@@ -271,12 +280,7 @@ class Feeder:
                     first_token_deadline=deadlines.get("first_token"),
                     refuses_late=ask.refuses_late,
                 ),
-                text=wire.text_rules(
-                    params,
-                    context_token_ids=ids[-NUM_CONTEXT_TOKENS:],
-                    stream=ask.is_stream,
-                    stream_interval=rules.stream_interval,
-                ),
+                text=replace(known.text, context_token_ids=tuple(ids[-NUM_CONTEXT_TOKENS:]), stream=ask.is_stream),
                 priority=ask.priority,
                 arrived_at=call.called_at,
                 tenant=ask.tenant,

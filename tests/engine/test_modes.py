@@ -13,6 +13,7 @@ from aioengine.answers import BatchOutput
 from aioengine.config import QueueConfig
 from aioengine.errors import RequestTooLargeError
 from aioengine.frontend.prompts import MAX_ROWS_AT_CALL
+from aioengine.params import SamplingParams
 from tests.engine.engine_double import World, expected_text, until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
@@ -73,6 +74,23 @@ async def test_the_request_starts_at_the_call(world: World) -> None:
     generation = world.engine.async_generate("hello", GREEDY)
     await until(lambda: bool(world.double.submits) and not world.double.live)
     assert (await generation)["text"] == expected_text("hello", 6)
+
+
+async def test_requests_with_the_same_parameters_differ_in_all_else(world: World) -> None:
+    stops = [100]
+    params = SamplingParams(temperature=0, max_new_tokens=1, stop_token_ids=stops, stop="END")
+    await world.engine.async_generate("hello", params)
+    stops.append(101)
+    async for _ in world.engine.async_generate("world", params, stream=True):
+        pass
+    for _ in range(2):
+        await world.engine.async_generate("again", GREEDY)
+    first, second, *others = world.double.submits
+    assert (first.text.stream, first.text.context_token_ids, first.text.stop) == (False, tuple(b"hello"), ("END",))
+    assert (second.text.stream, second.text.context_token_ids, second.text.stop) == (True, tuple(b"world"), ("END",))
+    assert (first.limits.stop_token_ids[-1], second.limits.stop_token_ids[-1]) == (100, 101)
+    assert len({submit.sampling.seed for submit in world.double.submits}) == 4
+    assert [submit.limits.max_new_tokens for submit in others] == [6, 6]
 
 
 async def test_token_ids_instead_of_text(world: World) -> None:
