@@ -1,7 +1,8 @@
 """Prompts to token ids, off the loop's thread.
 
-What is asked for in one iteration of the loop, or while the thread is busy, is encoded together. Long prompts have a
-thread of their own, so that short ones never wait behind them. The tokenizer releases the interpreter while it works.
+What is asked for in one iteration of the loop, or while the thread is busy, is encoded together; as much text as makes
+a large step does not wait for more. Long prompts have a thread of their own, so that short ones never wait behind them.
+The tokenizer releases the interpreter while it works.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from aioengine.frontend.prompts import Messages
 
 LONG_BYTES = 64 * 1024
-"""A batch of short prompts ends here, and a prompt above it is long."""
+"""A prompt above it is long."""
+BATCH_BYTES = 32 * 1024
+"""A batch of short prompts ends here: they can be computed while the next ones are encoded."""
 
 PIECE_CHARACTERS = 16 * 1024
 MAX_SHRINKING = 3
@@ -129,39 +131,51 @@ class Lane:
     def __init__(self, name: str, encode: Callable[[list[Job]], list[list[Encoded]]]) -> None:
         self._encode = encode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"aioengine-{name}")
-        self._waiting: deque[Job] = deque()
-        self._is_busy = False
+        self._waiting: list[Job] = []
+        self._num_bytes = 0  # of those that wait
+        self._num_batches = 0  # that the thread has
+        self._is_due = False
 
     def add(self, job: Job) -> None:
         self._waiting.append(job)
-        if not self._is_busy:
-            self._is_busy = True
-            asyncio.get_running_loop().call_soon(self._next)
+        self._num_bytes += job.num_bytes
+        if self._num_bytes >= BATCH_BYTES:
+            self._start()
+        elif not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._end_round)
 
-    def _next(self) -> None:
-        if not self._waiting:
-            self._is_busy = False
+    def _end_round(self) -> None:
+        self._is_due = False
+        if not self._num_batches:
+            self._start()
+
+    def _start(self) -> None:
+        """Give the thread what waits, behind what it has."""
+        jobs, self._waiting, self._num_bytes = self._waiting, [], 0
+        if not jobs:
             return
-        jobs = [self._waiting.popleft()]
-        num_bytes = jobs[0].num_bytes
-        while self._waiting and num_bytes < LONG_BYTES:
-            jobs.append(self._waiting.popleft())
-            num_bytes += jobs[-1].num_bytes
-        begun_at = time.monotonic()
+        self._num_batches += 1
         loop = asyncio.get_running_loop()
         try:
-            work = loop.run_in_executor(self._thread, self._encode, jobs)
+            work = loop.run_in_executor(self._thread, self._timed, jobs)
         except RuntimeError:  # the main thread ended; other threads of the program go on, and no executor takes work
             work = loop.create_future()
-            work.set_result(self._encode(jobs))
-        work.add_done_callback(lambda done: self._finish(jobs, begun_at, done))
+            work.set_result(self._timed(jobs))
+        work.add_done_callback(lambda done: self._finish(jobs, done))
 
-    def _finish(self, jobs: list[Job], begun_at: float, work: asyncio.Future[list[list[Encoded]]]) -> None:
+    def _timed(self, jobs: list[Job]) -> tuple[list[list[Encoded]], float]:
+        begun_at = time.monotonic()
+        return self._encode(jobs), time.monotonic() - begun_at
+
+    def _finish(self, jobs: list[Job], work: asyncio.Future[tuple[list[list[Encoded]], float]]) -> None:
         if work.cancelled():
             return
-        self._next()
-        seconds = time.monotonic() - begun_at
-        for job, encoded in zip(jobs, work.result(), strict=True):
+        self._num_batches -= 1
+        if not self._num_batches:
+            self._start()
+        found, seconds = work.result()
+        for job, encoded in zip(jobs, found, strict=True):
             job.done(encoded, seconds)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +11,15 @@ import pytest
 
 import aioengine
 from aioengine.errors import RequestTooLargeError
-from aioengine.frontend.encoder import PIECE_CHARACTERS, Encoder, Job, TextSizes, longest_token
+from aioengine.frontend.encoder import (
+    BATCH_BYTES,
+    PIECE_CHARACTERS,
+    Encoded,
+    Encoder,
+    Job,
+    TextSizes,
+    longest_token,
+)
 from aioengine.frontend.prompts import TextPrompt
 from aioengine.tokenizer import Tokenizer
 
@@ -87,6 +96,59 @@ def test_only_long_texts_are_looked_at_twice() -> None:
     found = encoder._encode_texts(["x" * 4000, "x" * 200_000], True)  # pyright: ignore[reportPrivateUsage]
     assert isinstance(found[0], list)
     assert isinstance(found[1], RequestTooLargeError)
+    encoder.close()
+
+
+class Watched(Pairs):
+    """Notes the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+        self.has_begun = threading.Event()
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        self.batches.append(len(texts))
+        self.has_begun.set()
+        return super().encode_batch(texts)
+
+
+async def test_texts_that_make_a_step_are_encoded_while_others_are_still_asked_for() -> None:
+    tokenizer = Watched()
+    encoder = Encoder(tokenizer)
+    found: list[int] = []
+    ended = asyncio.Event()
+
+    def done(encoded: list[Encoded], _seconds: float) -> None:
+        found.extend(len(ids) for ids in encoded if isinstance(ids, list))
+        if len(found) == 10:
+            ended.set()
+
+    def ask(size: int) -> None:
+        encoder.encode(Job([TextPrompt("x" * size, size)], done, check_nothing))
+
+    for number in range(8):
+        ask(BATCH_BYTES // 4 + number)
+    assert tokenizer.has_begun.wait(10)  # the loop has had no turn since
+    ask(100)
+    ask(102)
+    await ended.wait()
+    assert tokenizer.batches == [4, 4, 2]
+    assert found == [*((BATCH_BYTES // 4 + number + 1) // 2 for number in range(8)), 50, 51]
+    encoder.close()
+
+
+async def test_a_few_texts_of_one_round_of_the_loop_are_encoded_together() -> None:
+    tokenizer = Watched()
+    encoder = Encoder(tokenizer)
+    done = [asyncio.get_running_loop().create_future() for _ in range(5)]
+    for future in done:
+        encoder.encode(
+            Job([TextPrompt("x", 1)], lambda _, seconds, future=future: future.set_result(seconds), check_nothing)
+        )
+    assert tokenizer.batches == []
+    await asyncio.gather(*done)
+    assert tokenizer.batches == [5]
     encoder.close()
 
 
