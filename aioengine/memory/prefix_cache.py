@@ -191,12 +191,7 @@ class PrefixCache:
         """Put the full pages still to be computed into the tree, as far as nobody else has them there."""
         parent = hold.path[-1] if hold.path else self._tree.root
         first = hold.num_ready
-        for index, key in enumerate(self._tree.keys(token_ids, first), first):
-            if key in parent.children:
-                return
-            parent = self._tree.add(parent, key, hold.pages[index])
-            parent.is_pending = True
-            hold.path.append(parent)
+        hold.path += self._tree.announce(parent, self._tree.keys(token_ids, first), hold.pages[first:])
 
     def _attach(self, hold: Hold, key: tuple[int, ...]) -> bool:
         """Continue the path by a computed page; False while somebody else is computing the same."""

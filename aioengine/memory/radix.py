@@ -15,24 +15,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 Key = tuple[int, ...]
 
 
-class Node:
+class Node(Struct, eq=False):
     """One page of token ids, and the page of the pool that holds their KV."""
 
-    __slots__ = ("children", "is_pending", "key", "num_locks", "page", "parent")
-
-    def __init__(self, key: Key, page: int, parent: Node | None) -> None:
-        self.key = key
-        self.page = page
-        self.parent = parent
-        self.children: dict[Key, Node] = {}
-        self.num_locks = 0
-        self.is_pending = False
+    key: Key
+    page: int
+    parent: Node | None
+    num_locks: int = 0
+    is_pending: bool = False
+    children: dict[Key, Node] = {}
 
 
 class RadixTree:
@@ -77,11 +76,21 @@ class RadixTree:
 
     def add(self, parent: Node, key: Key, page: int) -> Node:
         """A new child of ``parent`` (the root, or a node that the caller has locked), locked once."""
-        node = Node(key, page, parent)
-        node.num_locks = 1
-        parent.children[key] = node
+        node = parent.children[key] = Node(key, page, parent, num_locks=1)
         self.num_nodes += 1
         return node
+
+    def announce(self, parent: Node, keys: Iterable[Key], pages: Iterable[int]) -> list[Node]:
+        """New pending nodes, each below the one before, as ``add`` makes them; none from the first on that is there."""
+        path: list[Node] = []
+        for key, page in zip(keys, pages, strict=False):
+            children = parent.children
+            if children and key in children:
+                break
+            parent = children[key] = Node(key, page, parent, 1, True)
+            path.append(parent)
+        self.num_nodes += len(path)
+        return path
 
     def lock(self, path: list[Node]) -> None:
         """Lock a path that begins at the root, or a child of a node that the caller has locked."""

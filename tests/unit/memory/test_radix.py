@@ -108,3 +108,18 @@ def test_a_hundred_thousand_pages_are_evicted_one_by_one() -> None:
         grow(tree, [number, *range(99)], number * 100)
     assert tree.num_unlocked == 100_000
     assert len(evict_all(tree)) == 100_000
+
+
+def test_pages_are_announced_as_far_as_nobody_else_has_them() -> None:
+    tree = RadixTree(1)
+    first = tree.announce(tree.root, [(1,), (2,), (3,)], [10, 11, 12])
+    assert [(node.key, node.page, node.num_locks, node.is_pending) for node in first] == [
+        ((1,), 10, 1, True),
+        ((2,), 11, 1, True),
+        ((3,), 12, 1, True),
+    ]
+    assert tree.announce(first[0], [(9,), (3,)], [20, 21]) != []
+    assert tree.announce(first[0], [(2,), (4,)], [30, 31]) == []
+    assert tree.announce(first[1], [(4,), (5,)], [40, 41])[-1].parent is tree.walk([1, 2, 4, 5], 4)[2]
+    assert tree.num_nodes == 7
+    assert [node.page for node in tree.walk([1, 2, 3], 3)] == [10, 11, 12]
