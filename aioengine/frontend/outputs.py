@@ -69,7 +69,10 @@ class RowStream:
 
     Attributes:
         position: its place in the call. uid: the engine's number of it, -1 before it was submitted.
-        text_offset, token_offset: what was read, in characters and ids; ``token_ids``: the ids that were not.
+        text, more_texts, unread: what was not read yet. unread: ids, or one alone, which nearly every step brings: its
+            list is made with its chunk, so a frame makes no list for each of its rows, which would set off garbage
+            collections.
+        text_offset, token_offset: what was read before, in characters and ids; ``token_ids``: what was read last.
         has_begun: whether its first token is known of.
         finished: its end, once that came; ``error`` where it has no answer.
         is_queued: it stands in ``ready`` of its call (or never will, since its call is no stream).
@@ -77,7 +80,7 @@ class RowStream:
 
     __slots__ = (
         "delivered_at", "error", "facts", "finished", "has_begun", "is_queued", "more_texts", "output", "position",
-        "text", "text_offset", "token_ids", "token_offset", "uid",
+        "text", "text_offset", "token_ids", "token_offset", "uid", "unread",
     )  # fmt: skip
 
     def __init__(self, output: CallOutput, position: int, facts: RowFacts) -> None:
@@ -94,38 +97,54 @@ class RowStream:
         self.token_offset = 0
         self.text = ""
         self.more_texts: list[str] = []
+        self.unread: int | list[int] = []
         self.token_ids: list[int] = []
 
-    def put(self, text: str, token_ids: list[int]) -> bool:
-        """Add what is new; whether readers are to be told (``CallOutput.wake``). Under the lock, before the end."""
-        self.token_ids += token_ids
+    def put(self, text: str, new: int | list[int]) -> bool:
+        """Add what is new; whether readers are to be told (``CallOutput.wake``). Under the lock, before the end.
+
+        ``new``: one id, or a list, which is the row's from now on.
+        """
+        if self.is_queued:
+            self._merge(text, new)
+            return False
+        self.text, self.unread = text, new
+        self.is_queued = True
+        self.output.ready.append(self)
+        return True
+
+    def _merge(self, text: str, new: int | list[int]) -> None:
+        """Add to what was not read yet."""
+        unread = self.unread if isinstance(self.unread, list) else [self.unread]
+        unread += new if isinstance(new, list) else [new]
+        self.unread = unread
         if not self.text:
             self.text = text
         elif text:
             self.more_texts.append(text)
             if len(self.more_texts) == MAX_UNJOINED_TEXTS:
                 self.more_texts = ["".join(self.more_texts)]
-        if self.is_queued:
-            return False
-        self.is_queued = True
-        self.output.ready.append(self)
-        return True
 
     def take(self) -> Chunk:
-        """Everything unread as one chunk. Under the lock, for the first of ``ready``."""
-        if self.more_texts:
+        """Everything unread as one chunk. Under the lock, for the row that was first in ``ready``."""
+        if isinstance(self.unread, int):
+            self.token_ids = [self.unread]
+        else:
             self.join()
         made = answers.chunk(self.facts, self)
         self.text_offset += len(self.text)
         self.token_offset += len(self.token_ids)
-        self.text, self.token_ids = "", []
         self.is_queued = False
+        if self.finished is not None:
+            self.output.num_held -= 1
         return made
 
     def join(self) -> None:
-        """Make one text of those that came."""
-        self.text += "".join(self.more_texts)
-        self.more_texts = []
+        """Make one text of those that came, and one list of the ids."""
+        if self.more_texts:
+            self.text += "".join(self.more_texts)
+            self.more_texts = []
+        self.token_ids = self.unread if isinstance(self.unread, list) else [self.unread]
 
 
 class Wants(IntEnum):
@@ -237,18 +256,11 @@ class CallOutput:
         if waiter is not None:
             self.waiter = None
             if not waiter.done():
-                waiter.set_result(self.take() if self.ready else None)
+                waiter.set_result(self.ready.popleft().take() if self.ready else None)
         if self.wakers:
             wakers, self.wakers = self.wakers, []
             for wake in wakers:
                 wake()
-
-    def take(self) -> Chunk:
-        """The next chunk of a stream that has one."""
-        row = self.ready.popleft()
-        if row.finished is not None:
-            self.num_held -= 1
-        return row.take()
 
 
 class Reader:
@@ -289,7 +301,7 @@ class Reader:
             if output.is_left:
                 raise EndOfOutput
             if output.ready:
-                chunk = output.take()
+                chunk = output.ready.popleft().take()
                 if output.wants and (output.wants is Wants.READS or chunk["meta_info"]["finish_reason"] is not None):
                     self._calls.feed(output)
                 return chunk

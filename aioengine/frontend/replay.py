@@ -65,9 +65,9 @@ class LoggedRow(RowStream):
         self.replay = output.replay
         self.has_reader = output.has_reader
 
-    def put(self, text: str, token_ids: list[int]) -> bool:
-        self.replay.add(text, token_ids)
-        return self.has_reader and super().put(text, token_ids)
+    def put(self, text: str, new: int | list[int]) -> bool:
+        self.replay.add(text, [new] if isinstance(new, int) else new)
+        return self.has_reader and super().put(text, new)
 
 
 class AttachableOutput(CallOutput):

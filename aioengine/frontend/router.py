@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Iterable
 
     from aioengine.frontend.outputs import CallOutput, RowStream
     from aioengine.protocol.messages import TextChunks
@@ -37,14 +39,10 @@ class Router:
         ended: list[RowStream] = []
         with self._lock:
             self._note(chunks)
-            token_ids = chunks.token_ids
-            start = 0
-            for uid, text, count in zip(chunks.uids, chunks.texts, chunks.counts, strict=True):
+            for uid, text, new in zip(chunks.uids, chunks.texts, _ids_by_row(chunks), strict=True):
                 row = rows.get(uid)
-                end = start + count
-                if row is not None and row.put(text, token_ids[start:end]):
+                if row is not None and row.put(text, new):
                     fresh.append(row.output)
-                start = end
             if chunks.finished:
                 now = time.monotonic()
                 for finished in chunks.finished:
@@ -77,3 +75,12 @@ class Router:
         del fresh[:MAX_WOKEN]
         if fresh:
             asyncio.get_running_loop().call_soon(self.wake)
+
+
+def _ids_by_row(chunks: TextChunks) -> Iterable[int | list[int]]:
+    """What each row gets: one id, where all of them get one."""
+    token_ids, counts = chunks.token_ids, chunks.counts
+    if counts.count(1) == len(counts):  # nearly every frame
+        return token_ids
+    ends = accumulate(counts, initial=0)
+    return (token_ids[start:end] for start, end in pairwise(ends))
