@@ -85,8 +85,8 @@ class AttentionBackend(Protocol):
         """Where k and v go, for a kernel that rotates and writes them at once before ``attend``; None: ``forward``."""
         ...
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
-        """The second half of ``forward``: k and v of the step's tokens are in their slots."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """The second half of ``forward``: k and v of the step's tokens are in their slots already."""
         ...
 
 
@@ -171,6 +171,15 @@ class FixedPrefill(AttentionBackend, Protocol):
 
     def plan(self, batch: ForwardBatch) -> None:
         """Before each replay, for a batch that is no larger; its slots are where ``fixed_prefill`` was told."""
+        ...
+
+
+@runtime_checkable
+class PiecewiseAttention(AttentionBackend, Protocol):
+    """A backend that attends between CUDA graphs of everything else, over memory which these read and write."""
+
+    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
+        """``attend``, to ``out`` [T, H, E]."""
         ...
 
 

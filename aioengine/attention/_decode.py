@@ -77,12 +77,12 @@ class FixedDecodeRows:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         write_pages(k, v, self._slots, self._pool[layer])
-        return self.attend(q, layer)
+        return self.attend(q, k, v, layer)
 
     def target(self, layer: int) -> KVTarget:
         return KVTarget(self._slots, *self._pool[layer])
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode(q, self._pool[layer], self.rows, scale=self._shape.scale, out=out)
         return out.view(q.shape[0], -1)

@@ -80,12 +80,12 @@ class FixedFlashInferCascade:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         write_pages(k, v, self._slots, self._shared.pool[layer])
-        return self.attend(q, layer)
+        return self.attend(q, k, v, layer)
 
     def target(self, layer: int) -> KVTarget:
         return self._own.target(layer)
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         pool = self._shared.pool[layer]
         beginnings = self._wrapper.run(q, pool, return_lse=True)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -80,23 +80,22 @@ class PrefillRows:
         self._paged = BatchPrefillWithPagedKVCacheWrapper(shared.workspace, "HND")
         self._ragged = BatchPrefillWithRaggedKVCacheWrapper(shared.workspace, "NHD")
         self._num_paged = 0
-        self.has_fresh = False
-        """Whether ``attend`` needs the keys and values of the step."""
+        self._has_fresh = False
 
     def plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
         """For these rows, at least one."""
         num_rows = len(query_lengths)
         known = np.flatnonzero(kv_lengths > query_lengths)
         num_paged = int(known[-1]) + 1 if known.size else 0
-        self.has_fresh = int(query_lengths[num_paged:].sum()) >= MIN_FRESH_TOKENS
-        if not self.has_fresh:
+        self._has_fresh = int(query_lengths[num_paged:].sum()) >= MIN_FRESH_TOKENS
+        if not self._has_fresh:
             num_paged = num_rows
         self._num_paged = int(query_lengths[:num_paged].sum())
         shared = self._shared
         shared.staging.wait()
         if num_paged:
             self._plan_paged(page_table[:num_paged], query_lengths[:num_paged], kv_lengths[:num_paged])
-        if self.has_fresh:
+        if self._has_fresh:
             starts, longest = starts_of(query_lengths[num_paged:]), int(query_lengths[num_paged:].max())
             self._ragged.plan(
                 *(starts, starts, *shared.heads()),
@@ -109,13 +108,12 @@ class PrefillRows:
             )
         shared.staging.mark()
 
-    def attend(self, q: Tensor, kv: Pool | None, pool: Pool, out: Tensor) -> None:
-        """q and out [T, H, E] of these rows. ``kv``: their keys and values [T, K, E], where there are fresh rows."""
+    def attend(self, q: Tensor, kv: Pool, pool: Pool, out: Tensor) -> None:
+        """q and out [T, H, E] of these rows, and their keys and values [T, K, E], which are in their slots too."""
         split = self._num_paged
         if split:
             self._paged.run(q[:split], pool, out=out[:split])
-        if self.has_fresh:
-            assert kv is not None, "fresh rows without keys and values"
+        if self._has_fresh:
             self._ragged.run(q[split:], kv[0][split:], kv[1][split:], out=out[split:])
 
     def _plan_paged(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
@@ -202,12 +200,12 @@ class FixedPrefill:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         write_pages(k, v, self._slots, self._shared.pool[layer])
-        return self.attend(q, layer)
+        return self.attend(q, k, v, layer)
 
     def target(self, layer: int) -> KVTarget:
         return KVTarget(self._slots, *self._shared.pool[layer])
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # padding must be finite, it goes on to other layers
         self._wrapper.run(q, self._shared.pool[layer], out=out)
         return out.view(q.shape[0], -1)

@@ -48,7 +48,6 @@ class FlashInferAttention:
         self._decode: DecodeRows | None = None
         self._slot_mapping = torch.empty(0, dtype=torch.int64, device=kv_pool.device)
         self._num_decode = 0
-        self._has_fresh = False
 
     def prepare(self, batch: ForwardBatch) -> None:
         kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
@@ -58,37 +57,32 @@ class FlashInferAttention:
         self._slot_mapping = batch.slot_mapping
         self._num_decode = num_decode
         self._decode = None
-        self._has_fresh = False
         if num_decode:
             starts, _ = page_columns(kv_lengths[:num_decode], self._shared.page_size)
             pages = flat_pages(batch.page_table[:num_decode], starts)
             self._decode = decode_rows(self._shared.shape, kv_lengths[:num_decode], *pages)
         if num_decode < len(query_lengths):
             self._prefill.plan(batch.page_table[num_decode:], query_lengths[num_decode:], kv_lengths[num_decode:])
-            self._has_fresh = self._prefill.has_fresh
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         write_pages(k, v, self._slot_mapping, self._shared.pool[layer])
-        return self._attended(q, (k, v), layer)
+        return self.attend(q, k, v, layer)
 
-    def target(self, layer: int) -> KVTarget | None:
-        if self._has_fresh:
-            return None  # they need k and v beside the pages
+    def target(self, layer: int) -> KVTarget:
         return KVTarget(self._slot_mapping, *self._shared.pool[layer])
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
-        return self._attended(q, None, layer)
-
-    def _attended(self, q: Tensor, kv: tuple[Tensor, Tensor] | None, layer: int) -> Tensor:
-        pool = self._shared.pool[layer]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend_into(q, k, v, layer, out=out)
+        return out.view(q.shape[0], -1)
+
+    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
+        pool = self._shared.pool[layer]
         split = self._num_decode
         if self._decode is not None:
             decode(q[:split], pool, self._decode, scale=self._shared.shape.scale, out=out[:split])
         if split < q.shape[0]:
-            rest = kv and (kv[0][split:], kv[1][split:])
-            self._prefill.attend(q[split:], rest, pool, out[split:])
-        return out.view(q.shape[0], -1)
+            self._prefill.attend(q[split:], (k[split:], v[split:]), pool, out[split:])
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecodeRows:
         """Decode steps of exactly so many rows."""

@@ -170,12 +170,12 @@ class FusedAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         self._slots[layer].index_copy_(0, self._new_slots, torch.stack((k, v)).view(-1, self._head_size))
-        return self.attend(q, layer)
+        return self.attend(q, k, v, layer)
 
     def target(self, layer: int) -> None:
         """``forward`` writes: the pages are spread by an operation of torch."""
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         if self._decode and self._decode.tokens is None:
             return self._attend_decode(self._decode, q, layer)
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)

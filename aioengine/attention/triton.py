@@ -16,7 +16,7 @@ import torch
 
 from aioengine.attention._base import ForwardBatch
 from aioengine.attention._pages import flat_pages, page_columns, pinned, starts_of
-from aioengine.kernels._triton_attention import PART, Rows, attend, attend_in_parts, tokens_of_tile
+from aioengine.kernels._triton_attention import PART, Parts, Rows, attend, attend_in_parts, tokens_of_tile
 from aioengine.kernels._triton_heads import write_pages
 from aioengine.kernels.rotate_and_write import KVTarget
 
@@ -64,11 +64,19 @@ class _Step:
     num_shares: int
 
 
-def _attended(shared: _Shared, step: _Step, q: Tensor, layer: int) -> Tensor:
-    pool, scale = shared.pool[layer], shared.shape.scale
+def _attend_into(shared: _Shared, step: _Step, q: Tensor, layer: int, *, out: Tensor) -> None:
+    pool, rows, scale = shared.pool[layer], step.rows, shared.shape.scale
     if step.num_shares == 1:
-        return attend(q, pool, step.rows, step.tiles, scale=scale)
-    return attend_in_parts(q, pool, step.rows, scale=scale, max_parts=step.max_parts, num_shares=step.num_shares)
+        attend(q, pool, rows, step.tiles, scale=scale, out=out)
+    else:
+        parts = Parts(step.max_parts, step.num_shares)
+        attend_in_parts(q, pool, rows, parts, scale=scale, out=out)
+
+
+def _attended(shared: _Shared, step: _Step, q: Tensor, layer: int) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _attend_into(shared, step, q, layer, out=out)
+    return out.view(q.shape[0], -1)
 
 
 class TritonAttention:
@@ -96,15 +104,19 @@ class TritonAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         assert self._step is not None, "prepare was not called"
         write_pages(k, v, self._step.slot_mapping, self._shared.pool[layer])
-        return self.attend(q, layer)
+        return self.attend(q, k, v, layer)
 
     def target(self, layer: int) -> KVTarget:
         assert self._step is not None, "prepare was not called"
         return KVTarget(self._step.slot_mapping, *self._shared.pool[layer])
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         assert self._step is not None, "prepare was not called"
         return _attended(self._shared, self._step, q, layer)
+
+    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
+        assert self._step is not None, "prepare was not called"
+        _attend_into(self._shared, self._step, q, layer, out=out)
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedTritonDecode:
         """Decode steps of exactly so many rows."""
@@ -169,12 +181,12 @@ class FixedTritonDecode:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         write_pages(k, v, self._step.slot_mapping, self._shared.pool[layer])
-        return self.attend(q, layer)
+        return self.attend(q, k, v, layer)
 
     def target(self, layer: int) -> KVTarget:
         return KVTarget(self._step.slot_mapping, *self._shared.pool[layer])
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         return _attended(self._shared, self._step, q, layer)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -279,27 +279,30 @@ def _sizes(q: Tensor, pool: tuple[Tensor, Tensor]) -> tuple[int, ...]:
     return q.stride(0), num_kv_heads, group, page_size, head_size, columns, rows_of_tile(group), BLOCK, PART
 
 
-def attend(q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, tiles: Tensor, *, scale: float) -> Tensor:
-    """q [T, H, E] over keys and values [N, K, S, E] -> [T, H * E]. tiles: [X, 2] int32, the row of a tile and its
-    first token, counted among those of the row.
+def attend(q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, tiles: Tensor, *, scale: float, out: Tensor) -> None:
+    """q [T, H, E] over keys and values [N, K, S, E] into ``out`` [T, H, E]. tiles: [X, 2] int32, the row of a tile and
+    its first token, counted among those of the row.
     """
-    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
     sizes = _sizes(q, pool)
     tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out)
     key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors))
     options = _options(q.shape[2], q.dtype)
     _attend((tiles.shape[0], sizes[1], 1), key, (*tensors, scale / math.log(2), *sizes), options)
-    return out
+
+
+class Parts(NamedTuple):
+    """How rows of one token are shared out: ``max_parts`` of the longest row, and programs for a row and kv head."""
+
+    max_parts: int
+    num_shares: int
 
 
 def attend_in_parts(
-    q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, *, scale: float, max_parts: int, num_shares: int
-) -> Tensor:
-    """The same bits for R rows of one token, q [R, H, E]; ``num_shares`` programs share the parts of a row and kv head.
-    ``max_parts``: of the longest row.
-    """
+    q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, parts: Parts, *, scale: float, out: Tensor
+) -> None:
+    """The same bits for R rows of one token, q and out [R, H, E]."""
     num_rows, num_heads, head_size = q.shape
-    out = torch.empty(num_rows, num_heads * head_size, dtype=q.dtype, device=q.device)
+    max_parts, num_shares = parts
     sums = torch.empty(num_rows, max_parts, num_heads, head_size, dtype=torch.float32, device=q.device)
     marks = torch.empty(num_rows, max_parts, num_heads, 2, dtype=torch.float32, device=q.device)
     sizes = _sizes(q, pool)
@@ -318,4 +321,3 @@ def attend_in_parts(
         (*join_tensors, max_parts, *join_sizes),
         {"num_warps": 4},
     )
-    return out

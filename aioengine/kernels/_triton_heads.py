@@ -35,6 +35,19 @@ def _normed(
 
 
 @triton.jit
+def _rotated(
+    low: tl.tensor, high: tl.tensor, cos: tl.tensor, sin: tl.tensor, columns: tl.tensor, HALF: tl.constexpr
+) -> tl.tensor:
+    """``cos`` and ``sin`` of the token."""
+    inside = columns < HALF
+    cosine = tl.load(cos + columns, mask=inside, other=0.0)[None, :]
+    sine = tl.load(sin + HALF + columns, mask=inside, other=0.0)[None, :]
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    turned_low = (wide_low * cosine - wide_high * sine).to(low.dtype)
+    return turned_low, (wide_high * cosine + wide_low * sine).to(low.dtype)
+
+
+@triton.jit
 def _rotate_kernel(
     heads: tl.tensor,
     token_stride: tl.tensor,
@@ -46,6 +59,7 @@ def _rotate_kernel(
     slots: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    out: tl.tensor,
     NUM_QUERY: tl.constexpr,
     NUM_KV: tl.constexpr,
     HALF: tl.constexpr,
@@ -54,13 +68,14 @@ def _rotate_kernel(
     PAGE_SIZE: tl.constexpr,
     NORMS: tl.constexpr,
     WRITES: tl.constexpr,
+    MOVES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
-    columns, in_table = tl.arange(0, COLUMNS), tl.arange(0, COLUMNS) < HALF
+    columns = tl.arange(0, COLUMNS)
     is_rotated = head < NUM_QUERY + NUM_KV
-    inside = ((head < NUM_QUERY + 2 * NUM_KV) if WRITES else is_rotated) & in_table[None, :]
+    inside = ((head < NUM_QUERY + 2 * NUM_KV) if WRITES else is_rotated) & (columns < HALF)[None, :]
     places = heads + token * token_stride + head * (2 * HALF) + columns[None, :]
     if DEPENDENT:
         gdc_launch_dependents()
@@ -74,27 +89,25 @@ def _rotate_kernel(
         key_low, key_high = _normed(low, high, key_weight, columns, epsilon, HALF)
         low = tl.where(is_query, query_low, key_low)
         high = tl.where(is_query, query_high, key_high)
-    table = token * (2 * HALF) + columns
-    cosine = tl.load(cos + table, mask=in_table, other=0.0)[None, :]
-    sine = tl.load(sin + HALF + table, mask=in_table, other=0.0)[None, :]
-    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-    low = (wide_low * cosine - wide_high * sine).to(low.dtype)
-    high = (wide_high * cosine + wide_low * sine).to(low.dtype)
+    low, high = _rotated(low, high, cos + token * (2 * HALF), sin + token * (2 * HALF), columns, HALF)
+    is_rotated_here = inside & is_rotated
     if WRITES:
-        tl.store(places, low, mask=inside & is_query)
-        tl.store(places + HALF, high, mask=inside & is_query)
         slot = tl.load(slots + token).to(tl.int64)
         kv_head = tl.where(is_rotated, head, head - NUM_KV) - NUM_QUERY
         target = ((slot // PAGE_SIZE * NUM_KV + kv_head) * PAGE_SIZE + slot % PAGE_SIZE) * (2 * HALF) + columns[None, :]
-        is_key = inside & is_rotated & (head >= NUM_QUERY)
+        is_key = is_rotated_here & (head >= NUM_QUERY)
         is_value = inside & (head >= NUM_QUERY + NUM_KV)
         tl.store(keys + target, low, mask=is_key)
         tl.store(keys + target + HALF, high, mask=is_key)
         tl.store(values + target, value_low, mask=is_value)
         tl.store(values + target + HALF, value_high, mask=is_value)
+    if MOVES:
+        moved = out + token * ((NUM_QUERY + 2 * NUM_KV) * 2 * HALF) + head * (2 * HALF) + columns[None, :]
+        tl.store(moved, tl.where(is_rotated, low, value_low), mask=inside)
+        tl.store(moved + HALF, tl.where(is_rotated, high, value_high), mask=inside)
     else:
-        tl.store(places, low, mask=inside)
-        tl.store(places + HALF, high, mask=inside)
+        tl.store(places, low, mask=is_rotated_here)
+        tl.store(places + HALF, high, mask=is_rotated_here)
 
 
 @triton.jit
@@ -152,12 +165,13 @@ def rotate(
     norms: tuple[Tensor, Tensor, Tensor] | None,
     *,
     target: tuple[Tensor, Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
 ) -> None:
     """Norm (weights of query and key heads, epsilon) and rotate the first heads of [T, H + 2 K, E], in place.
 
     The heads after the queries and keys, the values, stay as they are. ``tables`` are those of ``kernels.rope``.
-    target: slots [T] of keys and values [N, K, S, E]. Rotated keys and values go there, and the queries alone are
-    changed in place.
+    target: slots [T] of keys and values [N, K, S, E], where rotated keys and values go too. out: contiguous
+    [T, H + 2 K, E], with a target: all heads go there, and nothing is changed in place.
     """
     num_tokens, num_heads, head_size = heads.shape
     num_kv = (num_heads - num_query) // 2
@@ -166,14 +180,15 @@ def rotate(
     half = head_size // 2
     slots, keys, values = target or (cos, heads, heads)
     page_size = keys.shape[2] if target else 1
-    writes, has_norms = target is not None, norms is not None
+    writes, moves, has_norms = target is not None, out is not None, norms is not None
     arguments = (
-        *(heads, stride, cos, sin, *(norms or (cos, cos, cos)), slots, keys, values),
-        *(num_query, num_kv, half, next_power_of_2(half), HEADS, page_size, has_norms, writes, has_dependent_launch()),
+        *(heads, stride, cos, sin, *(norms or (cos, cos, cos)), slots, keys, values, heads if out is None else out),
+        *(num_query, num_kv, half, next_power_of_2(half), HEADS, page_size, has_norms, writes, moves),
+        has_dependent_launch(),
     )
     sizes = stride, num_query, num_kv, half, page_size
-    places = heads.data_ptr() % 16, slots.data_ptr() % 16
-    key = (heads.dtype, keys.dtype, slots.dtype, sizes, has_norms, writes, places)
+    places = heads.data_ptr() % 16, slots.data_ptr() % 16, out is not None and out.data_ptr() % 16
+    key = (heads.dtype, keys.dtype, slots.dtype, sizes, has_norms, writes, moves, places)
     _rotate((num_tokens, -(-(num_heads if writes else num_query + num_kv) // HEADS), 1), key, arguments, options(4))
 
 

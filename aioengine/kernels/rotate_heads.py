@@ -38,6 +38,11 @@ def rotate_heads(heads: Tensor, num_heads: int, tables: Tables, norms: Norms) ->
     from aioengine.kernels import _triton_heads
 
     _triton_heads.rotate(heads, num_heads, tables, norms)
+    return as_parts(heads, num_heads)
+
+
+def as_parts(heads: Tensor, num_heads: int) -> Heads:
+    """q, k and v as they stand in [T, H + 2 K, E]."""
     num_kv_heads = (heads.shape[1] - num_heads) // 2
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     return q, k, v

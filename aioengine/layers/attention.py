@@ -68,6 +68,6 @@ class SelfAttention:
             q, k, v = rotate_heads(heads, self._num_heads, tables, self._norms)
             attended = attention.forward(q, k, v, layer)
         else:
-            q = rotate_and_write(heads, self._num_heads, tables, self._norms, target=target)
-            attended = attention.attend(q, layer)
+            q, k, v = rotate_and_write(heads, self._num_heads, tables, self._norms, target=target)
+            attended = attention.attend(q, k, v, layer)
         return self._output(attended if wanted is None else attended.index_select(0, wanted))

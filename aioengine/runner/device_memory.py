@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model
 
 GRAPHS_BYTES = 2 << 30
-"""Kept for the workspaces of kernels and for the graphs, whose shared pool is about as large as a decode step."""
+"""Kept for the workspaces of kernels and for the graphs of decode steps, whose shared pool is about as large as one."""
 
 SAMPLED_ROWS = 256
 """Rows that the sampler works on at once, with their logits in fp32: bounds the memory that it needs."""
@@ -32,10 +32,11 @@ _LIST_TIMEOUT_S = 10.0
 
 
 class LargestStep(NamedTuple):
-    """Tokens of the largest step, and rows that sample in it."""
+    """Tokens of the largest step, and rows that sample in it; tokens of the largest that is a CUDA graph."""
 
     num_tokens: int
     num_rows: int
+    num_captured: int
 
 
 class DeviceMemory:
@@ -79,7 +80,7 @@ class DeviceMemory:
             peak = peak_memory(model, self.device, largest)
         steps = peak + peak // 4  # the tensors of a smaller step may lie less densely
         counts = 4 * largest.num_rows * model.vocab_size  # of tokens, for penalties; twice while their table grows
-        reserved = steps + 2 * counts + GRAPHS_BYTES
+        reserved = steps + 2 * counts + GRAPHS_BYTES + captured_bytes(model, largest, steps)
         free, total = torch.cuda.mem_get_info(self.device)
         left = int(free - (1.0 - fraction) * total)
         words = (
@@ -122,13 +123,23 @@ class _NoAttention:
         """Nothing."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        return self.attend(q, layer)
+        return self.attend(q, k, v, layer)
 
     def target(self, layer: int) -> None:
         """Nothing is written."""
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         return q.reshape(q.shape[0], -1).clone()
+
+
+def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
+    """What the graphs of steps with prompts keep: memory of the largest of them, where a step without graphs takes
+    ``step_bytes`` for its tokens, and the heads that they hand to attention and take from it.
+    """
+    shape = model.attention_shape
+    num_heads = 2 * (shape.num_heads + shape.num_kv_heads)
+    handed = largest.num_captured * num_heads * shape.head_size * model.dtype.itemsize
+    return handed + step_bytes * largest.num_captured // largest.num_tokens
 
 
 @torch.inference_mode()

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from aioengine import models
-from aioengine.attention._base import CapturableAttention, CapturablePrefill
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.runner import logits as logits_processors
@@ -25,10 +24,9 @@ from aioengine.runner.capacity import Demand, fit_pages, kv_bytes_per_token
 from aioengine.runner.device_memory import DeviceMemory, LargestStep
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.kv_pool import KVPool
-from aioengine.runner.ladder import MAX_PROMPT_ROWS, longest_prefill_graph
+from aioengine.runner.preparation import longest_graph, prepare_device
 from aioengine.runner.ranges import part
 from aioengine.runner.readback import Readback
-from aioengine.runner.rehearsal import Limits, rehearse
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampler import FAILED, Sampler
 from aioengine.runner.start_times import StartTimes
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
     from aioengine.runner.graphs import DecodeGraphs
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.logits import LogitsProcessor
-    from aioengine.runner.prefill_graphs import PrefillGraphs
+    from aioengine.runner.prompt_graphs import PromptGraphs
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.scheduler.plan import Plan, Row
 
@@ -72,6 +70,10 @@ class DeviceParts:
     context_length: int
     max_rows: int
     device: torch.device
+
+    @property
+    def max_row_pages(self) -> int:
+        return -(-self.context_length // self.kv_pool.page_size)  # a step in flight computes no position past the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class ModelRunner:
         num_embeddings = parts.model.vocab_size
         page_size = parts.kv_pool.page_size
         self._table = RowTable(
-            max_row_pages=-(-parts.context_length // page_size),  # a step in flight computes no position past the end
+            max_row_pages=parts.max_row_pages,
             num_pages=parts.kv_pool.num_pages,
             num_embeddings=num_embeddings,
             device=parts.device,
@@ -118,7 +120,7 @@ class ModelRunner:
         self._vocab_size = min(parts.vocab_size, num_embeddings)
         self._sampler = _sampler(parts, self._table, processors)
         self._graphs: DecodeGraphs | None = None
-        self._prefill_graphs: PrefillGraphs | None = None
+        self.prompt_graphs: list[PromptGraphs] = []
         self._broken: dict[int, str] = {}
         self._poisoned: set[int] = set()
         self._newest: Ticket | None = None  # as long as it is not collected
@@ -141,16 +143,6 @@ class ModelRunner:
         graphs.capture(max_rows, report)
         self._graphs = graphs
         self.facts["cuda_graph_sizes"] = " ".join(map(str, graphs.sizes))
-
-    @torch.inference_mode()
-    def capture_prefill_graphs(self, max_tokens: int, report: Callable[[int, int], None]) -> None:
-        """So are short steps with prompts, of up to so many tokens."""
-        module = importlib.import_module("aioengine.runner.prefill_graphs")
-        graphs: PrefillGraphs = module.PrefillGraphs(
-            self._model, self._attention, max_pages=self._table.page_table.shape[1], device=self._device
-        )
-        graphs.capture(max_tokens, report)
-        self._prefill_graphs = graphs
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Ticket:
@@ -269,8 +261,10 @@ class ModelRunner:
     def _forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states of the last token of each row."""
         is_decode = len(batch.input_ids) == len(batch.query_lengths)
-        if not is_decode and self._prefill_graphs is not None and self._prefill_graphs.fits(batch):
-            return self._prefill_graphs.replay(batch)
+        if not is_decode:
+            for graphs in self.prompt_graphs:
+                if graphs.fits(batch):
+                    return graphs.replay(batch)
         with part("prepare"):
             self._attention.prepare(batch)
         wanted = None if is_decode else batch.last_tokens
@@ -330,7 +324,8 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     model, choice, weights_bytes = _load(settings, dtype, memory, report=report, times=times)
     shape = model.attention_shape
     limits = settings.scheduler
-    largest = LargestStep(limits.max_step_tokens, limits.max_running)
+    num_captured = longest_graph(settings, weights_bytes, dtype)
+    largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured)
     room = memory.room(model, largest, fraction=settings.memory.mem_fraction_static)
     num_pages = fit_pages(_demand(settings, shape, dtype), room)
     times.end("largest_step")
@@ -363,7 +358,7 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
-            _prepare_device(runner, parts, settings, report=report, times=times)
+            prepare_device(runner, parts, settings, report=report, times=times)
     facts |= memory.facts() | _versions() | times.facts()
     return runner
 
@@ -406,39 +401,6 @@ def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Mode
         batch_invariant=settings.runner.batch_invariant,
     )
     return models.build(_read_config(Path(settings.model.path)), options)
-
-
-def _prepare_device(
-    runner: ModelRunner,
-    parts: DeviceParts,
-    settings: Settings,
-    *,
-    report: Callable[[Progress], None],
-    times: StartTimes,
-) -> None:
-    """Capture the graphs where attention can stand in them, and rehearse all kinds of steps."""
-    if isinstance(parts.attention, CapturableAttention):
-        parts.attention.warm_up()
-        if settings.runner.cuda_graph_max_rows:
-            _capture(runner, parts, settings, report)
-    times.end("graphs")
-    limits = settings.scheduler
-    pages = parts.kv_pool.num_pages
-    rehearse(runner, Limits(limits.max_running, limits.chunk_tokens, parts.context_length, pages), report)
-    times.end("rehearsal")
-
-
-def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report: Callable[[Progress], None]) -> None:
-    max_rows = settings.runner.cuda_graph_max_rows
-    runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
-    if isinstance(parts.attention, CapturablePrefill):
-        weights_bytes = runner.facts["weights_bytes"]
-        assert isinstance(weights_bytes, int)
-        most = min(settings.scheduler.chunk_tokens, MAX_PROMPT_ROWS * parts.context_length)
-        max_tokens = longest_prefill_graph(weights_bytes // parts.model.dtype.itemsize, most)
-        runner.capture_prefill_graphs(
-            max_tokens, lambda done, total: report(Progress("capturing CUDA graphs of prompts", done, total))
-        )
 
 
 def _device(name: str) -> torch.device:

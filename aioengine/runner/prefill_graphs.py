@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.runner.ladder import MAX_PROMPT_ROWS, prefill_ladder
+from aioengine.runner.padded_inputs import PaddedInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,14 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """One captured step, with the memory that it reads and writes: [T], and ``hidden`` [MAX_PROMPT_ROWS, D]."""
+    """One captured step, with the memory that it reads, and ``hidden`` [MAX_PROMPT_ROWS, D], which it writes."""
 
     graph: torch.cuda.CUDAGraph
     attention: FixedPrefill
-    input_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    last_tokens: Tensor
+    inputs: PaddedInputs
     hidden: Tensor
 
 
@@ -51,9 +49,10 @@ class PrefillGraphs:
         """Capture the ladder up to ``max_tokens``; ``report`` hears how many graphs are done, and of how many."""
         sizes = prefill_ladder(max_tokens)
         pool = torch.cuda.graph_pool_handle()
+        inputs = PaddedInputs.zeros(max_tokens, MAX_PROMPT_ROWS, self._device)
         captured: dict[int, _Graph] = {}
         for num_done, size in enumerate(reversed(sizes), 1):
-            captured[size] = self._captured(size, pool)
+            captured[size] = self._captured(inputs.first(size, MAX_PROMPT_ROWS), pool)
             report(num_done, len(sizes))
         self._graphs = {size: captured[size] for size in sizes}
 
@@ -64,28 +63,22 @@ class PrefillGraphs:
 
     def replay(self, batch: ForwardBatch) -> Tensor:
         """Queue the step, which must fit; gives the hidden states of the last token of each of its rows."""
-        num_rows, num_tokens = len(batch.query_lengths), len(batch.input_ids)
-        chosen = next(graph for size, graph in self._graphs.items() if num_tokens <= size)
-        chosen.input_ids[:num_tokens].copy_(batch.input_ids)
-        chosen.positions[:num_tokens].copy_(batch.positions)
-        chosen.slot_mapping[:num_tokens].copy_(batch.slot_mapping)
-        chosen.slot_mapping[num_tokens:].zero_()  # a slot of the padding page
-        chosen.last_tokens[:num_rows].copy_(batch.last_tokens)
+        chosen = next(graph for size, graph in self._graphs.items() if len(batch.input_ids) <= size)
+        chosen.inputs.fill(batch)
         chosen.attention.plan(batch)
         chosen.graph.replay()
-        return chosen.hidden[:num_rows]
+        return chosen.hidden[: len(batch.query_lengths)]
 
-    def _captured(self, size: int, pool: torch.cuda._POOL_HANDLE) -> _Graph:
-        input_ids, positions, slot_mapping = torch.zeros(3, size, dtype=torch.int64, device=self._device)
-        last_tokens = torch.zeros(MAX_PROMPT_ROWS, dtype=torch.int64, device=self._device)
-        attention = self._attention.fixed_prefill(slot_mapping, num_rows=MAX_PROMPT_ROWS, max_pages=self._max_pages)
+    def _captured(self, inputs: PaddedInputs, pool: torch.cuda._POOL_HANDLE) -> _Graph:
+        slots, max_pages = inputs.slot_mapping, self._max_pages
+        attention = self._attention.fixed_prefill(slots, num_rows=MAX_PROMPT_ROWS, max_pages=max_pages)
 
         def compute() -> Tensor:
-            return self._model.forward(input_ids, positions, attention, last_tokens)
+            return self._model.forward(inputs.input_ids, inputs.positions, attention, inputs.last_tokens)
 
         compute()  # kernels that are compiled or chosen when they first run must not do so while being captured
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             hidden = compute()
-        return _Graph(graph, attention, input_ids, positions, slot_mapping, last_tokens, hidden)
+        return _Graph(graph, attention, inputs, hidden)

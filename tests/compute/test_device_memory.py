@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 
+from aioengine.attention._base import AttentionShape
 from aioengine.runner import device_memory
-from aioengine.runner.device_memory import DeviceMemory, listed_processes
+from aioengine.runner.device_memory import DeviceMemory, LargestStep, captured_bytes, listed_processes
+
+if TYPE_CHECKING:
+    from aioengine.models._base import Model
 
 GIB = 1 << 30
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -86,3 +91,11 @@ def test_the_advice_names_arguments() -> None:
 
     for text in (model_runner._LESS_POOL, model_runner._LESS_GRAPHS):
         assert set(re.findall(r"[a-z]+_[a-z_]+", text)) <= args.ARGUMENTS.keys()
+
+
+def test_graphs_of_steps_with_prompts_keep_their_share_of_a_step_and_the_heads_that_they_hand_on() -> None:
+    shape = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
+    model = cast("Model", SimpleNamespace(attention_shape=shape, dtype=torch.bfloat16))
+    assert captured_bytes(model, LargestStep(4096, 64, 0), 1000) == 0
+    # q, k and v, and as much as q again
+    assert captured_bytes(model, LargestStep(4096, 64, 1024), 1000) == 1024 * (4 + 2 + 2 + 4) * 8 * 2 + 250

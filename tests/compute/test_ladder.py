@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from aioengine.runner.ladder import cascade_ladder, ladder, longest_prefill_graph, prefill_ladder
+from aioengine.runner.ladder import cascade_ladder, ladder, longest_prefill_graph, piece_ladder, prefill_ladder
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 16, 100, 256, 300, 1024])
@@ -40,6 +40,14 @@ def test_ladder_of_prompts(max_tokens: int) -> None:
     assert sizes == sorted(set(sizes))
     assert all(size <= max_tokens for size in sizes)
     assert all(after - before <= max(64, before // 4) for before, after in itertools.pairwise(sizes))
+
+
+@pytest.mark.parametrize("max_tokens", [0, 20, 32, 500, 622, 1024, 1100, 8192])
+def test_ladder_of_steps_in_pieces(max_tokens: int) -> None:
+    sizes = piece_ladder(max_tokens)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1:] == ([max_tokens] if max_tokens else [])
+    assert all(after - before <= max(64, min(before // 2, 256)) for before, after in itertools.pairwise(sizes))
 
 
 def test_graphs_of_prompts_end_where_the_device_is_the_slower() -> None:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
-from unittest.mock import MagicMock
 
 import msgspec
 import pytest
 import torch
 
-from aioengine.attention._base import CapturablePrefill
 from aioengine.protocol.messages import FinishCode, Sampling
-from aioengine.runner import model_runner
 from aioengine.runner.model_runner import build
 from aioengine.scheduler.plan import OpenedRow, Plan, Row
 from tests.compute.runner_world import CONTEXT_LENGTH, FAMILIES, VOCAB_SIZE, World, make_settings, save_model
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from aioengine.attention._base import ForwardBatch
 
 PROMPTS = [random.Random(i).choices(range(1, VOCAB_SIZE), k=length) for i, length in enumerate((1, 5, 19, 33, 64))]
 SAMPLINGS = [
@@ -295,20 +293,26 @@ def test_what_cannot_be_built_says_why(qwen: Path, tmp_path: Path) -> None:
         build(make_settings(tmp_path), lambda _: None)
 
 
-@pytest.mark.parametrize(("context_length", "longest"), [(100, 800), (256, 2048), (100_000, 4096)])
-def test_graphs_of_prompts_are_no_longer_than_all_their_rows(context_length: int, longest: int) -> None:
-    """Their page tables have room for the longest request in each row, and the largest graph is planned over pages."""
-    captured: list[int] = []
-    runner = SimpleNamespace(
-        facts={"weights_bytes": 2_000_000},
-        capture_graphs=lambda *_: None,
-        capture_prefill_graphs=lambda max_tokens, _: captured.append(max_tokens),
-    )
-    parts = SimpleNamespace(
-        attention=MagicMock(spec=CapturablePrefill),
-        model=SimpleNamespace(dtype=torch.bfloat16),
-        context_length=context_length,
-    )
-    settings = make_settings("", chunk_tokens=4096)
-    model_runner._capture(runner, parts, settings, lambda _: None)  # type: ignore[arg-type]
-    assert captured == [longest]
+class Graphs:
+    """Of steps with prompts, of up to so many rows: gives zeros, and remembers how many tokens there were."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self.replayed: list[int] = []
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        return len(batch.query_lengths) <= self.max_rows
+
+    def replay(self, batch: ForwardBatch) -> torch.Tensor:
+        self.replayed.append(len(batch.input_ids))
+        return torch.zeros(len(batch.query_lengths), 64)
+
+
+def test_the_first_graphs_that_fit_a_step_with_prompts_are_taken(qwen: Path) -> None:
+    world = World(make_settings(qwen))
+    few, more = Graphs(1), Graphs(2)
+    world.runner.prompt_graphs = [few, more]
+    for prompts in ([[1]], [[2] * 9], [[3] * 5, [4] * 7], [[5] * 4] * 3):
+        world.answers(prompts)
+    assert few.replayed == [9], "a prompt of one token is a decode step"
+    assert more.replayed == [12]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from aioengine.kernels.rotate_and_write import KVTarget, rotate_and_write
@@ -16,7 +18,12 @@ def test_places_in_the_pool() -> None:
     q, k, v = rotate_heads(heads.clone(), num_heads, tables, None)
     keys, values = torch.zeros(2, 5, num_kv_heads, 4, head_size)
     slots = torch.tensor([4 * 4 + 3, 2 * 4, 1], dtype=torch.int32)
-    assert torch.equal(rotate_and_write(heads, num_heads, tables, None, target=KVTarget(slots, keys, values)), q)
+    kept = torch.zeros_like(heads)
+    target = KVTarget(slots, keys, values)
+    for where in (target, replace(target, heads=kept)):
+        found = rotate_and_write(heads.clone(), num_heads, tables, None, target=where)
+        assert all(map(torch.equal, found, (q, k, v)))
+    assert torch.equal(kept, torch.cat((q, k, v), dim=1))
     for token, (page, offset) in enumerate([(4, 3), (2, 0), (0, 1)]):
         assert torch.equal(keys[page, :, offset], k[token])
         assert torch.equal(values[page, :, offset], v[token])

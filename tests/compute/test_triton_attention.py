@@ -60,12 +60,26 @@ slots = torch.tensor([16, 17, 5, 95, 40], dtype=torch.int32)
 for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tensor(1e-6))):
     pools = [torch.randn(6, KV_HEADS, PAGE_SIZE, HEAD_SIZE) for _ in range(2)]
     expected_pools = [part.clone() for part in pools]
-    target = rotate_and_write.KVTarget(slots, *expected_pools)
-    expected = rotate_and_write.reference(heads.clone(), HEADS, tables, norms, target=target)
-    found = heads.clone()
-    _triton_heads.rotate(found, HEADS, tables, norms, target=(slots, *pools))
-    torch.testing.assert_close(found[:, :HEADS], expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(pools, expected_pools, rtol=1e-4, atol=1e-5)
+    expected = torch.empty_like(heads)
+    target = rotate_and_write.KVTarget(slots, *expected_pools, expected)
+    rotate_and_write.reference(heads.clone(), HEADS, tables, norms, target=target)
+    for elsewhere in (None, torch.empty_like(heads)):
+        given = heads.clone()
+        found = given if elsewhere is None else elsewhere
+        for pool in pools:
+            pool.copy_(expected_pools[0] * 0 + 7)
+        _triton_heads.rotate(given, HEADS, tables, norms, target=(slots, *pools), out=elsewhere)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        is_written = torch.zeros(6, PAGE_SIZE, dtype=torch.bool)
+        is_written.view(-1)[slots.long()] = True
+        for pool, wanted in zip(pools, expected_pools, strict=True):
+            pool, wanted = pool.transpose(1, 2), wanted.transpose(1, 2)
+            torch.testing.assert_close(pool[is_written], wanted[is_written], rtol=1e-4, atol=1e-5)
+            assert (pool[~is_written] == 7).all()
+        assert elsewhere is None or torch.equal(given, heads)
+    given = heads.clone()
+    _triton_heads.rotate(given, HEADS, tables, norms)
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
 """
 
 

@@ -86,8 +86,11 @@ def test_rotation(num_heads: int, num_kv_heads: int, head_size: int, has_norms: 
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(16, 8, 128), (4, 2, 32), (7, 1, 64)])
-def test_rotation_into_the_pool(num_heads: int, num_kv_heads: int, head_size: int, has_norms: bool) -> None:
+def test_rotation_into_the_pool(
+    num_heads: int, num_kv_heads: int, head_size: int, has_norms: bool, moves: bool
+) -> None:
     heads = random(5, num_heads + 2 * num_kv_heads, head_size)
     angles = random(5, 1, head_size // 2, dtype=torch.float32)
     tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
@@ -97,8 +100,11 @@ def test_rotation_into_the_pool(num_heads: int, num_kv_heads: int, head_size: in
     expected_pools = [pool.clone() for pool in pools]
     target = rotate_and_write.KVTarget(slots, *expected_pools)
     expected = rotate_and_write.reference(heads.clone(), num_heads, tables, norms, target=target)
-    target = rotate_and_write.KVTarget(slots, *pools)
-    assert error(rotate_and_write.rotate_and_write(heads, num_heads, tables, norms, target=target), expected) < 4e-3
+    target = rotate_and_write.KVTarget(slots, *pools, torch.empty_like(heads) if moves else None)
+    for found, wanted in zip(
+        rotate_and_write.rotate_and_write(heads, num_heads, tables, norms, target=target), expected, strict=True
+    ):
+        assert error(found, wanted) < 4e-3
     assert torch.equal(pools[1], expected_pools[1])
     assert error(pools[0], expected_pools[0]) < 4e-3
 

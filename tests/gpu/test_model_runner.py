@@ -17,6 +17,7 @@ from aioengine.attention._base import ForwardBatch, kv_pool_shape
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights
+from aioengine.runner.piece_graphs import PieceGraphs
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import make_batch
 
@@ -157,3 +158,50 @@ def test_graphs_of_prompts(model: tuple[Path, torch.nn.Module], rows: list[tuple
     too_many = on_device(make_batch([(0, 2)] * 9, [[row] for row in range(1, 10)], 16), device)
     assert not graphs.fits(too_long)
     assert not graphs.fits(too_many)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(40, 1), (100, 1), (16, 30), (0, 200), (0, 77)],
+        [(9 * row, 1) for row in range(20)] + [(0, 9)],
+        [(0, 250), (0, 250), (0, 100)],
+        [(3, 1), (100, 150), (0, 40)],
+        [(0, 2)] * 32,
+    ],
+)
+@pytest.mark.parametrize("backend", ["flashinfer", "triton"])
+def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], backend: str, rows: list[tuple[int, int]]) -> None:
+    """A padded step in pieces gives the hidden states, keys and values of the same step without graphs: to the bit
+    where nothing depends on what else is computed.
+    """
+    device, is_exact = torch.device("cuda"), backend == "triton"
+    config = json.loads((model[0] / "config.json").read_bytes())
+    options = ModelOptions(dtype=torch.bfloat16, device=device, max_positions=256, batch_invariant=is_exact)
+    ours = models.build(config, options)
+    weights.load(ours, model[0], load_format="auto", seed=0, report=lambda *_: None)
+    shape = kv_pool_shape(ours.attention_shape, num_pages=17 * len(rows) + 1, page_size=16)
+    pool = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    pool[:, :, 0] = 0
+    attention = importlib.import_module(f"aioengine.attention.{backend}").PLUGIN(ours.attention_shape, pool)
+    graphs = PieceGraphs(ours, attention, pool, max_rows=33)
+    graphs.capture(610, lambda *_: None)
+    tables = [list(range(1 + 17 * row, 18 + 17 * row)) for row in range(len(rows))]
+    batch = on_device(make_batch(rows, tables, 16), device)
+    batch = replace(batch, input_ids=torch.randint(1, 290, batch.input_ids.shape, device=device))
+    before = pool.clone()
+    attention.prepare(batch)
+    expected = ours.forward(batch.input_ids, batch.positions, attention, batch.last_tokens)
+    expected_pool = pool[:, :, 1:].float()
+    other = on_device(make_batch([(0, 256), (0, 256)], [list(range(1, 17)), list(range(17, 33))], 16), device)
+    for _ in range(2):
+        graphs.replay(other)
+        pool.copy_(before)
+        found = graphs.replay(batch)
+    assert pool[:, :, 0].isfinite().all(), "padding goes on to be multiplied by zero"
+    assert found.shape == expected.shape
+    if is_exact:
+        assert torch.equal(found, expected)
+        assert torch.equal(pool[:, :, 1:].float(), expected_pool)
+    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 2e-2
+    assert float((pool[:, :, 1:].float() - expected_pool).norm() / expected_pool.norm()) < 2e-2

@@ -1,0 +1,166 @@
+"""CUDA graphs of steps with prompts, in pieces: all but attention, which has another shape in every step.
+
+Launched kernel by kernel, such a step costs the host about as much time as the device, and several times that where
+its number of tokens is new: libraries choose and load kernels, and memory is taken, when they first see it. So a step
+is padded to the next of a ladder of token counts, with tokens of no row, whose keys and values go to the padding page.
+What stands between the attentions of two layers is a graph; attention is launched for the tokens that there are.
+
+Graphs and attention hand each other q, k, v and what was attended to in memory that all layers and sizes share.
+
+T tokens of a graph, R rows, H query heads, K kv heads, E head size, D model size, L layers, N pages, S page size.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.rotate_heads import as_parts
+from aioengine.runner.ladder import piece_ladder
+from aioengine.runner.padded_inputs import PaddedInputs
+from aioengine.runner.ranges import part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from aioengine.attention._base import ForwardBatch, PiecewiseAttention
+    from aioengine.models._base import Model
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """What graphs and attention hand each other: heads [T, H + 2 K, E], attended [T, H, E]."""
+
+    heads: Tensor
+    attended: Tensor
+
+    def first(self, num_tokens: int) -> _Handed:
+        return _Handed(self.heads[:num_tokens], self.attended[:num_tokens])
+
+
+class _Seams:
+    """Stands in for attention: while it captures, a graph ends and the next begins at each layer's.
+
+    ``kv_pool``: [L, 2, N, K, S, E].
+    """
+
+    def __init__(self, kv_pool: Tensor, slot_mapping: Tensor, handed: _Handed) -> None:
+        self._kv_pool = kv_pool
+        self._slots = slot_mapping
+        self._handed = handed
+        self._pool: torch.cuda._POOL_HANDLE | None = None
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+
+    @contextmanager
+    def capture(self, pool: torch.cuda._POOL_HANDLE) -> Iterator[None]:
+        """What is computed inside becomes ``graphs``, one more than there are layers."""
+        self._pool = pool
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def prepare(self, batch: object) -> None:
+        """Nothing: there is no step."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        raise AssertionError("keys and values are written before, to the target")
+
+    def target(self, layer: int) -> KVTarget:
+        keys, values = self._kv_pool[layer]
+        return KVTarget(self._slots, keys, values, self._handed.heads)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        if self.graphs:
+            self._end()
+            self._begin()
+        return self._handed.attended.flatten(1)
+
+    def _begin(self) -> None:
+        self.graphs.append(torch.cuda.CUDAGraph())
+        self.graphs[-1].capture_begin(pool=self._pool)
+
+    def _end(self) -> None:
+        self.graphs[-1].capture_end()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """A captured step: its graphs, the memory that it reads, and ``hidden`` [R, D], which it writes."""
+
+    graphs: list[torch.cuda.CUDAGraph]
+    inputs: PaddedInputs
+    handed: _Handed
+    hidden: Tensor
+
+
+class PieceGraphs:
+    """The graphs of a model. ``kv_pool``: [L, 2, N, K, S, E]. ``max_rows``: of a step."""
+
+    def __init__(self, model: Model, attention: PiecewiseAttention, kv_pool: Tensor, *, max_rows: int) -> None:
+        self._model = model
+        self._attention = attention
+        self._kv_pool = kv_pool
+        self._max_rows = max_rows
+        self._stream = torch.cuda.Stream(kv_pool.device)
+        self._steps: dict[int, _Pieces] = {}  # ascending
+
+    def capture(self, max_tokens: int, report: Callable[[int, int], None]) -> None:
+        """Capture the ladder up to ``max_tokens``; ``report`` hears how many sizes are done, and of how many."""
+        sizes = piece_ladder(max_tokens)
+        shape, device = self._model.attention_shape, self._kv_pool.device
+        num_heads = shape.num_heads + 2 * shape.num_kv_heads
+        inputs = PaddedInputs.zeros(max_tokens, self._max_rows, device)
+        handed = _Handed(
+            torch.zeros(max_tokens, num_heads, shape.head_size, dtype=self._model.dtype, device=device),
+            torch.zeros(max_tokens, shape.num_heads, shape.head_size, dtype=self._model.dtype, device=device),
+        )
+        pool = torch.cuda.graph_pool_handle()
+        captured: dict[int, _Pieces] = {}
+        for num_done, size in enumerate(reversed(sizes), 1):
+            captured[size] = self._captured(inputs.first(size, self._max_rows), handed.first(size), pool)
+            report(num_done, len(sizes))
+        self._steps = {size: captured[size] for size in sizes}
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Whether there are graphs for this step."""
+        num_rows, num_tokens = len(batch.query_lengths), len(batch.input_ids)
+        return num_rows <= self._max_rows and any(num_tokens <= size for size in self._steps)
+
+    def replay(self, batch: ForwardBatch) -> Tensor:
+        """Queue the step, which must fit; gives the hidden states of the last token of each of its rows."""
+        num_tokens = len(batch.input_ids)
+        chosen = next(step for size, step in self._steps.items() if num_tokens <= size)
+        with part("prepare"):
+            chosen.inputs.fill(batch)
+            chosen.handed.attended[num_tokens:].zero_()  # padding must be finite, it goes on to other layers
+            self._attention.prepare(batch)
+        there = chosen.handed.first(num_tokens)
+        q, k, v = as_parts(there.heads, self._model.attention_shape.num_heads)
+        *before, last = chosen.graphs
+        for layer, graph in enumerate(before):
+            graph.replay()
+            self._attention.attend_into(q, k, v, layer, out=there.attended)
+        last.replay()
+        return chosen.hidden[: len(batch.query_lengths)]
+
+    def _captured(self, inputs: PaddedInputs, handed: _Handed, pool: torch.cuda._POOL_HANDLE) -> _Pieces:
+        seams = _Seams(self._kv_pool, inputs.slot_mapping, handed)
+
+        def compute() -> Tensor:
+            return self._model.forward(inputs.input_ids, inputs.positions, seams, inputs.last_tokens)
+
+        compute()  # kernels that are compiled or chosen when they first run must not do so while being captured
+        torch.cuda.synchronize(self._kv_pool.device)
+        with torch.cuda.stream(self._stream), seams.capture(pool):
+            hidden = compute()
+        for graph in seams.graphs:
+            graph.replay()  # for the first time, which takes longer
+        return _Pieces(seams.graphs, inputs, handed, hidden)

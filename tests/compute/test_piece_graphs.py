@@ -1,0 +1,176 @@
+"""Steps in pieces give what the same steps give undivided, with graphs that are lists of operations on the CPU."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aioengine import models
+from aioengine.attention import _base
+from aioengine.attention.torch import TorchAttention
+from aioengine.models._base import Model, ModelOptions
+from aioengine.protocol.messages import Progress
+from aioengine.runner import prompt_graphs, weights
+from aioengine.runner.kv_pool import PADDING_PAGE
+from aioengine.runner.padded_inputs import PaddedInputs
+from aioengine.runner.piece_graphs import PieceGraphs
+from tests.compute.runner_world import save_model
+from tests.compute.stepping import make_batch
+
+PAGE_SIZE, NUM_PAGES = 4, 64
+CPU = torch.device("cpu")
+
+
+class Recorded(TorchDispatchMode):
+    """In place of ``torch.cuda.CUDAGraph``: operations on the memory that they had when they were captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[object, tuple[object, ...], dict[str, object], object]] = []
+
+    def capture_begin(self, pool: object) -> None:
+        assert pool == "pool"
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, given))
+        return given
+
+    def replay(self) -> None:
+        for func, args, kwargs, before in self.calls:
+            now = func(*args, **kwargs)  # type: ignore[operator]
+            for target, source in zip(tensors(before), tensors(now), strict=True):
+                if target.data_ptr() != source.data_ptr():
+                    target.copy_(source)
+
+
+def tensors(given: object) -> list[Tensor]:
+    return [each for each in (given if isinstance(given, tuple | list) else [given]) if isinstance(each, Tensor)]
+
+
+class Piecewise(TorchAttention):
+    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
+        out.copy_(self.attend(q, k, v, layer).view_as(out))
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    save_model("qwen3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    built = models.build(config, ModelOptions(dtype=torch.float32, device=CPU, max_positions=256))
+    weights.load(built, tmp_path, load_format="auto", seed=0, report=lambda *_: None)
+    for name, stand_in in {
+        "CUDAGraph": Recorded,
+        "Stream": lambda _: None,
+        "stream": nullcontext,
+        "graph_pool_handle": lambda: "pool",
+        "synchronize": lambda _: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return built
+
+
+@torch.inference_mode()
+def test_steps_of_all_kinds(model: Model) -> None:
+    shape = model.attention_shape
+    pool = torch.zeros(_base.kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
+    expected_pool = pool.clone()
+    graphs = PieceGraphs(model, Piecewise(shape, pool), pool, max_rows=4)
+    heard: list[tuple[int, int]] = []
+    graphs.capture(50, lambda *done: heard.append(done))
+    assert heard == [(1, 2), (2, 2)]
+    reference = TorchAttention(shape, expected_pool)
+    # decode beside prompts, chunks beside fresh prompts; large steps before small ones; the whole of a size
+    for rows in ([(0, 30), (0, 17)], [(30, 1), (17, 9), (0, 5)], [(26, 6), (0, 26)], [(0, 50)], [(0, 2), (0, 3)]):
+        tables = [list(range(1 + 13 * row, 14 + 13 * row)) for row in range(len(rows))]
+        batch = make_batch(rows, tables, PAGE_SIZE)
+        batch = replace(batch, input_ids=torch.randint(1, 290, batch.input_ids.shape))
+        reference.prepare(batch)
+        expected = model.forward(batch.input_ids, batch.positions, reference, batch.last_tokens)
+        assert graphs.fits(batch)
+        found = graphs.replay(batch)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(pool[:, :, 1:], expected_pool[:, :, 1:], rtol=1e-4, atol=1e-5)
+        assert pool[:, :, PADDING_PAGE].isfinite().all()
+
+
+@torch.inference_mode()
+def test_numbers_that_are_not_finite_do_not_reach_the_padding_of_later_steps(model: Model) -> None:
+    shape = model.attention_shape
+    pool = torch.zeros(_base.kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
+    graphs = PieceGraphs(model, Piecewise(shape, pool), pool, max_rows=4)
+    graphs.capture(32, lambda *_: None)
+    pool[0, 1, 9] = torch.nan
+    assert graphs.replay(make_batch([(4, 32)], [[9, *range(1, 9)]], PAGE_SIZE)).isnan().all()
+    pool[:] = 0
+    graphs.replay(make_batch([(0, 3)], [[20]], PAGE_SIZE))
+    assert pool.isfinite().all()
+
+
+def test_a_graph_reads_no_place_that_a_larger_step_left() -> None:
+    inputs = PaddedInputs.zeros(64, 4, CPU)
+    inputs.fill(make_batch([(5, 30), (0, 30)], [list(range(1, 10)), list(range(10, 20))], PAGE_SIZE))
+    smaller = inputs.first(32, 4)
+    smaller.fill(make_batch([(7, 2)], [[30, 31, 32]], PAGE_SIZE))
+    assert smaller.slot_mapping.tolist() == [31 * 4 + 3, 32 * 4, *[0] * 30]
+    assert smaller.last_tokens.tolist() == [1, 0, 0, 0]
+    assert smaller.positions[:2].tolist() == [7, 8]
+    assert int(smaller.positions.max()) < 64
+
+
+def test_what_does_not_fit(model: Model) -> None:
+    pool = torch.zeros(_base.kv_pool_shape(model.attention_shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
+    graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), pool, max_rows=2)
+    assert not graphs.fits(make_batch([(0, 2)], [[1]], PAGE_SIZE)), "nothing is captured yet"
+    with torch.inference_mode():
+        graphs.capture(20, lambda *_: None)
+    assert graphs.fits(make_batch([(0, 20)], [list(range(1, 6))], PAGE_SIZE))
+    assert not graphs.fits(make_batch([(0, 21)], [list(range(1, 7))], PAGE_SIZE))
+    assert not graphs.fits(make_batch([(0, 2)] * 3, [[1], [2], [3]], PAGE_SIZE))
+
+
+class Captured:
+    """In place of either kind of graphs: remembers up to how many tokens it was asked for."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.longest = 0
+
+    def capture(self, max_tokens: int, report: object) -> None:
+        self.longest = max_tokens
+
+
+@pytest.mark.parametrize(("context_length", "longest"), [(100, 800), (256, 2048), (100_000, 4096)])
+def test_whole_graphs_are_no_longer_than_all_their_rows(
+    context_length: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_graphs, "PrefillGraphs", Captured)
+    monkeypatch.setattr(prompt_graphs, "PieceGraphs", Captured)
+    names = ("prepare", "forward", "target", "attend", "attend_into", "fixed_prefill")
+    offered = SimpleNamespace(**dict.fromkeys(names, print))
+    parts = SimpleNamespace(
+        attention=offered,
+        model=None,
+        kv_pool=SimpleNamespace(tensor=None),
+        device=CPU,
+        max_rows=4,
+        max_row_pages=9,
+        context_length=context_length,
+    )
+    reported: list[Progress] = []
+    found = prompt_graphs.capture_prompt_graphs(parts, 4096, reported.append)  # type: ignore[arg-type]
+    assert [cast("Captured", graphs).longest for graphs in found] == [longest, 4096]
+    del offered.attend_into, offered.fixed_prefill
+    assert prompt_graphs.capture_prompt_graphs(parts, 4096, reported.append) == []  # type: ignore[arg-type]
