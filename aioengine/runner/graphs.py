@@ -136,6 +136,10 @@ class DecodeGraphs:
             report(len(sizes) + len(self._cascades), num_graphs)
         self._sizes = np.array(sizes)
 
+    def padded(self, num_rows: int) -> int:
+        """The number of rows of the graph that takes so many; more than any takes stay what they are."""
+        return num_rows if num_rows > self.max_rows else int(self._sizes[np.searchsorted(self._sizes, num_rows)])
+
     def fits(self, rows: StepRows) -> bool:
         """Whether these rows are a decode step for which there is a graph."""
         num_rows = len(rows.requests)
@@ -166,7 +170,7 @@ class DecodeGraphs:
 
     def _choose(self, num_rows: int, sharing: Sharing | None) -> _Graph:
         if sharing is None:
-            return self._graphs[int(self._sizes[np.searchsorted(self._sizes, num_rows)])]
+            return self._graphs[self.padded(num_rows)]
         cascade = next(cascade for cascade in self._cascades if cascade.graph.num_rows >= num_rows)
         if cascade.planned is not sharing:
             cascade.attention.plan_shared(sharing.pages)

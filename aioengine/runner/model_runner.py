@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from aioengine import models
 from aioengine.models._base import ModelOptions
@@ -278,7 +279,10 @@ class ModelRunner:
         return step.token_ids
 
     def _sample(self, hidden: Tensor, rows: SampledRows) -> Tensor:
-        logits = self._model.compute_logits(hidden)
+        num_rows = len(hidden)
+        if self._graphs is not None:  # a number of rows that is new would wait for kernels that are loaded for it
+            hidden = functional.pad(hidden, (0, 0, 0, self._graphs.padded(num_rows) - num_rows))
+        logits = self._model.compute_logits(hidden)[:num_rows]
         with part("sample"):
             token_ids = self._sampler.sample(logits, rows)
             self._table.write_tokens(rows, token_ids)

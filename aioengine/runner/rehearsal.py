@@ -3,7 +3,8 @@
 Triton compiles a kernel anew for every form of its arguments: a number that is one, or a multiple of sixteen, the next
 power of two of few rows. The sizes here meet all of these; each is run as prompts, as decode steps and as both at once,
 with rows that are drawn plainly, from the largest logits alone, and after every logits processor. At last there is a
-step full of prompts: products of many rows have forms of their own.
+step full of prompts, as many as may run: products of many rows have forms of their own, and whatever smaller steps need
+lies in the memory that it took.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioengine.protocol.messages import Progress, Sampling
-from aioengine.runner.ladder import MAX_PROMPT_ROWS
 from aioengine.scheduler.plan import OpenedRow, Plan, Row
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 80)
 NUM_TOKENS = 5
 """Of a row among many, with what it generates."""
-NUM_PROMPTS = MAX_PROMPT_ROWS + 1
-"""That fill a step: no graph of prompts takes so many."""
 
 _TOKEN = 0
 _PLAIN = (Sampling(1),)
@@ -68,7 +66,7 @@ def rehearse(runner: ModelRunner, limits: Limits, report: Callable[[Progress], N
 
 
 def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
-    """Prompts of one token, a decode step, and decoding rows beside longer prompts."""
+    """Prompts of one token, a decode step, decoding rows beside longer prompts and beside chunks that give no token."""
     uids = list(range(size))
     num_pages = -(-NUM_TOKENS // page_size)
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in uids]
@@ -79,8 +77,11 @@ def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
         yield Plan([Row(uid, 1, 1, True) for uid in uids])
         late = uids[size // 2 :]  # these begin anew, with three tokens
         opened = [OpenedRow(uid, picked[uid], 3, [_TOKEN] * 3, pages[uid]) for uid in late]
-        decoding = [Row(uid, 2, 1, True) for uid in uids[: size // 2]]
-        yield Plan([*decoding, *(Row(uid, 0, 3, True, [_TOKEN] * 3) for uid in late)], opened, closed=late)
+        decoding = uids[: size // 2]
+        prompts = [Row(uid, 0, 3, True, [_TOKEN] * 3) for uid in late]
+        yield Plan([*(Row(uid, 2, 1, True) for uid in decoding), *prompts], opened, closed=late)
+        chunks = [Row(uid, 3, 2, False, [_TOKEN] * 2) for uid in late]
+        yield Plan([*(Row(uid, 3, 1, True) for uid in decoding), *chunks])
         yield Plan([], closed=uids)
 
 
@@ -93,12 +94,13 @@ def _one_prompt(size: int, page_size: int) -> Iterator[Plan]:
 
 
 def _full_step(limits: Limits, page_size: int) -> Iterator[Plan]:
-    """As many tokens as a step can have, or nearly."""
-    size = min(limits.max_tokens // NUM_PROMPTS, limits.context_length - 1, limits.num_pages // NUM_PROMPTS * page_size)
-    if size < 1 or limits.max_rows < NUM_PROMPTS:
+    """As many rows, and with them as many tokens, as a step can have, or nearly."""
+    num_rows = min(limits.max_rows, limits.max_tokens // 2, limits.num_pages)
+    if not num_rows:
         return
+    size = min(limits.max_tokens // num_rows, limits.context_length - 1, limits.num_pages // num_rows * page_size)
     ids, num_pages = [_TOKEN] * size, -(-size // page_size)
-    pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in range(NUM_PROMPTS)]
-    opened = [OpenedRow(uid, _PLAIN[0], size, ids, pages[uid]) for uid in range(NUM_PROMPTS)]
-    yield Plan([Row(uid, 0, size, True, ids) for uid in range(NUM_PROMPTS)], opened)
-    yield Plan([], closed=list(range(NUM_PROMPTS)))
+    pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in range(num_rows)]
+    opened = [OpenedRow(uid, _PLAIN[0], size, ids, pages[uid]) for uid in range(num_rows)]
+    yield Plan([Row(uid, 0, size, True, ids) for uid in range(num_rows)], opened)
+    yield Plan([], closed=list(range(num_rows)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -316,3 +317,21 @@ def test_the_first_graphs_that_fit_a_step_with_prompts_are_taken(qwen: Path) -> 
         world.answers(prompts)
     assert few.replayed == [9], "a prompt of one token is a decode step"
     assert more.replayed == [12]
+
+
+def test_logits_are_computed_for_as_many_rows_as_a_graph_has(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[6] * 5, [7] * 9, [8] * 3]
+    world = World(make_settings(qwen))
+    expected = World(make_settings(qwen)).answers(prompts)
+    num_rows: list[int] = []
+    plain = world.runner._model.compute_logits
+
+    def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(hidden))
+        return plain(hidden)
+
+    monkeypatch.setattr(world.runner._model, "compute_logits", compute_logits)
+    graphs = SimpleNamespace(fits=lambda _: False, padded=lambda num: max(num, 4))
+    monkeypatch.setattr(world.runner, "_graphs", graphs)
+    assert world.answers(prompts) == expected
+    assert set(num_rows) == {4}
