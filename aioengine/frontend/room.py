@@ -65,7 +65,7 @@ class Room:
 
     def check(self, caller: Hashable) -> None:
         """Raise EngineOverloadedError where there is no room for a call of ``caller``, whose places are kept for it."""
-        full = None if self._num_given[caller] else self._full()
+        full = None if self._num_given.get(caller) else self._full()
         if full is not None:
             raise EngineOverloadedError(
                 f"the engine is overloaded: {full}; try again later", retry_after=self._retry_after()
@@ -73,7 +73,7 @@ class Room:
 
     def take(self, caller: Hashable, num_bytes: int) -> None:
         """A call was opened, on the place of its caller where it has one."""
-        if self._num_given[caller]:
+        if self._num_given.get(caller):
             self._forget(next(place for place in self._given if place.caller == caller))
         self.num_calls += 1
         self.num_bytes += num_bytes
