@@ -125,7 +125,8 @@ class PieceGraphs:
         pool = torch.cuda.graph_pool_handle()
         captured: dict[int, _Pieces] = {}
         for num_done, size in enumerate(reversed(sizes), 1):
-            captured[size] = self._captured(inputs.first(size, self._max_rows), handed.first(size), pool)
+            num_rows = min(self._max_rows, size)  # each has a token at least
+            captured[size] = self._captured(inputs.first(size, num_rows), handed.first(size), pool)
             report(num_done, len(sizes))
         self._steps = {size: captured[size] for size in sizes}
 

@@ -108,6 +108,23 @@ def test_steps_of_all_kinds(model: Model) -> None:
 
 
 @torch.inference_mode()
+def test_no_more_hidden_states_are_computed_than_there_can_be_rows(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = torch.zeros(_base.kv_pool_shape(model.attention_shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
+    graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), pool, max_rows=40)
+    plain, wanted = model.forward, list[int]()
+
+    def forward(ids: Tensor, positions: Tensor, attention: _base.AttentionBackend, last_tokens: Tensor) -> Tensor:
+        wanted.append(len(last_tokens))
+        return plain(ids, positions, attention, last_tokens)
+
+    monkeypatch.setattr(model, "forward", forward)
+    graphs.capture(50, lambda *_: None)
+    assert wanted == [40, 40, 32, 32], "each size is computed before it is captured"
+
+
+@torch.inference_mode()
 def test_numbers_that_are_not_finite_do_not_reach_the_padding_of_later_steps(model: Model) -> None:
     shape = model.attention_shape
     pool = torch.zeros(_base.kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
