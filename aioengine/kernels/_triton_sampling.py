@@ -70,6 +70,11 @@ def _uniform(words: tl.tensor, stride: tl.tensor, row: tl.tensor) -> tl.tensor:
     return (high * 67108864.0 + low) * (1.0 / 9007199254740992.0)
 
 
+@triton.jit
+def _larger(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _blocks_kernel(
     logits: tl.tensor,
@@ -82,21 +87,22 @@ def _blocks_kernel(
     sums: tl.tensor,
     SIZE: tl.constexpr,
 ) -> None:
-    """For each block of a row: its largest logit, where that is, and the mass of the block relative to it."""
+    """For each block of a row: its largest logit, or NaN where there is one, the mass of the block relative to it, and
+    in greedy rows where it is.
+    """
     row, block = tl.program_id(0), tl.program_id(1)
     columns = block * SIZE + tl.arange(0, SIZE)
     inside = columns < num_tokens
     x = tl.load(logits + row.to(tl.int64) * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
-    has_nan = tl.max((x != x).to(tl.int32), 0)
-    largest = tl.max(x, 0)
-    place = tl.min(tl.where(x == largest, columns, num_tokens), 0)
+    largest = tl.reduce(x, 0, _larger)
     scale = tl.load(words + 3 * num_rows + row).to(tl.float32, bitcast=True)
     base = tl.where(largest == -float("inf"), 0.0, largest)
     mass = tl.sum(tl.exp((x - base) * scale), 0)
     out = row * tl.num_programs(1) + block
-    tl.store(maxima + out, tl.where(has_nan > 0, float("nan"), largest))
-    tl.store(places + out, place)
+    tl.store(maxima + out, largest)
     tl.store(sums + out, mass)
+    if tl.load(words + 4 * num_rows + row) != 0:
+        tl.store(places + out, tl.min(tl.where(x == largest, columns, num_tokens), 0))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -340,7 +346,7 @@ class SamplingKernels:
         num_rows = len(logits)
         inputs = (logits, logits.stride(0), self._vocab_size, draws.words, draws.words.stride(0), self._maxima)
         blocks = next_power_of_2(self._num_blocks)
-        _blocks_kernel[(num_rows, self._num_blocks)](*inputs, self._places, self._sums, SIZE=BLOCK, num_warps=2)
+        _blocks_kernel[(num_rows, self._num_blocks)](*inputs, self._places, self._sums, SIZE=BLOCK, num_warps=1)
         _pick_kernel[(num_rows,)](
             *(*inputs, self._places, self._sums, out, self._num_blocks, *(remembered or (out, out))),
             SIZE=BLOCK,
