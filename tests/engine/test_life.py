@@ -25,6 +25,7 @@ from aioengine.errors import (
 )
 from aioengine.frontend.slow_readers import SlowReaders
 from aioengine.frontend.startup import Blueprint
+from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.engine.engine_double import CONTEXT_LENGTH, CodePoints, Double, World, expected_text, until
 
@@ -197,7 +198,38 @@ def in_another_thread(act: Callable[[], object]) -> object:
     return results[0]
 
 
+async def _text_of(stream: Stream, num_chunks: int) -> str:
+    return "".join([(await anext(stream))["text"] for _ in range(num_chunks)])
+
+
 class TestOneLoop:
+    def test_a_stream_that_was_read_at_home_knows_another_loop_on_the_same_thread(self) -> None:
+        world = World()
+        with asyncio.Runner() as home:
+            home.run(world.engine.start())
+            world.double.is_held = True
+
+            async def begin() -> Stream:
+                stream = world.engine.async_generate("a", {**GREEDY, "max_new_tokens": 3}, stream=True)
+                reading = asyncio.create_task(_text_of(stream, num_chunks=2))
+                await until(lambda: bool(world.double.live))
+                for _ in range(2):
+                    world.double.step()
+                    await asyncio.sleep(0)
+                assert await reading == expected_text("a", 2)
+                return stream
+
+            stream = home.run(begin())
+            with pytest.raises(WrongLoopError):
+                asyncio.run(_text_of(stream, num_chunks=1))
+
+            async def go_on() -> str:
+                world.double.resume()
+                return await _text_of(stream, num_chunks=1)
+
+            assert home.run(go_on()) == expected_text("a", 3)[2:]
+            home.run(world.engine.shutdown())
+
     async def test_another_loop_or_none(self) -> None:
         here = World()
         async with here.engine as engine:
