@@ -20,12 +20,14 @@ from aioengine.protocol.board import StepBoard
 from aioengine.protocol.codec import fingerprint
 from aioengine.protocol.messages import Failed, Ready
 from aioengine.protocol.orders import Orders
+from aioengine.protocol.service import new_epoch_in
 from aioengine.transport.addresses import Listener
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from aioengine.protocol.messages import NewEpoch
     from aioengine.protocol.service import Service
 
 GC_THRESHOLDS = (1_000_000, 20, 20)
@@ -62,6 +64,9 @@ class Child:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
+        self._say_ready(facts)
+
+    def _say_ready(self, facts: Mapping[str, str | int | float | bool]) -> None:
         text = msgspec.json.encode(dict(facts)).decode()
         self.uplink.send([Ready(self.orders.role, os.getpid(), fingerprint(), text)])
 
@@ -74,7 +79,9 @@ class Child:
             while True:
                 messages = self.receiver.receive(self._wait_s(service, now))
                 now = time.monotonic()
-                if messages:
+                if new_epoch := new_epoch_in(messages):
+                    self._begin(new_epoch, service, now)
+                elif messages:
                     service.handle(messages, now)
                 outbox = service.step(now)
                 if outbox.to_peer:
@@ -85,6 +92,14 @@ class Child:
         except SystemExit:  # asked to end; after a failure nothing is tidied, which might fail as well
             service.close()
             raise
+
+    def _begin(self, new_epoch: NewEpoch, service: Service, now: float) -> None:
+        """All ends go on in another epoch."""
+        self.receiver.begin(new_epoch.epoch)
+        for sender in self._senders:
+            sender.begin(new_epoch.epoch)
+        service.handle([new_epoch], now)
+        self._say_ready(service.facts)
 
     def _wait_s(self, service: Service, now: float) -> float:
         """How long to wait for messages: not long while a slow reader holds back what we sent."""

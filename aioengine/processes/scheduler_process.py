@@ -20,6 +20,7 @@ from aioengine.protocol.messages import (
     Ended,
     FinishCode,
     Message,
+    NewEpoch,
     Progress,
     Reply,
     Stats,
@@ -86,6 +87,8 @@ class SchedulerService:
                     self._core.suspend(message.uids, is_over=message.is_over)
                 case Control():
                     self._replies.append(self._control(message, now))
+                case NewEpoch():
+                    self._core.abort(None)
                 case _:
                     logger.error("the scheduler has no use for a message %s", type(message).__name__)
 

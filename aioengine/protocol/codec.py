@@ -10,11 +10,14 @@ import hashlib
 import secrets
 from enum import Enum
 from functools import cache
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
 from aioengine.protocol.messages import Frame, Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -24,6 +27,8 @@ _KEPT_BUFFER_BYTES = 1024 * 1024
 _NUM_HEAD_BYTES = 24
 _SENDER_BITS = 62
 _MAX_SENDERS = 64
+MISSING_S = 0.5
+"""A frame that has not come so long after a later one of its sender never will."""
 
 
 class BadFrameError(ValueError):
@@ -55,6 +60,12 @@ class FrameEncoder:
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray(4096)
 
+    def begin(self, epoch: int) -> None:
+        """Frames from now on are of this epoch, and of another sender."""
+        self._epoch = epoch
+        self._sender = secrets.randbits(_SENDER_BITS)
+        self._number = 0
+
     def encode(self, messages: list[Message]) -> bytearray:
         """The frame of ``messages``. The buffer is overwritten by the next call: send or copy it before.
 
@@ -77,22 +88,33 @@ class FrameEncoder:
 class FrameDecoder:
     """Decodes frames; those of another epoch than its own are dropped and counted in ``num_foreign``.
 
-    Channels lose nothing and keep the order. So a frame with an earlier number than its sender's next is a copy, and
-    one with a later number tells that those between could not be decoded.
+    Channels lose nothing and keep the order. So a frame whose number is not its sender's next is no frame of this
+    channel: a copy, or one of another channel, that somebody sends. But where a sender's frames are so for long, by the
+    ``clock``, one of its own could not be decoded.
     """
 
-    def __init__(self, epoch: int, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(
+        self, epoch: int, *, clock: Callable[[], float] | None = None, max_bytes: int = MAX_FRAME_BYTES
+    ) -> None:
         self.num_foreign = 0
         self._epoch = epoch
         self._max_bytes = max_bytes
         self._decoder = msgspec.msgpack.Decoder(Frame, strict=True)
         self._next_numbers: dict[int, int] = {}
+        self._missing_since: dict[int, float] = {}
+        self._clock = clock
+
+    def begin(self, epoch: int) -> None:
+        """Frames of this epoch alone are taken from now on."""
+        self._epoch = epoch
+        self._next_numbers.clear()
+        self._missing_since.clear()
 
     def decode(self, data: bytes | bytearray | memoryview) -> list[Message]:
         """The messages of a frame, [] for a frame of another epoch.
 
         Raises:
-            BadFrameError: wrong version, size or content, or a frame that came before.
+            BadFrameError: wrong version, size or content, or not the next frame of its sender.
             LostFrameError: an earlier frame of its sender never came as a whole.
         """
         view = memoryview(data)
@@ -108,12 +130,23 @@ class FrameDecoder:
             self.num_foreign += 1
             return []
         expected = self._next_numbers.get(frame.sender, 0)
-        if frame.number < expected or (expected == 0 and len(self._next_numbers) == _MAX_SENDERS):
+        if frame.number != expected or (expected == 0 and len(self._next_numbers) == _MAX_SENDERS):
+            if frame.number > expected:
+                self._miss(frame.sender, expected)
             raise BadFrameError(f"it is number {frame.number} of its sender, and {expected} is due", view)
-        if frame.number > expected:
-            raise LostFrameError(f"frame {frame.number} of a sender came, and {expected} is due")
         self._next_numbers[frame.sender] = expected + 1
+        if self._missing_since:
+            self._missing_since.pop(frame.sender, None)
         return frame.messages
+
+    def _miss(self, sender: int, expected: int) -> None:
+        """Raise LostFrameError where this frame of the sender has been missed for long."""
+        is_full = len(self._missing_since) == _MAX_SENDERS and sender not in self._missing_since
+        if self._clock is None or is_full:
+            return
+        now = self._clock()
+        if now - self._missing_since.setdefault(sender, now) > MISSING_S:
+            raise LostFrameError(f"frame {expected} of a sender has not come, but later ones have")
 
 
 @cache

@@ -1,6 +1,6 @@
 """Every message that crosses a process border.
 
-    frontend --> scheduler      Submit, Abort, Suspend, Control
+    frontend --> scheduler      Submit, Abort, Suspend, Control, NewEpoch
     scheduler --> detokenizer   StepOutput            one for each step, whatever the number of requests
     detokenizer --> scheduler   Abort (a stop string was found, or the text stage failed)
     detokenizer --> frontend    TextChunks            one for each StepOutput
@@ -170,6 +170,15 @@ class Control(Struct, tag="control", array_like=True, gc=False):
     arguments: dict[str, str | int | float | bool | None] = {}
 
 
+class NewEpoch(Struct, tag="new_epoch", array_like=True, gc=False):
+    """The detokenizer is replaced: forget all requests, they come again. Answered by ``Ready``.
+
+    All frames that follow, of everybody to everybody, are of ``epoch``; what was on its way reaches nobody.
+    """
+
+    epoch: int
+
+
 # ---------------------------------------------------------------- scheduler to detokenizer
 
 
@@ -334,7 +343,7 @@ class LogRecord(Struct, tag="log", array_like=True, gc=False):
 ToScheduler = Submit | Abort | Suspend | Control
 ToDetokenizer = StepOutput
 ToFrontend = TextChunks | Stats | Reply | Ready | Failed | Progress | LogRecord
-Message = ToScheduler | ToDetokenizer | ToFrontend
+Message = ToScheduler | NewEpoch | ToDetokenizer | ToFrontend
 
 
 class Frame(Struct, array_like=True, gc=False):

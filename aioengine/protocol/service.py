@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from aioengine.protocol.messages import NewEpoch
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from aioengine.protocol.messages import Message
 
 HEARTBEAT_S = 1.0
-"""A service says something to everybody at least so often: a lost frame is found when the next one comes."""
+"""A service says something to everybody at least so often: a lost frame is missed when others come behind it."""
 
 
 class Outbox(NamedTuple):
@@ -22,6 +24,11 @@ class Outbox(NamedTuple):
 
     to_peer: list[Message]
     to_frontend: list[Message]
+
+
+def new_epoch_in(messages: Iterable[Message]) -> NewEpoch | None:
+    """The beginning of another epoch; all that came together with it is of the one that is over."""
+    return next((message for message in messages if isinstance(message, NewEpoch)), None)
 
 
 class Service(Protocol):

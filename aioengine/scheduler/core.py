@@ -136,8 +136,10 @@ class SchedulerCore(Generic[Ticket]):
         """
         self._scheduler.submit(submit, now)
 
-    def abort(self, uids: Iterable[int], code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
+    def abort(self, uids: Iterable[int] | None, code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
         """End requests in whatever state; their pages are free at once. Unknown uids are ignored.
+
+        None: all, as if they had never been; nobody is told, nor of what else happened. They may come again.
 
         With STOP the frontend knows already and nothing is said; else the next ``step`` gives one ``Ended`` for each.
         """

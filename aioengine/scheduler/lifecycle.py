@@ -103,8 +103,17 @@ class Lifecycle:
         """Those of these that are alive, each once."""
         return [self._requests[uid] for uid in dict.fromkeys(uids) if uid in self._requests]
 
-    def abort(self, uids: Iterable[int], code: FinishCode, message: str) -> None:
-        """End requests from outside. Unknown uids have just ended; of a stop string the frontend knows already."""
+    def abort(self, uids: Iterable[int] | None, code: FinishCode, message: str) -> None:
+        """End requests from outside. Unknown uids have just ended; of a stop string the frontend knows already.
+
+        None: forget all, and what nobody was told yet; what was computed is still cached.
+        """
+        if uids is None:
+            for request in list(self._requests.values()):
+                self.end(request, None)
+            self._deadlines = Deadlines()
+            self.outbox.clear()
+            return
         finish = Finish(code, stage="detokenize" if code is FinishCode.FAILED else "", message=message)
         for request in self.living(uids):
             self.end(request, finish, silently=code is FinishCode.STOP)
@@ -153,8 +162,10 @@ class Lifecycle:
             self._take_out(request, State.WAITING)
             insort(self.waiting, request, key=_order)
 
-    def end(self, request: Request, finish: Finish, *, silently: bool = False, is_spoilt: bool = False) -> None:
+    def end(self, request: Request, finish: Finish | None, *, silently: bool = False, is_spoilt: bool = False) -> None:
         """A request is over, whatever its state. Its pages are free at once; its rows in flight are late.
+
+        finish: None where it was only forgotten, which counts nowhere.
 
         is_spoilt: what it computed is wrong and must not be found by others.
         """
@@ -163,7 +174,8 @@ class Lifecycle:
             self._tenants.charge(request.submit.tenant, len(request.token_ids) - request.marks.num_charged)
         self._tenants.leave(request.submit.tenant)
         self._take_out(request, State.ENDED, is_spoilt=is_spoilt)
-        self.outbox.end(request.uid, finish, silently=silently)
+        if finish is not None:
+            self.outbox.end(request.uid, finish, silently=silently)
 
     def _take_out(self, request: Request, state: State, *, is_spoilt: bool = False) -> None:
         """Out of the list in which it stands now."""

@@ -95,6 +95,10 @@ class Outbox:
         if not silently:
             self._ended.append(Ended(uid, finish.code, finish.matched, finish.stage, finish.message))
 
+    def clear(self) -> None:
+        """Nobody is told of what happened until now; the totals stay."""
+        self.take([], [])
+
     def take(self, uids: list[int], token_ids: list[int]) -> StepOutput:
         """The tokens of a step with all events up to now."""
         output = StepOutput(uids, token_ids, self._opened, self._preempted, self._ended)

@@ -53,8 +53,11 @@ class Scheduler:
         """
         self._life.submit(submit, max(now, submit.arrived_at))
 
-    def abort(self, uids: Iterable[int], code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
-        """End requests from outside, in any state; unknown uids are ignored. STOP ends them without an ``Ended``."""
+    def abort(self, uids: Iterable[int] | None, code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
+        """End requests from outside, in any state; unknown uids are ignored. STOP ends them without an ``Ended``.
+
+        None: all, as if they had never been, but that what was computed is cached.
+        """
         self._life.abort(uids, code, message)
 
     def suspend(self, uids: Iterable[int], *, is_over: bool = False) -> None:

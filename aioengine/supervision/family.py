@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from aioengine.supervision.launchers._base import RunningChild
 
@@ -16,17 +16,22 @@ KILL_WAIT_S = 1.0
 
 
 class Family:
-    """``children`` is the launcher's list, which grows while it starts them. ``on_exit`` is told who has ended."""
+    """``children`` is the launcher's list, which changes when it starts some. ``on_exit`` is told who has ended."""
 
     def __init__(self, children: list[RunningChild], on_exit: Callable[[RunningChild], None]) -> None:
         self.children = children
         self._on_exit = on_exit
-        self._exits: list[asyncio.Event] = []
+        self._exits: dict[RunningChild, asyncio.Event] = {}
+
+    def ended(self, roles: Collection[str]) -> list[RunningChild]:
+        """Those of these roles that have ended."""
+        return [child for child in self.children if child.role in roles and child.exit_code is not None]
 
     def watch(self) -> None:
         """Hear of the ends of all children, on the running loop; those that are watched already are left out."""
-        for child in self.children[len(self._exits) :]:
-            self._watch(child)
+        for child in self.children:
+            if child not in self._exits:
+                self._watch(child)
 
     async def end(self, polite_s: float) -> None:
         """Ask all to end, give them ``polite_s`` seconds, and kill what is left then."""
@@ -37,6 +42,15 @@ class Family:
             await self._wait_for_exits(polite_s)
         self.kill()
         await self._wait_for_exits(KILL_WAIT_S)
+
+    async def end_one(self, role: str) -> None:
+        """Kill the child of this role."""
+        for child in self.children:
+            if child.role == role:
+                child.kill()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(KILL_WAIT_S):
+                        await self._exits.pop(child).wait()
 
     def kill(self) -> None:
         """Kill all, without waiting."""
@@ -50,8 +64,7 @@ class Family:
             child.reap(KILL_WAIT_S)
 
     def _watch(self, child: RunningChild) -> None:
-        exited = asyncio.Event()
-        self._exits.append(exited)
+        exited = self._exits[child] = asyncio.Event()
 
         def on_exit() -> None:
             exited.set()
@@ -62,5 +75,5 @@ class Family:
     async def _wait_for_exits(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                for exited in self._exits:
+                for exited in list(self._exits.values()):
                     await exited.wait()

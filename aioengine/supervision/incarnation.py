@@ -1,7 +1,8 @@
-"""Incarnation: one start of the children, from their launch until the first of them is lost or all are ended.
+"""Incarnation: one start of the scheduler, from its launch until it is lost or all children are ended.
 
 What comes after a loss, another incarnation or the end of the engine, is the supervisor's business. Every incarnation
-has sockets and an epoch of its own, so nothing of an earlier one can come.
+has sockets and an epoch of its own, so nothing of an earlier one can come. An incarnation that lost its detokenizer
+alone can be mended: another one is started, and the scheduler goes on with it in a new epoch, without its requests.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from msgspec import Struct
@@ -25,7 +27,7 @@ from aioengine.supervision.outgoing import Outgoing
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Collection
 
     from aioengine.config import Settings
     from aioengine.protocol.messages import ToScheduler
@@ -45,12 +47,13 @@ class ProcessState(Struct, frozen=True):
 class Loss(Struct, frozen=True):
     """Why an incarnation is over. ``rows``: what the lost child was computing, uid -> end of its row.
 
-    ``is_final``: nothing that another incarnation would mend.
+    ``is_final``: nothing that another incarnation would mend. ``is_mendable``: the scheduler lives and can go on.
     """
 
     error: EngineError
     rows: dict[int, int] = {}
     is_final: bool = False
+    is_mendable: bool = False
 
 
 class Timeouts(Struct, frozen=True):
@@ -64,8 +67,9 @@ class Incarnation:
     """Owns the children of one start, on one loop.
 
     ``on_messages`` gets what the children say (``TextChunks``, ``Stats``, ``Reply``), ``on_progress`` how far long
-    work has come. ``on_loss`` is called once when, after the start, a child died, gave no sign of life for too long, or
-    messages could not be handled; the children are killed then, and ``end`` is still to be called.
+    work has come. ``on_loss`` is called when, after the start, a child died, gave no sign of life for too long, or
+    messages could not be handled. The children are killed then, and ``end`` is still to be called; only where the loss
+    is mendable, ``mend`` may be called instead. Until then nothing is heard of them.
     """
 
     def __init__(
@@ -88,7 +92,8 @@ class Incarnation:
         self._pump: asyncio.Task[None] | None = None
         self._outgoing = Outgoing(self._transmit, settings.scheduler.chunk_tokens)
         self._is_started = False
-        self._is_ended = False  # from the first loss, end or kill on
+        self._is_broken = False  # from the loss of the detokenizer until it is mended
+        self._is_ended = False  # from any other loss, end or kill on
         self._heartbeats = Heartbeats(timeouts.stall_s)
         self._step_ended_at = 0.0
 
@@ -98,17 +103,36 @@ class Incarnation:
         Raises:
             EngineStartupError: with a child's own error, message and traceback; none is left running then.
         """
+        return await self._begin([(ROLES, self._launcher.launch)])
+
+    async def mend(self) -> dict[str, object]:
+        """Replace the detokenizer, after a loss that is mendable.
+
+        Raises:
+            EngineStartupError, BacklogFullError: that could not be done; none of the children is left running then.
+        """
+        await self._family.end_one(DETOKENIZER)
+        return await self._begin(
+            [((SCHEDULER,), self._launcher.begin_epoch), ((DETOKENIZER,), self._launcher.launch_detokenizer)]
+        )
+
+    async def _begin(self, stages: list[tuple[Collection[str], Callable[[], Awaitable[None]]]]) -> dict[str, object]:
+        """Do each of these, and wait until the children of these roles are ready."""
+        facts: dict[str, object] = {}
         try:
-            self._handshake = Handshake(ROLES)
-            await self._launcher.launch()
-            self._pump = asyncio.create_task(self._run_pump(), name="aioengine-pump")
-            self._family.watch()
-            facts = await self._handshake.wait(self._startup_timeout_s)
-            self._is_started = True
-            self._heartbeats.watch(ROLES, self._lose_child)
-            for child in self._launcher.children:
-                if child.exit_code is not None:  # just now, which the handshake did not care about any more
-                    asyncio.get_running_loop().call_soon(self._child_ended, child)
+            for roles, launch in stages:
+                self._handshake = Handshake(roles)
+                await launch()
+                if self._pump is None or self._pump.done():
+                    self._pump = asyncio.create_task(self._run_pump(), name="aioengine-pump")
+                self._family.watch()
+                for child in self._family.ended(roles):
+                    self._handshake.child_ended(child)
+                facts |= await self._handshake.wait(self._startup_timeout_s)
+            self._is_started, self._is_broken = True, False
+            self._heartbeats.watch(ROLES, self._lose)
+            for child in self._family.ended(ROLES):  # just now, which the handshake did not care about any more
+                asyncio.get_running_loop().call_soon(self._child_ended, child)
             return facts
         except BaseException:
             await self.end(polite_s=0.0)
@@ -121,38 +145,38 @@ class Incarnation:
     def processes(self) -> list[ProcessState]:
         """Every child as it is now."""
         now = time.monotonic()
-        return [self._state(child, now) for child in self._launcher.children]
+        step_s = now - self._step_ended_at if self._step_ended_at > 0 else None
+        return [
+            ProcessState(
+                role=child.role,
+                pid=child.pid,
+                alive=child.exit_code is None,
+                last_heartbeat_s=self._heartbeats.age_s(child.role, now),
+                last_step_s=step_s if child.role == SCHEDULER else None,
+            )
+            for child in self._launcher.children
+        ]
 
     def rows_in_flight(self, role: str) -> dict[int, int]:
         """What the child of this role computes, or was computing at its end: uid -> the end of its row."""
         found = [child.rows_in_flight() for child in self._launcher.children if child.role == role]
         return found[0] if found else {}
 
-    def _state(self, child: RunningChild, now: float) -> ProcessState:
-        has_stepped = child.role == SCHEDULER and self._step_ended_at > 0
-        return ProcessState(
-            role=child.role,
-            pid=child.pid,
-            alive=child.exit_code is None,
-            last_heartbeat_s=self._heartbeats.age_s(child.role, now),
-            last_step_s=now - self._step_ended_at if has_stepped else None,
-        )
-
     # ------------------------------------------------------------ messages
 
     def _transmit(self, messages: list[Message]) -> None:
         """Send one frame. Who sends is in the midst of something else: a loss is told later."""
-        if self._is_ended:
+        if self._is_ended or self._is_broken:
             return
         loop = asyncio.get_running_loop()
         try:
             self._launcher.sender.send(messages)
         except BacklogFullError as error:
             stalled = EngineStalledError(f"the scheduler process does not take its messages: {error}")
-            loop.call_soon(self._lose_child, SCHEDULER, stalled)
+            loop.call_soon(self._lose, SCHEDULER, stalled)
         except ValueError as error:
             failure = EngineError(f"messages for the scheduler could not be sent: {error}")
-            loop.call_soon(self._lose, Loss(failure, is_final=True))
+            loop.call_soon(partial(self._lose, None, failure, is_final=True))
 
     async def _run_pump(self) -> None:
         """The only reader of what the children say. It ends with the engine, or the engine ends with it."""
@@ -167,7 +191,7 @@ class Incarnation:
             what = "came damaged" if is_lost else "could not be handled"
             failure = EngineError(f"messages of the engine's processes {what}: {error!r}")
             failure.__cause__ = error
-            self._lose(Loss(failure, is_final=not is_lost))
+            self._lose(None, failure, is_final=not is_lost)
 
     def _dispatch(self, messages: list[Message]) -> None:
         now = time.monotonic()
@@ -182,46 +206,51 @@ class Incarnation:
                     self._step_ended_at = message.step_ended_at
                     for_frontend.append(message)
                     self.send([])  # an empty frame, by which it finds that one before was lost
-                case Progress():
-                    self._tell_handshake(message)
-                    self._on_progress(message)
-                case Ready() | Failed():
-                    self._heartbeats.hear(message.role, now)
-                    self._tell_handshake(message)
+                case Progress() | Ready() | Failed():
+                    if self._handshake is not None and not self._handshake.is_over:
+                        self._handshake.take(message)
+                    if isinstance(message, Progress):
+                        self._on_progress(message)
+                    else:
+                        self._heartbeats.hear(message.role, now)
                 case LogRecord():
                     logging.getLogger(message.logger).log(message.level, "%s", message.message)
                 case _:
                     for_frontend.append(cast("ToFrontend", message))
-        if for_frontend and not self._is_ended:
+        if for_frontend and not self._is_ended and not self._is_broken:
             self._on_messages(for_frontend)
-
-    def _tell_handshake(self, message: Ready | Failed | Progress) -> None:
-        if self._handshake is not None and not self._handshake.is_over:
-            self._handshake.take(message)
 
     # ------------------------------------------------------------ losses
 
     def _child_ended(self, child: RunningChild) -> None:
-        if self._is_ended or self._handshake is None:
+        if self._is_ended or self._handshake is None or child not in self._launcher.children:
             return
-        if not self._is_started:
+        if not self._is_started or self._is_broken:
             self._handshake.child_ended(child)
             return
         error = EngineDeadError(child.role, pid=child.pid, exit_code=child.exit_code, log_lines=child.log_lines())
-        self._lose_child(child.role, error)
+        self._lose(child.role, error)
 
-    def _lose_child(self, role: str, error: EngineError) -> None:
-        self._lose(Loss(error, self.rows_in_flight(role)))
-
-    def _lose(self, loss: Loss) -> None:
-        """It is over: end what still runs, and say why, once."""
-        if self._is_ended or not self._is_started:
+    def _lose(self, role: str | None, error: EngineError, *, is_final: bool = False) -> None:
+        """It is over, or broken: end what cannot go on, and say why, once. ``role``: of the child that is lost."""
+        if self._is_ended or self._is_broken or not self._is_started:
             return
-        self._mark_ended()
-        self._family.kill()
+        rows = self.rows_in_flight(role) if role is not None else {}
+        is_mendable = role == DETOKENIZER and not self._family.ended([SCHEDULER])
+        loss = Loss(error, rows, is_final=is_final, is_mendable=is_mendable)
+        if loss.is_mendable:
+            self._is_broken = True
+            self._heartbeats.stop()
+        else:
+            self.give_up()
         self._on_loss(loss)
 
     # ------------------------------------------------------------ ends
+
+    def give_up(self) -> None:
+        """Kill the children, without waiting; ``end`` is still to be called."""
+        self._mark_ended()
+        self._family.kill()
 
     def kill_now(self) -> None:
         """End the children at once and without a loop."""

@@ -183,6 +183,11 @@ class ControlCalls:
             self._lost.append(Reply(control.call_id, False, message, stage=CRASH_STAGE))
         self._asked.clear()
 
+    def put_back(self) -> None:
+        """What the scheduler may have answered was lost: it is asked again."""
+        self._waiting = self._asked | self._waiting
+        self._asked = {}
+
     def take_lost(self) -> list[Reply]:
         """The replies that no process will give."""
         lost, self._lost = self._lost, []
@@ -343,14 +348,17 @@ class Ledger:
 
     # ------------------------------------------------------------ crashes
 
-    def crash(self, rows: Mapping[int, int], how: str, now: float) -> Blame:
-        """The processes are gone; ``rows``: by uid, the end of what the step computed in which one of them died.
+    def crash(self, rows: Mapping[int, int], how: str, now: float, *, is_scheduler_lost: bool = True) -> Blame:
+        """A process is gone; ``rows``: by uid, the end of what the step computed in which it died.
 
         ``how``: what happened to the process. Nobody is blamed where everything crashes: when no request gave a token
         since the last one was found guilty.
         """
         self.is_connected = False
-        self.calls.lose(how)
+        if is_scheduler_lost:
+            self.calls.lose(how)
+        else:
+            self.calls.put_back()
         for uid, entry in list(self._entries.items()):
             if entry.is_sent and entry.has_replayed_abort and entry.abort is not None:
                 self._end(Finished(uid, entry.abort.code, message=entry.abort.message, ended_at=now))

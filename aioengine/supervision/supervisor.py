@@ -1,7 +1,8 @@
 """Supervisor: has the children of an engine run, carries messages, and replaces children that were lost.
 
-Both children are replaced when one of them dies or stalls: they hold nothing that the ledger does not know, but for the
-weights. Whoever sends and hears through the supervisor notices nothing of it but the time.
+A scheduler that dies or stalls is replaced together with the detokenizer; a detokenizer alone, where that can be done.
+They hold nothing that the ledger does not know, but for the weights and the prefix cache. Whoever sends and hears
+through the supervisor notices nothing of it but the time.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ class Events(Struct, frozen=True):
 class Supervisor:
     """Owns the children of one engine, from ``start`` to ``stop``, on one loop.
 
-    A child that dies, or gives no sign of life for ``stall_timeout_s``, is replaced with the other one, and requests go
-    on where they were; up to ``max_restarts`` times within ``restart_window_s``, not counting what a single request
-    does again and again, which ends with an error then. Beyond that, and where messages could not be handled,
-    ``on_failure`` is called; the children are ended then, and ``stop`` is still to be called.
+    A child that dies, or gives no sign of life for ``stall_timeout_s``, is replaced, and requests go on where they
+    were; up to ``max_restarts`` times within ``restart_window_s``, not counting what a single request does again and
+    again, which ends with an error then. Beyond that, and where messages could not be handled, ``on_failure`` is
+    called; the children are ended then, and ``stop`` is still to be called.
 
     Attributes:
         num_restarts: how often the children were replaced.
@@ -196,41 +197,48 @@ class Supervisor:
     # ------------------------------------------------------------ losses
 
     def _lose(self, loss: Loss) -> None:
-        """A child is gone, and the others with it: begin anew, or give up."""
+        """A child is gone: go on with another one, or give up."""
         error, now = loss.error, time.monotonic()
         if self._is_ended:
             return
         if loss.is_final or not self._limits.max_restarts:
             self._fail(error)
             return
-        blame = self._ledger.crash(loss.rows, _describe(error), now)
+        blame = self._ledger.crash(loss.rows, _describe(error), now, is_scheduler_lost=not loss.is_mendable)
         if blame is Blame.GUILTY:
             self._window.give_back()
         if blame is Blame.NOBODY and not self._window.take(now):
             self._fail(error)
             return
         logger.warning("%s; %d requests go on in new processes", _describe(error), self._ledger.num_open)
-        self._totals.restart()
         self._look_later()
-        self._recovery = asyncio.get_running_loop().create_task(self._recover(error), name="aioengine-recovery")
+        self._recovery = asyncio.get_running_loop().create_task(self._recover(loss), name="aioengine-recovery")
 
-    async def _recover(self, error: EngineError) -> None:
-        """Replace the children. A start that fails counts like a loss."""
+    async def _recover(self, loss: Loss) -> None:
+        """Replace the children that were lost. A start that fails counts like a loss of all.
+
+        But a detokenizer that cannot be replaced alone was lost together with the scheduler.
+        """
+        is_mendable = loss.is_mendable
         while not self._is_ended:
-            await self._incarnation.end(polite_s=0.0)
-            if self._is_ended:  # by another thread
-                return
-            self._incarnation = self._make(_ignore)
-            self.num_restarts += 1
+            if not is_mendable:
+                await self._incarnation.end(polite_s=0.0)
+                if self._is_ended:  # by another thread
+                    return
+                self._incarnation = self._make(_ignore)
+                self._totals.restart()
+                self.num_restarts += 1
             try:
-                await self._incarnation.start()
+                await (self._incarnation.mend() if is_mendable else self._incarnation.start())
             except Exception as startup_error:  # of whatever kind: else everybody would wait for ever
-                if not self._window.take(time.monotonic()):
-                    error.__cause__ = startup_error
-                    self._fail(error)
+                if not is_mendable and not self._window.take(time.monotonic()):
+                    loss.error.__cause__ = startup_error
+                    self._fail(loss.error)
                     return
                 logger.warning("the engine's processes could not be replaced, trying again: %s", startup_error)
+                is_mendable = False
                 continue
+            self.num_restarts += is_mendable
             self._recovery = None
             self._incarnation.send(self._ledger.replay())
             return
@@ -240,6 +248,7 @@ class Supervisor:
         if self._is_ended:
             return
         self._mark_ended()
+        self._incarnation.give_up()
         if self._window.num_taken:
             error.add_note(
                 f"its processes were replaced {self._window.num_taken} times within "

@@ -19,6 +19,10 @@ class Sender(Protocol):
         """Raises ``BacklogFullError`` when the reader has not read for too long."""
         ...
 
+    def begin(self, epoch: int) -> None:
+        """What is sent from now on is of this epoch."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -27,6 +31,10 @@ class AsyncReceiver(Protocol):
 
     async def receive(self) -> list[Message]:
         """Wait until something has come. Cancelling it loses no frame. Raises ``LostFrameError``, as below."""
+        ...
+
+    def begin(self, epoch: int) -> None:
+        """What is of another epoch, and was not received yet, never will be."""
         ...
 
     def close(self) -> None: ...
@@ -41,6 +49,10 @@ class Receiver(Protocol):
         Raises:
             LostFrameError: a frame of a sender could not be decoded, and nothing behind it has a meaning.
         """
+        ...
+
+    def begin(self, epoch: int) -> None:
+        """What is of another epoch, and was not received yet, never will be."""
         ...
 
     def close(self) -> None: ...

@@ -7,6 +7,7 @@ object.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,9 @@ class LocalSender:
         if queue.waiter is not None and not queue.waiter.done():
             queue.waiter.set_result(None)
 
+    def begin(self, epoch: int) -> None:
+        self._encoder.begin(epoch)
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -58,7 +62,7 @@ class LocalReceiver:
     def __init__(self, queue: _Queue, epoch: int) -> None:
         self.num_bad_frames = 0
         self._queue = queue
-        self._decoder = FrameDecoder(epoch)
+        self._decoder = FrameDecoder(epoch, clock=time.monotonic)
 
     async def receive(self) -> list[Message]:
         """The messages of the frames that have come, in order; waits until there are any."""
@@ -76,6 +80,9 @@ class LocalReceiver:
             except BadFrameError:
                 self.num_bad_frames += 1
         return messages
+
+    def begin(self, epoch: int) -> None:
+        self._decoder.begin(epoch)
 
     def close(self) -> None:
         self._queue.frames.clear()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,10 @@ class ZmqSender:
             return
         if not self.flush() or not self._offer(frame):
             self._keep(bytes(frame))
+
+    def begin(self, epoch: int) -> None:
+        """What is sent from now on is of this epoch; what waits goes first."""
+        self._encoder.begin(epoch)
 
     def flush(self) -> bool:
         """Hand the backlog to the socket; whether all of it went."""
@@ -154,7 +159,7 @@ class _PullSocket:
 
     def __init__(self, context: Context, listener: Listener, epoch: int) -> None:
         self.num_bad_frames = 0
-        self._decoder = FrameDecoder(epoch)
+        self.decoder = FrameDecoder(epoch, clock=time.monotonic)
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -170,7 +175,7 @@ class _PullSocket:
                 frame = self.socket.recv(zmq.NOBLOCK)
                 num_frames += 1
                 try:
-                    messages += self._decoder.decode(frame)
+                    messages += self.decoder.decode(frame)
                 except BadFrameError as error:
                     self._count_bad(error)
         return messages
@@ -204,6 +209,9 @@ class ZmqReceiver:
         zmq.zmq_poll(self._watched, timeout_ms)
         return self._pull.drain()
 
+    def begin(self, epoch: int) -> None:
+        self._pull.decoder.begin(epoch)
+
     def close(self) -> None:
         self._pull.socket.close(linger=0)
 
@@ -234,6 +242,9 @@ class AsyncZmqReceiver:
             self._waiter = self._loop.create_future()
             await self._waiter
         return messages
+
+    def begin(self, epoch: int) -> None:
+        self._pull.decoder.begin(epoch)
 
     def close(self) -> None:
         if not self._loop.is_closed() and not self._pull.socket.closed:

@@ -93,6 +93,7 @@ class World:
     ended: dict[int, Ended] = field(default_factory=dict[int, Ended])
     stopped: set[int] = field(default_factory=set[int])
     preempted: list[int] = field(default_factory=list[int])
+    num_never_told: int = 0
 
     def __post_init__(self) -> None:
         runner = FakeRunner(self.model, num_pages=self.num_pages, page_size=self.page_size, faults=self.faults)
@@ -113,6 +114,14 @@ class World:
             uids = [uid for uid in uids if uid in self.opened and uid not in self.ended]
             self.stopped.update(uids)
         self.core.abort(uids, code)
+
+    def forget_all(self) -> None:
+        """Whoever heard of the requests is gone; those that have not ended may come again."""
+        stats = self.core.stats(self.now)
+        self.num_never_told += stats.num_finished + stats.num_aborted - len(self.ended) - len(self.stopped)
+        self.opened = {uid: opened for uid, opened in self.opened.items() if uid in self.ended}
+        self.core.abort(None)
+        self.core.check_integrity()
 
     def step(self) -> StepOutput | None:
         output = self.core.step(self.now)
@@ -162,7 +171,7 @@ class World:
         assert stats.num_free_pages == stats.num_pages == self.num_pages
         assert self.ended.keys() | self.stopped == self.submitted.keys()
         assert not self.ended.keys() & self.stopped
-        assert stats.num_finished + stats.num_aborted == len(self.submitted)
+        assert stats.num_finished + stats.num_aborted == len(self.submitted) + self.num_never_told
         for uid, output in self.outputs.items():
             expected = self.reference(uid)
             if uid in self.ended and self.ended[uid].code in (FinishCode.STOP, FinishCode.LENGTH):

@@ -40,6 +40,45 @@ def test_whatever_had_been_given_out_the_rest_is_the_same(storm: Storm, num_step
             assert first.outputs[uid] == first.reference(uid)
 
 
+@given(storms, st.integers(0, 60), st.integers(0, 2))
+def test_a_core_that_forgot_all_goes_on_itself(storm: Storm, num_steps: int, depth: int) -> None:
+    """With steps in flight, whose rows bear the names of those that come again."""
+    rng = random.Random(storm.seed)
+    world = storm.world(depth)
+    world.submit(*storm.requests(rng))
+    for _ in range(num_steps):
+        world.step()
+    again = [resumed(world, uid, rng.randint(0, len(given))) for uid, given in world.outputs.items()]
+    world.forget_all()
+    stats = world.core.stats(world.now)
+    assert (stats.num_running, stats.num_waiting, stats.num_free_pages) == (0, 0, stats.num_pages)
+    world.submit(*(submit for submit in again if submit.uid not in world.ended))
+    world.run()
+    world.check_all_over()
+
+
+def test_what_was_computed_is_cached_after_all_was_forgotten() -> None:
+    world = World(settings_of(), 64, 4, NO_EOS)
+    world.submit(submit_of(1, list(range(40))))
+    for _ in range(3):
+        world.step()
+    world.forget_all()
+    assert not world.core.has_work
+    world.submit(submit_of(1, list(range(40))))
+    world.run()
+    assert world.opened[1].num_cached >= 36
+    world.check_all_over()
+
+
+def test_deadlines_of_what_was_forgotten_are_too() -> None:
+    world = World(settings_of(), 64, 4, NO_EOS)
+    world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=4, deadline=30.0)))
+    world.forget_all()
+    assert world.core.next_deadline() is None
+    world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=4)))
+    assert world.core.next_deadline() is None
+
+
 @pytest.mark.parametrize("num_given", [0, 3])
 def test_it_is_opened_again_as_it_was_and_counted_once(num_given: int) -> None:
     world = World(settings_of(), 64, 4, NO_EOS)

@@ -55,6 +55,7 @@ async def test_a_loss_at_any_turn_of_the_loop_changes_nothing(role: int, stream:
     num_turns, num_losses = 0, 0
     async with fake_async_engine(ANSWERS, max_restarts=10_000) as engine:
         processes = frontend_of(engine).parts.processes
+        scheduler = processes._incarnation._launcher.children[0]  # type: ignore[attr-defined]
         while True:
             asking = asyncio.create_task(ask_all(engine, stream=stream))
             while not processes._ledger.num_open:  # type: ignore[attr-defined]  # noqa: ASYNC110
@@ -68,6 +69,7 @@ async def test_a_loss_at_any_turn_of_the_loop_changes_nothing(role: int, stream:
             assert await asking == expected, f"after {num_turns} turns"
             await until_restarted(engine, num_losses)
             num_turns += 3
+        assert (scheduler in processes._incarnation._launcher.children) is (role == 1)  # type: ignore[attr-defined]
         await until_idle(engine)
     assert num_losses > 20
 
@@ -323,7 +325,7 @@ async def test_an_abort_of_a_stream_meanwhile_gives_what_was_held_back() -> None
             chunk = await anext(stream)
             text, ids = text + chunk["text"], ids + chunk["output_ids"]
         assert (text, bytes(ids)) == ("abc", b"abcST")
-        os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
+        os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
         await until(lambda: engine.health()["state"] == "recovering")
         stream.abort()
         last = [chunk async for chunk in stream]

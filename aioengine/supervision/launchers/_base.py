@@ -51,13 +51,13 @@ class RunningChild(Protocol):
 
 
 class Launcher(Protocol):
-    """Makes the channels and starts the children. Used once, on one loop; ``close`` comes after the children's end."""
+    """Makes the channels and starts the children, on one loop; ``close`` comes after the children's end."""
 
     def __init__(self, settings: Settings) -> None: ...
 
     @property
     def children(self) -> list[RunningChild]:
-        """Those that were started, also when ``launch`` failed half-way: one list, which ``launch`` adds to."""
+        """One of each role: those that were started last, also when a launch failed half-way. Always the same list."""
         ...
 
     @property
@@ -75,6 +75,22 @@ class Launcher(Protocol):
 
         Raises:
             EngineStartupError: one could not be started at all.
+        """
+        ...
+
+    async def begin_epoch(self) -> None:
+        """Have the scheduler, which says when it is ready, go on without its requests and the detokenizer that ended.
+
+        Raises:
+            BacklogFullError: it does not take its messages.
+        """
+        ...
+
+    async def launch_detokenizer(self) -> None:
+        """Start another detokenizer, once the scheduler is ready for it, without waiting until it is ready itself.
+
+        Raises:
+            EngineStartupError: it could not be started at all.
         """
         ...
 

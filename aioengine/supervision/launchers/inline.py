@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 import msgspec
 
 from aioengine.protocol.codec import fingerprint
-from aioengine.protocol.messages import Failed, Progress, Ready
+from aioengine.protocol.messages import Failed, NewEpoch, Progress, Ready
 from aioengine.protocol.orders import DETOKENIZER, SCHEDULER
+from aioengine.protocol.service import new_epoch_in
 from aioengine.transport.local import LocalChannel
 
 if TYPE_CHECKING:
@@ -84,11 +85,14 @@ class InlineChild:
         """A task ends between two steps."""
         return {}
 
+    def _say_ready(self, service: Service) -> None:
+        facts = msgspec.json.encode(dict(service.facts)).decode()
+        self._frontend.send([Ready(self.role, self.pid, fingerprint(), facts)])
+
     async def _run(self, build: Callable[[], Service]) -> None:
         try:
             service = build()
-            facts = msgspec.json.encode(dict(service.facts)).decode()
-            self._frontend.send([Ready(self.role, self.pid, fingerprint(), facts)])
+            self._say_ready(service)
             try:
                 await self._serve(service)
             finally:
@@ -115,7 +119,13 @@ class InlineChild:
             else:
                 await asyncio.sleep(0)
             now = time.monotonic()
-            service.handle(messages, now)
+            if new_epoch := new_epoch_in(messages):
+                for end in (self._inbox, self._peer, self._frontend):
+                    end.begin(new_epoch.epoch)
+                service.handle([new_epoch], now)
+                self._say_ready(service)
+            else:
+                service.handle(messages, now)
             outbox = service.step(now)
             if outbox.to_peer:
                 self._peer.send(outbox.to_peer)
@@ -127,11 +137,11 @@ class InlineLauncher:
     """Runs both services as tasks."""
 
     def __init__(self, settings: Settings) -> None:
-        epoch = secrets.randbits(32)
+        self._epoch = secrets.randbits(32)
         self._settings = settings
-        self._to_frontend = LocalChannel(epoch)
-        self._to_scheduler = LocalChannel(epoch)
-        self._to_detokenizer = LocalChannel(epoch)
+        self._to_frontend = LocalChannel(self._epoch)
+        self._to_scheduler = LocalChannel(self._epoch)
+        self._to_detokenizer = LocalChannel(self._epoch)
         self.children: list[RunningChild] = []
         self.sender = self._to_scheduler.sender()
         self.receiver = self._to_frontend.receiver
@@ -147,19 +157,34 @@ class InlineLauncher:
             module = cast("_SchedulerModule", importlib.import_module(_SCHEDULER_MODULE))
             return module.build_service(settings, report)
 
-        def build_detokenizer() -> Service:
-            module = cast("_DetokenizerModule", importlib.import_module(_DETOKENIZER_MODULE))
-            return module.build_service(settings)
-
         scheduler = InlineChild(
             SCHEDULER, inbox=self._to_scheduler.receiver, peer=self._to_detokenizer.sender(), frontend=frontend
         )
-        detokenizer = InlineChild(
-            DETOKENIZER, inbox=self._to_detokenizer.receiver, peer=self._to_scheduler.sender(), frontend=frontend
-        )
-        self.children += [scheduler, detokenizer]
+        self.children.append(scheduler)
         scheduler.start(build_scheduler)
-        detokenizer.start(build_detokenizer)
+        self._start_detokenizer(self._to_scheduler.sender(), self._to_frontend.sender())
+
+    async def begin_epoch(self) -> None:
+        self._epoch = secrets.randbits(32)
+        self.sender.send([NewEpoch(self._epoch)])
+        for end in (self.sender, self.receiver, self._to_detokenizer.receiver):
+            end.begin(self._epoch)
+
+    async def launch_detokenizer(self) -> None:
+        peer, frontend = self._to_scheduler.sender(), self._to_frontend.sender()
+        for end in (peer, frontend):
+            end.begin(self._epoch)
+        self.children[:] = [child for child in self.children if child.role != DETOKENIZER]
+        self._start_detokenizer(peer, frontend)
+
+    def _start_detokenizer(self, peer: LocalSender, frontend: LocalSender) -> None:
+        def build() -> Service:
+            module = cast("_DetokenizerModule", importlib.import_module(_DETOKENIZER_MODULE))
+            return module.build_service(self._settings)
+
+        detokenizer = InlineChild(DETOKENIZER, inbox=self._to_detokenizer.receiver, peer=peer, frontend=frontend)
+        self.children.append(detokenizer)
+        detokenizer.start(build)
 
     def close(self) -> None:
         for channel in (self._to_frontend, self._to_scheduler, self._to_detokenizer):

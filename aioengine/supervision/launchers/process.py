@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -18,7 +19,8 @@ import msgspec
 
 from aioengine.errors import EngineStartupError
 from aioengine.protocol.board import blank_board, read_board
-from aioengine.protocol.orders import ROLES, Endpoints, Orders
+from aioengine.protocol.messages import NewEpoch
+from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER, Endpoints, Orders
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, listen
 from aioengine.transport.zmq import AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError
 
@@ -132,14 +134,39 @@ class ProcessLauncher:
         self._directory: PrivateDirectory | None = None
         self._context: Context | None = None
         self._ends: list[AsyncZmqSender | AsyncZmqReceiver] = []
-        self._listeners: dict[str, Listener] = {}  # not yet taken over by a reader
-        self._scheduler_endpoint = ""
+        self._listeners: dict[str, Listener] = {}  # the frontend's until it reads; the detokenizer's for the next one
+        self._endpoints: Endpoints
         self._is_closed = False
         self._processes: list[ProcessChild] = []
         self._thread = SpawnThread()
 
     async def launch(self) -> None:
-        future = self._thread.call(self._spawn_all)
+        await self._in_thread(self._spawn_all)
+        self._context = Context()
+        try:
+            self.sender = AsyncZmqSender(self._context, self._endpoints.scheduler, self._epoch, reader="it")
+            self._ends.append(self.sender)
+            self.receiver = AsyncZmqReceiver(self._context, self._listeners[_FRONTEND], self._epoch)
+            self._ends.append(self.receiver)
+        except ZmqError as error:
+            raise EngineStartupError(f"the engine's sockets could not be opened: {error}") from error
+        del self._listeners[_FRONTEND]
+
+    async def begin_epoch(self) -> None:
+        self._epoch = secrets.randbits(_EPOCH_BITS)
+        self.sender.send([NewEpoch(self._epoch)])
+        self.sender.begin(self._epoch)
+        self.receiver.begin(self._epoch)
+
+    async def launch_detokenizer(self) -> None:
+        before = next(process for process in self._processes if process.role == DETOKENIZER)
+        await self._in_thread(partial(self._spawn, DETOKENIZER))
+        before.close()
+        self._processes.remove(before)
+        self.children.remove(before)
+
+    async def _in_thread(self, spawn: Callable[[], None]) -> None:
+        future = self._thread.call(spawn)
         try:
             await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:
@@ -148,15 +175,6 @@ class ProcessLauncher:
             raise
         if self._is_closed:
             raise EngineStartupError("the engine was shut down while it started")
-        self._context = Context()
-        try:
-            self.sender = AsyncZmqSender(self._context, self._scheduler_endpoint, self._epoch, reader="it")
-            self._ends.append(self.sender)
-            self.receiver = AsyncZmqReceiver(self._context, self._listeners[_FRONTEND], self._epoch)
-            self._ends.append(self.receiver)
-        except ZmqError as error:
-            raise EngineStartupError(f"the engine's sockets could not be opened: {error}") from error
-        del self._listeners[_FRONTEND]
 
     def close(self) -> None:
         self._is_closed = True
@@ -178,30 +196,15 @@ class ProcessLauncher:
             self._directory = PrivateDirectory()
             for name in (_FRONTEND, *ROLES):
                 self._listeners[name] = listen(self._directory.path, name)
-            boards = {role: self._make_board(role, Path(self._directory.path)) for role in ROLES}
         except OSError as error:
             raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
-        endpoints = Endpoints(**{name: listener.endpoint for name, listener in self._listeners.items()})
-        self._scheduler_endpoint = endpoints.scheduler
+        self._endpoints = Endpoints(**{name: listener.endpoint for name, listener in self._listeners.items()})
         for role in ROLES:
-            orders = Orders(
-                role=role,
-                epoch=self._epoch,
-                endpoints=endpoints,
-                listener_fd=self._listeners[role].fd,
-                board=boards[role],
-                parent_pid=os.getpid(),
-                import_path=[os.path.abspath(entry) for entry in sys.path],
-                settings=self._settings,
-            )
-            self._spawn(Path(self._directory.path), orders)
-        own = self._listeners.pop(_FRONTEND)
-        self._close_listeners()  # the children have them now
-        self._listeners[_FRONTEND] = own
+            self._spawn(role)
+        os.close(self._listeners.pop(SCHEDULER).fd)  # it has that now
 
-    def _make_board(self, role: str, directory: Path) -> str:
+    def _make_board(self, path: Path) -> str:
         scheduler = self._settings.scheduler
-        path = directory / f"{role}{BOARD_SUFFIX}"
         path.write_bytes(blank_board(scheduler.depth + 1, scheduler.max_running))
         return str(path)
 
@@ -209,11 +212,22 @@ class ProcessLauncher:
         while self._listeners:
             os.close(self._listeners.popitem()[1].fd)
 
-    def _spawn(self, directory: Path, orders: Orders) -> None:
-        log_path = directory / f"{orders.role}.log"
-        command = [sys.executable, "-P", str(_BOOTSTRAP), f"aioengine::{orders.role}"]
+    def _spawn(self, role: str) -> None:
+        assert self._directory is not None
+        log_path = Path(self._directory.path) / f"{role}.log"
+        command = [sys.executable, "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
         try:
-            with log_path.open("ab") as log:
+            orders = Orders(
+                role=role,
+                epoch=self._epoch,
+                endpoints=self._endpoints,
+                listener_fd=self._listeners[role].fd,
+                board=self._make_board(log_path.with_suffix(BOARD_SUFFIX)),
+                parent_pid=os.getpid(),
+                import_path=[os.path.abspath(entry) for entry in sys.path],
+                settings=self._settings,
+            )
+            with log_path.open("wb") as log:
                 popen = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
@@ -224,9 +238,9 @@ class ProcessLauncher:
                 )
         except OSError as error:
             raise EngineStartupError(
-                f"the {orders.role} process could not be started with {sys.executable!r}: {error}"
+                f"the {role} process could not be started with {sys.executable!r}: {error}"
             ) from error
-        process = ProcessChild(orders.role, popen, log_path)
+        process = ProcessChild(role, popen, log_path)
         self._processes.append(process)
         self.children.append(process)
         assert popen.stdin is not None

@@ -27,6 +27,7 @@ from aioengine.protocol.messages import (
     Limits,
     LogRecord,
     Message,
+    NewEpoch,
     Opened,
     Progress,
     Ready,
@@ -57,6 +58,7 @@ MESSAGES: list[Message] = [
     Failed("scheduler", "ValueError", "no"),
     Progress("weights", 1, 2),
     LogRecord("aioengine.x", 40, "hello"),
+    NewEpoch(2**61),
 ]
 
 
@@ -66,7 +68,7 @@ def test_every_message_comes_back_equal_and_in_order() -> None:
     assert decoder.decode(encoder.encode([])) == []
     for message in MESSAGES:
         assert decoder.decode(encoder.encode([message])) == [message]
-    assert len({type(message) for message in MESSAGES}) == 12
+    assert len({type(message) for message in MESSAGES}) == 13
 
 
 def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
@@ -87,18 +89,73 @@ def test_frames_that_come_twice_are_refused_and_the_others_are_not() -> None:
     assert decoder.decode(other.encode([Abort([9])])) == [Abort([9])]
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_frame_that_came_damaged_is_missed_when_the_next_one_comes(lost: int) -> None:
+def test_frames_that_come_out_of_turn_are_refused_and_the_others_are_not() -> None:
     one, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
     frames = [bytes(one.encode([Abort([number])])) for number in range(4)]
     decoder = FrameDecoder(EPOCH)
+    assert decoder.decode(frames[0]) == [Abort([0])]
+    for wrong in (frames[0], frames[2], frames[3]):
+        with pytest.raises(BadFrameError, match="of its sender, and 1 is due"):
+            decoder.decode(wrong)
+    assert decoder.decode(other.encode([Abort([9])])) == [Abort([9])]
+    assert decoder.decode(frames[1]) == [Abort([1])]
+    assert decoder.decode(frames[2]) == [Abort([2])]
+
+
+class Clock:
+    """Tells the time that a test says."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_frame_that_came_damaged_is_missed_after_a_while(lost: int) -> None:
+    one, other, clock = FrameEncoder(EPOCH), FrameEncoder(EPOCH), Clock()
+    frames = [bytes(one.encode([Abort([number])])) for number in range(5)]
+    decoder = FrameDecoder(EPOCH, clock=clock)
     for frame in frames[:lost]:
         decoder.decode(frame)
     with pytest.raises(BadFrameError):
         decoder.decode(frames[lost][:-1])
+    clock.now += 100.0  # nobody sent anything
     assert decoder.decode(other.encode([Abort([9])])) == [Abort([9])]
-    with pytest.raises(LostFrameError, match=f"frame {lost + 1} of a sender came, and {lost} is due"):
-        decoder.decode(frames[lost + 1])
+    for wait_s in (0.0, codec.MISSING_S):
+        clock.now += wait_s
+        with pytest.raises(BadFrameError):
+            decoder.decode(frames[lost + 1])
+    clock.now += 0.01
+    with pytest.raises(LostFrameError, match=f"frame {lost} of a sender has not come, but later ones have"):
+        decoder.decode(frames[lost + 2])
+
+
+def test_a_frame_that_came_late_is_not_missed() -> None:
+    """Somebody sent copies of those behind it."""
+    encoder, clock = FrameEncoder(EPOCH), Clock()
+    frames = [bytes(encoder.encode([Abort([number])])) for number in range(4)]
+    decoder = FrameDecoder(EPOCH, clock=clock)
+    for number in range(3):
+        with pytest.raises(BadFrameError):
+            decoder.decode(frames[number + 1])
+        clock.now += codec.MISSING_S
+        assert decoder.decode(frames[number]) == [Abort([number])]
+        clock.now += 1.0
+
+
+def test_nobody_is_missed_in_another_epoch() -> None:
+    encoder, clock = FrameEncoder(EPOCH), Clock()
+    decoder = FrameDecoder(EPOCH, clock=clock)
+    encoder.encode([])
+    with pytest.raises(BadFrameError):
+        decoder.decode(encoder.encode([]))
+    encoder.begin(EPOCH + 1)
+    decoder.begin(EPOCH + 1)
+    clock.now += 1.0
+    assert decoder.decode(encoder.encode([Abort([1])])) == [Abort([1])]
+    assert decoder.decode(FrameEncoder(EPOCH).encode([Abort([1])])) == []
 
 
 def test_a_frame_that_was_too_large_leaves_no_gap() -> None:
@@ -145,7 +202,7 @@ def test_a_large_frame_does_not_keep_its_buffer() -> None:
 
 def test_sizes_are_limited_at_both_ends() -> None:
     frame = bytes(FrameEncoder(EPOCH).encode(MESSAGES))
-    with pytest.raises(FrameTooLargeError, match=rf"13 messages takes {len(frame)} bytes, the limit is 100"):
+    with pytest.raises(FrameTooLargeError, match=rf"14 messages takes {len(frame)} bytes, the limit is 100"):
         FrameEncoder(EPOCH, max_bytes=100).encode(MESSAGES)
     with pytest.raises(BadFrameError, match="its size is not within 2 and 100"):
         FrameDecoder(EPOCH, max_bytes=100).decode(frame)

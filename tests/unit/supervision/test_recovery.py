@@ -195,6 +195,18 @@ def test_a_call_that_was_on_its_way_fails_and_is_not_tried_again() -> None:
     assert [type(message) for message in world.sent] == [Submit]
 
 
+def test_calls_are_asked_again_where_the_scheduler_lives() -> None:
+    world = World(1)
+    world.tell(Control(1, "pause"), Control(2, "server_info"))
+    world.ledger.calls.answered(Reply(2, True))
+    world.sent = []
+    world.ledger.crash({}, "the other one died", 9.0, is_scheduler_lost=False)
+    world.tell(Control(3, "flush_cache"))
+    assert world.ledger.calls.take_lost() == []
+    world.sent = world.ledger.replay()
+    assert world.sent[-2:] == [Control(1, "pause"), Control(3, "flush_cache")]
+
+
 def test_a_continue_that_was_on_its_way_is_done() -> None:
     world = World(1)
     world.tell(Control(1, "pause"))

@@ -1,0 +1,133 @@
+"""A detokenizer that is lost is replaced alone: the scheduler process, its weights and its cache stay."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aioengine.protocol.messages import NewEpoch
+from aioengine.supervision.launchers.process import ProcessLauncher
+from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.testing.faults import Faults
+from aioengine.transport.zmq import AsyncZmqSender
+from tests.processes.engine_kit import Frontend, fake_settings
+from tests.processes.restart_kit import ANSWERS, ask, ask_all, pid_of, undisturbed, until, until_idle, until_restarted
+
+if TYPE_CHECKING:
+    from aioengine.protocol.messages import Message
+
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+async def test_the_scheduler_goes_on(number: signal.Signals) -> None:
+    expected = await undisturbed(has_answers=True)
+    async with fake_async_engine(ANSWERS, step_time_s=0.003, stall_timeout_s=2.0) as engine:
+        scheduler = pid_of(engine, "scheduler")
+        for num_restarts in (1, 2):
+            before = engine.stats()
+            asking = asyncio.create_task(ask_all(engine, stream=True))
+            await until(lambda told=before: engine.stats()["output_tokens"] > told["output_tokens"] + 50)  # type: ignore[misc]
+            detokenizer = pid_of(engine, "detokenizer")
+            os.kill(detokenizer, number)
+            assert await asking == expected
+            await until_restarted(engine, num_restarts)
+            assert pid_of(engine, "scheduler") == scheduler
+            assert pid_of(engine, "detokenizer") != detokenizer
+            await until_idle(engine)
+            stats = engine.stats()
+            assert all(stats[name] >= before[name] for name in ("num_steps", "output_tokens", "num_finished"))
+        assert len(engine.get_all_child_pids()) == 2
+
+
+async def test_nothing_is_loaded_again() -> None:
+    async with fake_async_engine(ANSWERS, faults=Faults(start_s=4.0)) as engine:
+        os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
+        async with asyncio.timeout(3.5):
+            assert await ask(engine, "plain", stream=True) == (await undisturbed(has_answers=True))["plain"]
+            await until_restarted(engine, 1)
+
+
+async def test_a_paused_engine_stays_so_and_calls_are_answered() -> None:
+    async with fake_async_engine(ANSWERS, step_time_s=0.005) as engine:
+        asking = asyncio.create_task(ask(engine, "plain", stream=True))
+        await until(lambda: engine.stats()["output_tokens"] > 3)
+        assert await engine.pause_generation("in_place")
+        os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
+        info = asyncio.create_task(engine.get_server_info())
+        await until_restarted(engine, 1)
+        assert (await info)["status"] == "ready"
+        num_steps = (await engine.get_server_info())["internal_states"][0]["num_steps"]  # type: ignore[index]
+        await asyncio.sleep(0.1)
+        assert (await engine.get_server_info())["internal_states"][0]["num_steps"] == num_steps  # type: ignore[index]
+        assert not asking.done()
+        assert await engine.continue_generation()
+        assert await asking == (await undisturbed(has_answers=True))["plain"]
+
+
+@pytest.mark.parametrize(("stage", "max_losses"), [("begin_epoch", 1), ("launch_detokenizer", 2)])
+async def test_a_scheduler_that_dies_meanwhile_is_replaced_as_ever(
+    stage: str, max_losses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it dies before it was ready to go on, both were lost at once."""
+    plain = getattr(ProcessLauncher, stage)
+
+    async def act(own: ProcessLauncher) -> None:
+        os.kill(own.children[0].pid, signal.SIGKILL)
+        await plain(own)
+
+    monkeypatch.setattr(ProcessLauncher, stage, act)
+    async with fake_async_engine(ANSWERS, step_time_s=0.003, max_restarts=max_losses) as engine:
+        asking = asyncio.create_task(ask_all(engine, stream=True))
+        await until(lambda: engine.stats()["output_tokens"] > 50)
+        os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
+        assert await asking == await undisturbed(has_answers=True)
+        assert engine.stats()["num_restarts"] <= max_losses
+        await until_idle(engine)
+
+
+async def test_another_one_that_does_not_start_is_replaced_with_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ProcessLauncher.launch_detokenizer
+
+    async def launch(own: ProcessLauncher) -> None:
+        await plain(own)
+        own.children[-1].kill()
+
+    monkeypatch.setattr(ProcessLauncher, "launch_detokenizer", launch)
+    async with fake_async_engine(ANSWERS, step_time_s=0.003, max_restarts=1) as engine:
+        asking = asyncio.create_task(ask_all(engine, stream=True))
+        await until(lambda: engine.stats()["output_tokens"] > 50)
+        os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
+        assert await asking == await undisturbed(has_answers=True)
+        assert engine.stats()["num_restarts"] == 1
+
+
+async def test_what_is_sent_while_the_epoch_changes_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come, and a heartbeat is answered, just before and behind the message of the change."""
+    frontend = Frontend(fake_settings(step_time_s=0.002), max_restarts=1)
+    plain = AsyncZmqSender.send
+
+    def send(own: AsyncZmqSender, messages: list[Message]) -> None:
+        is_change = any(isinstance(message, NewEpoch) for message in messages)
+        if is_change:
+            frontend.submit(2)
+            frontend.supervisor._incarnation.send([])
+        plain(own, messages)
+        if is_change:
+            frontend.submit(3)
+            frontend.supervisor._incarnation.send([])
+
+    monkeypatch.setattr(AsyncZmqSender, "send", send)
+    async with frontend:
+        scheduler, detokenizer = frontend.supervisor.processes()
+        frontend.submit(1, num_tokens=200)
+        os.kill(detokenizer.pid, signal.SIGKILL)
+        for uid in (1, 2, 3):
+            await frontend.finished(uid)
+        assert [len(frontend.token_ids(uid)) for uid in (1, 2, 3)] == [200, 8, 8]
+        assert frontend.supervisor.processes()[0].pid == scheduler.pid
+        assert frontend.supervisor.num_restarts == 1
