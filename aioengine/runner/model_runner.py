@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from aioengine import models
-from aioengine.models._base import ModelOptions
-from aioengine.protocol.messages import Progress
 from aioengine.runner import logits as logits_processors
-from aioengine.runner import weights
-from aioengine.runner.attention_choice import choose_attention
 from aioengine.runner.capacity import Demand, fit_pages, kv_bytes_per_token
 from aioengine.runner.device_memory import DeviceMemory, LargestStep
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.kv_pool import KVPool
+from aioengine.runner.loading import load_model
 from aioengine.runner.preparation import longest_graph, prepare_device
 from aioengine.runner.ranges import part
 from aioengine.runner.readback import Readback
@@ -42,7 +36,7 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionBackend, AttentionShape, ForwardBatch
     from aioengine.config import Settings
     from aioengine.models._base import Model
-    from aioengine.runner.attention_choice import AttentionChoice
+    from aioengine.protocol.messages import Progress
     from aioengine.runner.graphs import DecodeGraphs
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.logits import LogitsProcessor
@@ -325,7 +319,7 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     dtype = _dtype(settings.model.dtype, device)
     memory = DeviceMemory(device)
     page_size = settings.memory.page_size
-    model, choice, weights_bytes = _load(settings, dtype, memory, report=report, times=times)
+    model, choice, weights_bytes = load_model(settings, dtype, memory, report=report, times=times)
     shape = model.attention_shape
     limits = settings.scheduler
     num_captured = longest_graph(settings, weights_bytes, dtype)
@@ -367,46 +361,6 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     return runner
 
 
-def _load(
-    settings: Settings,
-    dtype: torch.dtype,
-    memory: DeviceMemory,
-    *,
-    report: Callable[[Progress], None],
-    times: StartTimes,
-) -> tuple[Model, AttentionChoice, int]:
-    """The model with its weights, the attention that works for it, and the bytes of the parameters."""
-    advice = "End what else has memory of the GPU, or take a smaller model or a larger GPU"
-    if dtype == torch.float32:
-        advice += "; dtype='bfloat16' takes half"
-    outline = _model(settings, dtype, torch.device("meta"))
-    need = sum(target.nbytes for target in outline.weights().values())
-    with memory.take("the weights", advice=advice, need=need), torch.no_grad():
-        model = _model(settings, dtype, memory.device)
-        times.end("device")
-        choice = choose_attention(settings.runner, model.attention_shape, dtype, memory.device, report=report)
-        times.end("attention")
-        weights_bytes = weights.load(
-            model,
-            Path(settings.model.path),
-            load_format=settings.model.load_format,
-            seed=settings.random_seed,
-            report=lambda done, total: report(Progress("loading weights", done, total, "B")),
-        )
-    times.end("weights")
-    return model, choice, weights_bytes
-
-
-def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Model:
-    options = ModelOptions(
-        dtype=dtype,
-        device=device,
-        max_positions=settings.model.context_length,
-        batch_invariant=settings.runner.batch_invariant,
-    )
-    return models.build(_read_config(Path(settings.model.path)), options)
-
-
 def _device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -423,22 +377,6 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
         message = "dtype 'float16' is not available on a CPU: it is slow there and overflows; use bfloat16 or float32"
         raise ValueError(message)
     return DTYPES[name]
-
-
-def _read_config(folder: Path) -> dict[str, object]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        message = f"cannot read {path}: {error.strerror}; a model folder of transformers has a config.json"
-        raise ValueError(message) from error
-    except ValueError as error:
-        message = f"{path} is not JSON: {error}"
-        raise ValueError(message) from error
-    if not isinstance(config, dict):
-        message = f"{path} must hold a JSON object, it holds a {type(config).__name__}"
-        raise ValueError(message)
-    return cast("dict[str, object]", config)
 
 
 def _sampled_vocab_size(settings: Settings) -> int:
