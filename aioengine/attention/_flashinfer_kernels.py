@@ -13,6 +13,7 @@ from flashinfer.utils import determine_attention_backend
 from aioengine.attention._base import AttentionShape, BackendUnavailableError, kv_pool_shape
 from aioengine.attention._compilation import Compilation, CompilationTimeoutError
 from aioengine.attention.flashinfer import FlashInferAttention
+from aioengine.kernels._triton import only_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +66,10 @@ def make_ready(
         logger.info("FlashInfer's kernels: %s", ", ".join(f"{spec.name} ({_state(spec)})" for spec in specs))
         Compilation(time.monotonic() + timeout_s, report).bring_up_to_date(specs)
         pool = torch.zeros(kv_pool_shape(shape, num_pages=1, page_size=16), dtype=dtype, device=device)
-        FlashInferAttention(shape, pool).warm_up()
+        backend = FlashInferAttention(shape, pool)
+        with only_compiled():
+            backend.warm_up()
+        backend.warm_up()
         torch.cuda.synchronize(device)
     except (BackendUnavailableError, CompilationTimeoutError):
         raise

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels._triton import next_power_of_2
+from aioengine.kernels._triton import Launcher, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,7 @@ def _larger(first: tl.tensor, second: tl.tensor) -> tl.tensor:
     return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["words"])
 def _blocks_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
@@ -105,7 +105,7 @@ def _blocks_kernel(
         tl.store(places + out, tl.min(tl.where(x == largest, columns, num_tokens), 0))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["words", "out", "slots", "memory"])
 def _pick_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
@@ -213,7 +213,10 @@ def _border(
     return high
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["words", "rows", "top_ks", "top_ps", "min_ps", "out"],
+)
 def _truncated_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
@@ -326,6 +329,11 @@ def _draw_kept(
     tl.store(out, tl.minimum(token, last).to(tl.int64))
 
 
+_blocks = Launcher(_blocks_kernel)
+_pick = Launcher(_pick_kernel)
+_truncated = Launcher(_truncated_kernel)
+
+
 class SamplingKernels:
     """The kernels with their scratch memory, for up to ``max_rows`` rows of logits at a time."""
 
@@ -343,18 +351,22 @@ class SamplingKernels:
 
         remembered: slots [S] int32 of a memory, int64, which takes the tokens too, 0 for a bad row; not with rules.
         """
-        num_rows = len(logits)
+        num_rows, num_blocks, blocks = len(logits), self._num_blocks, next_power_of_2(self._num_blocks)
         inputs = (logits, logits.stride(0), self._vocab_size, draws.words, draws.words.stride(0), self._maxima)
-        blocks = next_power_of_2(self._num_blocks)
-        _blocks_kernel[(num_rows, self._num_blocks)](*inputs, self._places, self._sums, SIZE=BLOCK, num_warps=1)
-        _pick_kernel[(num_rows,)](
-            *(*inputs, self._places, self._sums, out, self._num_blocks, *(remembered or (out, out))),
-            SIZE=BLOCK,
-            BLOCKS=blocks,
-            REMEMBERS=remembered is not None,
-            num_warps=8,
-        )
+        key = logits.dtype, logits.stride(0), self._vocab_size, logits.data_ptr() % 16
+        _blocks((num_rows, num_blocks, 1), key, (*inputs, self._places, self._sums, BLOCK), {"num_warps": 1})
+        arguments = (*inputs, self._places, self._sums, out, num_blocks, *(remembered or (out, out)), BLOCK, blocks)
+        remembers = remembered is not None
+        _pick((num_rows, 1, 1), (*key, remembers), (*arguments, remembers), {"num_warps": 8})
         if draws.rules is not None:
-            _truncated_kernel[(len(draws.rules[0]),)](
-                *inputs, self._num_blocks, *draws.rules, out, SIZE=LOOP_BLOCK, BLOCKS=blocks, num_warps=16
-            )
+            arguments = (*inputs, num_blocks, *draws.rules, out, LOOP_BLOCK, blocks)
+            _truncated((len(draws.rules[0]), 1, 1), key, arguments, {"num_warps": 16})
+
+    def draw_in_all_ways(self, logits: Tensor) -> None:
+        """So that all forms of the kernels are compiled for logits like these [1, >= V]."""
+        device = logits.device
+        words = torch.zeros(NUM_COLUMNS, 1, dtype=torch.int32, device=device)
+        whole, share = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, device=device)
+        out = torch.zeros(1, dtype=torch.int64, device=device)
+        for scores in (logits, logits.float()):  # after processors they are fp32
+            self.sample(scores, Draws(words, (whole, whole, share, share)), out)

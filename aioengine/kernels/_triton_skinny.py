@@ -26,7 +26,7 @@ LARGE_OUTPUTS = 65_536
 Programs = tuple[int, int, int, int, int, int]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _skinny_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -126,6 +126,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Program
         *(size, rows, outputs, block, shares, stages, ahead, has_bias, has_dependent_launch()),
     )
     places = x.data_ptr() % 16, weight.data_ptr() % 16
-    key = (x.dtype, weight.shape, programs, rows, num_rows % 16 == 0, num_rows == 1, has_bias, places)
+    key = (x.dtype, weight.shape, programs, rows, has_bias, places)
     _skinny((tiles, shares, 1), key, arguments, options(num_warps))
     return out

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from aioengine.kernels._triton import only_compiled
 from aioengine.runner.capacity import Room, free_memory, in_words
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ GRAPHS_BYTES = 2 << 30
 
 SAMPLED_ROWS = 256
 """Rows that the sampler works on at once, with their logits in fp32: bounds the memory that it needs."""
+
+_ROWS = 1, 2, 17, 33, 65
+"""Products of more rows have other kernels."""
 
 _LIST_TIMEOUT_S = 10.0
 
@@ -150,6 +154,10 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int
     Raises:
         torch.OutOfMemoryError: not even that step fits.
     """
+    with only_compiled():
+        for num_rows in _ROWS:
+            ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+            model.compute_logits(model.forward(ids, ids, _NoAttention()))
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -16,12 +16,13 @@ Shape letters: R rows of a step, B rows of its graph, D model size, P pages of t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from aioengine.attention._base import CascadeAttention, DecodeBuffers, FixedCascade
+from aioengine.kernels._triton import only_compiled
 from aioengine.kernels._triton_sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.device_sampler import draw_words, is_simple
 from aioengine.runner.kv_pool import PADDING_PAGE
@@ -57,6 +58,13 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     attention: FixedDecode
     hidden: Tensor
+    token_ids: Tensor
+
+
+class _Step(NamedTuple):
+    """A step before it is captured: ``compute`` gives the hidden states, and writes ``token_ids``."""
+
+    compute: Callable[[], Tensor]
     token_ids: Tensor
 
 
@@ -124,16 +132,19 @@ class DecodeGraphs:
         if isinstance(attention, CascadeAttention):
             cascade_sizes = cascade_ladder(max_rows, min_rows=attention.sharable.min_rows)
             self._prefixes = SharedPrefixes(self._table, attention.sharable, page_size=self._page_size)
-        num_graphs = len(sizes) + len(cascade_sizes)
+        rows = {size: attention.fixed_decode(size, self._buffers(size)) for size in reversed(sizes)}
+        cascades: dict[int, FixedCascade] = {}
+        if isinstance(attention, CascadeAttention):
+            cascades = {size: attention.fixed_cascade(size, self._buffers(size)) for size in reversed(cascade_sizes)}
+        self._ask_for_kernels([*rows.items(), *cascades.items()], kernels)
+        num_graphs = len(rows) + len(cascades)
         report(0, num_graphs)
-        for size in reversed(sizes):
-            self._graphs[size] = self._captured(size, attention.fixed_decode(size, self._buffers(size)), kernels, pool)
+        for size, fixed in rows.items():
+            self._graphs[size] = self._captured(size, fixed, kernels, pool)
             report(len(self._graphs), num_graphs)
-        for size in reversed(cascade_sizes):
-            assert isinstance(attention, CascadeAttention)
-            fixed = attention.fixed_cascade(size, self._buffers(size))
-            self._cascades.insert(0, _Cascade(self._captured(size, fixed, kernels, pool), fixed))
-            report(len(sizes) + len(self._cascades), num_graphs)
+        for size, cascade in cascades.items():
+            self._cascades.insert(0, _Cascade(self._captured(size, cascade, kernels, pool), cascade))
+            report(len(rows) + len(self._cascades), num_graphs)
         self._sizes = np.array(sizes)
 
     def padded(self, num_rows: int) -> int:
@@ -231,9 +242,14 @@ class DecodeGraphs:
             max_pages=self._table.page_table.shape[1],
         )
 
-    def _captured(
-        self, size: int, attention: FixedDecode, kernels: SamplingKernels, pool: torch.cuda._POOL_HANDLE
-    ) -> _Graph:
+    def _ask_for_kernels(self, steps: list[tuple[int, FixedDecode]], kernels: SamplingKernels) -> None:
+        """Have all that steps launch compiled, with or without a graph, before the first of them waits for its own."""
+        with only_compiled():
+            for size, attention in steps:
+                hidden = self._step(size, attention, kernels).compute()
+            kernels.draw_in_all_ways(self._model.compute_logits(hidden)[:1])
+
+    def _step(self, size: int, attention: FixedDecode, kernels: SamplingKernels) -> _Step:
         columns = self._columns(size)
         self._memory.zero_()
         attention.plan_first(np.ones(size, dtype=np.int32))
@@ -246,9 +262,15 @@ class DecodeGraphs:
             kernels.sample(self._model.compute_logits(hidden), Draws(columns[5:]), token_ids, remembered)
             return hidden
 
-        compute()  # kernels that are compiled or chosen when they first run must not do so while being captured
+        return _Step(compute, token_ids)
+
+    def _captured(
+        self, size: int, attention: FixedDecode, kernels: SamplingKernels, pool: torch.cuda._POOL_HANDLE
+    ) -> _Graph:
+        step = self._step(size, attention, kernels)
+        step.compute()  # kernels that are loaded or chosen when they first run must not be so while being captured
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            hidden = compute()
-        return _Graph(size, graph, attention, hidden, token_ids)
+            hidden = step.compute()
+        return _Graph(size, graph, attention, hidden, step.token_ids)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from aioengine.kernels._triton import compiled_in_threads
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.capacity import Demand, fit_pages, kv_bytes_per_token
 from aioengine.runner.device_memory import DeviceMemory, LargestStep
@@ -313,9 +314,14 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
         ValueError: the model, its weights, the device or the dtype cannot be used, or the memory does not suffice; the
             message says what would work.
     """
+    device = _device(settings.runner.device)
+    with compiled_in_threads(device):
+        return _build(settings, device, report)
+
+
+def _build(settings: Settings, device: torch.device, report: Callable[[Progress], None]) -> ModelRunner:
     times = StartTimes()
     torch.set_num_threads(settings.runner.num_threads)
-    device = _device(settings.runner.device)
     dtype = _dtype(settings.model.dtype, device)
     memory = DeviceMemory(device)
     page_size = settings.memory.page_size

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -60,3 +62,25 @@ def test_requests_compile_nothing(tmp_path: Path, backend: str, graphs: int, mon
     world.runner.close()
     assert compiled == []
     assert not {end.message for end in world.ended.values() if end.message}
+
+
+def test_forms_are_compiled_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked for before the first launch waits for one of them."""
+    from triton import knobs
+
+    spans: list[tuple[float, float]] = []
+
+    def note(*, times: Any, cache_hit: bool, **_: object) -> None:
+        took_us = times.ir_initialization + times.total_lowering + times.store_results
+        if not cache_hit:
+            spans.append((time.monotonic() - took_us / 1e6, time.monotonic()))
+
+    monkeypatch.setattr(knobs.compilation, "listener", note)
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
+    sizes = {**HEADS, "hidden_size": 1536, "intermediate_size": 2560}  # no other test has these
+    save_model("qwen3", tmp_path, dtype=torch.bfloat16, **sizes)
+    settings = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16, num_pages=1024)
+    runner = msgspec.structs.replace(settings.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=32)
+    World(msgspec.structs.replace(settings, runner=runner)).runner.close()
+    assert len(spans) > 8
+    assert max(sum(begin <= other < end for begin, end in spans) for other, _ in spans) >= 4
