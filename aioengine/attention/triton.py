@@ -16,7 +16,15 @@ import torch
 
 from aioengine.attention._base import ForwardBatch
 from aioengine.attention._pages import flat_pages, page_columns, pinned, starts_of
-from aioengine.kernels._triton_attention import PART, Parts, Rows, attend, attend_in_parts, tokens_of_tile
+from aioengine.kernels._triton_attention import (
+    EVEN_PARTS,
+    Parts,
+    Rows,
+    attend,
+    attend_in_parts,
+    num_parts,
+    tokens_of_tile,
+)
 from aioengine.kernels._triton_heads import write_pages
 from aioengine.kernels.rotate_and_write import KVTarget
 
@@ -30,6 +38,8 @@ if TYPE_CHECKING:
 
 ENOUGH_PROGRAMS = 256
 """From so many rows and kv heads on a GPU is busy without sharing out the parts of a row."""
+LONG_SHARES = 8
+"""Where rows may be long, one among many short ones would keep a program at work long after the others."""
 MAX_PARTS_BYTES = 256 << 20
 
 
@@ -48,9 +58,10 @@ class _Shared:
         """Programs that share the parts of a row that decodes; 1: they go one after the other."""
         programs = num_rows * self.shape.num_kv_heads
         num_bytes = 4 * num_rows * max_parts * self.shape.num_heads * (self.shape.head_size + 2)
-        if programs >= ENOUGH_PROGRAMS or num_bytes > MAX_PARTS_BYTES:
+        wanted = max(-(-ENOUGH_PROGRAMS // programs), LONG_SHARES if max_parts > EVEN_PARTS.value else 1)
+        if wanted == 1 or num_bytes > MAX_PARTS_BYTES:
             return 1
-        return max(min(max_parts, -(-ENOUGH_PROGRAMS // programs)), 2)  # the same kernels for short rows
+        return max(min(max_parts, wanted), 2)  # the same kernels for short rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +105,7 @@ class TritonAttention:
         page_starts, last_lengths = page_columns(kv_lengths, shared.page_size)
         on_device, page_ids = flat_pages(batch.page_table, page_starts)
         rows = Rows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
-        max_parts = -(-int(kv_lengths.max()) // PART)
+        max_parts = num_parts(int(kv_lengths.max()))
         decodes = int(query_lengths.max()) == 1
         num_shares = shared.num_shares(len(kv_lengths), max_parts) if decodes else 1
         group = shared.shape.num_heads // shared.shape.num_kv_heads
@@ -161,7 +172,7 @@ class FixedTritonDecode:
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         tiles = torch.stack((numbers[:-1], torch.zeros_like(numbers[:-1])), dim=1)
         rows = Rows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
-        max_parts = -(-buffers.max_pages * shared.page_size // PART)
+        max_parts = num_parts(buffers.max_pages * shared.page_size)
         self._shared = shared
         self._step = _Step(buffers.slot_mapping, rows, tiles, max_parts, shared.num_shares(num_rows, max_parts))
 

@@ -1,9 +1,10 @@
 """Attention over pages on a GPU whose every number is a function of its own row alone.
 
-Positions are taken in parts of ``PART`` that are aligned from position 0, and the parts of a token are put together in
-their order. A part is computed in one way only: by a tile of so many query rows, in blocks of so many positions,
-whatever else is in the batch, whether the token is decoded or stands in a prefill chunk. So neither batch nor chunks,
-prefix hits or preemption change a bit of it.
+Positions are taken in parts, and the parts of a token are put together in their order. Parts begin at the same
+positions for all: every 256 up to position 8192, and from there on each doubling of the positions is cut into 16, so
+that a long row has not too many. A part is computed in one way only: by a tile of so many query rows, in blocks of so
+many positions, whatever else is in the batch, whether the token is decoded or stands in a prefill chunk. So neither
+batch nor chunks, prefix hits or preemption change a bit of it.
 
 A tile is some tokens of one row with all query heads of one kv head. ``attend`` goes through the parts of a tile one
 after the other; ``attend_in_parts`` is for few rows of one token each, whose parts are computed side by side.
@@ -26,8 +27,10 @@ from aioengine.kernels._triton import Launcher, next_power_of_2
 if TYPE_CHECKING:
     from torch import Tensor
 
-PART = 256
-"""Positions."""
+PART = tl.constexpr(256)
+"""Positions of each of the first parts; parts are multiples of ``BLOCK``."""
+EVEN_PARTS = tl.constexpr(32)
+"""There are so many of these; then half as many for each doubling of the positions."""
 ROWS = 64
 """Query rows of a tile, unless a token alone has more: the fewest that the tensor cores of Hopper take."""
 BLOCK = 64
@@ -46,6 +49,24 @@ class Rows:
     page_starts: Tensor
     last_lengths: Tensor
     page_ids: Tensor
+
+
+def num_parts(length: int) -> int:
+    """Of a row of so many positions."""
+    half, even = EVEN_PARTS.value // 2, EVEN_PARTS.value * PART.value
+    doublings = max((length - 1) // even, 0).bit_length()  # of all positions until there is room for the row
+    if not doublings:
+        return -(-length // PART.value)
+    before = even << (doublings - 1)
+    return half * (doublings + 1) + -(-(length - before) // (before // half))
+
+
+@triton.jit
+def _part_start(index: tl.tensor) -> tl.tensor:
+    """The first position of a part."""
+    HALF: tl.constexpr = EVEN_PARTS // 2
+    doublings = tl.maximum(index // HALF - 1, 0)
+    return (index - doublings * HALF) * PART << doublings
 
 
 @triton.jit
@@ -130,7 +151,6 @@ def _attend_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PART: tl.constexpr,
 ) -> None:
     row = tl.load(tiles + 2 * tl.program_id(0))
     place = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -155,12 +175,15 @@ def _attend_kernel(
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
     head_values = values + head * PAGE_SIZE * HEAD_SIZE
-    for start in range(0, stop, PART):
+    index = tl.full((), 0, tl.int32)
+    while _part_start(index) < stop:
+        start, end = _part_start(index), tl.minimum(_part_start(index + 1), stop)
         part_highest, part_total, part_sums = _attend_part(
-            *(queries, head_keys, head_values, page_ids + first_page, start, tl.minimum(start + PART, stop), last),
+            *(queries, head_keys, head_values, page_ids + first_page, start, end, last),
             *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK),
         )
         highest, total, sums = _joined(highest, total, sums, part_highest, part_total, part_sums)
+        index += 1
     places = (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_SIZE + columns
     tl.store(out + places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -186,7 +209,6 @@ def _parts_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PART: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -202,16 +224,18 @@ def _parts_kernel(
     last = tl.zeros((ROWS,), tl.int32) + (length - 1)
     head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
     head_values = values + head * PAGE_SIZE * HEAD_SIZE
-    for index in range(tl.program_id(2), tl.cdiv(length, PART), num_shares):
-        start = index * PART
+    index = tl.program_id(2)
+    while _part_start(index) < length:
+        start, end = _part_start(index), tl.minimum(_part_start(index + 1), length)
         highest, total, sums = _attend_part(
-            *(queries, head_keys, head_values, page_ids + first_page, start, tl.minimum(start + PART, length), last),
+            *(queries, head_keys, head_values, page_ids + first_page, start, end, last),
             *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK),
         )
         places = (row * max_parts + index) * (NUM_KV_HEADS * GROUP) + heads
         tl.store(part_marks + 2 * places, highest, mask=is_member)
         tl.store(part_marks + 2 * places + 1, total, mask=is_member)
         tl.store(part_sums + places[:, None] * HEAD_SIZE + columns, sums, mask=inside)
+        index += num_shares
 
 
 @triton.jit(do_not_specialize=["max_parts"])
@@ -227,7 +251,6 @@ def _join_kernel(
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
-    PART: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     num_pages = tl.load(page_starts + row + 1) - tl.load(page_starts + row)
@@ -239,12 +262,14 @@ def _join_kernel(
     highest = tl.full((HEADS,), MASKED, tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     sums = tl.zeros((HEADS, COLUMNS), tl.float32)
-    for index in range(tl.cdiv(length, PART)):
+    index = tl.full((), 0, tl.int32)
+    while _part_start(index) < length:
         places = (row * max_parts + index) * NUM_HEADS + heads
         part_highest = tl.load(part_marks + 2 * places, mask=is_head, other=0.0)
         part_total = tl.load(part_marks + 2 * places + 1, mask=is_head, other=1.0)
         part = tl.load(part_sums + places[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
         highest, total, sums = _joined(highest, total, sums, part_highest, part_total, part)
+        index += 1
     places = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + columns
     tl.store(out + places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -276,7 +301,7 @@ def _sizes(q: Tensor, pool: tuple[Tensor, Tensor]) -> tuple[int, ...]:
     """What the kernels that compute parts have as constants."""
     _, num_kv_heads, page_size, head_size = pool[0].shape
     group, columns = q.shape[1] // num_kv_heads, max(next_power_of_2(head_size), 16)
-    return q.stride(0), num_kv_heads, group, page_size, head_size, columns, rows_of_tile(group), BLOCK, PART
+    return q.stride(0), num_kv_heads, group, page_size, head_size, columns, rows_of_tile(group), BLOCK
 
 
 def attend(q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, tiles: Tensor, *, scale: float, out: Tensor) -> None:
@@ -312,7 +337,7 @@ def attend_in_parts(
     grid = num_rows, sizes[1], num_shares
     _parts(grid, (q.dtype, sizes, places), (*tensors, scale / math.log(2), max_parts, num_shares, *sizes), options)
     _, _, _, page_size, _, columns, *_ = sizes
-    join_sizes = num_heads, page_size, head_size, columns, _JOINED_HEADS, PART
+    join_sizes = num_heads, page_size, head_size, columns, _JOINED_HEADS
     join_tensors = sums, marks, rows.page_starts, rows.last_lengths, out
     join_key = (q.dtype, join_sizes, *(tensor.data_ptr() % 16 for tensor in join_tensors))
     _join(

@@ -16,13 +16,18 @@ _triton.has_dependent_launch = lambda: False
 _triton.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 torch.Tensor.pin_memory = lambda self: self
 
+import triton.language as tl
+
 from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
+from aioengine.attention import triton as triton_attention
 from aioengine.attention.triton import TritonAttention
-from aioengine.kernels import _triton_heads, rotate_and_write
+from aioengine.kernels import _triton_attention, _triton_heads, rotate_and_write
 from tests.compute.stepping import make_batch
 
-HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 40, 16, 80
+HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 40, 16, 100
+# few even parts, so that short rows have some of all sizes here
+_triton_attention.PART, _triton_attention.EVEN_PARTS = tl.constexpr(64), tl.constexpr(4)
 torch.manual_seed(0)
 
 
@@ -49,7 +54,16 @@ def check(rows, num_heads, num_kv_heads):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-for rows in ([(0, 1), (15, 1), (300, 1)], [(0, 70)], [(40, 1), (0, 33), (280, 5)]):
+starts = [0, 64, 128, 192, 256, 384, 512, 768, 1024, 1536]
+for length in range(1, 2049):
+    assert _triton_attention.num_parts(length) == sum(start < length for start in starts), length
+# one program for a row and kv head where these are many and short, but not where one may be long
+shared = triton_attention._Shared(
+    AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_size=128, scale=1.0), []
+)
+found = [shared.num_shares(*case) for case in ((1, 96), (4, 3), (32, 4), (32, 96), (128, 96), (512, 96))]
+assert found == [32, 3, 1, 8, 8, 1], found
+for rows in ([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], [(0, 70)], [(40, 1), (0, 33), (280, 5)]):
     check(rows, HEADS, KV_HEADS)
 for rows in ([(15, 1), (300, 1)], [(40, 1), (0, 3)]):
     check(rows, 71, 1)  # a token alone has more heads than a tile has rows

@@ -36,6 +36,43 @@ WAYS: dict[str, Rows] = {
 }
 
 
+LONG = 40_000
+LONG_WAYS: dict[str, Rows] = {
+    "in two": [(0, 9000)],
+    "the rest": [(9000, LONG - 9000)],
+    "its last token": [(LONG - 1, 1)],
+    "tokens on both sides of the parts": [(i, 1) for i in (0, 8191, 8192, 8193, 16383, 16384, 20_000, 32_768)],
+    "many tokens": [(i, 1) for i in range(100, LONG, 400)],
+}
+
+
+def check_attention(
+    num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, *, length: int, ways: dict[str, Rows]
+) -> None:
+    """However the positions of a row are computed, each gives the same bits."""
+    from aioengine.attention.triton import TritonAttention
+
+    shape = AttentionShape(
+        num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5
+    )
+    num_pages = length // PAGE_SIZE + 10
+    pool = torch.randn(kv_pool_shape(shape, num_pages=num_pages, page_size=PAGE_SIZE), device="cuda", dtype=dtype)
+    heads = torch.randn(length, num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=dtype)
+    table = (torch.randperm(num_pages - 1) + 1).tolist()
+    attention = TritonAttention(shape, pool)
+
+    def attended(rows: Rows) -> torch.Tensor:
+        batch = on_device(make_batch(rows, [table] * len(rows), PAGE_SIZE), torch.device("cuda"))
+        q, k, v = heads[batch.positions].split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        attention.prepare(batch)
+        return attention.forward(q, k, v, 0)
+
+    whole = attended([(0, length)]).clone()
+    for way, rows in ways.items():
+        expected = torch.cat([whole[start : start + count] for start, count in rows])
+        assert torch.equal(attended(rows), expected), way
+
+
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size", "dtype"),
     [
@@ -49,26 +86,11 @@ WAYS: dict[str, Rows] = {
     ],
 )
 def test_attention(num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
-    from aioengine.attention.triton import TritonAttention
+    check_attention(num_heads, num_kv_heads, head_size, dtype, length=LENGTH, ways=WAYS)
 
-    shape = AttentionShape(
-        num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5
-    )
-    pool = torch.randn(kv_pool_shape(shape, num_pages=80, page_size=PAGE_SIZE), device="cuda", dtype=dtype)
-    heads = torch.randn(LENGTH, num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=dtype)
-    table = (torch.randperm(79) + 1).tolist()
-    attention = TritonAttention(shape, pool)
 
-    def attended(rows: Rows) -> torch.Tensor:
-        batch = on_device(make_batch(rows, [table] * len(rows), PAGE_SIZE), torch.device("cuda"))
-        q, k, v = heads[batch.positions].split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        attention.prepare(batch)
-        return attention.forward(q, k, v, 0)
-
-    whole = attended([(0, LENGTH)]).clone()
-    for way, rows in WAYS.items():
-        expected = torch.cat([whole[start : start + count] for start, count in rows])
-        assert torch.equal(attended(rows), expected), way
+def test_attention_of_long_rows() -> None:
+    check_attention(16, 8, 128, torch.bfloat16, length=LONG, ways=LONG_WAYS)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
