@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypedDict, cast
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from aioengine import checks
 from aioengine.frontend.prompts import (
@@ -247,9 +248,6 @@ def _holds_rows(values: Sequence[object], options: Mapping[str, object]) -> bool
 def _ask(
     prompts: Rows, sampling_params: object, *, is_batch: bool, stream: object, options: Mapping[str, object]
 ) -> Ask:
-    rid: object = options.get("rid")
-    has_list = isinstance(rid, list | tuple)
-    priority = options.get("priority")
     params = _params(sampling_params, prompts, is_batch=is_batch, fails_alone=_fails_alone(options))
     num_samples = params[0].n if params else 1
     ask = Ask(
@@ -259,8 +257,18 @@ def _ask(
         num_rows=num_samples * len(prompts),
         is_batch=is_batch,
         is_stream=checks.switch("stream", stream),
+    )
+    return _with_options(ask, options) if options else ask
+
+
+def _with_options(plain: Ask, options: Mapping[str, object]) -> Ask:
+    rid: object = options.get("rid")
+    has_list = isinstance(rid, list | tuple)
+    priority = options.get("priority")
+    ask = replace(
+        plain,
         rid=None if rid is None or has_list else _rid(rid),
-        rids=_rids(options.get("rid"), len(prompts), is_batch) if has_list else None,
+        rids=_rids(options.get("rid"), len(plain.prompts), plain.is_batch) if has_list else None,
         priority=0 if priority is None else checks.whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY),
         tenant=_tenant(options.get("tenant")),
         timeout_s=_timeout("timeout", options),
