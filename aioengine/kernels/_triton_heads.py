@@ -22,15 +22,30 @@ HEADS = 8
 
 
 @triton.jit
+def _norm_weights(
+    query_weight: tl.tensor, key_weight: tl.tensor, is_query: tl.tensor, columns: tl.tensor, HALF: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Of each head, both halves."""
+    inside = columns < HALF
+    query_low = tl.load(query_weight + columns, mask=inside, other=0.0)[None, :]
+    query_high = tl.load(query_weight + HALF + columns, mask=inside, other=0.0)[None, :]
+    key_low = tl.load(key_weight + columns, mask=inside, other=0.0)[None, :]
+    key_high = tl.load(key_weight + HALF + columns, mask=inside, other=0.0)[None, :]
+    return tl.where(is_query, query_low, key_low), tl.where(is_query, query_high, key_high)
+
+
+@triton.jit
 def _normed(
-    low: tl.tensor, high: tl.tensor, weight: tl.tensor, columns: tl.tensor, epsilon: tl.tensor, HALF: tl.constexpr
-) -> tl.tensor:
+    low: tl.tensor,
+    high: tl.tensor,
+    weight_low: tl.tensor,
+    weight_high: tl.tensor,
+    least: tl.tensor,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     mean = (tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)) / (2 * HALF)
-    inverse = (1.0 / tl.sqrt_rn(mean + tl.load(epsilon)))[:, None]
-    inside = columns < HALF
-    weight_low = tl.load(weight + columns, mask=inside, other=0.0)[None, :]
-    weight_high = tl.load(weight + HALF + columns, mask=inside, other=0.0)[None, :]
+    inverse = (1.0 / tl.sqrt_rn(mean + least))[:, None]
     return (wide_low * inverse).to(low.dtype) * weight_low, (wide_high * inverse).to(low.dtype) * weight_high
 
 
@@ -77,18 +92,17 @@ def _rotate_kernel(
     is_rotated = head < NUM_QUERY + NUM_KV
     inside = ((head < NUM_QUERY + 2 * NUM_KV) if WRITES else is_rotated) & (columns < HALF)[None, :]
     places = heads + token * token_stride + head * (2 * HALF) + columns[None, :]
+    if NORMS:  # no kernel before makes the weights: they need not wait
+        weight_low, weight_high = _norm_weights(query_weight, key_weight, head < NUM_QUERY, columns, HALF)
+        least = tl.load(epsilon)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     low = tl.load(places, mask=inside, other=0.0)
     high = tl.load(places + HALF, mask=inside, other=0.0)
     value_low, value_high = low, high
-    is_query = head < NUM_QUERY
     if NORMS:
-        query_low, query_high = _normed(low, high, query_weight, columns, epsilon, HALF)
-        key_low, key_high = _normed(low, high, key_weight, columns, epsilon, HALF)
-        low = tl.where(is_query, query_low, key_low)
-        high = tl.where(is_query, query_high, key_high)
+        low, high = _normed(low, high, weight_low, weight_high, least, HALF)
     low, high = _rotated(low, high, cos + token * (2 * HALF), sin + token * (2 * HALF), columns, HALF)
     is_rotated_here = inside & is_rotated
     if WRITES:
