@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-_SHORT = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_SHORT = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 257, 16))
 
 
 def ladder(max_rows: int) -> list[int]:
     """Row counts that get a CUDA graph, ascending; the last is ``max_rows``, none for 0.
 
-    They stand close together where a step is short; a step is padded by a quarter of its rows at most, from 16 on.
+    They stand close together where a step is short, and up to 256 rows, where what products take grows with the rows;
+    a step is padded by a quarter of its rows at most, from 16 on.
     """
     sizes: list[int] = list(_SHORT)
     while sizes[-1] < max_rows:

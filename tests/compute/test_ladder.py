@@ -15,6 +15,7 @@ def test_ladder(max_rows: int) -> None:
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max_rows
     assert all(after - before <= max(4, before // 2) for before, after in itertools.pairwise(sizes))
+    assert all(after - before <= 16 for before, after in itertools.pairwise(sizes) if after <= 256)
 
 
 def test_no_graphs() -> None:
