@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from aioengine.cli.benchmark import Workload, percentile
 from aioengine.engine import AsyncEngine
 from aioengine.params import SamplingParams
 from aioengine.sync import Engine
-from tests.source import ROOT
+from tests.source import PACKAGE, ROOT
 
 COMMANDS = ("generate", "chat", "bench", "info")
 
@@ -232,6 +233,16 @@ def test_errors_of_the_request_are_one_line_too() -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "max_new_tokens=999999" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.process
+def test_an_error_of_a_process_is_told_without_its_traceback(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE / "demo", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    done = run("generate", "x", "--model", str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert f"ValueError: cannot read {tmp_path}/model.safetensors: " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.process
