@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
+    from aioengine.answers import Chunk
     from aioengine.engine import AsyncEngine
     from aioengine.params import SamplingParams
     from aioengine.sync import Engine
@@ -15,18 +16,31 @@ if TYPE_CHECKING:
 def stream_and_merge(
     llm: Engine, prompt: str, sampling_params: SamplingParams | Mapping[str, object] | None = None
 ) -> str:
-    """Stream one answer and return its whole text."""
-    return "".join(chunk["text"] for chunk in llm.generate(prompt, sampling_params, stream=True))
+    """Stream one answer and return its whole text.
+
+    Raises ValueError for several answers, whose chunks come mixed.
+    """
+    with llm.generate(prompt, sampling_params, stream=True) as stream:
+        return "".join(_text_of_the_only_answer(chunk) for chunk in stream)
 
 
 async def async_stream_and_merge(
     llm: AsyncEngine | Engine, prompt: str, sampling_params: SamplingParams | Mapping[str, object] | None = None
 ) -> AsyncIterator[str]:
-    """Stream one answer and yield its new text, chunk by chunk; joined, the pieces are the whole text."""
+    """Stream one answer and yield its new text, chunk by chunk; joined, the pieces are the whole text.
+
+    Raises ValueError for several answers, whose chunks come mixed.
+    """
     async with llm.async_generate(prompt, sampling_params, stream=True) as stream:
         async for chunk in stream:
-            if chunk["text"]:
-                yield chunk["text"]
+            if text := _text_of_the_only_answer(chunk):
+                yield text
+
+
+def _text_of_the_only_answer(chunk: Chunk) -> str:
+    if "index" in chunk:
+        raise ValueError("there is more than one answer (several prompts, or n above 1), and their chunks come mixed")
+    return chunk["text"]
 
 
 def trim_overlap(existing_text: str, new_chunk: str) -> str:

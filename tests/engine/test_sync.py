@@ -79,6 +79,9 @@ class TestModes:
         pieces = asyncio.run(deltas())
         assert "" not in pieces
         assert "".join(pieces) == expected_text("a", 6)
+        with pytest.raises(ValueError, match="more than one answer"):
+            stream_and_merge(sync_world.engine, "a", {**LONG, "n": 2})
+        sync_world.wait("double.aborts")
 
     def test_control_calls(self, sync_world: SyncWorld) -> None:
         engine = sync_world.engine
