@@ -58,6 +58,12 @@ class Model(Protocol):
         """
         ...
 
+    def forward_block(self, num_tokens: int, attention: AttentionBackend) -> None:
+        """One of the blocks that are all alike, for so many tokens, and nothing comes of it: what is loaded and chosen
+        for a number of tokens when it is first seen is there then.
+        """
+        ...
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] hidden states -> [S, V] logits in the model's dtype."""
         ...

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 import msgspec
+import torch
 
 from aioengine.attention._base import AttentionShape
 from aioengine.layers.attention import SelfAttention
@@ -243,6 +244,11 @@ class Decoder:
             is_last = layer == len(self._blocks) - 1
             x, delta = block(x, delta, step, layer, wanted=wanted if is_last else None)
         return self._norm(x) if delta is None else self._norm.after(delta, x)
+
+    def forward_block(self, num_tokens: int, attention: AttentionBackend) -> None:
+        x = self._norm.weight.new_zeros(num_tokens, self.hidden_size)
+        positions = torch.zeros(num_tokens, dtype=torch.int64, device=x.device)
+        self._blocks[0](x, None, _Step(self._rotary.tables(positions), attention), 0, wanted=None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         assert self._logits is not None, "finish_loading was not called"

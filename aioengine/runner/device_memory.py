@@ -120,8 +120,8 @@ class DeviceMemory:
         }
 
 
-class _NoAttention:
-    """Passes the queries on: attention of a step needs no more memory than its output."""
+class NoAttention:
+    """Passes the queries on, and takes as much memory as attention does: that of its output."""
 
     def prepare(self, batch: object) -> None:
         """Nothing."""
@@ -157,12 +157,12 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int
     with only_compiled():
         for num_rows in _ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-            model.compute_logits(model.forward(ids, ids, _NoAttention()))
+            model.compute_logits(model.forward(ids, ids, NoAttention()))
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     ids = torch.zeros(largest.num_tokens, dtype=torch.int64, device=device)
-    hidden = model.forward(ids, ids, _NoAttention())
+    hidden = model.forward(ids, ids, NoAttention())
     logits = model.compute_logits(hidden[: largest.num_rows])
     logits[:SAMPLED_ROWS].float()
     del hidden, logits

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from aioengine.attention._base import CapturableAttention
 from aioengine.protocol.messages import Progress
+from aioengine.runner.device_memory import NoAttention
 from aioengine.runner.ladder import longest_prefill_graph
 from aioengine.runner.prompt_graphs import capture_prompt_graphs
 from aioengine.runner.rehearsal import Limits, rehearse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
+    from collections.abc import Callable, Iterable
 
     from aioengine.config import Settings
+    from aioengine.models._base import Model
     from aioengine.runner.model_runner import DeviceParts, ModelRunner
     from aioengine.runner.start_times import StartTimes
+
+TOKENS_APART = 128
+"""Which kernels compute a product changes with the number of tiles, and a tile has about so many tokens."""
 
 
 def longest_graph(settings: Settings, weights_bytes: int, dtype: torch.dtype) -> int:
@@ -25,6 +30,15 @@ def longest_graph(settings: Settings, weights_bytes: int, dtype: torch.dtype) ->
     if not settings.runner.cuda_graph_max_rows:
         return 0
     return longest_prefill_graph(weights_bytes // dtype.itemsize, settings.scheduler.max_step_tokens)
+
+
+@torch.inference_mode()
+def see_token_counts(model: Model, counts: Iterable[int]) -> None:
+    """Steps without graphs of about so many tokens find kernels that are loaded: to load one, CUDA waits for all that
+    is queued. All blocks have the same products, so one of them does.
+    """
+    for num_tokens in counts:
+        model.forward_block(num_tokens, NoAttention())
 
 
 def prepare_device(
@@ -42,6 +56,8 @@ def prepare_device(
             _capture(runner, parts, settings, report)
     times.end("graphs")
     limits = settings.scheduler
+    longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype) if runner.prompt_graphs else 0
+    see_token_counts(parts.model, range(limits.max_step_tokens, longest, -TOKENS_APART))
     pages = parts.kv_pool.num_pages
     rehearse(runner, Limits(limits.max_running, limits.chunk_tokens, parts.context_length, pages), report)
     times.end("rehearsal")
@@ -50,7 +66,11 @@ def prepare_device(
 def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report: Callable[[Progress], None]) -> None:
     max_rows = settings.runner.cuda_graph_max_rows
     runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
+    longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype)
+    runner.prompt_graphs = capture_prompt_graphs(parts, longest, report)
+
+
+def _weights_bytes(runner: ModelRunner) -> int:
     weights_bytes = runner.facts["weights_bytes"]
     assert isinstance(weights_bytes, int)
-    longest = longest_graph(settings, weights_bytes, parts.model.dtype)
-    runner.prompt_graphs = capture_prompt_graphs(parts, longest, report)
+    return weights_bytes
