@@ -263,8 +263,18 @@ class ModelRunner:
                     return graphs.replay(batch)
         with part("prepare"):
             self._attention.prepare(batch)
-        wanted = None if is_decode else batch.last_tokens
-        return self._model.forward(batch.input_ids, batch.positions, self._attention, wanted)
+        wanted = None if is_decode else self._padded(batch.last_tokens)
+        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention, wanted)
+        return hidden[: len(batch.query_lengths)]
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """With zeros behind, as many as a decode step with a graph has: for products of a number of rows that is new
+        CUDA loads kernels, and before that waits for all that is queued.
+        """
+        if self._graphs is None:
+            return rows
+        num_missing = self._graphs.padded(len(rows)) - len(rows)
+        return functional.pad(rows, (0,) * (2 * rows.dim() - 1) + (num_missing,)) if num_missing else rows
 
     def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor:
         sampled = self._table.sampled(rows.requests, rows.slots, rows.starts + rows.counts)
@@ -274,10 +284,7 @@ class ModelRunner:
         return step.token_ids
 
     def _sample(self, hidden: Tensor, rows: SampledRows) -> Tensor:
-        num_rows = len(hidden)
-        if self._graphs is not None:  # a number of rows that is new would wait for kernels that are loaded for it
-            hidden = functional.pad(hidden, (0, 0, 0, self._graphs.padded(num_rows) - num_rows))
-        logits = self._model.compute_logits(hidden)[:num_rows]
+        logits = self._model.compute_logits(self._padded(hidden))[: len(hidden)]
         with part("sample"):
             token_ids = self._sampler.sample(logits, rows)
             self._table.write_tokens(rows, token_ids)

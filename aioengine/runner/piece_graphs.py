@@ -53,7 +53,7 @@ class _Seams:
     def __init__(self, kv_pool: Tensor, slot_mapping: Tensor, handed: _Handed) -> None:
         self._kv_pool = kv_pool
         self._slots = slot_mapping
-        self._handed = handed
+        self.handed = handed
         self._pool: torch.cuda._POOL_HANDLE | None = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -75,13 +75,13 @@ class _Seams:
 
     def target(self, layer: int) -> KVTarget:
         keys, values = self._kv_pool[layer]
-        return KVTarget(self._slots, keys, values, self._handed.heads)
+        return KVTarget(self._slots, keys, values, self.handed.heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         if self.graphs:
             self._end()
             self._begin()
-        return self._handed.attended.flatten(1)
+        return self.handed.attended.flatten(1)
 
     def _begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
@@ -126,7 +126,14 @@ class PieceGraphs:
         captured: dict[int, _Pieces] = {}
         for num_done, size in enumerate(reversed(sizes), 1):
             num_rows = min(self._max_rows, size)  # each has a token at least
-            captured[size] = self._captured(inputs.first(size, num_rows), handed.first(size), pool)
+            step = inputs.first(size, num_rows)
+            seams = _Seams(self._kv_pool, step.slot_mapping, handed.first(size))
+            # kernels that are compiled or loaded when they first run must not be so while being captured
+            if size in (max_tokens, num_rows):
+                self._compute(step, seams)
+            else:  # all that it does not share with the largest step
+                self._model.forward_block(size, seams)
+            captured[size] = self._captured(step, seams, pool)
             report(num_done, len(sizes))
         self._steps = {size: captured[size] for size in sizes}
 
@@ -152,16 +159,13 @@ class PieceGraphs:
         last.replay()
         return chosen.hidden[: len(batch.query_lengths)]
 
-    def _captured(self, inputs: PaddedInputs, handed: _Handed, pool: torch.cuda._POOL_HANDLE) -> _Pieces:
-        seams = _Seams(self._kv_pool, inputs.slot_mapping, handed)
+    def _compute(self, inputs: PaddedInputs, seams: _Seams) -> Tensor:
+        return self._model.forward(inputs.input_ids, inputs.positions, seams, inputs.last_tokens)
 
-        def compute() -> Tensor:
-            return self._model.forward(inputs.input_ids, inputs.positions, seams, inputs.last_tokens)
-
-        compute()  # kernels that are compiled or chosen when they first run must not do so while being captured
+    def _captured(self, inputs: PaddedInputs, seams: _Seams, pool: torch.cuda._POOL_HANDLE) -> _Pieces:
         torch.cuda.synchronize(self._kv_pool.device)
         with torch.cuda.stream(self._stream), seams.capture(pool):
-            hidden = compute()
+            hidden = self._compute(inputs, seams)
         for graph in seams.graphs:
             graph.replay()  # for the first time, which takes longer
-        return _Pieces(seams.graphs, inputs, handed, hidden)
+        return _Pieces(seams.graphs, inputs, seams.handed, hidden)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from aioengine.runner.model_runner import DeviceParts, ModelRunner
     from aioengine.runner.start_times import StartTimes
 
-TOKENS_APART = 128
-"""Which kernels compute a product changes with the number of tiles, and a tile has about so many tokens."""
+TOKENS_APART = 64
+"""Which kernel computes a product changes with the number of tiles, and the smallest tiles have so many tokens."""
 
 
 def longest_graph(settings: Settings, weights_bytes: int, dtype: torch.dtype) -> int:

@@ -18,7 +18,7 @@ from tests.compute.runner_world import CONTEXT_LENGTH, FAMILIES, VOCAB_SIZE, Wor
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aioengine.attention._base import ForwardBatch
+    from aioengine.attention._base import AttentionBackend, ForwardBatch
 
 PROMPTS = [random.Random(i).choices(range(1, VOCAB_SIZE), k=length) for i, length in enumerate((1, 5, 19, 33, 64))]
 SAMPLINGS = [
@@ -319,18 +319,26 @@ def test_the_first_graphs_that_fit_a_step_with_prompts_are_taken(qwen: Path) -> 
     assert more.replayed == [12]
 
 
-def test_logits_are_computed_for_as_many_rows_as_a_graph_has(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_computed_by_as_many_as_a_graph_has(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[6] * 5, [7] * 9, [8] * 3]
     world = World(make_settings(qwen))
     expected = World(make_settings(qwen)).answers(prompts)
     num_rows: list[int] = []
-    plain = world.runner._model.compute_logits
+    model = world.runner._model
+    plain, plain_forward = model.compute_logits, model.forward
 
     def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
         num_rows.append(len(hidden))
         return plain(hidden)
 
-    monkeypatch.setattr(world.runner._model, "compute_logits", compute_logits)
+    def forward(
+        ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        num_rows.append(4 if wanted is None else len(wanted))
+        return plain_forward(ids, positions, attention, wanted)
+
+    monkeypatch.setattr(model, "compute_logits", compute_logits)
+    monkeypatch.setattr(model, "forward", forward)
     graphs = SimpleNamespace(fits=lambda _: False, padded=lambda num: max(num, 4))
     monkeypatch.setattr(world.runner, "_graphs", graphs)
     assert world.answers(prompts) == expected

@@ -108,20 +108,23 @@ def test_steps_of_all_kinds(model: Model) -> None:
 
 
 @torch.inference_mode()
-def test_no_more_hidden_states_are_computed_than_there_can_be_rows(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_computed_before_each_size_is_captured(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = torch.zeros(_base.kv_pool_shape(model.attention_shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), pool, max_rows=40)
-    plain, wanted = model.forward, list[int]()
+    plain, plain_block, computed = model.forward, model.forward_block, list[tuple[int, int]]()
 
     def forward(ids: Tensor, positions: Tensor, attention: _base.AttentionBackend, last_tokens: Tensor) -> Tensor:
-        wanted.append(len(last_tokens))
+        computed.append((len(ids), len(last_tokens)))
         return plain(ids, positions, attention, last_tokens)
 
+    def forward_block(num_tokens: int, attention: _base.AttentionBackend) -> None:
+        computed.append((num_tokens, 0))
+        plain_block(num_tokens, attention)
+
     monkeypatch.setattr(model, "forward", forward)
-    graphs.capture(50, lambda *_: None)
-    assert wanted == [40, 40, 32, 32], "each size is computed before it is captured"
+    monkeypatch.setattr(model, "forward_block", forward_block)
+    graphs.capture(70, lambda *_: None)
+    assert computed == [(70, 40), (70, 40), (64, 0), (64, 40), (32, 32), (32, 32)]
 
 
 @torch.inference_mode()
