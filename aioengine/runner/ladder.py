@@ -24,6 +24,8 @@ _PIECE = 256
 """Matrix products take tokens by so many at a time."""
 MAX_PROMPT_ROWS = 8
 """Of a whole graph: rows that decode go through the kernel for prompts there, which does more than it must."""
+MAX_SEEN_TOKENS = 8192
+"""Of the largest step that a start goes to some lengths for."""
 _WORK = 5e12
 """Weights times tokens of a step from which on an H200 computes longer than a host takes to launch the kernels."""
 
@@ -47,4 +49,4 @@ def piece_ladder(max_tokens: int) -> list[int]:
 
 def longest_prefill_graph(num_weights: int, chunk_tokens: int) -> int:
     """Up to how many tokens a graph is worth its while, for a model of so many weights."""
-    return min(chunk_tokens, int(_WORK / num_weights))
+    return min(chunk_tokens, int(_WORK / num_weights), MAX_SEEN_TOKENS)

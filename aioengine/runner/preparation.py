@@ -9,7 +9,7 @@ import torch
 from aioengine.attention._base import CapturableAttention
 from aioengine.protocol.messages import Progress
 from aioengine.runner.device_memory import NoAttention
-from aioengine.runner.ladder import longest_prefill_graph
+from aioengine.runner.ladder import MAX_SEEN_TOKENS, longest_prefill_graph
 from aioengine.runner.prompt_graphs import capture_prompt_graphs
 from aioengine.runner.rehearsal import Limits, rehearse
 
@@ -30,6 +30,11 @@ def longest_graph(settings: Settings, weights_bytes: int, dtype: torch.dtype) ->
     if not settings.runner.cuda_graph_max_rows:
         return 0
     return longest_prefill_graph(weights_bytes // dtype.itemsize, settings.scheduler.max_step_tokens)
+
+
+def token_counts(largest: int, longest_graph: int) -> range:
+    """Of steps of up to ``largest`` tokens, those that have no graph, at some distance."""
+    return range(min(largest, MAX_SEEN_TOKENS), longest_graph, -TOKENS_APART)
 
 
 @torch.inference_mode()
@@ -57,7 +62,7 @@ def prepare_device(
     times.end("graphs")
     limits = settings.scheduler
     longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype) if runner.prompt_graphs else 0
-    see_token_counts(parts.model, range(limits.max_step_tokens, longest, -TOKENS_APART))
+    see_token_counts(parts.model, token_counts(limits.max_step_tokens, longest))
     pages = parts.kv_pool.num_pages
     rehearse(runner, Limits(limits.max_running, limits.chunk_tokens, parts.context_length, pages), report)
     times.end("rehearsal")

@@ -55,3 +55,4 @@ def test_graphs_of_prompts_end_where_the_device_is_the_slower() -> None:
     assert longest_prefill_graph(600_000_000, 8192) > 2048
     assert 512 <= longest_prefill_graph(8_000_000_000, 8192) < 1024
     assert longest_prefill_graph(4_000_000, 512) == 512
+    assert longest_prefill_graph(4_000_000, 131_072) == 8192, "a start is not to take minutes"

@@ -52,3 +52,9 @@ def test_the_longest_graph(graphs: int, longest: int) -> None:
     assert preparation.longest_graph(settings, 4_000_000_000, torch.bfloat16) == longest
     few = preparation.longest_graph(settings, 4_000_000, torch.bfloat16)
     assert few == (settings.scheduler.max_step_tokens if graphs else 0)
+
+
+def test_token_counts_of_steps_without_graphs() -> None:
+    assert list(preparation.token_counts(900, 622)) == [900, 836, 772, 708, 644]
+    assert list(preparation.token_counts(8192, 8192)) == []
+    assert len(preparation.token_counts(131_072, 0)) == 128, "a start is not to take minutes"
