@@ -131,7 +131,7 @@ def _joined(
     return higher, total, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "page_ids", "tiles"])
 def _attend_kernel(
     q: tl.tensor,
     keys: tl.tensor,
@@ -188,7 +188,10 @@ def _attend_kernel(
     tl.store(out + places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["max_parts", "num_shares"])
+@triton.jit(
+    do_not_specialize=["max_parts", "num_shares"],
+    do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids"],
+)
 def _parts_kernel(
     q: tl.tensor,
     keys: tl.tensor,
@@ -238,7 +241,7 @@ def _parts_kernel(
         index += num_shares
 
 
-@triton.jit(do_not_specialize=["max_parts"])
+@triton.jit(do_not_specialize=["max_parts"], do_not_specialize_on_alignment=["page_starts", "last_lengths"])
 def _join_kernel(
     part_sums: tl.tensor,
     part_marks: tl.tensor,
@@ -310,7 +313,7 @@ def attend(q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, tiles: Tensor, *,
     """
     sizes = _sizes(q, pool)
     tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out)
-    key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors))
+    key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (q, *pool, out)))
     options = _options(q.shape[2], q.dtype)
     _attend((tiles.shape[0], sizes[1], 1), key, (*tensors, scale / math.log(2), *sizes), options)
 
@@ -332,14 +335,14 @@ def attend_in_parts(
     marks = torch.empty(num_rows, max_parts, num_heads, 2, dtype=torch.float32, device=q.device)
     sizes = _sizes(q, pool)
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks)
-    places = tuple(tensor.data_ptr() % 16 for tensor in tensors)
+    places = tuple(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, marks))
     options = _options(head_size, q.dtype)
     grid = num_rows, sizes[1], num_shares
     _parts(grid, (q.dtype, sizes, places), (*tensors, scale / math.log(2), max_parts, num_shares, *sizes), options)
     _, _, _, page_size, _, columns, *_ = sizes
     join_sizes = num_heads, page_size, head_size, columns, _JOINED_HEADS
     join_tensors = sums, marks, rows.page_starts, rows.last_lengths, out
-    join_key = (q.dtype, join_sizes, *(tensor.data_ptr() % 16 for tensor in join_tensors))
+    join_key = (q.dtype, join_sizes, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out)))
     _join(
         (num_rows, -(-num_heads // _JOINED_HEADS), 1),
         join_key,

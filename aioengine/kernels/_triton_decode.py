@@ -136,7 +136,7 @@ def _finish(
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_member[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["page_starts", "page_ids", "parts", "num_done"])
 def _decode_kernel(
     q: tl.tensor,
     keys: tl.tensor,
@@ -226,6 +226,6 @@ def decode(
     sizes = (*sizes, other is not None, has_dependent_launch())
     rest = other or (out, marks)
     tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.parts, rows.num_done, sums, marks, out, *rest)
-    key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors))
+    key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, marks, out, *rest)))
     options = {"num_warps": 4, "launch_pdl": has_dependent_launch()}
     _decode((num_kv_heads, places, 1), key, (*tensors, places, scale / math.log(2), *sizes), options)

@@ -62,7 +62,7 @@ def _rotated(
     return turned_low, (wide_high * cosine + wide_low * sine).to(low.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rotate_kernel(
     heads: tl.tensor,
     token_stride: tl.tensor,
@@ -124,7 +124,7 @@ def _rotate_kernel(
         tl.store(places + HALF, high, mask=is_rotated_here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write_kernel(
     k: tl.tensor,
     v: tl.tensor,
@@ -201,7 +201,7 @@ def rotate(
         has_dependent_launch(),
     )
     sizes = stride, num_query, num_kv, half, page_size
-    places = heads.data_ptr() % 16, slots.data_ptr() % 16, out is not None and out.data_ptr() % 16
+    places = heads.data_ptr() % 16, out is not None and out.data_ptr() % 16
     key = (heads.dtype, keys.dtype, slots.dtype, sizes, has_norms, writes, moves, places)
     _rotate((num_tokens, -(-(num_heads if writes else num_query + num_kv) // HEADS), 1), key, arguments, options(4))
 
@@ -216,7 +216,7 @@ def write_pages(k: Tensor, v: Tensor, slots: Tensor, pool: tuple[Tensor, Tensor]
         *(k, v, slots, keys, values, *strides, num_heads, page_size, head_size),
         *(next_power_of_2(num_heads), next_power_of_2(head_size), has_dependent_launch()),
     )
-    places = k.data_ptr() % 16, v.data_ptr() % 16, slots.data_ptr() % 16
+    places = k.data_ptr() % 16, v.data_ptr() % 16
     key = (k.dtype, keys.dtype, slots.dtype, strides, num_heads, page_size, head_size, places)
     _write((num_tokens, 1, 1), key, arguments, options(4))
 
