@@ -46,7 +46,7 @@ def make_ready(
     timeout_s: float,
     report: Callable[[Progress], None],
 ) -> None:
-    """Compile what is not compiled, load all of it, and run each kind of step once, over a pool of one page.
+    """Compile what is not compiled, load all of it, and run it once, over a pool of one page.
 
     Raises:
         BackendUnavailableError: FlashInfer has no kernels for these types and sizes, or they do not compile, load or
@@ -66,10 +66,8 @@ def make_ready(
         logger.info("FlashInfer's kernels: %s", ", ".join(f"{spec.name} ({_state(spec)})" for spec in specs))
         Compilation(time.monotonic() + timeout_s, report).bring_up_to_date(specs)
         pool = torch.zeros(kv_pool_shape(shape, num_pages=1, page_size=16), dtype=dtype, device=device)
-        backend = FlashInferAttention(shape, pool)
-        with only_compiled():
-            backend.warm_up()
-        backend.warm_up()
+        with only_compiled():  # of our own, that is; FlashInfer's run
+            FlashInferAttention(shape, pool).warm_up()
         torch.cuda.synchronize(device)
     except (BackendUnavailableError, CompilationTimeoutError):
         raise

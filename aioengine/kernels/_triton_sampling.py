@@ -370,3 +370,4 @@ class SamplingKernels:
         out = torch.zeros(1, dtype=torch.int64, device=device)
         for scores in (logits, logits.float()):  # after processors they are fp32
             self.sample(scores, Draws(words, (whole, whole, share, share)), out)
+        self.sample(logits, Draws(words), out, (whole, out))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from aioengine.kernels._triton import only_compiled
 from aioengine.kernels._triton_sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.logits import LogitsRow
@@ -111,3 +112,10 @@ class DeviceSampler:
 def _logits_row(rows: SampledRows, start: int, index: int) -> LogitsRow:
     request = rows.requests[start + index]
     return LogitsRow(index, request.sampling, request.num_prompt, int(rows.positions[start + index]), None)
+
+
+def ask_for_kernels(*, vocab_size: int, num_embeddings: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Have all that a ``DeviceSampler`` and the graphs may launch compiled, for logits of this type."""
+    with only_compiled():
+        kernels = SamplingKernels(max_rows=1, vocab_size=vocab_size, device=device)
+        kernels.draw_in_all_ways(torch.zeros(1, num_embeddings, dtype=dtype, device=device))

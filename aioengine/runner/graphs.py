@@ -246,8 +246,7 @@ class DecodeGraphs:
         """Have all that steps launch compiled, with or without a graph, before the first of them waits for its own."""
         with only_compiled():
             for size, attention in steps:
-                hidden = self._step(size, attention, kernels).compute()
-            kernels.draw_in_all_ways(self._model.compute_logits(hidden)[:1])
+                self._step(size, attention, kernels).compute()
 
     def _step(self, size: int, attention: FixedDecode, kernels: SamplingKernels) -> _Step:
         columns = self._columns(size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from aioengine import models
+from aioengine.kernels._triton import is_installed
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.runner import weights
@@ -29,10 +31,13 @@ def load_model(
     dtype: torch.dtype,
     memory: DeviceMemory,
     *,
+    vocab_size: int,
     report: Callable[[Progress], None],
     times: StartTimes,
 ) -> tuple[Model, AttentionChoice, int]:
-    """The model with its weights, the attention that works for it, and the bytes of the parameters."""
+    """The model with its weights, the attention that works for it, and the bytes of the parameters. Token ids below
+    ``vocab_size`` will be sampled.
+    """
     advice = "End what else has memory of the GPU, or take a smaller model or a larger GPU"
     if dtype == torch.float32:
         advice += "; dtype='bfloat16' takes half"
@@ -40,6 +45,8 @@ def load_model(
     need = sum(target.nbytes for target in outline.weights().values())
     with memory.take("the weights", advice=advice, need=need), torch.no_grad():
         model = _model(settings, dtype, memory.device)
+        if memory.device.type == "cuda" and is_installed():
+            _ask_for_sampling(model, vocab_size, memory.device)
         times.end("device")
         choice = choose_attention(settings.runner, model.attention_shape, dtype, memory.device, report=report)
         times.end("attention")
@@ -52,6 +59,13 @@ def load_model(
         )
     times.end("weights")
     return model, choice, weights_bytes
+
+
+def _ask_for_sampling(model: Model, vocab_size: int, device: torch.device) -> None:
+    """These kernels take the longest to compile; meanwhile FlashInfer is imported and the weights are read."""
+    module = importlib.import_module("aioengine.runner.device_sampler")
+    width = model.vocab_size
+    module.ask_for_kernels(vocab_size=min(vocab_size, width), num_embeddings=width, dtype=model.dtype, device=device)
 
 
 def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Model:

@@ -26,7 +26,7 @@ from aioengine.runner.readback import Readback
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampler import FAILED, Sampler
 from aioengine.runner.start_times import StartTimes
-from aioengine.runner.vocabulary import num_token_ids
+from aioengine.runner.vocabulary import sampled_vocab_size
 from aioengine.scheduler.plan import StepResult
 
 if TYPE_CHECKING:
@@ -332,7 +332,10 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     dtype = _dtype(settings.model.dtype, device)
     memory = DeviceMemory(device)
     page_size = settings.memory.page_size
-    model, choice, weights_bytes = load_model(settings, dtype, memory, report=report, times=times)
+    vocab_size = sampled_vocab_size(settings)
+    model, choice, weights_bytes = load_model(
+        settings, dtype, memory, vocab_size=vocab_size, report=report, times=times
+    )
     shape = model.attention_shape
     limits = settings.scheduler
     num_captured = longest_graph(settings, weights_bytes, dtype)
@@ -348,7 +351,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         model=model,
         attention=attention,
         kv_pool=kv_pool,
-        vocab_size=_sampled_vocab_size(settings),
+        vocab_size=vocab_size,
         context_length=settings.model.context_length,
         max_rows=settings.scheduler.max_running,
         device=device,
@@ -390,12 +393,6 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
         message = "dtype 'float16' is not available on a CPU: it is slow there and overflows; use bfloat16 or float32"
         raise ValueError(message)
     return DTYPES[name]
-
-
-def _sampled_vocab_size(settings: Settings) -> int:
-    """Ids beyond the tokenizer are padding of the model's vocabulary; without a tokenizer all may be sampled."""
-    path = settings.text.tokenizer_path
-    return settings.model.vocab_size if path is None else min(settings.model.vocab_size, num_token_ids(path))
 
 
 def _versions() -> Facts:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from aioengine.config import Settings
 
 
 class _AddedToken(msgspec.Struct):
@@ -39,3 +43,9 @@ def num_token_ids(tokenizer_path: str) -> int:
     vocab = tokenizer.model.vocab
     ids = [len(vocab) - 1] if isinstance(vocab, list) else vocab.values()
     return 1 + max(chain(ids, (token.id for token in tokenizer.added_tokens)), default=-1)
+
+
+def sampled_vocab_size(settings: Settings) -> int:
+    """Ids beyond the tokenizer are padding of the model's vocabulary; without a tokenizer all may be sampled."""
+    path = settings.text.tokenizer_path
+    return settings.model.vocab_size if path is None else min(settings.model.vocab_size, num_token_ids(path))
