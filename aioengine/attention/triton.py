@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 ENOUGH_PROGRAMS = 256
 """From so many rows and kv heads on a GPU is busy without sharing out the parts of a row."""
 LONG_SHARES = 8
-"""Where rows may be long, one among many short ones would keep a program at work long after the others."""
+"""Where rows may be long, one among short ones would keep a program at work long after the others."""
+MANY_PROGRAMS = 1024
+"""From so many on putting the parts together costs the short rows too much: a tenth of attention's time on an H200."""
 MAX_PARTS_BYTES = 256 << 20
 
 
@@ -58,7 +60,8 @@ class _Shared:
         """Programs that share the parts of a row that decodes; 1: they go one after the other."""
         programs = num_rows * self.shape.num_kv_heads
         num_bytes = 4 * num_rows * max_parts * self.shape.num_heads * (self.shape.head_size + 2)
-        wanted = max(-(-ENOUGH_PROGRAMS // programs), LONG_SHARES if max_parts > EVEN_PARTS.value else 1)
+        is_long = max_parts > EVEN_PARTS.value and programs < MANY_PROGRAMS
+        wanted = max(-(-ENOUGH_PROGRAMS // programs), LONG_SHARES if is_long else 1)
         if wanted == 1 or num_bytes > MAX_PARTS_BYTES:
             return 1
         return max(min(max_parts, wanted), 2)  # the same kernels for short rows

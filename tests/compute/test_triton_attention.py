@@ -61,7 +61,7 @@ for length in range(1, 2049):
 shared = triton_attention._Shared(
     AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_size=128, scale=1.0), []
 )
-found = [shared.num_shares(*case) for case in ((1, 96), (4, 3), (32, 4), (32, 96), (128, 96), (512, 96))]
+found = [shared.num_shares(*case) for case in ((1, 96), (4, 3), (32, 4), (32, 96), (127, 96), (128, 96))]
 assert found == [32, 3, 1, 8, 8, 1], found
 for rows in ([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], [(0, 70)], [(40, 1), (0, 33), (280, 5)]):
     check(rows, HEADS, KV_HEADS)
