@@ -34,6 +34,12 @@ class Product(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+class Prepare(Protocol):
+    """Weight and bias -> what is computed with them."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Product: ...
+
+
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(x, weight, bias)
 

@@ -11,16 +11,28 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.kernels.linear import Product
+    from aioengine.kernels.linear import Prepare, Product
     from aioengine.layers.placement import Placement
 
 
 class Linear:
-    """[T, D] -> [T, O], where O is made of ``parts``: name in the checkpoint -> output size, in order."""
+    """[T, D] -> [T, O], where O is made of ``parts``: name in the checkpoint -> output size, in order.
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], placement: Placement, *, bias: bool = False) -> None:
+    ``prepare``: what makes of the weight what is computed with it; of a product alone if left out.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        placement: Placement,
+        *,
+        bias: bool = False,
+        prepare: Prepare = linear.prepare,
+    ) -> None:
         out_features = sum(parts.values())
         self._parts = dict(parts)
+        self._prepare = prepare
         self._batch_invariant = placement.batch_invariant
         self._weight: Tensor | None = placement.empty(out_features, in_features)
         self._bias = placement.empty(out_features) if bias else None
@@ -40,7 +52,7 @@ class Linear:
     def finish_loading(self) -> None:
         """Bring the weight into the kernel's form and let go of the plain one."""
         assert self._weight is not None, "the weights were packed already"
-        self._product = linear.prepare(self._weight, self._bias, batch_invariant=self._batch_invariant)
+        self._product = self._prepare(self._weight, self._bias, batch_invariant=self._batch_invariant)
         self._weight = None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.kernels.silu_and_mul import silu_and_mul
+from aioengine.kernels import gated_linear
 from aioengine.layers.linear import Linear
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ class GatedMLP:
 
     def __init__(self, hidden_size: int, intermediate_size: int, placement: Placement, *, bias: bool) -> None:
         sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self._gate_up = Linear(hidden_size, sizes, placement, bias=bias)
+        self._gate_up = Linear(hidden_size, sizes, placement, bias=bias, prepare=gated_linear.prepare)
         self._down = Linear(intermediate_size, {"down_proj": hidden_size}, placement, bias=bias)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
@@ -29,4 +29,4 @@ class GatedMLP:
         self._down.finish_loading()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(silu_and_mul(self._gate_up(x)))
+        return self._down(self._gate_up(x))

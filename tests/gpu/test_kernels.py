@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.kernels import add_rms_norm, linear, rms_norm, rotate_and_write, rotate_heads, silu_and_mul
+from aioengine.kernels import add_rms_norm, gated_linear, linear, rms_norm, rotate_and_write, rotate_heads, silu_and_mul
 from aioengine.runner.philox import uniforms
 from aioengine.runner.truncation import draw, kept
 
@@ -50,12 +50,28 @@ def test_matrix_with_few_vectors(size: int, num_outputs: int, has_bias: bool) ->
     product = linear.prepare(weight, bias)
     expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
     assert error(product(x), expected) < 4e-3
-    for num_rows in (3, 16, 17, 33, 64, 65):
+    for num_rows in (3, 16, 17, 33, 64, 65, 128, 129):
         x = random(num_rows, size)
         expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
         found = product(x)
         assert error(found, expected) < 4e-3
         assert torch.equal(product(x), found), "shares are added up in one order"
+
+
+@pytest.mark.parametrize(
+    ("size", "num_outputs", "dtype"),
+    [(4096, 14_336, torch.bfloat16), (1088, 8200, torch.float16), (1024, 3072, torch.bfloat16)],
+)
+def test_gated_product(size: int, num_outputs: int, dtype: torch.dtype) -> None:
+    weight = random(2 * num_outputs, size, dtype=dtype) * 0.1
+    product = gated_linear.prepare(weight, None)
+    for num_rows in (1, 2, 16, 17, 33, 64, 65, 80, 81, 96, 97, 128, 129):
+        x = random(num_rows, size, dtype=dtype)
+        expected = gated_linear.reference(x.double(), weight.double(), None)
+        found = product(x)
+        assert found.shape == (num_rows, num_outputs)
+        assert error(found, expected) < 6e-3
+        assert torch.equal(product(x), found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,0 +1,51 @@
+"""Matrix product with gates and what they gate, activated: x [T, I], weight [2 O, I], bias [2 O] -> [T, O].
+
+The gates come first; what is given is silu(gate) * up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.kernels import _triton, linear, silu_and_mul
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.linear import Product
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return silu_and_mul.reference(linear.reference(x, weight, bias))
+
+
+def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Product:
+    """As ``linear.prepare`` does for a product alone."""
+    product = linear.prepare(weight, bias, batch_invariant=batch_invariant)
+
+    def apart(x: Tensor) -> Tensor:
+        return silu_and_mul.silu_and_mul(product(x))
+
+    if batch_invariant or bias is not None or not _fits(weight):
+        return apart
+    from aioengine.kernels import _triton_gated
+
+    num_outputs, size = weight.shape[0] // 2, weight.shape[1]
+    _triton_gated.ask_for_forms(weight)
+
+    def together(x: Tensor) -> Tensor:
+        programs = _triton_gated.shape_of_programs(num_outputs, size, x.shape[0])
+        if programs is None or not x.is_contiguous() or x.data_ptr() % 16:
+            return apart(x)
+        return _triton_gated.product(x, weight, programs)
+
+    return together
+
+
+def _fits(weight: Tensor) -> bool:
+    """Whether there is a kernel that does both: for 16 bit numbers, on a GPU with a copy engine for tiles."""
+    if not _triton.serves(weight) or weight.dtype == torch.float32 or not _triton.has_dependent_launch():
+        return False
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0

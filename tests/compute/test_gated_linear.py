@@ -1,0 +1,63 @@
+"""Gates and what they gate in one product, against both apart."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from aioengine.kernels import gated_linear
+from tests.compute.interpreted import run_interpreted
+
+PROGRAM = """
+import torch
+
+from aioengine.kernels import _triton
+
+# no form is compiled here, and there is no device to be asked
+_triton.has_dependent_launch = lambda: False
+_triton.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+
+from aioengine.kernels import _triton_gated, gated_linear
+
+torch.manual_seed(0)
+for num_outputs, size, num_rows, programs in (
+    (100, 128, 20, (16, 16, 32, 64, 2, 4)),  # some outputs and rows of the last tiles are beyond the end
+    (64, 64, 5, (16, 0, 32, 64, 2, 4)),
+    (40, 192, 16, (16, 0, 64, 128, 2, 4)),
+):
+    weight, x = torch.randn(2 * num_outputs, size), torch.randn(num_rows, size)
+    found = _triton_gated.product(x, weight, programs)
+    torch.testing.assert_close(found, gated_linear.reference(x, weight, None), rtol=1e-4, atol=1e-4)
+"""
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_against_the_reference(has_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(24, 16), torch.randn(5, 16)
+    bias = torch.randn(24) if has_bias else None
+    product = gated_linear.prepare(weight.clone(), bias)
+    torch.testing.assert_close(product(x), gated_linear.reference(x, weight, bias))
+
+
+def test_programs_have_room_for_the_rows() -> None:
+    pytest.importorskip("triton")
+    from aioengine.kernels._triton_gated import shape_of_programs
+
+    for num_outputs, size, num_rows in itertools.product((3072, 8192, 14_336), (1000, 1024, 4096), range(1, 300)):
+        programs = shape_of_programs(num_outputs, size, num_rows)
+        if programs is None:
+            continue
+        rows, more, outputs, block, stages, _ = programs
+        assert rows + more >= num_rows
+        assert stages * (rows + more + 2 * outputs) * block * 2 < 227 * 1024, "the shared memory of a processor"
+    assert shape_of_programs(14_336, 4096, 1) is None
+    assert shape_of_programs(14_336, 4096, 128) is not None
+    assert shape_of_programs(3072, 1024, 128) is None
+
+
+@pytest.mark.slow
+def test_kernel_in_the_interpreter() -> None:
+    run_interpreted(PROGRAM)
