@@ -25,6 +25,8 @@ FAST_ROWS = 4
 cores that can read 38. So fewer rows are padded to four where the weight does not fit the cache.
 """
 CACHED_BYTES = 1 << 20
+LONG_INPUTS = 8192
+FEW_ROWS_OF_LONG_INPUTS = 128
 TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
 
 
@@ -104,6 +106,7 @@ def _on_device(weight: Tensor, bias: Tensor | None) -> Product:
     num_outputs, size = weight.shape
     is_narrow = weight.dtype != torch.float32
     num_done = torch.zeros(_triton_skinny.num_tiles(num_outputs), dtype=torch.int32, device=weight.device)
+    by_library = _by_library(weight, bias)
 
     def product(x: Tensor) -> Tensor:
         num_rows = x.shape[0]
@@ -113,9 +116,19 @@ def _on_device(weight: Tensor, bias: Tensor | None) -> Product:
             programs = _triton_skinny.shape_of_programs(num_outputs, size, num_rows) if is_narrow else None
             if programs is not None:
                 return _triton_skinny.product(x, weight, bias, programs=programs, num_done=num_done)
-        return functional.linear(x, weight, bias)
+        return by_library(x)
 
     return product
+
+
+def _by_library(weight: Tensor, bias: Tensor | None) -> Product:
+    """What torch calls for a product with a bias shares out long inputs better, for few rows: with a bias of zeros a
+    layer of a model of 8 billion parameters takes 3 of 230 us less.
+    """
+    if bias is not None or weight.shape[1] < LONG_INPUTS or weight.dtype == torch.float32:
+        return lambda x: functional.linear(x, weight, bias)
+    zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
+    return lambda x: functional.linear(x, weight, zeros if x.shape[0] <= FEW_ROWS_OF_LONG_INPUTS else None)
 
 
 def _invariant(weight: Tensor, bias: Tensor | None) -> Product:
