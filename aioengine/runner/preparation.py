@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from aioengine.runner.model_runner import DeviceParts, ModelRunner
     from aioengine.runner.start_times import StartTimes
 
-TOKENS_APART = 64
-"""Which kernel computes a product changes with the number of tiles, and the smallest tiles have so many tokens."""
+TOKENS_APART = 31
+"""Which kernel computes a product changes with the number of tiles, and may with what the number is a multiple of: so
+these are not all of a kind.
+"""
 
 
 def longest_graph(settings: Settings, weights_bytes: int, dtype: torch.dtype) -> int:

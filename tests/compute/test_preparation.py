@@ -55,6 +55,6 @@ def test_the_longest_graph(graphs: int, longest: int) -> None:
 
 
 def test_token_counts_of_steps_without_graphs() -> None:
-    assert list(preparation.token_counts(900, 622)) == [900, 836, 772, 708, 644]
+    assert list(preparation.token_counts(700, 622)) == [700, 669, 638]
     assert list(preparation.token_counts(8192, 8192)) == []
-    assert len(preparation.token_counts(131_072, 0)) == 128, "a start is not to take minutes"
+    assert max(preparation.token_counts(131_072, 0)) == 8192, "a start is not to take minutes"
