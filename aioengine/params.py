@@ -96,7 +96,8 @@ class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
     sampling_seed: the same seed gives the same tokens; None: one is drawn and reported.
 
     None stands for the default in every other field too. Fields may also be given as ``seed``, ``max_tokens``,
-    ``max_completion_tokens``, ``min_tokens``, ``stop_sequences``, ``stop_strings`` and ``include_stop_str_in_output``.
+    ``max_completion_tokens``, ``min_tokens``, ``stop_sequences``, ``stop_strings`` and ``include_stop_str_in_output``
+    (type checkers know the fields' own names alone).
     """
 
     max_new_tokens: int | None = _DEFAULT_LENGTH
