@@ -22,6 +22,7 @@ class Family:
         self.children = children
         self._on_exit = on_exit
         self._exits: dict[RunningChild, asyncio.Event] = {}
+        self._dismissed: RunningChild | None = None
 
     def ended(self, roles: Collection[str]) -> list[RunningChild]:
         """Those of these roles that have ended."""
@@ -29,6 +30,7 @@ class Family:
 
     def watch(self) -> None:
         """Hear of the ends of all children, on the running loop; those that are watched already are left out."""
+        self._exits = {child: exited for child, exited in self._exits.items() if child in self.children}
         for child in self.children:
             if child not in self._exits:
                 self._watch(child)
@@ -44,13 +46,14 @@ class Family:
         await self._wait_for_exits(KILL_WAIT_S)
 
     async def end_one(self, role: str) -> None:
-        """Kill the child of this role."""
+        """Kill the child of this role; nobody is told of its end any more."""
         for child in self.children:
             if child.role == role:
+                self._dismissed = child
                 child.kill()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(KILL_WAIT_S):
-                        await self._exits.pop(child).wait()
+                        await self._exits[child].wait()
 
     def kill(self) -> None:
         """Kill all, without waiting."""
@@ -68,7 +71,8 @@ class Family:
 
         def on_exit() -> None:
             exited.set()
-            self._on_exit(child)
+            if child is not self._dismissed:
+                self._on_exit(child)
 
         child.watch(on_exit)
 

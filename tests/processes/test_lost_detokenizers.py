@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aioengine.protocol.messages import NewEpoch
+from aioengine.supervision.incarnation import Incarnation
 from aioengine.supervision.launchers.process import ProcessLauncher
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.faults import Faults
@@ -19,6 +20,7 @@ from tests.processes.restart_kit import ANSWERS, ask, ask_all, pid_of, undisturb
 
 if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
+    from aioengine.supervision.launchers._base import RunningChild
 
 pytestmark = pytest.mark.process
 
@@ -42,6 +44,27 @@ async def test_the_scheduler_goes_on(number: signal.Signals) -> None:
             stats = engine.stats()
             assert all(stats[name] >= before[name] for name in ("num_steps", "output_tokens", "num_finished"))
         assert len(engine.get_all_child_pids()) == 2
+
+
+@pytest.mark.parametrize("has_descriptors", [True, False])
+async def test_nobody_is_told_twice_of_the_end_of_the_one_before(
+    has_descriptors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the other one would be taken for dead while it starts, and the scheduler would be replaced too."""
+    if not has_descriptors:
+        monkeypatch.delattr(os, "pidfd_open")
+    told: list[RunningChild] = []
+    plain = Incarnation._child_ended
+    monkeypatch.setattr(Incarnation, "_child_ended", lambda own, child: (told.append(child), plain(own, child))[1])
+    async with Frontend(fake_settings(step_time_s=0.002), max_restarts=4) as frontend:
+        scheduler = frontend.supervisor.processes()[0].pid
+        for num_restarts in (1, 2, 3, 4):
+            frontend.submit(num_restarts, num_tokens=50)
+            os.kill(frontend.supervisor.processes()[1].pid, signal.SIGKILL)
+            await frontend.finished(num_restarts)
+            assert frontend.supervisor.num_restarts == num_restarts
+            assert frontend.supervisor.processes()[0].pid == scheduler
+            assert len(told) == num_restarts
 
 
 async def test_nothing_is_loaded_again() -> None:
