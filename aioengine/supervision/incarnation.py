@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from msgspec import Struct
 
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from aioengine.config import Settings
     from aioengine.protocol.messages import ToScheduler
     from aioengine.supervision.launchers._base import Launcher, RunningChild
+
+
+MEND_TIMEOUT_S: Final = 20.0
+"""So long the scheduler may take to end its step, and then another detokenizer to start; else both are replaced."""
 
 
 class ProcessState(Struct, frozen=True):
@@ -111,6 +115,7 @@ class Incarnation:
         Raises:
             EngineStartupError, BacklogFullError: that could not be done; none of the children is left running then.
         """
+        self._startup_timeout_s = min(self._startup_timeout_s, MEND_TIMEOUT_S)
         await self._family.end_one(DETOKENIZER)
         return await self._begin(
             [((SCHEDULER,), self._launcher.begin_epoch), ((DETOKENIZER,), self._launcher.launch_detokenizer)]

@@ -19,6 +19,8 @@ from tests.processes.engine_kit import Frontend, fake_settings
 from tests.processes.restart_kit import ANSWERS, ask, ask_all, pid_of, undisturbed, until, until_idle, until_restarted
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from aioengine.protocol.messages import Message
     from aioengine.supervision.launchers._base import RunningChild
 
@@ -126,6 +128,20 @@ async def test_another_one_that_does_not_start_is_replaced_with_the_scheduler(mo
         await until(lambda: engine.stats()["output_tokens"] > 50)
         os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
         assert await asking == await undisturbed(has_answers=True)
+        assert engine.stats()["num_restarts"] == 1
+
+
+async def test_a_scheduler_that_does_not_come_to_the_end_of_its_step_is_replaced_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioengine.supervision.incarnation.MEND_TIMEOUT_S", 1.0)
+    faults = Faults(stall_at=9, stall_s=100.0, once=str(tmp_path / "once"))
+    async with fake_async_engine(ANSWERS, faults=faults) as engine:
+        asking = asyncio.create_task(ask_all(engine, stream=True))
+        await until((tmp_path / "once").exists)
+        os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
+        async with asyncio.timeout(10):
+            assert await asking == await undisturbed(has_answers=True)
         assert engine.stats()["num_restarts"] == 1
 
 
