@@ -17,6 +17,7 @@ import pytest
 
 from aioengine.errors import EngineClosedError
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from tests.processes.restart_kit import until
 from tests.source import ROOT
 
 pytestmark = pytest.mark.process
@@ -242,12 +243,12 @@ async def test_closing_is_bounded_in_every_state(state: str) -> None:
                 os.kill(pid, signal.SIGSTOP)
         elif state == "one killed":
             os.kill(pids[0], signal.SIGKILL)
-            await asyncio.sleep(0.05)
+            await until(lambda: engine.health()["state"] == "recovering")
         elif state == "draining":
             draining = asyncio.create_task(engine.drain(30))
-            await asyncio.sleep(0.01)
+            await until(lambda: engine.health()["state"] == "draining")
         else:
-            await asyncio.sleep(0.3)
+            await until(lambda: engine.stats()["num_waiting"] == 1 and engine.stats()["num_running"] == 0)
         pids += engine.get_all_child_pids()
         async with asyncio.timeout(8):
             await engine.shutdown()
