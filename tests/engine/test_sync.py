@@ -46,6 +46,14 @@ class SyncWorld:
             time.sleep(0.001)
 
 
+def until_no_thread_is_left() -> None:
+    """Threads that encode are told to end, and nobody waits for them."""
+    deadline = time.monotonic() + 5
+    while left := [thread for thread in threading.enumerate() if thread.name.startswith("aioengine")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.001)
+
+
 @pytest.fixture
 def sync_world() -> Iterator[SyncWorld]:
     here = SyncWorld()
@@ -259,7 +267,7 @@ class TestLife:
             engine.flush_cache()
         assert not engine.is_alive
         assert engine.health()["state"] == "closed"
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("aioengine")]
+        until_no_thread_is_left()
 
     def test_a_waiting_thread_gets_an_error(self) -> None:
         here = SyncWorld()
@@ -292,7 +300,7 @@ class TestLife:
 
         with pytest.raises(ValueError, match="no such model"):
             Engine.from_blueprint(prepare)
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("aioengine")]
+        until_no_thread_is_left()
 
     def test_ctrl_c_while_it_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def start(self: Double) -> dict[str, object]:
