@@ -6,7 +6,6 @@ import asyncio
 from asyncio import get_running_loop
 from collections.abc import Coroutine
 from functools import partial
-from threading import get_ident
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from aioengine.errors import WrongLoopError
@@ -35,13 +34,12 @@ class Generation(Coroutine[object, None, Result]):
     another task and keep what there is, call ``abort()``.
     """
 
-    __slots__ = ("__weakref__", "_drivers", "_home", "_home_thread", "_is_bound", "_is_iterated", "_owner", "_reader")
+    __slots__ = ("__weakref__", "_drivers", "_home", "_is_bound", "_is_iterated", "_owner", "_reader")
 
     def __init__(self, reader: Reader, *, home: asyncio.AbstractEventLoop, is_bound: bool, owner: object) -> None:
         """``home`` is the engine's loop; where ``is_bound``, no other loop may use this. ``owner`` is kept alive."""
         self._reader = reader
         self._home = home
-        self._home_thread = 0  # once it was read there
         self._is_bound = is_bound
         self._owner = owner
         self._is_iterated = False
@@ -100,10 +98,8 @@ class Generation(Coroutine[object, None, Result]):
         reader = self._reader
         while True:
             if not reader.ready:
-                home = self._home
-                # A thread runs one loop at a time; asking which one takes a system call before Python 3.12.
-                is_here = get_ident() == self._home_thread and home.is_running()
-                waiter = reader.wait_here(home) if is_here else self._waiter(get_running_loop())
+                loop = get_running_loop()
+                waiter = reader.wait_here(loop) if loop is self._home else self._waiter(loop)
                 if waiter is not None:
                     try:
                         chunk = await waiter
@@ -135,7 +131,9 @@ class Generation(Coroutine[object, None, Result]):
 
     async def _changed(self, *, for_begin: bool = False) -> None:
         """Wait until there may be something new. A reader that is cancelled here leaves for good."""
-        waiter = self._waiter(get_running_loop(), for_begin=for_begin)
+        loop = get_running_loop()
+        is_here = loop is self._home and not for_begin
+        waiter = self._reader.wait_here(loop) if is_here else self._waiter(loop, for_begin=for_begin)
         if waiter is None:
             return
         try:
@@ -148,9 +146,6 @@ class Generation(Coroutine[object, None, Result]):
         self, loop: asyncio.AbstractEventLoop, *, for_begin: bool = False
     ) -> asyncio.Future[Chunk | None] | None:
         """What to wait for until there may be something new, or None where there is."""
-        if loop is self._home and not for_begin:
-            self._home_thread = get_ident()
-            return self._reader.wait_here(loop)
         if self._is_bound and loop is not self._home:
             raise WrongLoopError(
                 "this generation belongs to the event loop on which its AsyncEngine was started; "

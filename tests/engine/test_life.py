@@ -230,6 +230,32 @@ class TestOneLoop:
             assert home.run(go_on()) == expected_text("a", 3)[2:]
             home.run(world.engine.shutdown())
 
+    def test_a_stream_whose_loop_moved_to_another_thread_knows_the_loop_that_runs_here_now(self) -> None:
+        world = World()
+        home = asyncio.new_event_loop()
+        home.run_until_complete(world.engine.start())
+        world.double.is_held = True
+
+        async def begin() -> Stream:
+            stream = world.engine.async_generate("a", {**GREEDY, "max_new_tokens": 3}, stream=True)
+            reading = asyncio.create_task(_text_of(stream, num_chunks=2))
+            await until(lambda: bool(world.double.live))
+            for _ in range(2):
+                world.double.step()
+                await asyncio.sleep(0)
+            assert await reading == expected_text("a", 2)
+            return stream
+
+        stream = home.run_until_complete(begin())
+        elsewhere = threading.Thread(target=home.run_forever)
+        elsewhere.start()
+        with pytest.raises(WrongLoopError):
+            asyncio.run(asyncio.wait_for(_text_of(stream, num_chunks=1), 5))
+        home.call_soon_threadsafe(home.stop)
+        elsewhere.join()
+        home.run_until_complete(world.engine.shutdown())
+        home.close()
+
     async def test_another_loop_or_none(self) -> None:
         here = World()
         async with here.engine as engine:
