@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Final, TypeVar, cast
 
 from msgspec import Struct, StructMeta
+from msgspec.structs import replace
 
 from aioengine import checks
 from aioengine.errors import RequestTooLargeError, UnknownParameterError
@@ -39,6 +40,9 @@ _DEFAULT_LENGTH: Final = DefaultLength(DEFAULT_MAX_NEW_TOKENS)
 
 _UNCHANGING: Final = frozenset((int, float, bool, str, type(None)))
 """Types of values that make the same parameters each time."""
+
+_LISTS: Final = "stop", "stop_regex", "stop_token_ids", "logit_bias"
+"""Fields whose values may be lists or dicts, which can change."""
 
 _ALIASES: Final = {
     "max_tokens": "max_new_tokens",
@@ -136,6 +140,8 @@ class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
     def parse(cls, value: SamplingParams | Mapping[str, object] | None) -> SamplingParams:
         """Accept what callers write: an object, a dict of fields, or None for the defaults.
 
+        What the caller may change later, a list or a dict in it, is copied: requests are made from it by and by.
+
         Raises:
             UnknownParameterError: a key that does not exist (a TypeError and a ValueError).
             TypeError, ValueError: a value of the wrong type, or outside its range.
@@ -143,7 +149,8 @@ class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
         if value is None:
             return cls()
         if isinstance(value, SamplingParams):
-            return value
+            lists = {name: entry for name in _LISTS if (entry := getattr(value, name)) is not None}
+            return replace(value, **_copied(lists)) if lists else value
         if not isinstance(cast("object", value), Mapping):
             raise checks.wrong_type("sampling_params", "a SamplingParams, a dict or None", value)
         for key in value:
@@ -151,7 +158,7 @@ class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
                 raise _unknown(key)
         if _UNCHANGING.issuperset(map(type, value.values())):
             return _made_before(**value)
-        return cls(**value)  # type: ignore[arg-type]  # __post_init__ checks every value
+        return cls(**_copied(value))  # type: ignore[arg-type]  # __post_init__ checks every value
 
     @property
     def is_length_explicit(self) -> bool:
@@ -262,6 +269,17 @@ def stop_ids(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence
 def _made_before(**fields: object) -> SamplingParams:
     """The same object for the same fields, whose values cannot change: many requests are made alike."""
     return SamplingParams(**fields)  # type: ignore[arg-type]  # __post_init__ checks every value
+
+
+def _copied(fields: Mapping[str, object]) -> dict[str, object]:
+    """The same values, lists and dicts as copies."""
+    copies = dict(fields)
+    for name, value in fields.items():
+        if isinstance(value, list):
+            copies[name] = list(cast("list[object]", value))
+        elif isinstance(value, Mapping):
+            copies[name] = dict(cast("Mapping[object, object]", value))
+    return copies
 
 
 def is_sampling_parameter(name: str) -> bool:

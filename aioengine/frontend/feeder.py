@@ -53,16 +53,12 @@ class PromptRules(Struct, frozen=True, kw_only=True):
 
 
 class _Known(NamedTuple):
-    """What follows from sampling parameters alone; the seed and the context of the text are each row's own.
-
-    ``is_lasting``: it follows from them for ever, for they hold no list of the caller's.
-    """
+    """What follows from sampling parameters alone; the seed and the context of the text are each row's own."""
 
     params: SamplingParams
     sampling: Sampling
     stop_ids: tuple[int, ...]
     text: TextRules
-    is_lasting: bool
 
 
 class Feeder:
@@ -115,8 +111,7 @@ class Feeder:
                 prompts.refuse(place, error)
 
     def _check_params(self, params: SamplingParams) -> None:
-        if not self._known_of(params).is_lasting:
-            self._last_known = self._look(params)
+        self._known_of(params)
         if self._encoder is None and (params.stop or params.stop_regex):
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
 
@@ -130,13 +125,11 @@ class Feeder:
     def _look(self, params: SamplingParams) -> _Known:
         """Raises ValueError for ids outside the vocabulary."""
         rules = self._rules
-        lists = params.stop, params.stop_regex, params.stop_token_ids, params.logit_bias
         return _Known(
             params,
             wire.sampling(params, seed=0, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
             wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
             wire.text_rules(params, context_token_ids=(), stream=True, stream_interval=rules.stream_interval),
-            all(value is None or isinstance(value, str) for value in lists),
         )
 
     def _check_ids(self, token_ids: list[int]) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
 from aioengine.errors import EngineDeadError, EngineOverloadedError, EngineStartupError, RequestError
+from aioengine.params import SamplingParams
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from aioengine.testing.faults import Faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ANSWERS = {"France": "Paris. 🥖", "capital of": "I do not know that one.", "": "Hm."}
 
@@ -33,6 +38,21 @@ class TestAnswers:
             out = await engine.async_generate("x", {"stop": " th"})
             assert (out["text"], out["meta_info"]["finish_reason"]["matched"]) == ("one two", " th")
             assert (await engine.async_generate("x", {"max_new_tokens": 5}))["text"] == "one t"
+
+    @pytest.mark.parametrize("made", [dict, SamplingParams])
+    async def test_what_a_caller_changes_after_its_call_changes_no_request(
+        self, made: Callable[..., SamplingParams]
+    ) -> None:
+        stop, ids, biases = [" th"], [3], {3: 0.0}
+        params = made(stop=stop, stop_token_ids=ids, logit_bias=biases, max_new_tokens=12)
+        async with fake_async_engine({"": "one two three"}) as engine, asyncio.timeout(10):
+            first = engine.async_generate("x", params)
+            other = engine.async_generate("x", {"max_new_tokens": 5})
+            stop[0], ids[0], biases[10**9] = "one", 10**9, 0.0
+            assert (await first)["text"] == "one two"
+            assert (await other)["text"] == "one t"
+            with pytest.raises(ValueError, match="1000000000"):
+                engine.async_generate("x", params)
 
     async def test_chats(self) -> None:
         async with fake_async_engine({"hi": "hello"}) as engine:
