@@ -16,5 +16,6 @@ with Engine(progress=True) as llm:
         row = {"error": str(output)} if isinstance(output, Exception) else {"text": output["text"]}
         print(json.dumps({"prompt": prompt, **row}, ensure_ascii=False))
 
-    stats = llm.stats()
-    print(f"{stats['prompt_tokens']} prompt tokens, {stats['output_tokens']} output tokens", file=sys.stderr)
+    infos = [output["meta_info"] for output in outputs if not isinstance(output, Exception)]
+    num_prompt, num_output = (sum(info[key] for info in infos) for key in ("prompt_tokens", "completion_tokens"))
+    print(f"{num_prompt} prompt tokens, {num_output} output tokens", file=sys.stderr)

@@ -42,15 +42,26 @@ def test_an_example_is_short(name: str) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs(name: str) -> None:
-    given = "The capital of Norway is\nThe capital of Egypt is\n"
-    command = [sys.executable, "-X", "dev", "-W", "error", str(EXAMPLES / name)]
-    done = subprocess.run(
-        command, input=given, capture_output=True, text=True, timeout=55, check=False, env=environment()
-    )
+    done = run(name)
     assert done.returncode == 0, done.stderr
     assert re.search(SCRIPTS[name], done.stdout, re.DOTALL), done.stdout
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
+
+
+@pytest.mark.process
+def test_a_batch_job_counts_all_its_tokens() -> None:
+    done = run("05_batch.py", given="2 + 2 =\n3 + 4 =\n")
+    assert done.stderr.endswith("10 prompt tokens, 6 output tokens\n")
+
+
+def run(
+    name: str, given: str = "The capital of Norway is\nThe capital of Egypt is\n"
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "dev", "-W", "error", str(EXAMPLES / name)]
+    return subprocess.run(
+        command, input=given, capture_output=True, text=True, timeout=55, check=False, env=environment()
+    )
 
 
 def environment() -> dict[str, str]:
