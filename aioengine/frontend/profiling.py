@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Final, TypedDict
 from aioengine import checks
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
     from aioengine.frontend.frontend import Frontend
@@ -75,6 +75,8 @@ async def stop(frontend: Frontend) -> str:
 
 def _folder(output_dir: str | os.PathLike[str] | None) -> str:
     """As this process understands it: the other one may work in another folder."""
+    if not isinstance(output_dir, str | os.PathLike | None):
+        raise checks.wrong_type("output_dir", "a path or None", output_dir)
     return str(Path(output_dir or tempfile.gettempdir()).absolute())
 
 

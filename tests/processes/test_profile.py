@@ -76,6 +76,8 @@ async def test_wrong_arguments_and_the_asynchronous_face(tmp_path: Path) -> None
     async with AsyncEngine() as engine:
         with pytest.raises(TypeError, match="'num_step'.*did you mean 'num_steps'.*there are output_dir, num_steps"):
             await engine.start_profile(tmp_path, num_step=3)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="output_dir must be a path or None, got 3 of type int"):
+            await engine.start_profile(3)  # type: ignore[arg-type]
         for options, words in (
             ({"num_steps": 0}, "num_steps must be an integer of at least 1"),
             ({"activities": ["TPU"]}, "activities must be some of CPU, GPU, MEM"),
