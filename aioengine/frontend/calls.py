@@ -6,7 +6,6 @@ Everything here stands under the engine's lock and never waits.
 from __future__ import annotations
 
 import os
-import random
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
@@ -100,7 +99,6 @@ class Calls:
         self.failure: EngineError | None = None
         self.is_draining = False
         self._names: dict[str, Name] = {}
-        self._draw = random.Random()
         self.room = Room(queue, max_running=max_running, max_total_tokens=max_total_tokens)
 
     def check(self, caller: Hashable) -> None:
@@ -143,7 +141,7 @@ class Calls:
             ValueError: an id is in use.
         """
         self.check(caller)
-        call = Call(ask, ask.rid or f"{self._draw.getrandbits(128):032x}", called_at)
+        call = Call(ask, ask.rid or os.urandom(16).hex(), called_at)
         names = call.names()
         if ask.rid is not None or ask.rids is not None:  # an id that was drawn is no other's
             self._check_free(names)

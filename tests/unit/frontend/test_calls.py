@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from aioengine.config import QueueConfig
@@ -46,3 +48,25 @@ def test_an_id_that_can_be_attached_to_stays_taken(calls: Calls) -> None:
     first.output.num_open = 0
     with pytest.raises(ValueError, match="'x' is in use"):
         open_call(calls, "b", rid="x")
+
+
+def _word_of_state(output: int) -> int:
+    """What a Mersenne Twister, the generator of ``random``, had in its state for one of its outputs."""
+    word = output ^ output >> 18
+    word ^= word << 15 & 0xEFC60000
+    found = word
+    for _ in range(4):
+        found = word ^ found << 7 & 0x9D2C5680
+    word = found
+    for _ in range(2):
+        found = word ^ found >> 11
+    return found & 0xFFFFFFFF
+
+
+def test_who_saw_many_drawn_ids_does_not_know_the_next(calls: Calls) -> None:
+    """It could end the request of another, or read it where that can be attached to."""
+    drawn = [int(open_call(calls, "a").rid, 16) for _ in range(624 // 4)]
+    state = [_word_of_state(number >> shift & 0xFFFFFFFF) for number in drawn for shift in (0, 32, 64, 96)]
+    guess = random.Random()
+    guess.setstate((3, (*state, 624), None))
+    assert open_call(calls, "a").rid != f"{guess.getrandbits(128):032x}"
