@@ -202,6 +202,18 @@ async def _text_of(stream: Stream, num_chunks: int) -> str:
     return "".join([(await anext(stream))["text"] for _ in range(num_chunks)])
 
 
+async def _two_chunks_read(world: World) -> Stream:
+    """A stream of three, of an engine that is held."""
+    stream = world.engine.async_generate("a", {**GREEDY, "max_new_tokens": 3}, stream=True)
+    reading = asyncio.create_task(_text_of(stream, num_chunks=2))
+    await until(lambda: bool(world.double.live))
+    for _ in range(2):
+        world.double.step()
+        await asyncio.sleep(0)
+    assert await reading == expected_text("a", 2)
+    return stream
+
+
 class TestOneLoop:
     def test_a_stream_that_was_read_at_home_knows_another_loop_on_the_same_thread(self) -> None:
         world = World()
@@ -209,17 +221,7 @@ class TestOneLoop:
             home.run(world.engine.start())
             world.double.is_held = True
 
-            async def begin() -> Stream:
-                stream = world.engine.async_generate("a", {**GREEDY, "max_new_tokens": 3}, stream=True)
-                reading = asyncio.create_task(_text_of(stream, num_chunks=2))
-                await until(lambda: bool(world.double.live))
-                for _ in range(2):
-                    world.double.step()
-                    await asyncio.sleep(0)
-                assert await reading == expected_text("a", 2)
-                return stream
-
-            stream = home.run(begin())
+            stream = home.run(_two_chunks_read(world))
             with pytest.raises(WrongLoopError):
                 asyncio.run(_text_of(stream, num_chunks=1))
 
@@ -236,17 +238,7 @@ class TestOneLoop:
         home.run_until_complete(world.engine.start())
         world.double.is_held = True
 
-        async def begin() -> Stream:
-            stream = world.engine.async_generate("a", {**GREEDY, "max_new_tokens": 3}, stream=True)
-            reading = asyncio.create_task(_text_of(stream, num_chunks=2))
-            await until(lambda: bool(world.double.live))
-            for _ in range(2):
-                world.double.step()
-                await asyncio.sleep(0)
-            assert await reading == expected_text("a", 2)
-            return stream
-
-        stream = home.run_until_complete(begin())
+        stream = home.run_until_complete(_two_chunks_read(world))
         elsewhere = threading.Thread(target=home.run_forever)
         elsewhere.start()
         with pytest.raises(WrongLoopError):
