@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aioengine.kernels import linear
+from aioengine.layers.linear import Linear
 from aioengine.runner import preparation
 from aioengine.runner.model_runner import build
 from tests.compute.runner_world import FAMILIES, make_settings, save_model
@@ -21,18 +21,22 @@ def test_the_products_of_a_block_see_every_number_of_tokens(
 ) -> None:
     save_model(family, tmp_path)
     seen: list[tuple[int, ...]] = []
-    plain = linear.prepare
+    plain = Linear.finish_loading
 
-    def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> linear.Product:
-        product = plain(weight, bias, batch_invariant=batch_invariant)
+    def finish_loading(layer: Linear) -> None:
+        assert layer._weight is not None
+        shape = layer._weight.shape
+        plain(layer)
+        product = layer._product
+        assert product is not None
 
         def watched(x: Tensor) -> Tensor:
-            seen.append((x.shape[0], *weight.shape))
+            seen.append((x.shape[0], *shape))
             return product(x)
 
-        return watched
+        layer._product = watched
 
-    monkeypatch.setattr(linear, "prepare", prepare)
+    monkeypatch.setattr(Linear, "finish_loading", finish_loading)
     runner = build(make_settings(tmp_path), lambda _: None)
     seen.clear()
     pool = runner._kv_pool.tensor.clone()
