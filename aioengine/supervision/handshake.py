@@ -89,10 +89,10 @@ class Handshake:
     def _describe_timeout(self, timeout_s: float) -> str:
         roles = " and ".join(sorted(self._waiting_for))
         were = "process was" if len(self._waiting_for) == 1 else "processes were"
-        text = f"the {roles} {were} not ready within startup_timeout={timeout_s:g} seconds"
+        text = f"the {roles} {were} not ready within {timeout_s:g} seconds"
         if self._progress:
             text += "; it had come to " + ", ".join(self._progress.values())
-        return text + "; give it more time with startup_timeout"
+        return text + "; a first start gets more time with startup_timeout"
 
 
 def _describe_exit(code: int | None) -> str:

@@ -318,7 +318,7 @@ async def test_a_start_that_takes_too_long_ends_and_says_how_far_it_came() -> No
     frontend = Frontend(fake_settings(factory=factory_of("build_without_end")), startup_timeout_s=3.0)
     with pytest.raises(
         EngineStartupError,
-        match=r"the scheduler process was not ready within startup_timeout=3 .*weights: 3 of 7 shards",
+        match=r"scheduler process was not ready within 3 seconds.*weights: 3 of 7 shards.*with startup_timeout",
     ):
         await frontend.supervisor.start()
     assert frontend.progress == [Progress("weights", 3, 7, "shards")]

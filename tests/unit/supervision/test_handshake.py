@@ -11,7 +11,7 @@ from aioengine.supervision.handshake import Handshake
 @pytest.mark.parametrize(
     ("roles", "words"),
     [
-        (["scheduler"], "the scheduler process was not ready within startup_timeout=0.01 seconds"),
+        (["scheduler"], "the scheduler process was not ready within 0.01 seconds"),
         (["scheduler", "detokenizer"], "the detokenizer and scheduler processes were not ready within"),
     ],
 )
