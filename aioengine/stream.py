@@ -25,16 +25,18 @@ class Generation(Coroutine[object, None, Result]):
     """One call to the engine, on its way since it was made.
 
     Await it for the whole answer (a dict, or a ``BatchOutput`` for batches and ``n`` > 1); awaiting again gives the
-    same. With ``stream=True`` iterate it instead, once, with ``async for``; ``await`` then gives the generation itself
-    as soon as the engine has taken the request. It is a coroutine too, for ``asyncio.create_task``, ``gather``,
-    ``wait_for`` and ``asyncio.run``.
+    same. With ``stream=True`` iterate it instead, with ``async for`` or ``anext()``; ``await`` then gives the stream
+    itself as soon as the engine has taken the request. Chunks are not kept: a second ``async for`` continues after the
+    last chunk that was read. It is a coroutine too, for ``asyncio.create_task``, ``gather``, ``wait_for`` and
+    ``asyncio.run``.
 
     Leaving early aborts the request and frees its memory: ``aclose()``, the end of ``async with``, cancelling the
-    task that waits, or dropping the last reference (which ``break`` does where nothing else holds it). To end it from
-    another task and keep what there is, call ``abort()``.
+    task that waits, or dropping the last reference (which ``break`` does where nothing else holds it; a stream that is
+    held stays open, and another ``async for`` continues it). To end it from another task and keep what there is, call
+    ``abort()``.
     """
 
-    __slots__ = ("__weakref__", "_drivers", "_home", "_is_bound", "_is_iterated", "_owner", "_reader")
+    __slots__ = ("__weakref__", "_drivers", "_home", "_is_bound", "_owner", "_reader")
 
     def __init__(self, reader: Reader, *, home: asyncio.AbstractEventLoop, is_bound: bool, owner: object) -> None:
         """``home`` is the engine's loop; where ``is_bound``, no other loop may use this. ``owner`` is kept alive."""
@@ -42,7 +44,6 @@ class Generation(Coroutine[object, None, Result]):
         self._home = home
         self._is_bound = is_bound
         self._owner = owner
-        self._is_iterated = False
         self._drivers: dict[asyncio.Task[object] | None, Generator[object, None, Result]] = {}
 
     @property
@@ -75,17 +76,13 @@ class Generation(Coroutine[object, None, Result]):
     # ------------------------------------------------------------ async for
 
     def __aiter__(self) -> Self:
-        """Iterate a stream.
+        """The stream itself, as often as it is asked for: the chunks that were not read yet.
 
         Raises:
             TypeError: without ``stream=True``.
-            RuntimeError: it was iterated before.
         """
         if not self._reader.is_stream:
             raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
-        if self._is_iterated:
-            raise RuntimeError("a generation can be iterated once; its chunks are not kept")
-        self._is_iterated = True
         return self
 
     async def __anext__(self) -> Chunk:

@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 
 
 class ChunkIterator(Iterator["Chunk"]):
-    """The chunks of a stream, for ``for``. Leaving the loop and dropping this aborts the request, as ``close`` does."""
+    """The chunks of a stream, for ``for`` and ``next()``; a second ``for`` continues after the last chunk read.
+
+    Leaving the loop and dropping this aborts the request, as ``close`` does.
+    """
 
     def __init__(self, reader: Reader, owner: object) -> None:
         """``owner`` is kept alive."""

@@ -11,7 +11,7 @@ import pytest
 
 from aioengine.answers import BatchOutput
 from aioengine.config import QueueConfig
-from aioengine.errors import RequestTooLargeError
+from aioengine.errors import EngineDeadError, RequestTooLargeError
 from aioengine.frontend.prompts import MAX_ROWS_AT_CALL
 from aioengine.params import SamplingParams
 from tests.engine.engine_double import World, expected_text, until
@@ -55,11 +55,49 @@ async def test_await_of_a_stream_gives_the_stream(world: World) -> None:
     assert await stream is stream
 
 
-async def test_a_stream_is_iterated_once(world: World) -> None:
+async def test_the_first_chunk_may_be_read_before_the_loop(world: World) -> None:
     stream = world.engine.async_generate("hello", GREEDY, stream=True)
-    assert len([chunk async for chunk in stream]) == 6
-    with pytest.raises(RuntimeError, match="once"):
-        aiter(stream)
+    chunks = aiter(stream)
+    assert aiter(chunks) is chunks
+    first = await anext(chunks)
+    rest = [chunk["text"] async for chunk in chunks]
+    assert first["text"] + "".join(rest) == expected_text("hello", 6)
+    assert len(rest) == 5
+
+
+async def test_a_second_loop_continues_where_the_first_one_stopped(world: World) -> None:
+    stream = await world.engine.async_generate("hello", GREEDY, stream=True)
+    text = ""
+    for _ in range(2):
+        async for chunk in stream:
+            text += chunk["text"]
+            if len(text) in {2, 4}:
+                break
+    assert await stream is stream
+    assert world.engine.stats()["num_streams"] <= 1
+    assert world.double.aborts == []
+    text += "".join([chunk["text"] async for chunk in stream])
+    assert text == expected_text("hello", 6)
+    assert [chunk async for chunk in stream] == []
+
+
+async def test_a_second_loop_raises_the_error_that_ended_the_first_one(world: World) -> None:
+    world.double.is_held = True
+    stream = world.engine.async_generate("hello", GREEDY, stream=True)
+    await until(lambda: bool(world.double.live))
+    world.double.events.on_failure(EngineDeadError("scheduler", pid=1, exit_code=1))
+    for _ in range(2):
+        with pytest.raises(EngineDeadError):
+            async for _ in stream:
+                pass
+
+
+async def test_the_left_stream_ends_every_loop(world: World) -> None:
+    stream = world.engine.async_generate("hello", GREEDY, stream=True)
+    async for _ in stream:
+        break
+    await stream.aclose()
+    assert [chunk async for chunk in stream] == []
 
 
 async def test_iterating_a_whole_answer_is_a_type_error(world: World) -> None:

@@ -71,6 +71,30 @@ class TestModes:
         assert engine.generate(["a", "b"], GREEDY)["text"] == [expected_text(prompt, 6) for prompt in "ab"]
         assert engine.generate(input_ids=[97], sampling_params=GREEDY)["text"] == expected_text("a", 6)
 
+    def test_a_second_loop_continues_where_the_first_one_stopped(self, sync_world: SyncWorld) -> None:
+        stream = iter(sync_world.engine.generate("hello", GREEDY, stream=True))
+        text = next(stream)["text"]
+        for chunk in stream:
+            text += chunk["text"]
+            break
+        text += "".join(chunk["text"] for chunk in stream)
+        assert text == expected_text("hello", 6)
+        assert list(stream) == []
+
+    def test_a_stream_of_any_loop_can_be_continued_by_a_second_loop(self, sync_world: SyncWorld) -> None:
+        stream = sync_world.engine.async_generate("hello", GREEDY, stream=True)
+
+        async def part(num_chunks: int) -> str:
+            text = ""
+            async for chunk in stream:
+                text += chunk["text"]
+                num_chunks -= 1
+                if not num_chunks:
+                    break
+            return text
+
+        assert asyncio.run(part(1)) + asyncio.run(part(100)) == expected_text("hello", 6)
+
     def test_chat(self, sync_world: SyncWorld) -> None:
         messages = [{"role": "user", "content": "hi"}]
         expected = expected_text("<user>hi<assistant>", 6)
