@@ -70,7 +70,9 @@ class Attachments:
         with self._lock:
             attachment = self._by_rid.get(checks.text("rid", rid))
             if attachment is None:
-                raise ValueError(f"no request {rid!r} can be attached to: it had no resume_ttl, or its time is over")
+                raise ValueError(
+                    f"no request {checks.shown(rid)} can be attached to: it had no resume_ttl, or its time is over"
+                )
             output = self._hand_over(attachment, offset)
             if not attachment.is_ended:
                 attachment.until = None

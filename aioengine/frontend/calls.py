@@ -6,7 +6,7 @@ Everything here stands under the engine's lock and never waits.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
 from aioengine.frontend.outputs import CallOutput
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from aioengine.config import QueueConfig
     from aioengine.frontend.asks import Ask
 
+
+MAX_PARTS: Final = 2
+"""Numbers behind an id: of the prompt, and of its sample."""
+
+MAX_DIGITS: Final = 10
+"""Digits of such a number; no batch has more rows, and Python converts only some thousand digits."""
 
 DRAINING = "the engine is draining and takes no new requests"
 
@@ -85,7 +91,7 @@ class Name(NamedTuple):
 
     def part(self, number: str) -> Name | None:
         """What the id with ``_number`` behind it means."""
-        if not self.widths or not number.isdecimal() or str(int(number)) != number:
+        if not self.widths or not number.isdecimal() or len(number) > MAX_DIGITS or str(int(number)) != number:
             return None
         rows = self.rows[int(number) * self.widths[0] :][: self.widths[0]]
         return Name(self.call, rows, self.widths[1:]) if rows else None
@@ -205,11 +211,17 @@ def _output_of(ask: Ask, rid: str) -> CallOutput:
 
 
 def _find(names: dict[str, Name], rid: str) -> Name | None:
+    """The rows of an id that is known, or that has one or two numbers behind a known one; any string is allowed."""
     found = names.get(rid)
-    if found is None:
-        base, _, number = rid.rpartition("_")
-        parent = _find(names, base) if base else None
-        return None if parent is None else parent.part(number)
+    numbers: list[str] = []
+    while found is None and len(numbers) < MAX_PARTS:
+        rid, separator, number = rid.rpartition("_")
+        if not separator:
+            return None
+        numbers.append(number)
+        found = names.get(rid)
+    while found is not None and numbers:
+        found = found.part(numbers.pop())
     return found
 
 

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from msgspec import Struct
 
@@ -160,7 +160,9 @@ class Frontend:
             self.abort_all()
         elif rid is None:
             raise ValueError("abort_request needs a rid, or abort_all=True")
-        elif checks.text("rid", rid):
+        elif not isinstance(cast("object", rid), str):
+            raise checks.wrong_type("rid", "a string", rid)
+        else:
             with self._lock:
                 name = self.calls.find(rid)
             if name is not None:

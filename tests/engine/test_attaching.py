@@ -59,6 +59,10 @@ async def test_who_attaches_at_the_end_of_a_stream_that_rests_sees_it_go_on() ->
         await until(lambda: (engine.stats()["num_running"], engine.stats()["num_waiting"]) == (0, 1))
         with pytest.raises(ValueError, match="from_offset must be at most") as refused:
             engine.attach("x", 10**6)
+        for odd in ("_" * 100_000, "x_" + "1" * 5000, "x_0", "\ud800", ""):
+            with pytest.raises(ValueError, match="rid|no request") as caught:
+                engine.attach(odd)
+            assert len(str(caught.value)) < 300
         num_given = int(re.findall(r"\d+", str(refused.value))[0])
         assert num_given < len(whole)
         async with asyncio.timeout(10):

@@ -170,7 +170,8 @@ class TestAbort:
         task = asyncio.create_task(world.engine.async_generate("a", LONG, rid="mine"))
         await until(lambda: bool(world.double.live))
         world.engine.abort_request("unknown")
-        world.engine.abort_request("")
+        for odd in ("", "_", "_" * 100_000, "mine_" + "1" * 5000, "mine_" + "٣", "mine_0", "\ud800", "\0"):
+            world.engine.abort_request(odd)
         with pytest.raises(ValueError, match="needs a rid, or abort_all=True"):
             world.engine.abort_request()
         with pytest.raises(TypeError, match="rid must be a string, got 5"):

@@ -12,7 +12,8 @@ from aioengine.frontend.calls import Call, Calls
 
 
 def open_call(calls: Calls, prompt: object, **options: object) -> Call:
-    return calls.open(to_generate(prompt, None, None, stream=True, options=options), 0.0, "somebody")
+    params = options.pop("sampling_params", None)
+    return calls.open(to_generate(prompt, params, None, stream=True, options=options), 0.0, "somebody")
 
 
 @pytest.fixture
@@ -48,6 +49,26 @@ def test_an_id_that_can_be_attached_to_stays_taken(calls: Calls) -> None:
     first.output.num_open = 0
     with pytest.raises(ValueError, match="'x' is in use"):
         open_call(calls, "b", rid="x")
+
+
+def test_ids_of_rows_and_ids_that_only_look_like_them(calls: Calls) -> None:
+    open_call(calls, ["a", "b"], rid="x", sampling_params={"n": 2})
+    open_call(calls, "c", rid="x_9_y")
+    rows = {rid: list(found.rows) for rid in ("x", "x_1", "x_1_0", "x_9_y") if (found := calls.find(rid)) is not None}
+    assert rows == {"x": [0, 1, 2, 3], "x_1": [2, 3], "x_1_0": [2], "x_9_y": [0]}
+    for odd in (
+        "",
+        "_",
+        "_" * 3000,
+        "x_" + "1" * 5000,
+        "x_" + "_1" * 5000,
+        "x_1_0_0",
+        "x_01",
+        "x_9",
+        "x_1_٣",
+        "\ud800",
+    ):
+        assert calls.find(odd) is None
 
 
 def _word_of_state(output: int) -> int:
