@@ -16,25 +16,80 @@
         └── WrongLoopError            an AsyncEngine was used from another event loop
 
 What a caller can get wrong is a ``ValueError`` or ``TypeError``; everything else is a ``RuntimeError``.
+
+All of them can be pickled and copied, with their attributes, notes and causes.
 """
 
 from __future__ import annotations
+
+from typing import Any
+
+
+def _reduce(self: object) -> tuple[Any, ...]:
+    """How an error is pickled.
+
+    Python would call the class with ``args``, which hold the message and not the arguments of the constructor.
+    """
+    assert isinstance(self, Exception)
+    return _rebuild, (type(self), self.args), _state(self, _portable(self.__cause__))
+
+
+def _copy(error: Exception) -> Exception:
+    copied = _rebuild(type(error), error.args)
+    copied.__setstate__(_state(error, error.__cause__))
+    return copied
+
+
+def _rebuild(error_type: type[Exception], args: tuple[object, ...]) -> Exception:
+    return error_type.__new__(error_type, *args)
+
+
+def _state(error: Exception, cause: BaseException | None) -> dict[str, Any]:
+    is_suppressed = error.__suppress_context__
+    return {**vars(error), "__cause__": cause, "__suppress_context__": is_suppressed}  # the latter is set by the former
+
+
+def _portable(cause: BaseException | None) -> BaseException | None:
+    """``cause``, or its text where it cannot be pickled: an answer that cannot be read breaks a whole process pool."""
+    if cause is None or isinstance(cause, _OWN):
+        return cause
+    import pickle  # imported already wherever an error is pickled
+
+    try:
+        pickle.loads(pickle.dumps(cause))
+    except Exception as error:
+        stand_in = EngineError(f"{type(cause).__name__}: {cause}")
+        stand_in.add_note(f"The exception itself cannot be pickled: {type(error).__name__}: {error}")
+        return stand_in
+    return cause
 
 
 class RequestTooLargeError(ValueError):
     """The prompt, or the prompt with its explicit ``max_new_tokens``, does not fit the context or the KV pool."""
 
+    __reduce__ = _reduce
+    __copy__ = _copy
+
 
 class UnknownParameterError(TypeError, ValueError):
     """A sampling parameter that does not exist; the message names it and the nearest that does."""
+
+    __reduce__ = _reduce
+    __copy__ = _copy
 
 
 class UnsupportedSchemaError(ValueError):
     """An output constraint that this engine could not enforce in full, refused instead of weakened."""
 
+    __reduce__ = _reduce
+    __copy__ = _copy
+
 
 class EngineError(RuntimeError):
     """Root of everything that is not the caller's mistake."""
+
+    __reduce__ = _reduce
+    __copy__ = _copy
 
 
 class EngineStartupError(EngineError):
@@ -102,3 +157,6 @@ class RequestError(EngineError):
 
 class WrongLoopError(EngineError):
     """An AsyncEngine belongs to the event loop on which it was started."""
+
+
+_OWN = (RequestTooLargeError, UnknownParameterError, UnsupportedSchemaError, EngineError)

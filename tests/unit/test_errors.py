@@ -1,0 +1,140 @@
+"""Every public error keeps its type, message and attributes through pickle, copy and process pools."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import multiprocessing
+import pickle
+import traceback
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.pool import Pool
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aioengine import errors
+from aioengine.errors import EngineDeadError, EngineError, EngineOverloadedError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Stand-ins for the values of constructor parameters, by name.
+VALUES: dict[str, object] = {
+    "role": "scheduler",
+    "pid": 11,
+    "exit_code": -9,
+    "log_lines": ("one line", "another"),
+    "retry_after": 2.5,
+    "stage": "forward",
+    "cause": "no memory",
+}
+CLASSES = [found for found in vars(errors).values() if inspect.isclass(found) and issubclass(found, Exception)]
+
+
+def make(error_type: type[Exception]) -> Exception:
+    """An error with all that an error can have."""
+    parameters = inspect.signature(error_type.__init__).parameters.values()
+    named = [parameter for parameter in parameters if parameter.name in VALUES]
+    positional = [VALUES[one.name] for one in named if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+    keywords = {one.name: VALUES[one.name] for one in named if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    error = error_type(*(positional or ["the message"]), **keywords)
+    error.add_note("a note")
+    error.__cause__ = OSError(2, "no such file")
+    return error
+
+
+def by_pickle(protocol: int) -> Callable[[Exception], Exception]:
+    return lambda error: pickle.loads(pickle.dumps(error, protocol))
+
+
+WAYS: dict[str, Callable[[Exception], Exception]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    **{f"pickle {protocol}": by_pickle(protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("error_type", CLASSES)
+def test_an_error_is_the_same_after_a_copy(error_type: type[Exception], way: str) -> None:
+    error = make(error_type)
+    found = WAYS[way](error)
+    assert type(found) is error_type
+    assert (str(found), found.args) == (str(error), error.args)
+    assert vars(found) == vars(error)
+    assert vars(found)["__notes__"] == ["a note"]
+    assert type(found.__cause__) is FileNotFoundError
+    assert str(found.__cause__) == str(error.__cause__)
+    assert found.__suppress_context__ is error.__suppress_context__
+
+
+def test_properties_and_an_error_without_a_cause() -> None:
+    found = pickle.loads(pickle.dumps(EngineDeadError("detokenizer", pid=5, exit_code=-6)))
+    assert (found.role, found.pid, found.exit_code, found.signal, found.log_lines) == ("detokenizer", 5, -6, 6, ())
+    assert found.__cause__ is None
+    assert not found.__suppress_context__
+    assert pickle.loads(pickle.dumps(EngineOverloadedError("full", retry_after=7.0))).retry_after == 7.0
+
+
+class Unpicklable(Exception):
+    """As many libraries have them: made from other arguments than those that it hands on."""
+
+    def __init__(self, url: str, status: int) -> None:
+        super().__init__(f"{url}: {status}")
+
+
+def test_a_cause_that_cannot_be_pickled_is_kept_as_text() -> None:
+    error = EngineError("boom")
+    error.__cause__ = RequestError("forward", "inner")
+    error.__cause__.__cause__ = Unpicklable("a", 500)
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found.__cause__) is RequestError
+    assert type(found.__cause__.__cause__) is EngineError
+    assert str(found.__cause__.__cause__) == "Unpicklable: a: 500"
+    assert copy.copy(error).__cause__ is error.__cause__
+    assert type(copy.copy(error.__cause__).__cause__) is Unpicklable
+
+
+def test_an_error_that_is_its_own_cause() -> None:
+    error = EngineError("boom")
+    error.__cause__ = error
+    for found in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert found.__cause__ is found
+
+
+def test_a_subclass_of_a_program_with_other_arguments() -> None:
+    found = pickle.loads(pickle.dumps(Tagged("forward", "no memory", "tag")))
+    assert (type(found), found.tag, found.stage, str(found)) == (
+        Tagged, "tag", "forward", "the request failed in stage 'forward': no memory"
+    )  # fmt: skip
+
+
+class Tagged(RequestError):
+    def __init__(self, stage: str, cause: str, tag: str) -> None:
+        super().__init__(stage, cause)
+        self.tag = tag
+
+
+def fail(error_type: type[Exception]) -> None:
+    raise make(error_type)
+
+
+def check_raised(error_type: type[Exception], raised: Exception) -> None:
+    assert type(raised) is error_type
+    assert str(raised) == str(make(error_type))
+    assert vars(raised) == vars(make(error_type))
+    assert "no such file" in "".join(traceback.format_exception(raised))
+
+
+@pytest.mark.process
+def test_errors_come_out_of_process_pools() -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as executor, Pool(1, context=context) as pool:
+        for error_type in CLASSES:
+            with pytest.raises(error_type) as from_executor:
+                executor.submit(fail, error_type).result(30)
+            check_raised(error_type, from_executor.value)
+            with pytest.raises(error_type) as from_pool:
+                pool.apply_async(fail, (error_type,)).get(30)
+            check_raised(error_type, from_pool.value)
