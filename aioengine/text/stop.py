@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.text.automaton import ROOT, stop_automaton
-from aioengine.text.stop_regex import REGEX_TIMEOUT_S, Hit, RegexSearch
+from aioengine.text.stop_regex import REGEX_TIMEOUT_S, RegexSearch
+from aioengine.text.stop_strings import Hit, StopStrings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ class StopMatcher:
         matched: the stop string or pattern that ended the text, else None.
     """
 
-    __slots__ = ("_automaton", "_held", "_keeps_stop", "_search", "_state", "matched")
+    __slots__ = ("_begin_in", "_held", "_keeps_stop", "_num_open", "_search", "_strings", "matched")
 
     def __init__(
         self,
@@ -38,17 +38,18 @@ class StopMatcher:
             ValueError: a pattern is invalid, or matches the empty text.
         """
         strings = tuple(stop for stop in stops if stop)
-        self._automaton = stop_automaton(strings) if strings else None
+        self._strings = StopStrings(strings) if strings else None
         self._search = RegexSearch(tuple(patterns), timeout_s=regex_timeout_s) if patterns else None
+        self._begin_in = None if self._strings is None or self._search is not None else self._strings.begin_in
         self._keeps_stop = no_stop_trim
         self._held = ""
-        self._state = ROOT
+        self._num_open = 0  # characters at its end that could become a stop string; a pattern may hold back more
         self.matched: str | None = None
 
     @property
     def has_stops(self) -> bool:
         """Whether there is anything to look for."""
-        return self._automaton is not None or self._search is not None
+        return self._strings is not None or self._search is not None
 
     def push(self, text: str) -> str:
         """Take the next piece of text and return what cannot be part of a stop any more.
@@ -61,17 +62,15 @@ class StopMatcher:
         """
         if not text or self.matched is not None:
             return ""
-        num_scanned = len(self._held)
+        if self._begin_in is not None and not self._held and self._begin_in(text) is None:
+            return text  # nearly always: no stop string can begin in it
+        num_seen = len(self._held)
         held = self._held + text
         num_held = 0
         hit: Hit | None = None
-        if self._automaton is not None:
-            self._state, num_read = self._automaton.scan(self._state, text)
-            stop = self._automaton.stops[self._state]
-            num_held = self._automaton.depths[self._state]
-            if stop is not None:
-                end = num_scanned + num_read
-                hit = Hit(end, end - len(stop), stop)
+        if self._strings is not None:
+            hit, start = self._strings.scan(held, num_seen - self._num_open, num_seen)
+            num_held = self._num_open = len(held) - start
         if self._search is not None:
             found, num_open = self._search.search(held)
             num_held = max(num_held, num_open)
@@ -89,5 +88,5 @@ class StopMatcher:
 
     def flush(self) -> str:
         """Return what was still held back; no more text will come."""
-        held, self._held, self._state = self._held, "", ROOT
+        held, self._held, self._num_open = self._held, "", 0
         return held

@@ -5,11 +5,12 @@ Patterns are those of the ``regex`` package, which can tell that a text might be
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import regex
 
 from aioengine.errors import RequestError
+from aioengine.text.stop_strings import Hit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,14 +40,6 @@ class Pattern(Protocol):
     @property
     def pattern(self) -> str: ...
     def search(self, string: str, pos: int = ..., *, partial: bool = ..., timeout: float = ...) -> Match | None: ...
-
-
-class Hit(NamedTuple):
-    """A stop that was found: where it ends and begins in the searched text, and the stop string or pattern."""
-
-    end: int
-    start: int
-    matched: str
 
 
 _compile = cast("Callable[[str], Pattern]", regex.compile)

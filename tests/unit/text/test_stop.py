@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import RequestError
-from aioengine.text.automaton import stop_automaton
 from aioengine.text.stop import StopMatcher
 from aioengine.text.stop_regex import REGEX_WINDOW, compile_stop_regex
 
@@ -94,10 +94,47 @@ def test_nothing_comes_behind_a_match() -> None:
         assert (matcher.push("d"), matcher.flush(), matcher.matched) == ("", "", "b")
 
 
-def test_the_automaton_is_as_large_as_its_stops() -> None:
-    automaton = stop_automaton(("a" * 1000, "a" * 999 + "b", "a" * 1000))
-    assert len(automaton.depths) == 1002
-    assert max(automaton.depths) == 1000
+LONG_STOPS = tuple(chr(97 + index % 26) + chr(65 + index) * 4000 + "!" for index in range(32))
+
+
+def test_long_stop_strings_take_no_memory_and_no_time_to_prepare() -> None:
+    tracemalloc.start()
+    try:
+        started = time.thread_time()
+        matchers = [StopMatcher([*LONG_STOPS, str(index)]) for index in range(30)]
+        used_s = time.thread_time() - started
+        num_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(matchers) == 30
+    assert num_bytes < 1_000_000
+    assert used_s < 0.5
+
+
+@given(text=st.text(alphabet="ab", max_size=60), stops=st.lists(st.text(alphabet="ab", min_size=8, max_size=12)))
+def test_stop_strings_that_repeat_themselves(text: str, stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    out = "".join(matcher.push(char) for char in text)
+    stop = first_stop(text, stops)
+    if stop is None:
+        assert out == text[: len(text) - held_back(text, stops)]
+    else:
+        assert (out, matcher.matched) == (text[: stop[0] - len(stop[1])], stop[1])
+
+
+def test_a_long_stop_string_that_fails_at_its_last_character() -> None:
+    """Its other beginnings are looked at once each, not again with each piece."""
+    matcher = StopMatcher(["a" * 4000 + "b" + "a" * 90, "a" * 4090 + "b"])
+    started = time.thread_time()
+    out = "".join(matcher.push("aaaa") for _ in range(3000)) + matcher.push("c")
+    assert out == "a" * 12_000 + "c"
+    assert time.thread_time() - started < 2
+
+
+def test_a_long_piece_is_read_in_linear_time() -> None:
+    started = time.thread_time()
+    assert StopMatcher(["ab" * 4, "ac"]).push("ab " * 300_000 + "a") == "ab " * 300_000
+    assert time.thread_time() - started < 5
 
 
 # ---------------------------------------------------------------- patterns
