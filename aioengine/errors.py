@@ -97,7 +97,11 @@ class EngineStartupError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """A process of the engine died, and was replaced as often as it may be; no request can be answered any more."""
+    """A process of the engine died, and was replaced as often as it may be; no request can be answered any more.
+
+    ``exit_code`` is minus the number of the signal that killed it, and None where the system did not keep it: in a
+    program that ignores SIGCHLD, or waits for its children by itself.
+    """
 
     def __init__(
         self, role: str, *, pid: int | None = None, exit_code: int | None = None, log_lines: tuple[str, ...] = ()
@@ -110,11 +114,11 @@ class EngineDeadError(EngineError):
 
     @property
     def signal(self) -> int | None:
-        """The signal that killed the process, or None where it exited by itself."""
+        """The signal that killed the process, or None where it exited by itself or that is unknown."""
         return -self.exit_code if self.exit_code is not None and self.exit_code < 0 else None
 
     def _describe(self) -> str:
-        how = f"was killed by signal {self.signal}" if self.signal else f"exited with code {self.exit_code}"
+        how = describe_exit(self.exit_code)
         text = f"the {self.role} process (pid {self.pid}) {how}; shut the engine down and start a new one"
         return "\n".join([text, *(f"  {self.role}: {line}" for line in self.log_lines)])
 
@@ -157,6 +161,13 @@ class RequestError(EngineError):
 
 class WrongLoopError(EngineError):
     """An AsyncEngine belongs to the event loop on which it was started."""
+
+
+def describe_exit(code: int | None) -> str:
+    """What an exit code says, as the end of a sentence."""
+    if code is None:
+        return "ended with an unknown exit code (this program ignores SIGCHLD or waits for its children by itself)"
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
 _OWN = (RequestTooLargeError, UnknownParameterError, UnsupportedSchemaError, EngineError)

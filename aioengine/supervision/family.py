@@ -26,7 +26,7 @@ class Family:
 
     def ended(self, roles: Collection[str]) -> list[RunningChild]:
         """Those of these roles that have ended."""
-        return [child for child in self.children if child.role in roles and child.exit_code is not None]
+        return [child for child in self.children if child.role in roles and not child.is_alive]
 
     def watch(self) -> None:
         """Hear of the ends of all children, on the running loop; those that are watched already are left out."""

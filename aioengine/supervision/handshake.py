@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aioengine.errors import EngineStartupError
+from aioengine.errors import EngineStartupError, describe_exit
 from aioengine.protocol.codec import fingerprint
 from aioengine.protocol.messages import Failed, Progress, Ready
 
@@ -66,8 +66,8 @@ class Handshake:
 
     def child_ended(self, child: RunningChild) -> None:
         """A child ended before all were ready."""
-        log_lines = child.log_lines()
-        text = f"the {child.role} process (pid {child.pid}) {_describe_exit(child.exit_code)} while it started"
+        code, log_lines = child.exit_code, child.log_lines()
+        text = f"the {child.role} process (pid {child.pid}) {describe_exit(code)}{_hint(code)} while it started"
         if not log_lines:
             text += "; it wrote nothing that says why"
         text = "\n".join([text, *(f"  {child.role}: {line}" for line in log_lines)])
@@ -95,11 +95,8 @@ class Handshake:
         return text + "; a first start gets more time with startup_timeout"
 
 
-def _describe_exit(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"ended with code {code}"
-    hint = " (perhaps for want of memory)" if -code == signal.SIGKILL else ""
-    return f"was killed by signal {-code}{hint}"
+def _hint(code: int | None) -> str:
+    return " (perhaps for want of memory)" if code == -signal.SIGKILL else ""
 
 
 def _describe_failed(message: Failed) -> str:

@@ -155,7 +155,7 @@ class Incarnation:
             ProcessState(
                 role=child.role,
                 pid=child.pid,
-                alive=child.exit_code is None,
+                alive=child.is_alive,
                 last_heartbeat_s=self._heartbeats.age_s(child.role, now),
                 last_step_s=step_s if child.role == SCHEDULER else None,
             )

@@ -207,7 +207,7 @@ def build_once(settings: Settings, report: Callable[..., None]) -> FakeRunner:
 
 @process
 @pytest.mark.parametrize(
-    ("how", "words"), [("vanish", "ended with code 9"), ("fail", "somebody else took it"), ("sleep", "was not ready")]
+    ("how", "words"), [("vanish", "exited with code 9"), ("fail", "somebody else took it"), ("sleep", "was not ready")]
 )
 async def test_replacements_that_do_not_start_count_too(how: str, words: str, tmp_path: Path) -> None:
     marker = tmp_path / "marker"

@@ -293,7 +293,7 @@ async def test_a_failing_start_raises_the_child_s_own_message(launcher: str, fac
 
 @process
 async def test_a_child_that_vanishes_while_it_starts_is_told_with_its_last_lines() -> None:
-    with pytest.raises(EngineStartupError, match=r"ended with code 3 while it started\n  scheduler: a last word"):
+    with pytest.raises(EngineStartupError, match=r"exited with code 3 while it started\n  scheduler: a last word"):
         await Frontend(fake_settings(factory=factory_of("build_and_vanish"))).supervisor.start()
 
 

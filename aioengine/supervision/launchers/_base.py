@@ -21,8 +21,11 @@ class RunningChild(Protocol):
     def pid(self) -> int: ...
 
     @property
+    def is_alive(self) -> bool: ...
+
+    @property
     def exit_code(self) -> int | None:
-        """None while it runs; minus the number of the signal that ended it."""
+        """Minus the number of the signal that ended it. None while it runs, and where the system did not keep it."""
         ...
 
     def watch(self, on_exit: Callable[[], None]) -> None:

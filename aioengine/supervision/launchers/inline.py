@@ -56,6 +56,10 @@ class InlineChild:
         self._log: tuple[str, ...] = ()
 
     @property
+    def is_alive(self) -> bool:
+        return self.exit_code is None
+
+    @property
     def exit_code(self) -> int | None:
         if self._exit_code is None and self._task is not None and self._task.done():
             return 0  # cancelled before it had begun

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aioengine.errors import EngineStartupError
-from aioengine.protocol.board import blank_board, read_board
+from aioengine.protocol.board import blank_board
 from aioengine.protocol.messages import NewEpoch
 from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER, Endpoints, Orders
+from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, listen
 from aioengine.transport.zmq import AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError
 
@@ -34,92 +35,6 @@ _BOOTSTRAP = Path(__file__).resolve().parents[2] / "processes" / "bootstrap.py"
 _FRONTEND = "frontend"
 _EPOCH_BITS = 62
 _JOIN_S = 1.0
-_NUM_LOG_LINES = 20
-_MAX_LOG_BYTES = 8192
-"""Read from the end of a child's log."""
-
-
-class ProcessChild:
-    """A child process. Its standard input stays open as long as this object: its end is the child's end."""
-
-    def __init__(self, role: str, popen: subprocess.Popen[bytes], log_path: Path) -> None:
-        """``log_path``: what it writes; its board lies beside it."""
-        self.role = role
-        self.pid = popen.pid
-        self._popen = popen
-        self._log_path = log_path
-        self._unwatch: Callable[[], None] | None = None
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._popen.poll()
-
-    def watch(self, on_exit: Callable[[], None]) -> None:
-        """Call ``on_exit`` on the running loop when the process has ended: by its descriptor, else by a thread."""
-        loop = asyncio.get_running_loop()
-        try:
-            fd = os.pidfd_open(self.pid)
-        except (AttributeError, OSError):
-            self._watch_by_thread(loop, on_exit)
-            return
-
-        def unwatch() -> None:
-            if not loop.is_closed():
-                loop.remove_reader(fd)
-            os.close(fd)
-
-        def ended() -> None:
-            self._stop_watching()
-            self._popen.wait()
-            on_exit()
-
-        self._unwatch = unwatch
-        loop.add_reader(fd, ended)
-
-    def terminate(self) -> None:
-        self._popen.terminate()
-
-    def kill(self) -> None:
-        self._popen.kill()
-
-    def reap(self, timeout_s: float) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(timeout_s)
-
-    def log_lines(self) -> tuple[str, ...]:
-        try:
-            with self._log_path.open("rb") as file:
-                file.seek(max(0, self._log_path.stat().st_size - _MAX_LOG_BYTES))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return ()
-        return tuple(line for line in text.splitlines() if line.strip())[-_NUM_LOG_LINES:]
-
-    def rows_in_flight(self) -> dict[int, int]:
-        try:
-            return read_board(self._log_path.with_suffix(BOARD_SUFFIX).read_bytes())
-        except OSError:  # somebody cleaned up
-            return {}
-
-    def close(self) -> None:
-        """Stop watching, and let go of its standard input, which ends it should it still run."""
-        self._stop_watching()
-        if self._popen.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._popen.stdin.close()
-
-    def _stop_watching(self) -> None:
-        unwatch, self._unwatch = self._unwatch, None
-        if unwatch is not None:
-            unwatch()
-
-    def _watch_by_thread(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
-        def wait() -> None:
-            self._popen.wait()
-            with contextlib.suppress(RuntimeError):  # the loop was closed before
-                loop.call_soon_threadsafe(on_exit)
-
-        threading.Thread(target=wait, name=f"aioengine-wait-{self.role}", daemon=True).start()
 
 
 class ProcessLauncher:

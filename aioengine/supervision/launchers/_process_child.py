@@ -1,0 +1,151 @@
+"""One child process after its start: watch, signal and reap it, read its log and its board."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from aioengine.protocol.board import read_board
+from aioengine.transport.addresses import BOARD_SUFFIX
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+    from pathlib import Path
+
+_NUM_LOG_LINES = 20
+_MAX_LOG_BYTES = 8192
+"""Read from the end of a child's log."""
+_POLL_S = 0.05
+
+
+class ProcessChild:
+    """A child process. Its standard input stays open as long as this object: its end is the child's end.
+
+    It is waited for here alone, and never through ``Popen``, which takes an unknown exit code for 0.
+    """
+
+    def __init__(self, role: str, popen: subprocess.Popen[bytes], log_path: Path) -> None:
+        """``log_path``: what it writes; its board lies beside it."""
+        self.role = role
+        self.pid = popen.pid
+        self._popen = popen
+        self._log_path = log_path
+        self._unwatch: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self._exit_code: int | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        self._reap()
+        return not self._has_ended
+
+    @property
+    def exit_code(self) -> int | None:
+        self._reap()
+        return self._exit_code
+
+    def watch(self, on_exit: Callable[[], None]) -> None:
+        """Call ``on_exit`` on the running loop when the process has ended: by its descriptor, else by a thread."""
+        loop = asyncio.get_running_loop()
+        try:
+            fd = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):
+            self._watch_by_thread(loop, on_exit)
+            return
+
+        def unwatch() -> None:
+            if not loop.is_closed():
+                loop.remove_reader(fd)
+            os.close(fd)
+
+        def ended() -> None:
+            self._stop_watching()
+            self.reap(_POLL_S)  # at once: the descriptor can be read when there is an exit code
+            on_exit()
+
+        self._unwatch = unwatch
+        loop.add_reader(fd, ended)
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def reap(self, timeout_s: float) -> None:
+        deadline, pause_s = time.monotonic() + timeout_s, 0.0005
+        while self.is_alive and time.monotonic() < deadline:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S)
+
+    def log_lines(self) -> tuple[str, ...]:
+        try:
+            with self._log_path.open("rb") as file:
+                file.seek(max(0, self._log_path.stat().st_size - _MAX_LOG_BYTES))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ()
+        return tuple(line for line in text.splitlines() if line.strip())[-_NUM_LOG_LINES:]
+
+    def rows_in_flight(self) -> dict[int, int]:
+        try:
+            return read_board(self._log_path.with_suffix(BOARD_SUFFIX).read_bytes())
+        except OSError:  # somebody cleaned up
+            return {}
+
+    def close(self) -> None:
+        """Stop watching, and let go of its standard input, which ends it should it still run."""
+        self._stop_watching()
+        if self._popen.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._popen.stdin.close()
+
+    def _stop_watching(self) -> None:
+        unwatch, self._unwatch = self._unwatch, None
+        if unwatch is not None:
+            unwatch()
+
+    def _reap(self) -> None:
+        """Note its exit code if it has ended. The system tells it once, and never in a program that ignores SIGCHLD."""
+        with self._lock:
+            if self._has_ended:
+                return
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # reaped by the system, or by another part of the program
+                self._has_ended = True
+            else:
+                if pid == 0:
+                    return
+                self._has_ended, self._exit_code = True, os.waitstatus_to_exitcode(status)
+            self._popen.returncode = self._exit_code or 0  # so that it does not wait, too
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def _watch_by_thread(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
+        def wait() -> None:
+            while self.is_alive:
+                self._wait_for_change()
+            with contextlib.suppress(RuntimeError):  # the loop was closed before
+                loop.call_soon_threadsafe(on_exit)
+
+        threading.Thread(target=wait, name=f"aioengine-wait-{self.role}", daemon=True).start()
+
+    def _wait_for_change(self) -> None:
+        """Block until it has ended, on Linux; elsewhere for a moment."""
+        if sys.platform == "linux":
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            time.sleep(_POLL_S)

@@ -1,0 +1,130 @@
+"""The exit codes of children in programs that ignore SIGCHLD, or reap every child by themselves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.source import ROOT
+
+pytestmark = pytest.mark.process
+
+PROGRAM = """
+import asyncio, json, os, signal, sys, time
+
+def reap_all(number, frame):
+    try:
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+    except ChildProcessError:
+        pass
+
+setup, has_pidfd, scene = sys.argv[1:]
+if setup == "ignored":
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+elif setup == "reaped by the program":
+    signal.signal(signal.SIGCHLD, reap_all)
+if has_pidfd == "False":
+    del os.pidfd_open
+
+from aioengine.errors import EngineDeadError, EngineStartupError
+from tests.processes.engine_kit import Frontend, fake_settings
+
+def describe(error):
+    return {"type": type(error).__name__, "exit_code": getattr(error, "exit_code", None), "text": str(error)}
+
+async def killed():
+    async with Frontend(fake_settings(step_time_s=0.02)) as frontend:
+        frontend.submit(1, num_tokens=1000)
+        scheduler = frontend.supervisor.processes()[0]
+        os.kill(scheduler.pid, signal.SIGKILL)
+        error = await frontend.failure()
+        assert not frontend.supervisor.processes()[0].alive
+    return describe(error)
+
+async def replaced():
+    async with Frontend(fake_settings(step_time_s=0.01), max_restarts=2) as frontend:
+        frontend.submit(1, num_tokens=60)
+        for place in (0, 1):
+            os.kill(frontend.supervisor.processes()[place].pid, signal.SIGKILL)
+            await asyncio.sleep(0.2)
+        await frontend.finished(1)
+        pids = [state.pid for state in frontend.supervisor.processes() if state.alive]
+        started_at = time.monotonic()
+    return {"alive": len(pids), "restarts": frontend.supervisor.num_restarts, "left": [p for p in pids if exists(p)]}
+
+def exists(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+async def dies_at_the_start():
+    try:
+        await Frontend(fake_settings(factory="tests.processes.test_exit_codes:vanish")).supervisor.start()
+    except EngineStartupError as error:
+        return describe(error)
+
+async def killed_without_a_loop():
+    frontend = Frontend()
+    await frontend.supervisor.start()
+    frontend.supervisor.kill_now()
+    states = frontend.supervisor.processes()
+    return {"alive": [state.alive for state in states], "left": [one.pid for one in states if exists(one.pid)]}
+
+print(json.dumps(asyncio.run(globals()[scene]())))
+"""
+
+
+def vanish(*_: object) -> None:
+    """A factory that ends its process."""
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(setup: str, has_pidfd: bool, scene: str) -> dict[str, object]:
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, setup, str(has_pidfd), scene]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def check(setup: str, text: str) -> None:
+    """A program that reaps every child may come too late for this one."""
+    unknown = "ended with an unknown exit code (this program ignores SIGCHLD or waits for its children by itself)"
+    assert unknown in text or (setup != "ignored" and "was killed by signal 9" in text)
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+@pytest.mark.parametrize("setup", ["ignored", "reaped by the program"])
+class TestAnUnknownExitCode:
+    def test_of_a_killed_process_is_not_taken_for_0(self, setup: str, has_pidfd: bool) -> None:
+        found = run(setup, has_pidfd, "killed")
+        assert found["type"] == "EngineDeadError"
+        check(setup, str(found["text"]))
+        assert found["exit_code"] in {"ignored": [None], "reaped by the program": [None, -9]}[setup]
+
+    def test_of_a_process_that_dies_at_the_start(self, setup: str, has_pidfd: bool) -> None:
+        found = run(setup, has_pidfd, "dies_at_the_start")
+        assert found["type"] == "EngineStartupError"
+        check(setup, str(found["text"]))
+
+    def test_does_not_prevent_replacement_and_a_complete_end(self, setup: str, has_pidfd: bool) -> None:
+        assert run(setup, has_pidfd, "replaced") == {"alive": 2, "restarts": 2, "left": []}
+
+    def test_does_not_prevent_the_end_without_a_loop(self, setup: str, has_pidfd: bool) -> None:
+        assert run(setup, has_pidfd, "killed_without_a_loop") == {"alive": [False, False], "left": []}
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_a_known_exit_code_is_reported(has_pidfd: bool) -> None:
+    found = run("default", has_pidfd, "killed")
+    assert (found["type"], found["exit_code"]) == ("EngineDeadError", -9)
+    assert "was killed by signal 9" in str(found["text"])
