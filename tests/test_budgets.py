@@ -15,7 +15,7 @@ from tests.source import ROOT, Function, Module, classes, decorators, functions,
 FILE_LINES, DENSE_FILE_LINES = 500, 600
 FUNCTION_LINES, LONG_FUNCTION_LINES, LONG_SHARE = 60, 40, 0.04
 COMPLEXITY = 12
-CLASS_LINES, CLASS_ATTRIBUTES, CLASS_METHODS = 300, 15, 15
+CLASS_LINES, CLASS_ATTRIBUTES, CLASS_METHODS = 300, 20, 20
 PARAMETERS, POSITIONAL_PARAMETERS = 7, 4
 STRUCT_FIELDS = 20
 ANY_PER_1000_LINES, GETATTR_PER_1000_LINES = 4, 2
@@ -210,9 +210,9 @@ BRANCHES = "\n".join(f"    if a == {index}: return a" for index in range(12))
         ("def f(a, b, c, d, e): ...", "positional parameters"),
         ("def f(a, *, b, c, d, e, f, g, h): ...", "parameters"),
         ("class A:\n" + "    def f(self) -> None: ...\n" * 300, "class lines"),
-        ("class A:\n" + "".join(f"    def f{i}(self) -> None: ...\n" for i in range(16)), "methods"),
+        ("class A:\n" + "".join(f"    def f{i}(self) -> None: ...\n" for i in range(21)), "methods"),
         ("class A(Struct):\n" + "".join(f"    a{i}: int\n" for i in range(21)), "fields"),
-        ("class A:\n def __init__(self):\n" + "".join(f"  self.a{i} = 1\n" for i in range(16)), "attributes"),
+        ("class A:\n def __init__(self):\n" + "".join(f"  self.a{i} = 1\n" for i in range(21)), "attributes"),
         ("class A(B, C): ...", "base classes"),
     ],
 )
