@@ -19,6 +19,26 @@ from aioengine.chat_template import ChatTemplates, ChatText, Json, Message, read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import TracebackType
+
+
+class _PanicsAsErrors:
+    """A panic of the Rust library becomes a RuntimeError: it is a BaseException, which no ``except Exception`` catches.
+
+    Its class cannot be imported.
+    """
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if exc_type is not None and exc_type.__name__ == "PanicException":
+            raise RuntimeError(f"the tokenizers library panicked: {exc}") from exc
+
+
+_panics_as_errors = _PanicsAsErrors()
 
 
 class Tokenizer:
@@ -37,7 +57,8 @@ class Tokenizer:
         self._fast.no_padding()
         self.special_tokens = _named_tokens(self._config, _read_json(self.folder / "special_tokens_map.json"))
         """The text of the special tokens by name, as chat templates know them: ``bos_token``, ``eos_token``..."""
-        _add_tokens(self._fast, self._config, self.special_tokens)
+        with _panics_as_errors:
+            _add_tokens(self._fast, self._config, self.special_tokens)
         older_template = _read_json(self.folder / "chat_template.json")
         self._chats = ChatTemplates(read_chat_templates(self.folder, self._config, older_template), self.special_tokens)
 
@@ -111,6 +132,7 @@ class Tokenizer:
         Raises:
             TypeError: a text is no ``str``.
             ValueError: a text holds half of a surrogate pair, which no text file could.
+            RuntimeError: the tokenizers library panicked; the tokenizer can still be used.
         """
         for text in texts:
             _check_text(text)
@@ -125,7 +147,9 @@ class Tokenizer:
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         # a plain str each: the library does not take subclasses everywhere
-        encodings = self._fast.encode_batch_fast([str(text) for text in texts], add_special_tokens=add_special_tokens)
+        plain = [str(text) for text in texts]
+        with _panics_as_errors:
+            encodings = self._fast.encode_batch_fast(plain, add_special_tokens=add_special_tokens)
         rows = [encoding.ids for encoding in encodings]
         bos = self.bos_token_id
         if add_special_tokens and bos is not None:
@@ -134,7 +158,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids`` on their own. Ids that do not exist write nothing."""
-        return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        with _panics_as_errors:
+            return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     # ------------------------------------------------------------ chats
 
@@ -199,7 +224,8 @@ def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
             "tokenizer_path=; or pass skip_tokenizer_init=True and token ids"
         )
     try:
-        return FastTokenizer.from_file(str(path))
+        with _panics_as_errors:
+            return FastTokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
         raise ValueError(f"{path} is not a tokenizer that this version of tokenizers can read: {error}") from error
 

@@ -8,9 +8,12 @@ The tokenizer releases the interpreter while it works.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.errors import RequestError, RequestTooLargeError
@@ -42,6 +45,8 @@ class PromptTokenizer(Protocol):
 
 Encoded = list[int] | ValueError | TypeError | RequestError
 """The ids of a prompt, or why it has none."""
+_Timed = tuple[list[list[Encoded]], float]
+"""The answers to a list of jobs, and the seconds that it took."""
 
 
 class TextSizes(NamedTuple):
@@ -92,7 +97,7 @@ def longest_token(facts: Mapping[str, object]) -> int | None:
 
 
 class Job(NamedTuple):
-    """Prompts to encode; ``done`` gets their ids, in order, on the loop.
+    """Prompts to encode; ``done`` gets their ids, in order, on the loop. It is called exactly once, whatever happens.
 
     ``check_ids`` raises ValueError for ids that were not checked at the call, being too many.
     """
@@ -106,8 +111,26 @@ class Job(NamedTuple):
         return sum(prompt.num_bytes for prompt in self.prompts if not isinstance(prompt, IdsPrompt))
 
     def looked_at(self) -> list[Prompt]:
-        """The prompts, large ones as what they are. Takes long for those."""
-        return [look_at(prompt, self.check_ids) for prompt in self.prompts]
+        """The prompts, large ones as what they are. Takes long for those. On a lane's thread."""
+        return [self._looked_at(prompt) for prompt in self.prompts]
+
+    def _looked_at(self, prompt: Prompt) -> Prompt:
+        try:
+            return look_at(prompt, self.check_ids)
+        except BaseException as error:  # from the caller's own classes, on a thread that nobody interrupts
+            return RefusedPrompt(ValueError(f"the prompt cannot be read: {description(error)}"))
+
+    def failed(self, error: RequestError) -> list[Encoded]:
+        """The same error for each of its prompts."""
+        return [error] * len(self.prompts)
+
+
+def description(error: BaseException) -> str:
+    """The type and the message of an error of foreign code, whose message may raise an error itself."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as nested:
+        return f"{type(error).__name__} (its message raised {type(nested).__name__})"
 
 
 def look_at(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt:
@@ -121,19 +144,29 @@ def look_at(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt:
     except (TypeError, ValueError) as error:
         return RefusedPrompt(error)
     except Exception as error:  # its parts may be objects of any class: whatever they raise is this prompt's
-        return RefusedPrompt(ValueError(f"{prompt.name} cannot be read: {type(error).__name__}: {error}"))
+        return RefusedPrompt(ValueError(f"{prompt.name} cannot be read: {description(error)}"))
     return found
 
 
 class Lane:
-    """One thread and the jobs that wait for it."""
+    """One thread and the jobs that wait for it. Every job that was added is answered exactly once.
+
+    Attributes:
+        _given: the batches of jobs that the thread has and that were not answered yet, by number.
+    """
 
     def __init__(self, name: str, encode: Callable[[list[Job]], list[list[Encoded]]]) -> None:
+        """Start the thread: where the system allows no more of them, that is known now and not at a request.
+
+        Raises RuntimeError: the thread cannot be started.
+        """
         self._encode = encode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"aioengine-{name}")
+        self._thread.submit(int)
         self._waiting: list[Job] = []
         self._num_bytes = 0  # of those that wait
-        self._num_batches = 0  # that the thread has
+        self._num_batches = 0
+        self._given: dict[int, list[Job]] = {}
         self._is_due = False
 
     def add(self, job: Job) -> None:
@@ -147,7 +180,7 @@ class Lane:
 
     def _end_round(self) -> None:
         self._is_due = False
-        if not self._num_batches:
+        if not self._given:
             self._start()
 
     def _start(self) -> None:
@@ -156,31 +189,68 @@ class Lane:
         if not jobs:
             return
         self._num_batches += 1
+        number = self._num_batches
+        self._given[number] = jobs
         loop = asyncio.get_running_loop()
         try:
-            work = loop.run_in_executor(self._thread, self._timed, jobs)
-        except RuntimeError:  # the main thread ended; other threads of the program go on, and no executor takes work
-            work = loop.create_future()
-            work.set_result(self._timed(jobs))
-        work.add_done_callback(lambda done: self._finish(jobs, done))
+            self._submit(jobs).add_done_callback(partial(_post, loop, partial(self._answer, number)))
+        except BaseException as error:
+            loop.call_soon(self._answer, number, _failed_future(error))
+            raise
 
-    def _timed(self, jobs: list[Job]) -> tuple[list[list[Encoded]], float]:
+    def _submit(self, jobs: list[Job]) -> Future[_Timed]:
+        try:
+            return self._thread.submit(self._timed, jobs)
+        except RuntimeError:  # the main thread ended; other threads of the program go on, and no executor takes work
+            work: Future[_Timed] = Future()
+            work.set_result(self._timed(jobs))
+            return work
+
+    def _timed(self, jobs: list[Job]) -> _Timed:
         begun_at = time.monotonic()
         return self._encode(jobs), time.monotonic() - begun_at
 
-    def _finish(self, jobs: list[Job], work: asyncio.Future[tuple[list[list[Encoded]], float]]) -> None:
-        if work.cancelled():
-            return
-        self._num_batches -= 1
-        if not self._num_batches:
-            self._start()
-        found, seconds = work.result()
+    def _answer(self, number: int, work: Future[_Timed]) -> None:
+        """Answer the jobs of a batch, however its work ended: with ids, any error, or never begun.
+
+        Each in a callback of its own: an error in one keeps nothing from the others.
+        """
+        jobs = self._given.pop(number, None)
+        if jobs is None:
+            return  # it was answered when the lane was closed
+        error = CancelledError() if work.cancelled() else work.exception()
+        if error is None:
+            found, seconds = work.result()
+        else:
+            failure = RequestError("tokenize", description(error))
+            found, seconds = [job.failed(failure) for job in jobs], 0.0
+        loop = asyncio.get_running_loop()
         for job, encoded in zip(jobs, found, strict=True):
-            job.done(encoded, seconds)
+            loop.call_soon(job.done, encoded, seconds)
+        if not self._given:
+            self._start()
 
     def close(self) -> None:
+        """End the thread when it has finished its batch. Jobs without an answer get an error."""
+        jobs = [*chain.from_iterable(self._given.values()), *self._waiting]
+        self._given.clear()
         self._waiting.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
+        failure = RequestError("tokenize", "the engine was shut down")
+        for job in jobs:
+            asyncio.get_running_loop().call_soon(job.done, job.failed(failure), 0.0)
+
+
+def _failed_future(error: BaseException) -> Future[_Timed]:
+    work: Future[_Timed] = Future()
+    work.set_exception(error)
+    return work
+
+
+def _post(loop: asyncio.AbstractEventLoop, answer: Callable[[Future[_Timed]], None], work: Future[_Timed]) -> None:
+    """From the lane's thread to its loop."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everything else
+        loop.call_soon_threadsafe(answer, work)
 
 
 class Encoder:
@@ -234,8 +304,8 @@ class Encoder:
             return self._tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True)
         except ValueError as error:
             return error
-        except Exception as error:  # templates are code of the model's author: whatever they raise is this chat's
-            return ValueError(f"the chat template refused the messages: {error}")
+        except BaseException as error:  # templates are code of the model's author: all that they raise is this chat's
+            return ValueError(f"the chat template refused the messages: {description(error)}")
 
     def _check_sizes(self, texts: list[str]) -> None:
         if self.sizes is None:
@@ -251,9 +321,9 @@ class Encoder:
         try:
             self._check_sizes(texts)
             return list(self._tokenizer.encode_batch(texts, add_special_tokens=specials))
-        except Exception as error:  # one bad text fails alone
+        except BaseException as error:  # one bad text fails alone, also where compiled code panics
             if len(texts) == 1:
                 if isinstance(error, RequestTooLargeError):
                     return [error]
-                return [RequestError("tokenize", f"{type(error).__name__}: {error}")]
+                return [RequestError("tokenize", description(error))]
             return [self._encode_texts([text], specials)[0] for text in texts]

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from aioengine import params as wire
 from aioengine.answers import RowFacts
-from aioengine.errors import RequestTooLargeError
-from aioengine.frontend.encoder import Encoder, Job, look_at
+from aioengine.errors import RequestError, RequestTooLargeError
+from aioengine.frontend.encoder import Encoder, Job, description, look_at
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, RefusedPrompt, TextPrompt
 from aioengine.protocol.messages import FinishCode, Finished, Submit
@@ -145,7 +145,23 @@ class Feeder:
             raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {size - 1}") from None
 
     def feed(self, call: Call) -> None:
-        """Begin as many rows of the call as may be in flight: some now, more in the next turns of the loop."""
+        """Begin as many rows of the call as may be in flight: some now, more in the next turns of the loop.
+
+        An error that is raised here ends the call: most of its rows begin in callbacks of the loop, where it would
+        only be logged.
+        """
+        try:
+            self._begin_some(call)
+        except BaseException as error:
+            self._fail(call, error)
+            raise
+
+    def _fail(self, call: Call, error: BaseException) -> None:
+        with self._lock:
+            call.output.fail(RequestError("submit", description(error)))
+        self._settle(call)
+
+    def _begin_some(self, call: Call) -> None:
         output, ask = call.output, call.ask
         if call.is_encoding or output.is_over:
             return
@@ -196,9 +212,14 @@ class Feeder:
 
     def _encoded(self, call: Call, ready: list[Encoded | None], encoded: list[Encoded], seconds: float) -> None:
         call.is_encoding = False
-        if not call.output.is_over:
+        if call.output.is_over:
+            return
+        try:
             self._begin(call, [new if old is None else old for old, new in zip(ready, encoded, strict=True)], seconds)
-            self.feed(call)
+        except BaseException as error:
+            self._fail(call, error)
+            raise
+        self.feed(call)
 
     def _begin(self, call: Call, encoded: Sequence[Encoded], tokenize_s: float) -> None:
         submits: list[Submit] = []

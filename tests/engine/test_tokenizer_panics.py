@@ -1,0 +1,114 @@
+"""A panic of the compiled tokenizer, which is no Exception, fails the request that caused it and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from aioengine.errors import RequestError
+from aioengine.protocol.messages import ToScheduler
+from aioengine.testing import fake_engine
+from aioengine.testing.byte_tokenizer import write_tokenizer
+from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.tokenizer import Tokenizer
+from tests.engine.engine_double import World
+
+PANICS = "ab"
+"""With a normalizer that puts nothing in front of a text, the library miscounts texts of several characters."""
+SHORT = {"max_new_tokens": 4}
+
+
+class Panic(BaseException):
+    """What a panic looks like."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder with such a tokenizer."""
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["normalizer"] = {"type": "Prepend", "prepend": ""}
+    path.write_text(json.dumps(content))
+    return tmp_path
+
+
+def test_the_library_still_panics(folder: Path) -> None:
+    """Else the tests below show nothing."""
+    tokenizer = Tokenizer(folder)
+    with pytest.raises(BaseException, match=".") as caught:
+        tokenizer._fast.encode_batch_fast([PANICS])  # pyright: ignore[reportPrivateUsage]
+    assert not isinstance(caught.value, Exception)
+
+
+def test_users_of_a_tokenizer_get_an_ordinary_error_and_can_go_on(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    whole = tokenizer.encode("a")
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="^the tokenizers library panicked: index out of bounds"):
+            tokenizer.encode(PANICS)
+        assert tokenizer.encode("a") == whole
+
+
+async def test_with_the_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_engine, "tokenizer_folder", lambda: folder)
+    async with asyncio.timeout(30), fake_async_engine(processes=False) as engine:
+        for _ in range(3):
+            bad = [
+                engine.async_generate(PANICS, SHORT),
+                engine.async_generate(["a", PANICS], SHORT),
+                engine.async_chat([{"role": "user", "content": PANICS}], SHORT),
+            ]
+            good = [engine.async_generate(letter, SHORT) for letter in "cde"]
+            mixed = await engine.async_generate(["a", PANICS, "b"], SHORT, return_exceptions=True)
+            assert [isinstance(row, RequestError) for row in mixed] == [False, True, False]
+            found = await asyncio.gather(*bad, return_exceptions=True)
+            for error in found:
+                assert isinstance(error, RequestError)
+                assert error.stage == "tokenize"
+            assert [len(out["output_ids"]) for out in await asyncio.gather(*good)] == [4, 4, 4]
+        assert engine.stats()["num_streams"] == 0
+
+
+async def test_a_tokenizer_that_raises_no_exception(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = world.tokenizer.encode
+
+    def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if "bad" in text:
+            raise Panic("out of bounds")
+        return plain(text)
+
+    monkeypatch.setattr(world.tokenizer, "encode", encode)
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            good, bad = world.engine.async_generate("good", SHORT), world.engine.async_generate("bad", SHORT)
+            with pytest.raises(RequestError, match="Panic: out of bounds"):
+                await bad
+            assert len((await good)["output_ids"]) == 4
+    assert world.engine.stats()["num_streams"] == 0
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+async def test_an_error_while_rows_begin_ends_their_call_alone(world: World, rows: int) -> None:
+    """In callbacks of the loop nobody else would see it."""
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    world.double.is_held = True
+    frontend = world.engine._running()  # pyright: ignore[reportPrivateUsage]
+    feeder = frontend._life.feeder  # pyright: ignore[reportPrivateUsage]
+    plain = feeder._submit  # pyright: ignore[reportPrivateUsage]
+
+    def fail(messages: list[ToScheduler]) -> None:
+        raise MemoryError("no place for it")
+
+    async with asyncio.timeout(10):
+        feeder._submit = fail  # type: ignore[assignment]
+        bad = world.engine.async_generate(["bad"] * rows, SHORT)
+        with pytest.raises(RequestError, match="MemoryError: no place for it"):
+            await bad
+        feeder._submit = plain
+        world.double.resume()
+        assert len((await world.engine.async_generate("good", SHORT))["output_ids"]) == 4
+    assert world.engine.stats()["num_streams"] == 0
