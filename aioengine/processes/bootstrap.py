@@ -1,12 +1,13 @@
 """The first file that a child runs, by its path: ``python -P .../bootstrap.py aioengine::ROLE``.
 
-It takes the ``aioengine`` package from its own folder, whatever else of that name could be imported, and puts nothing
-in front of the standard library and the installed packages. So a ``queue.py`` in somebody's working directory cannot
-be taken for the real one, and the child is of the version of its parent. The user's ``__main__`` is never imported.
+It takes the ``aioengine`` package from its own folder, so that the child is of the version of its parent, and looks for
+all other modules where the parent finds them. Only the standard library is imported before that, and it stays first:
+a ``queue.py`` in somebody's project cannot be taken for the real one. The user's ``__main__`` is never imported.
 """
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -25,8 +26,37 @@ def load_package(folder: Path) -> None:
     spec.loader.exec_module(package)
 
 
+def read_import_path() -> list[str]:
+    """The parent's import path, which comes first on standard input: its length in bytes on a line, then its entries.
+
+    It is no JSON, which cannot hold every path. What follows it is left unread.
+    """
+    length = b""
+    while not length.endswith(b"\n"):
+        length += _read(1)
+    payload = b""
+    while len(payload) < int(length):
+        payload += _read(int(length) - len(payload))
+    return [os.fsdecode(entry) for entry in payload.split(b"\0") if entry]
+
+
+def _read(num_bytes: int) -> bytes:
+    part = os.read(0, num_bytes)
+    if not part:
+        os._exit(1)  # the parent died first
+    return part
+
+
+def merged(own: list[str], parents: list[str]) -> list[str]:
+    """The standard library, then the parent's entries in its order, then what this interpreter alone has."""
+    library = os.path.dirname(os.__file__)
+    standard = [entry for entry in own if entry in {library, os.path.join(library, "lib-dynload")}]
+    return list(dict.fromkeys([*standard, *parents, *own]))
+
+
 def main() -> None:
     role = sys.argv[1].removeprefix(PREFIX)
+    sys.path[:] = merged(sys.path, read_import_path())
     load_package(Path(__file__).resolve().parents[1])
     importlib.import_module(f"aioengine.processes.{role}_process").main()
 

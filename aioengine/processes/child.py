@@ -128,7 +128,6 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
     orders = _read_orders()
     name_process(f"aioengine:{orders.role[:5]}")
     die_with_parent(orders.parent_pid)
-    sys.path += [entry for entry in orders.import_path if entry not in sys.path]
     child = Child(orders, wake_fd)
     forward_logs(child.uplink, orders.settings.log_level)
     code = 0
@@ -149,7 +148,7 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
 
 
 def _read_orders() -> Orders:
-    """The first line of standard input; what follows it is only ever its end."""
+    """The line of standard input after the import path; what follows it is only ever its end."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(0, 65536)

@@ -1,4 +1,7 @@
-"""What a child is told when it starts: one line of JSON on its standard input, which then stays open for its life."""
+"""What a child reads from its standard input when it starts; the input then stays open for its life.
+
+First the import path (``bootstrap`` says in which form), then the orders as one line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class Orders(Struct, frozen=True, kw_only=True):
     epoch: a large random number that all frames of this start carry; a frame without it is nobody's we know.
     listener_fd: the inherited descriptor on which the child's own endpoint listens.
     board: the file in which it tells what it computes.
-    parent_pid: whose end is the child's end. import_path: where the parent finds modules; the child looks there last.
+    parent_pid: whose end is the child's end.
     """
 
     role: str
@@ -34,5 +37,4 @@ class Orders(Struct, frozen=True, kw_only=True):
     listener_fd: int
     board: str
     parent_pid: int
-    import_path: list[str]
     settings: Settings

@@ -139,7 +139,6 @@ class ProcessLauncher:
                 listener_fd=self._listeners[role].fd,
                 board=self._make_board(log_path.with_suffix(BOARD_SUFFIX)),
                 parent_pid=os.getpid(),
-                import_path=[os.path.abspath(entry) for entry in sys.path],
                 settings=self._settings,
             )
             with log_path.open("wb") as log:
@@ -160,8 +159,26 @@ class ProcessLauncher:
         self.children.append(process)
         assert popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once, which its exit tells
-            popen.stdin.write(msgspec.json.encode(orders) + b"\n")
+            path = b"\0".join(os.fsencode(entry) for entry in import_path())
+            popen.stdin.write(b"%d\n%s%s\n" % (len(path), path, msgspec.json.encode(orders)))
             popen.stdin.flush()
+
+
+def import_path() -> list[str]:
+    """Where this program finds modules, in its order, for the children.
+
+    The folders of the script and the working directory come last: files lie there that are no libraries, and a module
+    that children alone import, of such a name, is not meant to be taken from there.
+    """
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed: nothing relative can be found any more
+        here = ""
+    main = sys.modules.get("__main__")
+    script = vars(main).get("__file__") if main is not None else None
+    incidental = {here, os.path.dirname(os.path.realpath(script)) if isinstance(script, str) else here}
+    absolute = [os.path.normpath(os.path.join(here, entry)) for entry in sys.path if here or os.path.isabs(entry)]
+    return sorted(absolute, key=incidental.__contains__)
 
 
 class SpawnThread:
