@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
+import threading
 import warnings
-import weakref
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from aioengine import signatures
 from aioengine.answers import Answer
 from aioengine.args import engine_config
-from aioengine.errors import WrongLoopError
 from aioengine.frontend import asks, calls, info, profiling
 from aioengine.frontend.assembly import blueprint_of
+from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.info import TokenizerNamespace
+from aioengine.frontend.loops import running_loop
 from aioengine.frontend.progress import ProgressBars
 from aioengine.frontend.startup import start_frontend
 from aioengine.stream import Generation, Stream
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable
     from types import TracebackType
     from typing import Self, Unpack
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from aioengine.config import EngineConfig
     from aioengine.errors import EngineError
     from aioengine.frontend.asks import Ask, RequestOptions
-    from aioengine.frontend.frontend import Frontend, Processes
+    from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
     from aioengine.frontend.profiling import ProfileOptions
     from aioengine.frontend.startup import Blueprint
@@ -41,16 +40,17 @@ class AsyncEngine:
     """An LLM inference engine for asyncio. Everything heavy runs in processes of its own.
 
     ``async with AsyncEngine(model_path=...) as engine`` starts it on the running loop and shuts it down at the end;
-    ``await engine.start()`` and ``await engine.shutdown()`` do the same. It belongs to that loop: a call from another
-    raises ``WrongLoopError`` (``Engine`` serves any loop and thread). Without a ``model_path`` it runs the small demo
-    model of the package. ``aioengine.args.ARGUMENTS`` lists all arguments.
+    ``await engine.start()`` and ``await engine.shutdown()`` do the same. It may be made anywhere, also before a fork,
+    and belongs to the process and to the loop that start it. A call from another loop raises ``WrongLoopError``
+    (``Engine`` serves any loop and thread). After its shutdown it can be started again. Without a ``model_path`` it
+    runs the small demo model of the package. ``aioengine.args.ARGUMENTS`` lists all arguments.
 
     Raises:
         TypeError: an argument that does not exist, or a value of the wrong type.
         ValueError: a value outside its range.
     """
 
-    _finalizer: weakref.finalize[..., AsyncEngine] | None = None  # also where the constructor failed
+    _run: EngineRun | None = None  # also where the constructor failed
 
     def __init__(self, model_path: str | None = None, **arguments: object) -> None:
         config = engine_config(model_path, arguments)
@@ -69,66 +69,56 @@ class AsyncEngine:
         return engine
 
     def _init(self, prepare: Callable[[], Blueprint], progress: bool | None) -> None:
-        self._pid = os.getpid()
         self._prepare = prepare
         self._progress = progress
-        self._lock = asyncio.Lock()
-        self._stopping: asyncio.Task[None] | None = None
-        self._frontend: Frontend | None = None
+        self._choice = threading.Lock()
         self._is_closed = False
-        self._has_failed = False
 
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start the processes and load the model. Does nothing where that was done.
+        """Start the processes and load the model, on the running loop. Does nothing where that was done.
+
+        An engine that was shut down, or whose loop was closed, can be started again, also on another loop.
 
         Raises:
             EngineStartupError: it could not start; nothing is left behind.
-            EngineClosedError: it was shut down.
+            EngineClosedError: it was shut down while it started, or was started by the parent of this forked process.
+            EngineDeadError, EngineStalledError: it was started and has died; shut it down first.
+            WrongLoopError: it runs on another loop, or no asyncio loop is running here.
         """
-        async with self._lock:
-            if self._frontend is not None:
-                self._running()
-                return
-            self._check_usable()
-            bars = ProgressBars(self._progress)
-            self._has_failed = False
-            try:
-                frontend = await start_frontend(self._prepare, bars.show)
-            except BaseException:
-                self._has_failed = True
-                raise
-            finally:
-                bars.close()
-            self._frontend = frontend
-            self._finalizer = weakref.finalize(self, _kill_quietly, frontend.parts.processes, self._pid)
-            if self._is_closed:
-                await self._stop(frontend)
-                raise calls.closed()
+        running_loop()
+        run = self._run
+        if run is not None and not run.is_forked and (run.is_ended or run.loop.is_closed()):
+            await run.end()  # memory of a device is free only when the last process has ended
+        await self._joined_run().start(self._start_frontend, owner=self)
+
+    def _joined_run(self) -> EngineRun:
+        """The run of this loop: the present one, or a new one where there is none."""
+        with self._choice:
+            run = self._run
+            if run is None or not run.is_in_use:
+                self._run = run = EngineRun()
+                self._is_closed = False
+            run.join()
+        return run
+
+    async def _start_frontend(self) -> Frontend:
+        bars = ProgressBars(self._progress)
+        try:
+            return await start_frontend(self._prepare, bars.show)
+        finally:
+            bars.close()
 
     async def shutdown(self) -> None:
         """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; harmless twice."""
-        frontend = self._frontend
-        if frontend is not None and not frontend.loop.is_closed():
-            self._check_loop(frontend)
+        run = self._run
+        is_in_use = run is not None and run.is_in_use and not run.is_forked
+        if run is not None and is_in_use and not run.loop.is_closed():
+            run.check_loop()
         self._is_closed = True
-        if frontend is None or os.getpid() != self._pid:
-            return
-        if frontend.loop.is_closed():
-            frontend.parts.processes.kill_now()
-            return self._forget_finalizer()
-        if self._stopping is None:
-            self._stopping = asyncio.get_running_loop().create_task(self._stop(frontend))
-        await asyncio.shield(self._stopping)
-
-    async def _stop(self, frontend: Frontend) -> None:
-        await frontend.stop()
-        self._forget_finalizer()
-
-    def _forget_finalizer(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer.detach()
+        if run is not None and is_in_use:
+            await run.end()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -140,7 +130,8 @@ class AsyncEngine:
         await self.shutdown()
 
     def __del__(self) -> None:
-        if self._finalizer is not None and self._finalizer.alive and os.getpid() == self._pid:
+        run = self._run
+        if run is not None and run.frontend is not None and not run.is_over and not run.is_forked:
             warnings.warn(f"{self!r} was not shut down", ResourceWarning, stacklevel=1, source=self)
 
     def __repr__(self) -> str:
@@ -149,35 +140,21 @@ class AsyncEngine:
     def __reduce__(self) -> NoReturn:
         raise TypeError("an engine cannot be pickled or copied: it owns processes; make one where it is needed")
 
-    def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise calls.forked(self._pid)
-        if self._is_closed:
-            raise calls.closed()
-
-    def _check_loop(self, frontend: Frontend) -> None:
-        try:
-            is_own = asyncio.get_running_loop() is frontend.loop
-        except RuntimeError:
-            is_own = False
-        if not is_own:
-            raise WrongLoopError(
-                "an AsyncEngine belongs to the event loop on which it was started, and this is another one (or none); "
-                "use Engine to call from several loops and threads"
-            )
-
     def _running(self) -> Frontend:
         """The started engine, for a caller on its loop."""
         frontend = self._anywhere()
-        self._check_loop(frontend)
+        if self._run is not None:
+            self._run.check_loop()
         return frontend
 
     def _anywhere(self) -> Frontend:
         """The started engine, for a caller on any thread."""
-        self._check_usable()
-        if self._frontend is None:
-            raise calls.not_started()
-        return self._frontend
+        run = self._run
+        if run is None or run.frontend is None or run.is_ended:
+            raise calls.closed() if self._is_closed else calls.not_started()
+        if run.is_forked:
+            raise calls.forked(run.pid)
+        return run.frontend
 
     # ------------------------------------------------------------ generate
 
@@ -344,13 +321,17 @@ class AsyncEngine:
 
         "starting" until ``start()`` has succeeded, also before it was called; "closed" where that failed.
         """
-        if self._frontend is None:
-            return {"state": "closed" if self._is_closed or self._has_failed else "starting", "processes": []}
-        return info.health(self._frontend)
+        frontend = None if self._run is None else self._run.frontend
+        has_failed = self._run is not None and self._run.has_failed
+        if frontend is None:
+            return {"state": "closed" if self._is_closed or has_failed else "starting", "processes": []}
+        found = info.health(frontend)
+        return {**found, "state": "closed"} if self._is_closed else found
 
     def get_all_child_pids(self) -> list[int]:
         """The ids of the engine's processes that are alive."""
-        return [] if self._frontend is None else info.child_pids(self._frontend)
+        frontend = None if self._run is None else self._run.frontend
+        return [] if frontend is None else info.child_pids(frontend)
 
     async def get_server_info(self) -> dict[str, object]:
         """The settings that the engine came to, what it computes on and with, its memory, the scheduler's state."""
@@ -363,10 +344,3 @@ class AsyncEngine:
     async def wait_failed(self) -> EngineError | None:
         """Wait until the engine dies and return what happened; None once it was shut down."""
         return await self._running().wait_failed()
-
-
-def _kill_quietly(processes: Processes, pid: int) -> None:
-    """At the end of the interpreter, or of the engine object. A fork of this process has no say."""
-    if os.getpid() == pid:
-        with contextlib.suppress(OSError):
-            processes.kill_now()

@@ -112,7 +112,8 @@ def _chat(method: Callable[..., object]) -> Chat[Answer, BatchOutput, ChunkItera
 class Engine:
     """An LLM inference engine for synchronous code; every method is a call into one event loop on its own thread.
 
-    It starts when it is made, and is shut down by ``with``, by ``shutdown()``, or at the end of the program. Any
+    It starts when it is made, and is shut down by ``with``, by ``shutdown()``, or at the end of the program; then it
+    stays closed, and every call raises ``EngineClosedError``. It belongs to the process in which it was made. Any
     number of threads may call it at once. Its ``async_`` methods may be awaited on any event loop, also on several
     one after the other. Without a ``model_path`` it runs the small demo model of the package.
     ``aioengine.args.ARGUMENTS`` lists all arguments.
@@ -159,6 +160,7 @@ class Engine:
         self._finalizer()
 
     def __enter__(self) -> Self:
+        self._running()
         return self
 
     def __exit__(

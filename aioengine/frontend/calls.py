@@ -232,9 +232,11 @@ def not_started() -> EngineClosedError:
 def forked(owner: int) -> EngineClosedError:
     return EngineClosedError(
         f"this engine belongs to process {owner}, and this process ({os.getpid()}) is a fork of it; "
-        "make an engine in the process that uses it"
+        "make an engine, or start an AsyncEngine, in the process that uses it"
     )
 
 
 def closed() -> EngineClosedError:
-    return EngineClosedError("the engine was shut down; make a new one")
+    return EngineClosedError(
+        "the engine was shut down; an AsyncEngine can be started again (`await engine.start()`), an Engine is made anew"
+    )

@@ -263,6 +263,12 @@ class Frontend:
             self._encoder.close()
         await self.parts.processes.stop(STOP_TIMEOUT_S)
 
+    def kill_now(self) -> None:
+        """End the processes and the threads at once; for when the loop is closed."""
+        if self._encoder is not None:
+            self._encoder.close()
+        self.parts.processes.kill_now()
+
 
 def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:
     """The requests in the scheduler's steps now; None where a step has ended since that time."""

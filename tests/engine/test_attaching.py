@@ -256,8 +256,7 @@ def test_any_rest_of_a_replay(pieces: list[tuple[str, list[int]]], data: st.Data
 async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As another thread can: its row has ended, and the engine has not looked at that yet."""
     async with fake_async_engine() as engine:
-        frontend = engine._frontend
-        assert frontend is not None
+        frontend = engine._running()
         plain, attached = frontend.router.deliver, list[Stream]()
 
         def deliver(chunks: TextChunks) -> list[RowStream]:

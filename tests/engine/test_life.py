@@ -8,7 +8,10 @@ import math
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -119,6 +122,145 @@ class TestStart:
             assert ("loading weights" in err) is is_expected
 
 
+class TestStartingAgain:
+    async def test_after_a_shutdown(self) -> None:
+        here = World()
+        for number in range(3):
+            assert here.engine.health()["state"] == ("closed" if number else "starting")
+            async with here.engine as engine:
+                assert engine.health()["state"] == "running"
+                assert (await engine.async_generate("a", GREEDY))["text"] == expected_text("a", 6)
+            with pytest.raises(EngineClosedError, match="started again"):
+                engine.async_generate("a")
+        assert [double.is_stopped for double in here.doubles] == [True] * 3
+
+    async def test_after_a_shutdown_without_a_start(self) -> None:
+        engine = World().engine
+        await engine.shutdown()
+        with pytest.raises(EngineClosedError, match="shut down"):
+            engine.async_generate("a")
+        async with engine:
+            assert engine.is_alive
+
+    def test_on_another_loop(self) -> None:
+        here = World()
+
+        async def one_test() -> str:
+            async with here.engine as engine:
+                await asyncio.gather(*(engine.start() for _ in range(3)))  # binds its lock to this loop
+                return (await engine.async_generate("a", GREEDY))["text"]
+
+        assert [asyncio.run(one_test()) for _ in range(2)] == [expected_text("a", 6)] * 2
+        assert len(here.doubles) == 2
+
+    def test_on_another_loop_after_a_start_that_failed(self) -> None:
+        here = World()
+        errors = [ValueError("no such model")]
+
+        def prepare() -> Blueprint:
+            if errors:
+                raise errors.pop()
+            return here.blueprint()
+
+        engine = AsyncEngine.from_blueprint(prepare)
+        with pytest.raises(ValueError, match="no such model"):
+            asyncio.run(engine.start())
+        assert engine.health()["state"] == "closed"
+        asyncio.run(_start_and_stop(engine))
+
+    def test_after_its_loop_was_closed_without_a_shutdown(self) -> None:
+        here = World()
+
+        async def start() -> None:
+            await here.engine.start()
+            await here.engine.async_generate("a", GREEDY)
+
+        asyncio.run(start())
+        threads = set(threading.enumerate())
+        asyncio.run(_start_and_stop(here.engine))
+        for thread in threads - {threading.main_thread()}:
+            if "encode" in thread.name:
+                thread.join(10)
+                assert not thread.is_alive()
+        assert [double.num_kills for double in here.doubles] == [1, 0]
+        assert here.doubles[1].is_stopped
+
+    async def test_while_it_shuts_down(self) -> None:
+        """The new processes begin when the old ones have ended: both may need the memory of the device."""
+        here = World()
+        await here.engine.start()
+        stopping = asyncio.create_task(here.engine.shutdown())
+        await asyncio.sleep(0)
+        await here.engine.start()
+        assert here.doubles[0].is_stopped
+        assert stopping.done()
+        assert here.engine.is_alive
+        await here.engine.shutdown()
+
+    async def test_after_it_died(self) -> None:
+        here = World()
+        await here.engine.start()
+        here.double.events.on_failure(EngineDeadError("scheduler", pid=11, exit_code=1))
+        with pytest.raises(EngineDeadError):
+            await here.engine.start()
+        await here.engine.shutdown()
+        async with here.engine as engine:
+            assert (await engine.async_generate("a", GREEDY))["text"] == expected_text("a", 6)
+
+    async def test_streams_of_the_earlier_run_stay_closed(self) -> None:
+        here = World()
+        await here.engine.start()
+        here.double.is_held = True
+        stream = here.engine.async_generate("a", GREEDY, stream=True, rid="x")
+        await until(lambda: bool(here.double.live))
+        await here.engine.shutdown()
+        async with here.engine as engine:
+            with pytest.raises(EngineClosedError):
+                await anext(stream)
+            assert (await engine.async_generate("a", GREEDY, rid="x"))["text"] == expected_text("a", 6)
+            assert engine.stats()["num_streams"] == 0
+
+    async def test_from_another_loop_while_it_runs(self) -> None:
+        here = World()
+        async with here.engine as engine:
+            assert isinstance(in_another_thread(lambda: asyncio.run(engine.start())), WrongLoopError)
+            assert engine.is_alive
+        assert len(here.doubles) == 1
+
+    def test_from_two_threads_at_once(self) -> None:
+        here = World()
+        gate = threading.Barrier(4)
+
+        def run() -> str:
+            gate.wait()
+            try:
+                asyncio.run(_start_and_stop(here.engine))
+            except WrongLoopError:
+                return "wrong loop"
+            return "started"
+
+        with ThreadPoolExecutor(4) as pool:
+            found = [future.result(10) for future in [pool.submit(run) for _ in range(4)]]
+        assert found.count("started") == len(here.doubles) >= 1
+        assert all(double.is_stopped for double in here.doubles)
+
+    async def test_every_run_is_forgotten(self) -> None:
+        here = World()
+        for _ in range(3):
+            await here.engine.start()
+            here.double.events.on_failure(EngineDeadError("scheduler", pid=11, exit_code=1))
+            await here.engine.shutdown()
+        gone = weakref.ref(here.engine)
+        del here
+        gc.collect()
+        assert gone() is None
+
+
+async def _start_and_stop(engine: AsyncEngine) -> None:
+    async with engine:
+        assert (await engine.async_generate("a", GREEDY))["text"] == expected_text("a", 6)
+
+
 class TestShutdown:
     async def test_idempotent_and_later_calls_raise(self, world: World) -> None:
         await asyncio.gather(world.engine.shutdown(), world.engine.shutdown())
@@ -126,8 +268,6 @@ class TestShutdown:
         assert world.double.is_stopped
         with pytest.raises(EngineClosedError, match="shut down"):
             world.engine.async_generate("a")
-        with pytest.raises(EngineClosedError):
-            await world.engine.start()
         assert world.engine.health()["state"] == "closed"
         assert world.engine.get_all_child_pids() == []
 
@@ -149,14 +289,34 @@ class TestShutdown:
         with pytest.raises(EngineClosedError):
             await waiting
 
-    async def test_while_it_starts(self) -> None:
+    @pytest.mark.parametrize("num_turns", [*range(6), 20])
+    async def test_while_it_starts(self, num_turns: int) -> None:
+        here = World()
+        starters = [asyncio.create_task(here.engine.start()) for _ in range(2)]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await here.engine.shutdown()
+        assert here.engine.health()["state"] == "closed" or not num_turns
+        for starting in starters:
+            with suppress(EngineClosedError):
+                await starting
+        await here.engine.shutdown()
+        assert here.engine.health()["state"] == "closed"
+        assert all(double.is_stopped for double in here.doubles)
+
+    async def test_while_it_loads_ends_the_start_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def load_for_long(self: Double) -> dict[str, object]:
+            await asyncio.sleep(60)
+            return {}
+
+        monkeypatch.setattr(Double, "start", load_for_long)
         here = World()
         starting = asyncio.create_task(here.engine.start())
-        await asyncio.sleep(0)
-        await here.engine.shutdown()
+        await until(lambda: bool(here.doubles))
+        await asyncio.wait_for(here.engine.shutdown(), 10)
+        assert here.double.is_stopped
         with pytest.raises(EngineClosedError):
             await starting
-        assert all(double.is_stopped for double in here.doubles)
 
     async def test_a_forgotten_engine_warns_and_is_killed(self) -> None:
         here = World()
@@ -313,6 +473,43 @@ class TestProcesses:
                 return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])  # noqa: ASYNC222
 
         assert asyncio.run(main()) == 0
+
+    def test_an_engine_that_was_not_started_is_started_by_forks(self) -> None:
+        """As under a server that imports the program once and forks its workers."""
+        here = World()
+        assert [in_a_fork(lambda: asyncio.run(_start_and_stop(here.engine))) for _ in range(2)] == [0, 0]
+        asyncio.run(_start_and_stop(here.engine))
+        assert in_a_fork(lambda: asyncio.run(_start_and_stop(here.engine))) == 0
+
+    def test_an_engine_that_runs_is_not_started_by_a_fork(self) -> None:
+        here = World()
+
+        def start_and_stop() -> None:
+            with pytest.raises(EngineClosedError, match="fork"):
+                asyncio.run(here.engine.start())
+            asyncio.run(here.engine.shutdown())
+            with pytest.raises(EngineClosedError, match="fork"):
+                here.engine.stats()
+
+        async def main() -> None:
+            async with here.engine as engine:
+                assert in_a_fork(lambda: in_another_thread(start_and_stop)) == 0
+                assert engine.is_alive
+
+        asyncio.run(main())
+        assert here.double.num_kills == 0
+
+
+def in_a_fork(act: Callable[[], object]) -> int:
+    """The exit code of a fork of this process that does this alone: 0 where it neither raised nor returned an error."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 1 if isinstance(act(), Exception) else 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 class TestWatching:

@@ -279,6 +279,15 @@ class TestLoopsAndThreads:
 
 
 class TestLife:
+    def test_it_stays_closed_after_its_shutdown(self) -> None:
+        here = SyncWorld()
+        here.engine.shutdown()
+        with pytest.raises(EngineClosedError, match="made anew"):
+            here.engine.generate("a")
+        with pytest.raises(EngineClosedError, match="made anew"), here.engine:
+            pass
+        assert here.engine.health()["state"] == "closed"
+
     def test_shutdown_is_idempotent(self) -> None:
         here = SyncWorld()
         with here.engine as engine:

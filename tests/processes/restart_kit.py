@@ -69,8 +69,9 @@ async def undisturbed(has_answers: bool) -> Outcome:
 
 
 def frontend_of(engine: AsyncEngine) -> EngineFrontend:
-    assert engine._frontend is not None
-    return engine._frontend
+    assert engine._run is not None
+    assert engine._run.frontend is not None
+    return engine._run.frontend
 
 
 def pid_of(engine: AsyncEngine, role: str) -> int:

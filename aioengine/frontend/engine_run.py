@@ -1,0 +1,171 @@
+"""One run of an AsyncEngine: from a start to its shutdown, on one event loop, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import weakref
+from typing import TYPE_CHECKING
+
+from aioengine.errors import WrongLoopError
+from aioengine.frontend import calls
+from aioengine.frontend.loops import running_loop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from aioengine.frontend.frontend import Frontend
+
+
+class EngineRun:
+    """Belongs to the loop and the process in which it is made. An engine that starts again has a new one.
+
+    Attributes:
+        loop, pid: the event loop and the process to which it belongs.
+        frontend: set when the start has succeeded, and kept after the shutdown.
+        has_failed: the last start failed.
+        is_ended: a shutdown has begun. is_over: it is complete, and no process is left.
+    """
+
+    def __init__(self) -> None:
+        self.loop = running_loop()
+        self.pid = os.getpid()
+        self.frontend: Frontend | None = None
+        self.has_failed = False
+        self.is_ended = False
+        self.is_over = False
+        self._finalizer: weakref.finalize[..., object] | None = None
+        self._lock = asyncio.Lock()
+        self._num_starters = 0
+        self._start: asyncio.Task[Frontend] | None = None
+        self._end: asyncio.Task[None] | None = None
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether something of it runs, or is about to: another run must not begin beside it."""
+        if self.is_ended:
+            return not self.is_over
+        return self.frontend is not None or self._num_starters > 0
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one to which it belongs."""
+        return os.getpid() != self.pid
+
+    def check_loop(self) -> None:
+        """Raise WrongLoopError on any other loop than its own, and where none runs."""
+        if running_loop() is not self.loop:
+            raise WrongLoopError(
+                "an AsyncEngine belongs to the event loop on which it was started, and this is another one; "
+                "use Engine to call from several loops and threads"
+            )
+
+    def join(self) -> None:
+        """Announce a call of ``start``, which must follow.
+
+        Raises:
+            EngineClosedError: this process is a fork.
+            WrongLoopError: this is another loop.
+        """
+        if self.is_forked:
+            raise calls.forked(self.pid)
+        self.check_loop()
+        self._num_starters += 1
+
+    async def start(self, start_frontend: Callable[[], Coroutine[object, None, Frontend]], owner: object) -> None:
+        """Start the processes, unless that was done. Of several callers one does it, the others wait.
+
+        They are killed when ``owner`` is collected, and at the end of the interpreter.
+
+        Raises:
+            EngineClosedError: ``end`` was called.
+            EngineError: the engine has died.
+        """
+        try:
+            async with self._lock:
+                if self.is_ended:
+                    raise calls.closed()
+                if self.frontend is None:
+                    self.frontend = await self._started(start_frontend)
+                    self._finalizer = weakref.finalize(owner, _kill_quietly, self)
+                elif self.frontend.failure is not None:
+                    raise self.frontend.failure.with_traceback(None)
+        finally:
+            self._num_starters -= 1
+
+    async def _started(self, start_frontend: Callable[[], Coroutine[object, None, Frontend]]) -> Frontend:
+        """In a task of its own, which a shutdown can cancel without cancelling the caller."""
+        self.has_failed = False
+        self._start = task = self.loop.create_task(start_frontend())
+        try:
+            frontend = await task
+            if self.is_ended:  # it succeeded although it was cancelled
+                raise calls.closed()
+        except BaseException as error:
+            self.has_failed = True
+            if task.done() and not task.cancelled() and task.exception() is None:
+                await _stop(task.result())
+            if isinstance(error, asyncio.CancelledError) and self.is_ended and not _is_cancelled():
+                raise calls.closed() from None
+            raise
+        finally:
+            self._start = None
+        return frontend
+
+    async def end(self) -> None:
+        """End the processes, and a start that is under way. Harmless twice; being cancelled does not stop it."""
+        if self.is_over:
+            return
+        if self.loop.is_closed():
+            self.kill_now()
+            return
+        self.check_loop()
+        self.is_ended = True
+        if self._end is None:
+            if self._start is not None:
+                self._start.cancel()
+            self._end = self.loop.create_task(self._stop())
+        await asyncio.shield(self._end)
+
+    async def _stop(self) -> None:
+        try:
+            async with self._lock:
+                if self.frontend is not None:
+                    await _stop(self.frontend)
+                self._set_over()
+        except BaseException:  # cancelled with all tasks of the loop
+            self.kill_now()
+            raise
+
+    def kill_now(self) -> None:
+        """End the processes at once and without a loop. Does nothing in a fork, nor where they have ended."""
+        if self.is_forked or self.is_over:
+            return
+        self._set_over()
+        if self.frontend is not None:
+            self.frontend.kill_now()
+
+    def _set_over(self) -> None:
+        self.is_ended = self.is_over = True
+        if self._finalizer is not None:
+            self._finalizer.detach()  # it would keep this run, and with it the frames of the error that ended it
+
+
+def _kill_quietly(run: EngineRun) -> None:
+    with contextlib.suppress(OSError):
+        run.kill_now()
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task itself is being cancelled, and not only what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _stop(frontend: Frontend) -> None:
+    try:
+        await frontend.stop()
+    except BaseException:  # cancelled
+        frontend.kill_now()
+        raise

@@ -1,0 +1,52 @@
+"""An AsyncEngine with real processes that is made once, and started by forks, or several times."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.source import ROOT
+
+pytestmark = pytest.mark.process
+
+PROGRAM = """
+import asyncio, os, sys
+sys.path.insert(0, {root!r})
+from aioengine.testing.fake_engine import fake_async_engine
+
+engine = fake_async_engine({{"": "Paris."}}, processes=True)
+
+async def ask():
+    async with engine:
+        answer = await engine.async_generate("a")
+        assert answer["text"] == "Paris.", answer
+        return engine.get_all_child_pids()
+
+def work():
+    workers = []
+    for _ in range(2):
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                asyncio.run(ask())
+                code = 0
+            finally:
+                os._exit(code)
+        workers.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in workers] == [0, 0]
+
+work()
+first, second = asyncio.run(ask()), asyncio.run(ask())
+assert not set(first) & set(second)
+work()  # after a shutdown the forks may start it too
+print("done")
+"""
+
+
+def test_an_engine_is_started_by_the_forks_of_the_process_that_made_it_and_again() -> None:
+    command = [sys.executable, "-W", "error", "-c", PROGRAM.format(root=str(ROOT))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.stdout, done.stderr) == ("done\n", "")
