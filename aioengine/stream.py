@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from aioengine.errors import WrongLoopError
+from aioengine.frontend.loops import running_loop
 from aioengine.frontend.outputs import EndOfOutput, Reader, resolve, resolve_elsewhere
 
 if TYPE_CHECKING:
@@ -95,7 +96,10 @@ class Generation(Coroutine[object, None, Result]):
         reader = self._reader
         while True:
             if not reader.ready:
-                loop = get_running_loop()
+                try:
+                    loop = get_running_loop()
+                except RuntimeError:
+                    loop = self._loop()
                 waiter = reader.wait_here(loop) if loop is self._home else self._waiter(loop)
                 if waiter is not None:
                     try:
@@ -128,7 +132,7 @@ class Generation(Coroutine[object, None, Result]):
 
     async def _changed(self, *, for_begin: bool = False) -> None:
         """Wait until there may be something new. A reader that is cancelled here leaves for good."""
-        loop = get_running_loop()
+        loop = self._loop()
         is_here = loop is self._home and not for_begin
         waiter = self._reader.wait_here(loop) if is_here else self._waiter(loop, for_begin=for_begin)
         if waiter is None:
@@ -137,6 +141,15 @@ class Generation(Coroutine[object, None, Result]):
             await waiter
         except BaseException:
             self._reader.leave()
+            raise
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that runs here. Without one, a call to ``Engine`` is left: nobody else awaits it."""
+        try:
+            return running_loop()
+        except WrongLoopError:
+            if not self._is_bound:
+                self._reader.leave()
             raise
 
     def _waiter(
@@ -187,7 +200,7 @@ class Generation(Coroutine[object, None, Result]):
         self._reader.leave()
 
     def _driver(self) -> Generator[object, None, Result]:
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop())
         driver = self._drivers.get(task)
         if driver is None:
             driver = self._drivers[task] = self.__await__()

@@ -9,6 +9,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from aioengine.frontend.loops import running_loop
 from aioengine.frontend.outputs import resolve_elsewhere
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ class Entrance:
 
         Raises:
             EngineError: the engine died, was shut down or is drained.
+            WrongLoopError: no asyncio loop is running here.
         """
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         future: asyncio.Future[Chunk | None] = loop.create_future()
         place = self._enter(partial(resolve_elsewhere, loop, future))
         try:
