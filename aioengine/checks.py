@@ -19,6 +19,7 @@ Value = TypeVar("Value")
 
 MAX_COUNT = 2**31 - 1
 MAX_SHOWN_CHARACTERS = 80
+MAX_PATTERN_BYTES = 256
 MAX_TENANT_BYTES = 256
 TEXTS = "a string or a list of strings"
 

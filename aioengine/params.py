@@ -20,7 +20,6 @@ from aioengine.protocol.messages import Limits, Sampling, TextRules
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 MAX_STOPS: Final = 32
 MAX_STOP_BYTES: Final = 4096
-MAX_PATTERN_BYTES: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 1024
 MAX_SAMPLES: Final = 1024
 MAX_BIAS: Final = 1e6
@@ -86,7 +85,9 @@ class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
     min_new_tokens: no stop token before so many output tokens (stop strings still act).
     stop: one string or up to 32 (empty ones are left out); the text ends before the first that appears.
     stop_token_ids: ids that end the request, beside the model's own end-of-text ids.
-    stop_regex: one pattern or up to 32 (of at most 256 bytes each), in the dialect of the ``regex`` package.
+    stop_regex: one pattern or up to 32 (of at most 256 bytes each), in the dialect of the ``regex`` package, without
+        recursion and fuzzy matching; counted repetitions, nested ones multiplied, up to 10,000. Matching may take 50 ms
+        for a token, and 1 s and 1 ms per token for a request, which fails with ``RequestError`` beyond.
     temperature: 0 (greedy) to 2; 1 where left out.
     top_p: above 0, up to 1. top_k: -1 (off) or at least 1. min_p: 0 to 1, relative to the likeliest token.
     frequency_penalty, presence_penalty: -2 to 2, over the output. repetition_penalty: above 0, up to 2, over prompt
@@ -129,8 +130,7 @@ class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
         _check_lengths(self)
         _check_numbers(self)
         _stops(self)
-        for pattern in _patterns(self):
-            _check_pattern(pattern)
+        _check_patterns(_patterns(self))
         _token_ids(self.stop_token_ids)
         _biases(self.logit_bias)
         for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
@@ -349,7 +349,7 @@ def _stops(params: SamplingParams) -> tuple[str, ...]:
 
 
 def _patterns(params: SamplingParams) -> tuple[str, ...]:
-    return _strings("stop_regex", params.stop_regex, MAX_PATTERN_BYTES)
+    return _strings("stop_regex", params.stop_regex, checks.MAX_PATTERN_BYTES)
 
 
 def _strings(name: str, value: str | Sequence[str] | None, max_bytes: int) -> tuple[str, ...]:
@@ -359,18 +359,11 @@ def _strings(name: str, value: str | Sequence[str] | None, max_bytes: int) -> tu
     return tuple(checks.text(name, entry, max_bytes=max_bytes) for entry in given)
 
 
-def _check_pattern(pattern: str) -> None:
-    import regex  # slow to import, and most programs give no pattern
+def _check_patterns(patterns: tuple[str, ...]) -> None:
+    if patterns:
+        from aioengine.patterns import check_patterns  # slow to import, and most programs give no pattern
 
-    try:
-        compiled = regex.compile(pattern)
-    except (regex.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"stop_regex {checks.shown(pattern)} is not a valid pattern: {error}") from None
-    if compiled.search("") is not None:
-        raise ValueError(
-            f"stop_regex {checks.shown(pattern)} matches the empty text, so that nothing would ever be generated; "
-            "write a pattern that needs at least one character"
-        )
+        check_patterns(patterns)
 
 
 def _token_ids(value: Sequence[int] | None) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ FLOORS = {
     "0": Floor(
         (
             "resolve > model_folder > hub > machine > config",
-            "params > protocol",
+            "params > protocol, patterns",
             "plugins",
             "metrics",
             "checks > errors",

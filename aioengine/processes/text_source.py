@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from aioengine.patterns import PatternCache
 from aioengine.text.detokenizer import Decode, make_detokenizer
 from aioengine.text.pipeline import TextPipeline
 from aioengine.text.stop import StopMatcher
@@ -25,6 +27,7 @@ class TextSource:
             ValueError: there is none, or its files cannot be read.
         """
         self._tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
+        self._patterns = PatternCache()
         self._sources: dict[bool, TokenTable | Decode] = {}
         if self._tokenizer is not None:
             self._source(self._tokenizer, skip_special_tokens=True)
@@ -40,7 +43,13 @@ class TextSource:
         source = self._source(self._tokenizer, skip_special_tokens=rules.skip_special_tokens)
         stops = None
         if rules.stop or rules.stop_regex:
-            stops = StopMatcher(rules.stop, rules.stop_regex, no_stop_trim=rules.no_stop_trim)
+            stops = StopMatcher(
+                rules.stop,
+                rules.stop_regex,
+                no_stop_trim=rules.no_stop_trim,
+                cache=self._patterns,
+                clock=time.thread_time,
+            )
         return TextPipeline(make_detokenizer(source, rules.context_token_ids), stops)
 
     def _source(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TokenTable | Decode:

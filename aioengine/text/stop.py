@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.text.stop_regex import REGEX_TIMEOUT_S, RegexSearch
+from aioengine.patterns import PatternCache
+from aioengine.text.stop_regex import RegexSearch
 from aioengine.text.stop_strings import Hit, StopStrings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class StopMatcher:
@@ -30,16 +31,20 @@ class StopMatcher:
         patterns: Sequence[str] = (),
         *,
         no_stop_trim: bool = False,
-        regex_timeout_s: float = REGEX_TIMEOUT_S,
+        cache: PatternCache | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Empty stop strings are ignored. With ``no_stop_trim`` the text ends behind the stop, else before it.
+
+        ``cache``: of compiled patterns, shared with other requests. ``clock``: the CPU time of this thread, which
+        the patterns' budget is measured with; without one, only each search by itself is bounded.
 
         Raises:
             ValueError: a pattern is invalid, or matches the empty text.
         """
         strings = tuple(stop for stop in stops if stop)
         self._strings = StopStrings(strings) if strings else None
-        self._search = RegexSearch(tuple(patterns), timeout_s=regex_timeout_s) if patterns else None
+        self._search = RegexSearch(patterns, cache or PatternCache(), clock) if patterns else None
         self._begin_in = None if self._strings is None or self._search is not None else self._strings.begin_in
         self._keeps_stop = no_stop_trim
         self._held = ""
@@ -50,6 +55,11 @@ class StopMatcher:
     def has_stops(self) -> bool:
         """Whether there is anything to look for."""
         return self._strings is not None or self._search is not None
+
+    @property
+    def matching_s(self) -> float:
+        """CPU time that the patterns have taken."""
+        return 0.0 if self._search is None else self._search.used_s
 
     def push(self, text: str) -> str:
         """Take the next piece of text and return what cannot be part of a stop any more.

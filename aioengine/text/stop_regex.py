@@ -1,66 +1,33 @@
-"""Stop patterns: what to hold back while a regular expression could still match.
+"""Stop patterns: what to hold back while a regular expression could still match, within a budget of CPU time.
 
 Patterns are those of the ``regex`` package, which can tell that a text might begin a match, and can give up in time.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
-
-import regex
+from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import RequestError
 from aioengine.text.stop_strings import Hit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-REGEX_WINDOW = 1024
+    from aioengine.patterns import Match, PatternCache
+
+REGEX_WINDOW: Final = 1024
 """Characters of not yet given out text that a pattern may still match in; older text is given out."""
 
-REGEX_LOOKBEHIND = 64
+REGEX_LOOKBEHIND: Final = 64
 """Characters of given out text that lookbehinds and word boundaries may see."""
 
-REGEX_TIMEOUT_S = 0.25
-"""What one search may take. A pattern that needs longer fails its request."""
+PUSH_BUDGET_S: Final = 0.05
+"""CPU time of all patterns of a request for one piece of text."""
 
+REQUEST_BUDGET_S: Final = 1.0
+"""CPU time of all patterns of a request for all its text, beside ``PIECE_BUDGET_S`` for each piece."""
 
-class Match(Protocol):
-    """What is used of a match of the ``regex`` package."""
-
-    @property
-    def partial(self) -> bool: ...
-    def start(self) -> int: ...
-    def end(self) -> int: ...
-
-
-class Pattern(Protocol):
-    """What is used of a pattern of the ``regex`` package."""
-
-    @property
-    def pattern(self) -> str: ...
-    def search(self, string: str, pos: int = ..., *, partial: bool = ..., timeout: float = ...) -> Match | None: ...
-
-
-_compile = cast("Callable[[str], Pattern]", regex.compile)
-
-
-def compile_stop_regex(pattern: str) -> Pattern:
-    """Compile a stop pattern.
-
-    Raises:
-        ValueError: it is not a pattern, or it matches the empty text and so would end every request at once.
-    """
-    try:
-        compiled = _compile(pattern)
-    except (regex.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"stop_regex {pattern!r} is not a regular expression: {error}") from None
-    if compiled.search("") is not None:
-        raise ValueError(
-            f"stop_regex {pattern!r} matches the empty text, so that nothing would ever be generated; "
-            "write a pattern that needs at least one character"
-        )
-    return compiled
+PIECE_BUDGET_S: Final = 0.001
 
 
 class RegexSearch:
@@ -69,48 +36,77 @@ class RegexSearch:
     A pattern is searched for after each piece of text (in a pipeline: after each token), in the last
     ``REGEX_LOOKBEHIND`` characters given out and up to ``REGEX_WINDOW`` characters held back. The match that begins
     first ends the request; the end of what has arrived counts as the end of the text, so ``[0-9]+`` is complete with
-    the first piece that holds a digit.
+    the first piece that holds a digit. A position where a pattern cannot match is not tried again.
+
+    Attributes:
+        used_s: CPU time that the searches have taken.
+        num_pieces: pieces of text that were searched.
     """
 
-    __slots__ = ("_before", "_patterns", "_timeout_s")
+    __slots__ = ("_before", "_cache", "_clock", "_patterns", "_starts", "num_pieces", "used_s")
 
-    def __init__(self, patterns: tuple[str, ...], *, timeout_s: float = REGEX_TIMEOUT_S) -> None:
-        """Raises ValueError as ``compile_stop_regex`` does."""
-        self._patterns = [compile_stop_regex(pattern) for pattern in patterns]
-        self._timeout_s = timeout_s
+    def __init__(self, patterns: Sequence[str], cache: PatternCache, clock: Callable[[], float]) -> None:
+        """``clock``: the CPU time of this thread. Raises ValueError as ``compile_pattern`` does."""
+        self._patterns = tuple(patterns)
+        self._cache = cache
+        self._clock = clock
+        self._starts = [0] * len(self._patterns)  # in the held back text, where each may match
         self._before = ""
+        self.num_pieces = 0
+        self.used_s = 0.0
+        for pattern in self._patterns:
+            cache.get(pattern)
 
     def search(self, text: str) -> tuple[Hit | None, int]:
         """Search the held back text; returns the hit, if any, and else how many characters to hold back.
 
         Raises:
-            RequestError: a search took longer than the timeout.
+            RequestError: the patterns took more CPU time than they may.
         """
-        start = len(self._before)
-        text = self._before + text
-        held_from = len(text)
-        hits: list[Hit] = []
-        for pattern in self._patterns:
-            match = self._search_one(pattern, text, start)
+        self.num_pieces += 1
+        before = len(self._before)
+        whole = self._before + text
+        held_from = len(whole)
+        first: Hit | None = None
+        now = began_at = self._clock()
+        ends_at = began_at + min(PUSH_BUDGET_S, self._total_budget_s() - self.used_s)
+        for index, pattern in enumerate(self._patterns):
+            match = self._search_one(pattern, whole, before + self._starts[index], ends_at - now)
+            now = self._clock()
+            start = len(whole) if match is None else match.start()
+            self._starts[index] = start - before
             if match is None:
                 continue
             if match.partial:
-                held_from = min(held_from, match.start())
-            else:
-                hits.append(Hit(match.end() - start, match.start() - start, pattern.pattern))
-        first = min(hits, key=lambda hit: (hit.start, hit.end), default=None)
-        return first, min(len(text) - held_from, REGEX_WINDOW)
+                held_from = min(held_from, start)
+            elif first is None or (start - before, match.end() - before) < (first.start, first.end):
+                first = Hit(match.end() - before, start - before, pattern)
+        self.used_s += now - began_at
+        return first, min(len(whole) - held_from, REGEX_WINDOW)
 
     def pass_by(self, text: str) -> None:
         """Note text that was given out."""
-        self._before = (self._before + text)[-REGEX_LOOKBEHIND:]
+        if text:
+            self._before = (self._before + text)[-REGEX_LOOKBEHIND:]
+            self._starts = [start - len(text) if start > len(text) else 0 for start in self._starts]
 
-    def _search_one(self, pattern: Pattern, text: str, start: int) -> Match | None:
-        try:
-            return pattern.search(text, start, partial=True, timeout=self._timeout_s)
-        except TimeoutError:
-            raise RequestError(
-                "detokenize",
-                f"stop_regex {pattern.pattern!r} took longer than {self._timeout_s} s on {len(text)} characters; "
-                "write it without nested repetitions",
-            ) from None
+    def _total_budget_s(self) -> float:
+        return REQUEST_BUDGET_S + PIECE_BUDGET_S * self.num_pieces
+
+    def _search_one(self, pattern: str, text: str, start: int, timeout_s: float) -> Match | None:
+        if timeout_s > 0:
+            compiled = self._cache.get(pattern)  # not kept here: the cache bounds what all requests keep
+            try:
+                return compiled.search(text, start, partial=True, timeout=timeout_s)
+            except TimeoutError:
+                pass
+        raise RequestError("detokenize", self._too_long(pattern, len(text)))
+
+    def _too_long(self, pattern: str, num_characters: int) -> str:
+        total_s = self._total_budget_s()
+        is_total = self.used_s > total_s - PUSH_BUDGET_S
+        limit = f"{total_s:.3f} s for {self.num_pieces} tokens" if is_total else f"{PUSH_BUDGET_S} s for one token"
+        return (
+            f"stop_regex took longer than {limit}, with {pattern!r} on {num_characters} characters; "
+            "write it without nested repetitions"
+        )
