@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         UnsupportedSchemaError,
         WrongLoopError,
     )
-    from aioengine.frontend.asks import RequestOptions
+    from aioengine.frontend.asks import ChatOptions, RequestOptions
     from aioengine.frontend.info import Health, ModelInfo, Outcome, __version__
     from aioengine.frontend.profiling import ProfileOptions
     from aioengine.params import SamplingParams
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "aioengine.answers": ("Answer", "BatchOutput", "Chunk", "ChunkInfo", "FinishReason", "MetaInfo", "Timings"),
-    "aioengine.frontend.asks": ("RequestOptions",),
+    "aioengine.frontend.asks": ("ChatOptions", "RequestOptions"),
     "aioengine.frontend.profiling": ("ProfileOptions",),
     "aioengine.engine": ("AsyncEngine",),
     "aioengine.errors": (
@@ -85,6 +85,7 @@ __all__ = [
     "Answer",
     "AsyncEngine",
     "BatchOutput",
+    "ChatOptions",
     "Chunk",
     "ChunkInfo",
     "ChunkIterator",

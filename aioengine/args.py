@@ -15,6 +15,7 @@ from typing import Final, cast
 from msgspec import Struct
 
 from aioengine import checks
+from aioengine.chat_template import MAX_TEMPLATE_BYTES
 from aioengine.config import (
     DeliveryConfig,
     DeviceConfig,
@@ -40,6 +41,14 @@ class Argument(Struct, frozen=True):
 
 def _text(name: str, value: object) -> str:
     return checks.text(name, str(value) if isinstance(value, PurePath) else value, max_bytes=4096)
+
+
+def _template(name: str, value: object) -> str:
+    """The text of a template, or a path; which of them it is, and what the file holds, is looked at on starting."""
+    given = str(value) if isinstance(value, PurePath) else value
+    if given == "":
+        raise checks.wrong_value(name, "the text of a template, or the path of a file with one", given)
+    return checks.text(name, given, max_bytes=MAX_TEMPLATE_BYTES)
 
 
 def _whole(low: int, high: int = checks.MAX_COUNT) -> Check:
@@ -119,6 +128,9 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "model.trust_remote_code", "switch", checks.switch, "no effect: no code of a model folder is run"
     ),
     "skip_tokenizer_init": Argument("model.tokenizer", "switch", _negated, "token ids in, token ids out, no text"),
+    "chat_template": Argument(
+        "model.chat_template", "text", _template, "text or file of a chat template in place of the model's own"
+    ),
     "device": Argument("device.name", "text", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
     "attention_backend": Argument(
         "device.attention_backend",
@@ -255,7 +267,6 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "enable_streaming_session": ((False,), "sessions"),
     "allow_auto_truncate": ((False,), "cutting prompts that are too long"),
     "cpu_offload_gb": ((0,), "weights in host memory"),
-    "chat_template": ((), "a chat template beside the model's own"),
     "preferred_sampling_params": (({},), "default sampling parameters of the engine"),
     "json_model_override_args": (("{}", {}), "changes to the model's config.json"),
     "tokenizer_mode": (("auto",), "slow tokenizers"),

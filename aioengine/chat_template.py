@@ -5,19 +5,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
+
+from aioengine import checks
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from aioengine.template_language import Template
 
 Json: TypeAlias = dict[str, object]
 Message: TypeAlias = Mapping[str, object]
 """One entry of a chat, with ``role`` and ``content``."""
 
+Source: TypeAlias = str | os.PathLike[str]
+"""A template as callers give it: its text, or a file."""
+
 DEFAULT, WITH_TOOLS = "default", "tool_use"
+MAX_TEMPLATE_BYTES: Final = 1024 * 1024
+MAX_COMPILED: Final = 32
+"""Templates that are kept compiled: calls may bring their own."""
+
+VARIABLES: Final = "chat_template_kwargs"
+_NOT_VARIABLES: Final = ("messages", "tools", "chat_template", "tokenize", VARIABLES)
+_MARKS: Final = ("{{", "{%", "{#")
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+"""Names of what a model thought before its answer, in messages of several programs."""
 _END_OF_MESSAGE = "\ue000end of the last message\ue000"
 
 
@@ -39,7 +53,6 @@ class ChatTemplates:
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, Template] = {}
-        self._takes_parts: dict[Template, bool] = {}
 
     def render(
         self,
@@ -47,12 +60,18 @@ class ChatTemplates:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, object]] | None,
-        chat_template: str | None,
+        chat_template: Source | None,
         continue_final_message: bool,
         variables: Mapping[str, object],
     ) -> ChatText:
-        """Write a chat as text; the arguments are those of ``Tokenizer.apply_chat_template``."""
-        chat = _checked_messages(messages)
+        """Write a chat as text; the arguments are those of ``Tokenizer.apply_chat_template``.
+
+        ``variables`` may hold the two switches too.
+        """
+        plain = {name: _plain(name, value) for name, value in variables.items()}
+        add_generation_prompt = _switch(plain, "add_generation_prompt", add_generation_prompt)
+        continue_final_message = _switch(plain, "continue_final_message", continue_final_message)
+        chat = [_normalized(message) for message in _checked_messages(messages)]
         template = self._template(chat_template, has_tools=bool(tools))
         if any(isinstance(message.get("content"), list) for message in chat) and not self._knows_parts(template):
             chat = [_joined(place, message) for place, message in enumerate(chat)]
@@ -60,7 +79,7 @@ class ChatTemplates:
             add_generation_prompt = False
             chat = _open_ended(chat)
         checked = None if tools is None else [_checked_tool(tool) for tool in tools]
-        given = {**variables, "tools": checked, "add_generation_prompt": add_generation_prompt}
+        given = {**plain, "tools": checked, "add_generation_prompt": add_generation_prompt}
         text = self._written(template, chat, given)
         return ChatText(_cut_at_end_of_message(text) if continue_final_message else text)
 
@@ -69,26 +88,37 @@ class ChatTemplates:
 
     def _knows_parts(self, template: Template) -> bool:
         """Whether a list of one text part is, for this template, that text."""
-        if template not in self._takes_parts:
+        if template.takes_parts is None:
             forms: list[object] = ["a text", [{"type": "text", "text": "a text"}]]
             try:
                 written = {self._written(template, [{"role": "user", "content": form}], {}) for form in forms}
-                self._takes_parts[template] = len(written) == 1
+                template.takes_parts = len(written) == 1
             except ValueError:
-                self._takes_parts[template] = False
-        return self._takes_parts[template]
+                template.takes_parts = False
+        return template.takes_parts
 
-    def _template(self, wanted: str | None, *, has_tools: bool) -> Template:
+    def _template(self, wanted: Source | None, *, has_tools: bool) -> Template:
         source = self._source(wanted, has_tools=has_tools)
-        if source not in self._compiled:
-            from aioengine.template_language import Template
+        template = self._compiled.get(source)
+        if template is None:
+            while len(self._compiled) >= MAX_COMPILED:
+                self._compiled.pop(next(iter(self._compiled)), None)
+            template = self._compiled[source] = compiled(source)
+        return template
 
-            self._compiled[source] = Template(source)
-        return self._compiled[source]
-
-    def _source(self, wanted: str | None, *, has_tools: bool) -> str:
+    def _source(self, wanted: Source | None, *, has_tools: bool) -> str:
+        if isinstance(wanted, str):
+            if wanted in self.sources:
+                return self.sources[wanted]
+            if not is_text(wanted):
+                names = ", ".join(sorted(self.sources)) or "it has none"
+                raise ValueError(
+                    f"chat_template={checks.shown(wanted)} is neither the text of a template (it has no {{{{ or {{%) "
+                    f"nor the name of one of the model's ({names}); a file is given as a pathlib.Path"
+                )
+            return wanted
         if wanted is not None:
-            return self.sources.get(wanted, wanted)
+            return read_template(wanted)
         if has_tools and WITH_TOOLS in self.sources:
             return self.sources[WITH_TOOLS]
         if DEFAULT in self.sources:
@@ -97,8 +127,44 @@ class ChatTemplates:
             raise ValueError(f"the model has several chat templates; pass chat_template= one of {sorted(self.sources)}")
         raise ValueError(
             "the model has no chat template (neither chat_template.jinja nor an entry in tokenizer_config.json); "
-            "pass chat_template= its text, or write the prompt yourself"
+            "pass chat_template= its text or its file to the engine or to the call, or write the prompt yourself"
         )
+
+
+def is_text(source: str) -> bool:
+    """Whether this is the text of a template, and not a name or a path."""
+    return any(mark in source for mark in _MARKS)
+
+
+def read_template(path: Source) -> str:
+    """The template in a file.
+
+    Raises:
+        ValueError: the file cannot be read, or is too large.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"chat_template={os.fspath(path)!r} cannot be read: {error}") from error
+    return checks.text(f"the chat template in {os.fspath(path)!r}", text, max_bytes=MAX_TEMPLATE_BYTES)
+
+
+def checked_template(source: str) -> str:
+    """The text of a template that was given as text or as a path; it can be compiled.
+
+    Raises:
+        ValueError: it is neither, or no valid template.
+    """
+    text = source if is_text(source) else read_template(source)
+    compiled(text)
+    return text
+
+
+def compiled(source: str) -> Template:
+    """Raises ValueError where it is no valid template."""
+    from aioengine.template_language import Template
+
+    return Template(source)
 
 
 def read_chat_templates(folder: Path, *configs: Json) -> dict[str, str]:
@@ -120,6 +186,34 @@ def read_chat_templates(folder: Path, *configs: Json) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------- checks
+
+
+def template_variables(keywords: Mapping[str, object]) -> dict[str, object]:
+    """The keywords of a call that are variables for its template, and the entries of ``chat_template_kwargs``.
+
+    Raises:
+        TypeError: ``chat_template_kwargs`` is no dict with names for keys.
+        ValueError: a variable has the name of another argument, or is given twice.
+    """
+    found = dict(keywords)
+    more = found.pop(VARIABLES, None)
+    if more is None:
+        return found
+    if not isinstance(more, Mapping):
+        raise checks.wrong_type(VARIABLES, "a dict of variables for the chat template", more)
+    for name, value in cast("Mapping[object, object]", more).items():
+        if not isinstance(name, str):
+            raise checks.wrong_type(f"{VARIABLES} keys", "strings", name)
+        if name in _NOT_VARIABLES:
+            raise ValueError(f"{VARIABLES} has {name!r}, which is no variable of a chat template")
+        if name in found:
+            raise ValueError(f"{name} is given twice, by itself and in {VARIABLES}")
+        found[name] = value
+    return found
+
+
+def _switch(variables: dict[str, object], name: str, given: bool) -> bool:
+    return checks.switch(name, variables.pop(name, given))
 
 
 def _checked_messages(messages: object) -> list[Json]:
@@ -150,7 +244,46 @@ def _joined(place: int, message: Json) -> Json:
 def _checked_tool(tool: object) -> Json:
     if not isinstance(tool, Mapping):
         raise TypeError(f"a tool must be a dict with its JSON schema, not {type(tool).__name__}")
-    return dict(cast("Message", tool))
+    return cast("Json", _plain("tools", cast("Message", tool)))
+
+
+def _normalized(message: Json) -> Json:
+    """The message as transformers shows it to templates: without keys of no value, and thoughts under two names."""
+    plain = cast("Json", _plain("messages", message))
+    found = {name: value for name, value in plain.items() if value is not None}
+    thought = next((found[name] for name in _REASONING if name in found), None)
+    return found if thought is None else {"thinking": thought, **found, "reasoning_content": thought}
+
+
+def _plain(name: str, value: object) -> object:
+    """A copy of JSON data: the code of a template sees no object of the program, whose methods it could call.
+
+    Raises:
+        TypeError: it holds anything else.
+        ValueError: it is nested too deeply.
+    """
+    try:
+        return _copied(name, value)
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deeply, or holds itself") from None
+
+
+def _copied(name: str, value: object) -> object:
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):  # also an enum of strings: not its methods
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Mapping):
+        given = cast("Mapping[object, object]", value)
+        return {cast("str", _copied(name, key)): _copied(name, entry) for key, entry in given.items()}
+    if isinstance(value, list | tuple):
+        entries = [_copied(name, entry) for entry in cast("Sequence[object]", value)]
+        return tuple(entries) if isinstance(value, tuple) else entries
+    raise checks.wrong_type(name, "made of dicts, lists, text, numbers, True, False and None", value)
 
 
 # ---------------------------------------------------------------- continuing a message

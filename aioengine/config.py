@@ -13,7 +13,10 @@ from msgspec import Struct
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
-    """Which model, and how to read it. ``path``: a folder or a hub id; None is the demo model of the package."""
+    """Which model, and how to read it. ``path``: a folder or a hub id; None is the demo model of the package.
+
+    ``chat_template``: text or a path; None: the model's own.
+    """
 
     path: str | None = None
     tokenizer_path: str | None = None
@@ -24,6 +27,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     context_length: int | None = None
     trust_remote_code: bool = False
     tokenizer: bool = True
+    chat_template: str | None = None
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aioengine.answers import BatchOutput
     from aioengine.config import EngineConfig
     from aioengine.errors import EngineError
-    from aioengine.frontend.asks import Ask, RequestOptions
+    from aioengine.frontend.asks import Ask, ChatOptions, RequestOptions
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
     from aioengine.frontend.profiling import ProfileOptions
@@ -192,15 +192,16 @@ class AsyncEngine:
         sampling_params: object = None,
         *,
         stream: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """Answer a conversation (dicts with ``role`` and ``content``), put through the model's chat template.
 
         ``content`` is text, or a list of text parts (``{"type": "text", "text": ...}``): a template that knows parts
         gets them as they are, any other their joined text.
 
-        A list of conversations is a batch. Everything else is as in ``async_generate``; a model without a template
-        raises ValueError when the generation is awaited.
+        A list of conversations is a batch. ``options`` are described at ``ChatOptions``: ``tools``, another template,
+        variables for it, and those of ``async_generate``. Everything else is as there. What the template refuses, and a
+        model without a template, raise ValueError when the generation is awaited.
         """
         return self._open(partial(asks.to_chat, messages, sampling_params, stream=stream, options=options))
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.asks import (
         BatchIds,
         BatchSampled,
+        ChatOptions,
         Chats,
         RequestOptions,
         Sampled,
@@ -96,7 +97,7 @@ class Chat(Protocol[One, Batch, Chunks]):
         sampling_params: Sampled | None = None,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> One: ...
     @overload
     def __call__(
@@ -105,7 +106,7 @@ class Chat(Protocol[One, Batch, Chunks]):
         sampling_params: BatchSampled | None = None,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> Batch: ...
     @overload
     def __call__(
@@ -114,7 +115,7 @@ class Chat(Protocol[One, Batch, Chunks]):
         sampling_params: BatchSampled | None = None,
         *,
         stream: Literal[True],
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> Chunks: ...
     @overload
     def __call__(
@@ -123,7 +124,7 @@ class Chat(Protocol[One, Batch, Chunks]):
         sampling_params: BatchSampled | None = None,
         *,
         stream: bool,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> One | Batch | Chunks: ...
 
 

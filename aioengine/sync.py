@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from aioengine.answers import BatchOutput, Chunk
     from aioengine.config import EngineConfig
-    from aioengine.frontend.asks import Ask, RequestOptions
+    from aioengine.frontend.asks import Ask, ChatOptions, RequestOptions
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
     from aioengine.frontend.outputs import Reader
@@ -225,7 +225,7 @@ class Engine:
         sampling_params: object = None,
         *,
         stream: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> Answer | BatchOutput | ChunkIterator:
         """Answer a conversation, put through the model's chat template; a list of them is a batch."""
         return self._wait(partial(asks.to_chat, messages, sampling_params, stream=stream, options=options))
@@ -237,7 +237,7 @@ class Engine:
         sampling_params: object = None,
         *,
         stream: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """As ``AsyncEngine.async_chat``, to be awaited or iterated on any event loop."""
         return self._open(partial(asks.to_chat, messages, sampling_params, stream=stream, options=options))

@@ -23,7 +23,11 @@ _ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeErro
 
 
 class Template:
-    """A template that can be written out."""
+    """A template that can be written out.
+
+    Attributes:
+        takes_parts: whether it knows contents that are lists of parts; None where nobody has tried.
+    """
 
     def __init__(self, source: str) -> None:
         """Compile it.
@@ -31,6 +35,7 @@ class Template:
         Raises:
             ValueError: it is no template.
         """
+        self.takes_parts: bool | None = None
         try:
             self._template = _environment().from_string(source)
         except TemplateSyntaxError as error:

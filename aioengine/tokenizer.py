@@ -15,9 +15,18 @@ from typing import TYPE_CHECKING, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from aioengine.chat_template import ChatTemplates, ChatText, Json, Message, read_chat_templates
+from aioengine.chat_template import (
+    DEFAULT,
+    ChatTemplates,
+    ChatText,
+    Json,
+    Message,
+    read_chat_templates,
+    template_variables,
+)
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
     from types import TracebackType
 
@@ -44,8 +53,8 @@ _panics_as_errors = _PanicsAsErrors()
 class Tokenizer:
     """The tokenizer of a model folder. All methods may be called from any thread."""
 
-    def __init__(self, folder: str | Path) -> None:
-        """Read the tokenizer's files.
+    def __init__(self, folder: str | Path, *, chat_template: str | None = None) -> None:
+        """Read the tokenizer's files. ``chat_template``: the text of a template, in place of those of the folder.
 
         Raises:
             ValueError: the folder has no ``tokenizer.json``, or a file in it cannot be read.
@@ -60,7 +69,8 @@ class Tokenizer:
         with _panics_as_errors:
             _add_tokens(self._fast, self._config, self.special_tokens)
         older_template = _read_json(self.folder / "chat_template.json")
-        self._chats = ChatTemplates(read_chat_templates(self.folder, self._config, older_template), self.special_tokens)
+        own = read_chat_templates(self.folder, self._config, older_template)
+        self._chats = ChatTemplates(own if chat_template is None else {DEFAULT: chat_template}, self.special_tokens)
 
     # ------------------------------------------------------------ facts
 
@@ -170,27 +180,29 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tokenize: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
-        chat_template: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         continue_final_message: bool = False,
         **variables: object,
     ) -> str | list[int]:
         """Write a chat as the model expects it: text, or with ``tokenize`` its ids.
 
         ``messages`` are dicts with ``role`` and ``content``. ``tools`` are JSON schemas. ``chat_template`` is the text
-        of a template, or the name of one of the model's. With ``continue_final_message`` the text ends within the
-        last message, for the model to go on with it. Other keywords are variables for the template.
+        of a template, the name of one of the model's, or a file (``pathlib.Path``). With ``continue_final_message``
+        the text ends within the last message, for the model to go on with it. Other keywords (``enable_thinking``...)
+        are variables for the template; ``chat_template_kwargs`` is a dict of more of them.
 
         Raises:
             ValueError: there is no (such) template, or it refuses these messages.
-            TypeError: the messages or tools are of a wrong type.
+            TypeError: the messages, tools or variables are of a wrong type.
         """
+        given = template_variables(variables)
         text = self._chats.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             chat_template=chat_template,
             continue_final_message=continue_final_message,
-            variables=variables,
+            variables=given,
         )
         return self.encode(text) if tokenize else text
 

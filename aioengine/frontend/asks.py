@@ -5,13 +5,16 @@ Pure: whatever needs the tokenizer or the engine's state comes later.
 
 from __future__ import annotations
 
+import os  # noqa: TC003  # for the annotations of the options
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, TypedDict, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine import checks
+from aioengine.frontend.chats import CHAT_ARGUMENTS, chat_form
 from aioengine.frontend.prompts import (
     MAX_IDS_AT_CALL,
     MAX_ROWS_AT_CALL,
@@ -76,6 +79,23 @@ class RequestOptions(TypedDict, total=False):
     resume_ttl: float | None
     return_exceptions: bool
     return_prompt_token_ids: bool
+
+
+class ChatOptions(RequestOptions, total=False):
+    """Keyword arguments of ``chat``: those of every call, and how its messages are written.
+
+    chat_template: the text of a chat template, the name of one of the model's, or a file (``pathlib.Path``), in place
+        of the model's own. It runs in this process: take none from strangers.
+    enable_thinking: whether the model thinks before it answers, where its template knows that variable.
+    tools: what the model may call: dicts in JSON schema form.
+    chat_template_kwargs: other variables for the template, and its switches ``add_generation_prompt`` and
+        ``continue_final_message``.
+    """
+
+    chat_template: str | os.PathLike[str] | None
+    enable_thinking: bool | None
+    tools: Sequence[Mapping[str, object]] | None
+    chat_template_kwargs: Mapping[str, object] | None
 
 
 _MEDIA: Final = "images, audio and video"
@@ -202,10 +222,11 @@ def to_chat(messages: object, sampling_params: object, *, stream: object, option
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value.
     """
-    _check_names(options, ("messages", "sampling_params", "stream"))
+    _check_names(options, ("messages", "sampling_params", "stream"), ChatOptions.__annotations__)
     rows = checks.sequence("messages", messages, allowed=MESSAGES)
+    make = partial(chat_prompt, form=chat_form(options))
     is_batch = _holds_rows(rows, options)
-    prompts = _rows("messages", rows, chat_prompt, options) if is_batch else Rows([chat_prompt("messages", rows)])
+    prompts = _rows("messages", rows, make, options) if is_batch else Rows([make("messages", rows)])
     return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
@@ -284,7 +305,9 @@ def _with_options(plain: Ask, options: Mapping[str, object]) -> Ask:
     return ask
 
 
-def _check_names(options: Mapping[str, object], others: tuple[str, ...]) -> None:
+def _check_names(
+    options: Mapping[str, object], others: tuple[str, ...], known: Mapping[str, object] = RequestOptions.__annotations__
+) -> None:
     """Options that exist pass, and those to come at values that mean "off", also once for each prompt.
 
     ``others``: what the call takes beside the options.
@@ -294,13 +317,15 @@ def _check_names(options: Mapping[str, object], others: tuple[str, ...]) -> None
             entries = cast("list[object]", value) if isinstance(value, list) else [value]
             for entry in entries:
                 checks.off(name, entry, *_OFF[name])
-        elif name not in RequestOptions.__annotations__:
-            raise _unexpected(name, (*others, *RequestOptions.__annotations__))
+        elif name not in known:
+            raise _unexpected(name, (*others, *known))
 
 
 def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
     if is_sampling_parameter(name):
         return TypeError(f"unexpected argument {name!r}: it belongs in sampling_params, as {{{name!r}: ...}}")
+    if name in CHAT_ARGUMENTS:
+        return TypeError(f"unexpected argument {name!r}: chat takes it, for its messages")
     hint = checks.did_you_mean(name, (*known, *_OFF))
     return TypeError(f"unexpected argument {name!r}{hint}; there are {', '.join(known)}")
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aioengine import machine, model_folder
+from aioengine.chat_template import checked_template
 from aioengine.frontend.progress import is_wanted
 from aioengine.frontend.startup import Blueprint
 from aioengine.resolve import resolve
@@ -27,6 +28,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     facts = model_folder.find_facts(config.model, progress=is_wanted(config.progress))
     settings = resolve(config, facts, machine.device_facts())
     tokenizer_path = settings.text.tokenizer_path
+    chat_template = _chat_template(config)
 
     def make_processes(events: Events) -> Processes:
         return Supervisor(settings, config.supervision, launcher="process", events=events)
@@ -37,13 +39,25 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         delivery=config.delivery,
         eos_token_ids=facts.eos_token_ids,
         stream_interval=config.stream_interval,
-        load_tokenizer=None if tokenizer_path is None else partial(_load_tokenizer, tokenizer_path),
+        load_tokenizer=None if tokenizer_path is None else partial(_load_tokenizer, tokenizer_path, chat_template),
         make_processes=make_processes,
     )
 
 
-def _load_tokenizer(path: str) -> Tokenizer:
+def _chat_template(config: EngineConfig) -> str | None:
+    """The text of the template that was asked for: what is wrong with it is known before anything is loaded."""
+    given = config.model.chat_template
+    if given is None:
+        return None
+    if not config.model.tokenizer:
+        raise ValueError(
+            "chat_template needs a tokenizer, and skip_tokenizer_init=True loads none: leave out one of them"
+        )
+    return checked_template(given)
+
+
+def _load_tokenizer(path: str, chat_template: str | None) -> Tokenizer:
     """Read it, and import what reads it: on the thread that has time, while the processes start."""
     from aioengine.tokenizer import Tokenizer
 
-    return Tokenizer(path)
+    return Tokenizer(path, chat_template=chat_template)

@@ -20,6 +20,7 @@ from aioengine.errors import RequestError, RequestTooLargeError
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, Prompt, RefusedPrompt, TextPrompt
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from aioengine.frontend.prompts import Messages
@@ -40,7 +41,14 @@ class PromptTokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
 
-    def apply_chat_template(self, messages: Messages, *, add_generation_prompt: bool = True) -> str | list[int]: ...
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> str | list[int]: ...
 
 
 Encoded = list[int] | ValueError | TypeError | RequestError
@@ -300,8 +308,14 @@ class Encoder:
     def _render(self, prompt: TextPrompt | ChatPrompt) -> str | list[int] | ValueError:
         if isinstance(prompt, TextPrompt):
             return prompt.text
+        form = prompt.form
         try:
-            return self._tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(
+                prompt.messages,
+                tools=form.tools,
+                chat_template=form.template,
+                chat_template_kwargs=form.variables,
+            )
         except ValueError as error:
             return error
         except BaseException as error:  # templates are code of the model's author: all that they raise is this chat's

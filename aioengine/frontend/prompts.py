@@ -13,6 +13,7 @@ from typing import Final, cast, overload
 from msgspec import Struct, ValidationError, convert
 
 from aioengine import checks
+from aioengine.frontend.chats import ChatForm
 
 Messages = Sequence[Mapping[str, object]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates read them."""
@@ -37,13 +38,14 @@ class TextPrompt(Struct, frozen=True, gc=False):
 
 
 class ChatPrompt(Struct, frozen=True):
-    """A conversation to be put through the model's chat template, then tokenized without special tokens.
+    """A conversation to be put through a chat template, then tokenized without special tokens.
 
     ``num_bytes``: about, the characters of its text.
     """
 
     messages: Messages
     num_bytes: int
+    form: ChatForm = ChatForm()
 
 
 class IdsPrompt(Struct, frozen=True, gc=False):
@@ -212,20 +214,21 @@ def _many_ids(name: str, value: object) -> IdsPrompt:
     return IdsPrompt(token_ids)
 
 
-def chat_prompt(name: str, value: object) -> Prompt:
+def chat_prompt(name: str, value: object, *, form: ChatForm) -> Prompt:
     given = checks.sequence(name, value, allowed=MESSAGES)
     if not given:
         raise ValueError(f"{name} is empty; give at least one dict with role and content")
     first = given[:MAX_MESSAGES_AT_CALL]
-    num_characters = sum(map(_weight, first)) * len(given) // len(first)
+    num_characters = sum(map(_weight, first)) * len(given) // len(first) + form.num_characters
     if len(given) > len(first) or num_characters > MAX_CHARACTERS_AT_CALL:
-        return LargePrompt(name, list(given), _many_messages, num_bytes=num_characters)
-    return _chat(name, [_message(f"{name}[{position}]", message) for position, message in enumerate(given)])
+        return LargePrompt(name, list(given), partial(_many_messages, form), num_bytes=num_characters)
+    messages = [_message(f"{name}[{position}]", message) for position, message in enumerate(given)]
+    return _chat(name, messages, form)
 
 
-def _chat(name: str, messages: list[dict[str, object]]) -> ChatPrompt:
+def _chat(name: str, messages: list[dict[str, object]], form: ChatForm) -> ChatPrompt:
     try:
-        return ChatPrompt(messages, _num_characters(messages))
+        return ChatPrompt(messages, _num_characters(messages) + form.num_characters, form)
     except RecursionError:
         raise ValueError(f"{name} is nested too deeply, or holds itself; give plain text parts") from None
 
@@ -238,17 +241,17 @@ def _weight(message: object) -> int:
     return len(content) if isinstance(content, str) else 0
 
 
-def _many_messages(name: str, value: object) -> ChatPrompt:
+def _many_messages(form: ChatForm, name: str, value: object) -> ChatPrompt:
     messages: list[dict[str, object]] = []
     for position, message in enumerate(cast("Sequence[object]", value)):
         if position % MESSAGES_IN_SLICE == 0:
             _let_others_run()
         messages.append(_message(f"{name}[{position}]", message))
-    return _chat(name, messages)
+    return _chat(name, messages, form)
 
 
 def _message(name: str, value: object) -> dict[str, object]:
-    """A message with its role and its content: text, text parts, or nothing beside calls of tools."""
+    """A message with its role and its content: text, text parts, or None, as calls of tools and assistants have it."""
     if not isinstance(value, Mapping):
         raise checks.wrong_type(name, "a dict with role and content", value)
     message = dict(cast("Mapping[str, object]", value))
@@ -257,7 +260,8 @@ def _message(name: str, value: object) -> dict[str, object]:
     checks.text(f"the role of {name}", message["role"])
     content = message.get("content")
     if content is None:
-        if not message.get("tool_calls"):
+        is_silent = message["role"] == "assistant" and "content" in message
+        if not message.get("tool_calls") and not is_silent:
             raise ValueError(f"{name} has no content, got {checks.shown(message)}")
     elif isinstance(content, list | tuple):
         parts = cast("Sequence[object]", content)

@@ -99,3 +99,52 @@ def test_chats(options: dict[str, Any], add_generation_prompt: bool, tmp_path: P
     )
     ids = theirs.apply_chat_template(MESSAGES, tokenize=True, return_dict=False, **options)
     assert ours.apply_chat_template(MESSAGES, tokenize=True, **options) == ids
+
+
+THINKING = """{% for message in messages %}<{{ message.role }}>
+{%- if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}
+{%- if message.thinking %}[{{ message.thinking }}]{% endif %}
+{%- if message.content is defined %}{{ message.content }}{% else %}nothing{% endif %}
+{%- for call in message.tool_calls %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}
+{%- endfor %}{{ tools | tojson }}{{ documents }}
+{%- if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}
+{%- endif %}{{ effort }}"""
+CALLS = [{"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 1, "b": [2.5, None, True]}}}]
+WITH_CALLS = [
+    {"role": "user", "content": "1 + 2?", "name": None},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    {"role": "tool", "content": "3", "tool_call_id": "1"},
+    {"role": "assistant", "content": None, "tool_calls": None, "reasoning": "hm"},
+    {"role": "assistant", "content": "It is 3.", "thinking": "so"},
+]
+
+
+@pytest.mark.parametrize("messages", [MESSAGES, WITH_CALLS])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_thinking": False},
+        {"enable_thinking": True, "effort": "high", "documents": [{"title": "a", "text": "b"}]},
+        {"tools": TOOLS, "effort": {"low": (1, 2)}},
+        {"tools": []},
+        {"chat_template": "{{ messages | length }}{{ bos_token }}{{ effort }}", "effort": 3},
+    ],
+)
+def test_chats_with_variables_and_tools(messages: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    ours, theirs = load_both(tmp_path, LLAMA_SAMPLE, {**LLAMA_CONFIG, "chat_template": THINKING})
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    assert ours.apply_chat_template(messages, **options) == expected
+    variables = {name: value for name, value in options.items() if name not in ("tools", "chat_template")}
+    others = {name: value for name, value in options.items() if name not in variables}
+    assert ours.apply_chat_template(messages, chat_template_kwargs=variables, **others) == expected
+
+
+def test_a_template_given_to_the_tokenizer_replaces_those_of_its_folder(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    _, theirs = load_both(tmp_path, LLAMA_SAMPLE, {**LLAMA_CONFIG, "chat_template": named})
+    theirs.chat_template = THINKING
+    ours = Tokenizer(tmp_path, chat_template=THINKING)
+    for options in ({}, {"tools": TOOLS}):
+        expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True, **options)
+        assert ours.apply_chat_template(MESSAGES, **options) == expected

@@ -63,9 +63,7 @@ class CodePoints:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, object]], **options: object) -> str:
         if messages[0]["role"] == "nobody":
             raise ValueError("unknown role")
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"

@@ -17,7 +17,7 @@ DOCUMENTED = """
     chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule disable_cuda_graph
     tenant_weights max_queued_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
-    startup_timeout revision download_dir log_level progress enable_deterministic_inference
+    startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference
 """.split()
 
 WRONG_TYPES = {"whole": [True, "1", 1.5], "number": [True, "1", []], "switch": [0, "yes"], "text": [5, b"x"]}

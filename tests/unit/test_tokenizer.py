@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aioengine.chat_template import ChatText
+from aioengine.chat_template import MAX_COMPILED, ChatText
 from aioengine.text.token_table import TokenTable, read_token_table
 from aioengine.tokenizer import Tokenizer
 from tests.unit.text.sample_tokenizers import ALL_SAMPLES, LLAMA, TEXTS, Sample, byte_fallback
@@ -233,6 +233,64 @@ def test_templates_by_name_and_place(llama: Sample, tmp_path: Path) -> None:
         chatty(tmp_path, llama, several).apply_chat_template([])
 
 
+def test_a_template_in_a_file(llama: Sample, tmp_path: Path) -> None:
+    tokenizer = chatty(tmp_path, llama)
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}é", encoding="utf-8")
+    assert tokenizer.apply_chat_template(MESSAGES, chat_template=file) == "Hi <b>é"
+    file.write_bytes(b"\xff{{ 1 }}")
+    for wrong in (file, tmp_path / "missing.jinja", tmp_path):
+        with pytest.raises(ValueError, match=f"chat_template='{wrong}' cannot be read"):
+            tokenizer.apply_chat_template(MESSAGES, chat_template=wrong)
+    with pytest.raises(ValueError, match=r"neither the text of a template .*\(default\); a file is given as a pathlib"):
+        tokenizer.apply_chat_template(MESSAGES, chat_template=str(file))
+
+
+def test_compiled_templates_are_few(llama: Sample, tmp_path: Path) -> None:
+    tokenizer = chatty(tmp_path, llama)
+    for number in range(3 * MAX_COMPILED):
+        template = f"{{{{ messages[0].content[0].text }}}}{number}"
+        assert tokenizer.apply_chat_template(PARTS, chat_template=template) == f"{number}"
+    assert len(tokenizer._chats._compiled) == MAX_COMPILED
+
+
+class Secret:
+    def read(self) -> str:
+        return "a file"
+
+
+def test_templates_see_data_and_no_objects(llama: Sample, tmp_path: Path) -> None:
+    tokenizer = chatty(tmp_path, llama)
+    secret: Any = Secret()
+    for place, options in [
+        ("messages", {"messages": [{"role": "user", "content": "a", "more": [secret]}]}),
+        ("tools", {"messages": MESSAGES, "tools": [{"name": secret}]}),
+        ("mood", {"messages": MESSAGES, "mood": {"a": secret}}),
+    ]:
+        with pytest.raises(TypeError, match=f"{place} must be made of dicts, lists, text, numbers"):
+            tokenizer.apply_chat_template(**options)  # type: ignore[arg-type]
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="mood is nested too deeply, or holds itself"):
+        tokenizer.apply_chat_template(MESSAGES, mood=endless)
+
+
+def test_wrong_variables(llama: Sample, tmp_path: Path) -> None:
+    tokenizer = chatty(tmp_path, llama)
+    wrong: Any
+    for wrong, error, message in [
+        ([1], TypeError, "chat_template_kwargs must be a dict"),
+        ({1: 2}, TypeError, "chat_template_kwargs keys must be strings"),
+        ({"messages": []}, ValueError, "chat_template_kwargs has 'messages'"),
+        ({"mood": 1}, ValueError, "mood is given twice"),
+        ({"add_generation_prompt": 1}, TypeError, "add_generation_prompt must be True or False"),
+    ]:
+        with pytest.raises(error, match=message):
+            tokenizer.apply_chat_template(MESSAGES, chat_template_kwargs=wrong, mood="calm")
+    text = tokenizer.apply_chat_template(MESSAGES, chat_template_kwargs={"continue_final_message": True})
+    assert text == WRITTEN.removesuffix("</s>\n")
+
+
 def test_the_model_goes_on_with_the_last_message(llama: Sample, tmp_path: Path) -> None:
     tokenizer = chatty(tmp_path, llama)
     text = tokenizer.apply_chat_template(MESSAGES, continue_final_message=True)
@@ -240,7 +298,7 @@ def test_the_model_goes_on_with_the_last_message(llama: Sample, tmp_path: Path) 
     with pytest.raises(ValueError, match="needs a last message whose content is text"):
         tokenizer.apply_chat_template([], continue_final_message=True)
     with pytest.raises(ValueError, match="does not write the last message"):
-        tokenizer.apply_chat_template(MESSAGES, continue_final_message=True, chat_template="nothing")
+        tokenizer.apply_chat_template(MESSAGES, continue_final_message=True, chat_template="{# nothing #}")
 
 
 def test_chats_that_are_refused(llama: Sample, tmp_path: Path) -> None:

@@ -43,9 +43,7 @@ class Fragile:
             raise self.error("it broke")
         return [list(text.encode()) for text in texts]
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, object]], **options: object) -> str:
         text = str(messages[0]["content"])
         if "bad" in text:
             raise self.error("it broke")

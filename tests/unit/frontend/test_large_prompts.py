@@ -203,9 +203,7 @@ class Threads:
         self.names.append(threading.current_thread().name)
         return [[1] for _ in texts]
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, object]], **options: object) -> str:
         return "a chat"
 
 
