@@ -201,7 +201,7 @@ class Lane:
         self._given[number] = jobs
         loop = asyncio.get_running_loop()
         try:
-            self._submit(jobs).add_done_callback(partial(_post, loop, partial(self._answer, number)))
+            self._submit([*jobs]).add_done_callback(partial(_post, loop, partial(self._answer, number)))
         except BaseException as error:
             loop.call_soon(self._answer, number, _failed_future(error))
             raise
@@ -216,7 +216,10 @@ class Lane:
 
     def _timed(self, jobs: list[Job]) -> _Timed:
         begun_at = time.monotonic()
-        return self._encode(jobs), time.monotonic() - begun_at
+        try:
+            return self._encode(jobs), time.monotonic() - begun_at
+        finally:
+            jobs.clear()  # the thread may keep its last arguments for longer than the calls are open
 
     def _answer(self, number: int, work: Future[_Timed]) -> None:
         """Answer the jobs of a batch, however its work ended: with ids, any error, or never begun.
