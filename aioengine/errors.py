@@ -100,16 +100,24 @@ class EngineDeadError(EngineError):
     """A process of the engine died, and was replaced as often as it may be; no request can be answered any more.
 
     ``exit_code`` is minus the number of the signal that killed it, and None where the system did not keep it: in a
-    program that ignores SIGCHLD, or waits for its children by itself.
+    program that ignores SIGCHLD, or waits for its children by itself. ``reason`` says what happened where no process
+    died: a task of the engine in the user's process was cancelled or failed (``role`` is "frontend" then).
     """
 
     def __init__(
-        self, role: str, *, pid: int | None = None, exit_code: int | None = None, log_lines: tuple[str, ...] = ()
+        self,
+        role: str,
+        *,
+        pid: int | None = None,
+        exit_code: int | None = None,
+        log_lines: tuple[str, ...] = (),
+        reason: str = "",
     ) -> None:
         self.role = role
         self.pid = pid
         self.exit_code = exit_code
         self.log_lines = log_lines
+        self.reason = reason
         super().__init__(self._describe())
 
     @property
@@ -118,8 +126,8 @@ class EngineDeadError(EngineError):
         return -self.exit_code if self.exit_code is not None and self.exit_code < 0 else None
 
     def _describe(self) -> str:
-        how = describe_exit(self.exit_code)
-        text = f"the {self.role} process (pid {self.pid}) {how}; shut the engine down and start a new one"
+        reason = self.reason or f"the {self.role} process (pid {self.pid}) {describe_exit(self.exit_code)}"
+        text = f"{reason}; shut the engine down and start a new one"
         return "\n".join([text, *(f"  {self.role}: {line}" for line in self.log_lines)])
 
 

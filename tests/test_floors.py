@@ -30,6 +30,7 @@ FLOORS = {
             "plugins",
             "metrics",
             "checks > errors",
+            "logs",
         ),
         "0",
         "msgspec regex",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aioengine.errors import WrongLoopError
 from aioengine.frontend import calls
 from aioengine.frontend.loops import running_loop
+from aioengine.supervision.tasks import EngineTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -39,7 +40,7 @@ class EngineRun:
         self._lock = asyncio.Lock()
         self._num_starters = 0
         self._start: asyncio.Task[Frontend] | None = None
-        self._end: asyncio.Task[None] | None = None
+        self._end: EngineTask | None = None
 
     @property
     def is_in_use(self) -> bool:
@@ -125,18 +126,15 @@ class EngineRun:
         if self._end is None:
             if self._start is not None:
                 self._start.cancel()
-            self._end = self.loop.create_task(self._stop())
-        await asyncio.shield(self._end)
+            # (Cancelled with all tasks of the loop, it may not even begin.)
+            self._end = EngineTask(self._stop(), name="aioengine-shutdown", on_failure=lambda _: self.kill_now())
+        await self._end.wait()
 
     async def _stop(self) -> None:
-        try:
-            async with self._lock:
-                if self.frontend is not None:
-                    await _stop(self.frontend)
-                self._set_over()
-        except BaseException:  # cancelled with all tasks of the loop
-            self.kill_now()
-            raise
+        async with self._lock:
+            if self.frontend is not None:
+                await _stop(self.frontend)
+            self._set_over()
 
     def kill_now(self) -> None:
         """End the processes at once and without a loop. Does nothing in a fork, nor where they have ended."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, cast
 
 from msgspec import Struct
 
-from aioengine import plugins
 from aioengine.errors import EngineDeadError, EngineError, EngineStalledError
+from aioengine.logs import log
 from aioengine.protocol.codec import LostFrameError
 from aioengine.protocol.messages import Failed, LogRecord, Message, Progress, Ready, Stats, TextChunks, ToFrontend
 from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER
@@ -24,6 +24,7 @@ from aioengine.supervision.family import Family
 from aioengine.supervision.handshake import Handshake
 from aioengine.supervision.heartbeats import Heartbeats
 from aioengine.supervision.outgoing import Outgoing
+from aioengine.supervision.tasks import EngineTask
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
@@ -79,21 +80,21 @@ class Incarnation:
     def __init__(
         self,
         settings: Settings,
-        launcher: str,
+        launcher: Launcher,
         *,
         timeouts: Timeouts,
         on_messages: Callable[[list[ToFrontend]], None],
         on_loss: Callable[[Loss], None],
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self._launcher: Launcher = plugins.load("supervision/launchers", launcher)(settings)
+        self._launcher = launcher
         self._family = Family(self._launcher.children, self._child_ended)
         self._startup_timeout_s = timeouts.startup_s
         self._on_messages = on_messages
         self._on_loss = on_loss
         self._on_progress = on_progress
         self._handshake: Handshake | None = None
-        self._pump: asyncio.Task[None] | None = None
+        self._pump: EngineTask | None = None
         self._outgoing = Outgoing(self._transmit, settings.scheduler.chunk_tokens)
         self._is_started = False
         self._is_broken = False  # from the loss of the detokenizer until it is mended
@@ -128,8 +129,8 @@ class Incarnation:
             for roles, launch in stages:
                 self._handshake = Handshake(roles)
                 await launch()
-                if self._pump is None or self._pump.done():
-                    self._pump = asyncio.create_task(self._run_pump(), name="aioengine-pump")
+                if self._pump is None or self._pump.is_done:
+                    self._pump = EngineTask(self._run_pump(), name="aioengine-pump", on_failure=self._pump_failed)
                 self._family.watch()
                 for child in self._family.ended(roles):
                     self._handshake.child_ended(child)
@@ -179,8 +180,9 @@ class Incarnation:
         except BacklogFullError as error:
             stalled = EngineStalledError(f"the scheduler process does not take its messages: {error}")
             loop.call_soon(self._lose, SCHEDULER, stalled)
-        except ValueError as error:
-            failure = EngineError(f"messages for the scheduler could not be sent: {error}")
+        except Exception as error:  # messages that are lost would be waited for without an end
+            failure = EngineError(f"messages for the scheduler could not be sent: {error!r}")
+            failure.__cause__ = error
             loop.call_soon(partial(self._lose, None, failure, is_final=True))
 
     async def _run_pump(self) -> None:
@@ -197,6 +199,12 @@ class Incarnation:
             failure = EngineError(f"messages of the engine's processes {what}: {error!r}")
             failure.__cause__ = error
             self._lose(None, failure, is_final=not is_lost)
+
+    def _pump_failed(self, error: EngineDeadError) -> None:
+        """Nothing is received any more, so nothing that waits can end."""
+        if self._handshake is not None:
+            self._handshake.broke(error)
+        self._lose(None, error, is_final=True)
 
     def _dispatch(self, messages: list[Message]) -> None:
         now = time.monotonic()
@@ -219,7 +227,7 @@ class Incarnation:
                     else:
                         self._heartbeats.hear(message.role, now)
                 case LogRecord():
-                    logging.getLogger(message.logger).log(message.level, "%s", message.message)
+                    log(logging.getLogger(message.logger), message.level, "%s", message.message)
                 case _:
                     for_frontend.append(cast("ToFrontend", message))
         if for_frontend and not self._is_ended and not self._is_broken:
@@ -261,7 +269,7 @@ class Incarnation:
         """End the children at once and without a loop."""
         self._mark_ended()
         self._family.kill_and_reap()
-        if self._pump is not None and not self._pump.get_loop().is_closed():
+        if self._pump is not None:
             self._pump.cancel()
         self._launcher.close()
 
@@ -272,8 +280,7 @@ class Incarnation:
         await self._family.end(polite_s)
         pump, self._pump = self._pump, None
         if pump is not None:
-            pump.cancel()
-            await asyncio.wait([pump])
+            await pump.stop()
         self._launcher.close()
 
     def _mark_ended(self) -> None:

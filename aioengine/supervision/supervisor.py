@@ -17,17 +17,21 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import Struct
 
+from aioengine import plugins
 from aioengine.errors import EngineClosedError, EngineError
+from aioengine.logs import warn
 from aioengine.protocol.messages import Progress, Reply, Stats, TextChunks, ToFrontend
 from aioengine.protocol.orders import SCHEDULER
 from aioengine.supervision.incarnation import Incarnation, Loss, ProcessState, Timeouts
 from aioengine.supervision.recovery import Blame, Ledger, RestartWindow, Totals
+from aioengine.supervision.tasks import EngineTask
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from aioengine.config import Settings, SupervisionConfig
     from aioengine.protocol.messages import ToScheduler
+    from aioengine.supervision.launchers._base import Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +73,15 @@ class Supervisor:
     def __init__(self, settings: Settings, limits: SupervisionConfig, *, launcher: str, events: Events) -> None:
         self._settings = settings
         self._limits = limits
-        self._launcher = launcher
+        # Loaded now: at a replacement no file descriptor may be free to look for it, or the package may be gone.
+        self._launcher_class: type[Launcher] = plugins.load("supervision/launchers", launcher)
         self._events = events
         self._ledger = Ledger()
         self._window = RestartWindow(limits.max_restarts, limits.restart_window_s)
         self._totals = Totals()
         self._startup_timeout_s = limits.startup_timeout_s
         self._incarnation = self._make(events.on_progress)
-        self._recovery: asyncio.Task[None] | None = None
+        self._recovery: EngineTask | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.num_restarts = 0
         self._owner_pid = os.getpid()
@@ -121,8 +126,7 @@ class Supervisor:
         self._mark_ended()
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
-            recovery.cancel()
-            await asyncio.wait([recovery])
+            await recovery.stop()
         await self._incarnation.end(timeout_s * _POLITE_PART)
 
     def kill_now(self) -> None:
@@ -133,7 +137,7 @@ class Supervisor:
         if os.getpid() != self._owner_pid:
             return
         self._mark_ended()
-        if self._recovery is not None and not self._recovery.get_loop().is_closed():
+        if self._recovery is not None:
             self._recovery.cancel()
         self._incarnation.kill_now()
 
@@ -155,7 +159,7 @@ class Supervisor:
     def _make(self, on_progress: Callable[[Progress], None]) -> Incarnation:
         return Incarnation(
             self._settings,
-            self._launcher,
+            self._launcher_class(self._settings),
             timeouts=Timeouts(self._startup_timeout_s, self._limits.stall_timeout_s),
             on_messages=self._hear,
             on_loss=self._lose,
@@ -198,21 +202,29 @@ class Supervisor:
 
     def _lose(self, loss: Loss) -> None:
         """A child is gone: go on with another one, or give up."""
-        error, now = loss.error, time.monotonic()
         if self._is_ended:
             return
-        if loss.is_final or not self._limits.max_restarts:
-            self._fail(error)
+        try:
+            may_recover = self._may_recover(loss)
+        except Exception as error:  # every call would wait for a recovery that never begins
+            loss.error.__cause__ = error
+            may_recover = False
+        if not may_recover:
+            self._fail(loss.error)
             return
-        blame = self._ledger.crash(loss.rows, _describe(error), now, is_scheduler_lost=not loss.is_mendable)
+        self._look_later()
+        self._recovery = EngineTask(self._recover(loss), name="aioengine-recovery", on_failure=self._fail)
+        warn(logger, "%s; %d requests go on in new processes", _describe(loss.error), self._ledger.num_open)
+
+    def _may_recover(self, loss: Loss) -> bool:
+        """Whether lost children are replaced: not beyond ``max_restarts``, where no single request is guilty."""
+        if loss.is_final or not self._limits.max_restarts:
+            return False
+        now = time.monotonic()
+        blame = self._ledger.crash(loss.rows, _describe(loss.error), now, is_scheduler_lost=not loss.is_mendable)
         if blame is Blame.GUILTY:
             self._window.give_back()
-        if blame is Blame.NOBODY and not self._window.take(now):
-            self._fail(error)
-            return
-        logger.warning("%s; %d requests go on in new processes", _describe(error), self._ledger.num_open)
-        self._look_later()
-        self._recovery = asyncio.get_running_loop().create_task(self._recover(loss), name="aioengine-recovery")
+        return blame is not Blame.NOBODY or self._window.take(now)
 
     async def _recover(self, loss: Loss) -> None:
         """Replace the children that were lost. A start that fails counts like a loss of all.
@@ -221,34 +233,47 @@ class Supervisor:
         """
         is_mendable = loss.is_mendable
         while not self._is_ended:
-            if not is_mendable:
-                await self._incarnation.end(polite_s=0.0)
-                if self._is_ended:  # by another thread
-                    return
-                self._incarnation = self._make(_ignore)
-                self._totals.restart()
-                self.num_restarts += 1
             try:
-                await (self._incarnation.mend() if is_mendable else self._incarnation.start())
+                await (self._incarnation.mend() if is_mendable else self._replace_all())
             except Exception as startup_error:  # of whatever kind: else everybody would wait for ever
                 if not is_mendable and not self._window.take(time.monotonic()):
                     loss.error.__cause__ = startup_error
                     self._fail(loss.error)
                     return
-                logger.warning("the engine's processes could not be replaced, trying again: %s", startup_error)
+                warn(logger, "the engine's processes could not be replaced, trying again: %s", startup_error)
                 is_mendable = False
                 continue
-            self.num_restarts += is_mendable
-            self._recovery = None
-            self._incarnation.send(self._ledger.replay())
+            if not self._is_ended:  # by another thread
+                self.num_restarts += is_mendable
+                self._recovery = None
+                self._incarnation.send(self._ledger.replay())
             return
+
+    async def _replace_all(self) -> None:
+        """End what is left of the children and start new ones.
+
+        Raises:
+            EngineStartupError: one could not start; none is left running then.
+        """
+        await self._incarnation.end(polite_s=0.0)
+        if self._is_ended:  # by another thread
+            return
+        self._incarnation = self._make(_ignore)
+        self._totals.restart()
+        self.num_restarts += 1
+        await self._incarnation.start()
 
     def _fail(self, error: EngineError) -> None:
         """The engine is over: say why, once."""
         if self._is_ended:
             return
         self._mark_ended()
-        self._incarnation.give_up()
+        try:
+            self._incarnation.give_up()
+        finally:
+            self._report_failure(error)
+
+    def _report_failure(self, error: EngineError) -> None:
         if self._window.num_taken:
             error.add_note(
                 f"its processes were replaced {self._window.num_taken} times within "
