@@ -71,9 +71,6 @@ class Generation(Coroutine[object, None, Result]):
     ) -> None:
         self._reader.leave()
 
-    def __del__(self) -> None:
-        self._reader.drop()
-
     # ------------------------------------------------------------ async for
 
     def __aiter__(self) -> Self:
@@ -104,8 +101,8 @@ class Generation(Coroutine[object, None, Result]):
                 if waiter is not None:
                     try:
                         chunk = await waiter
-                    except BaseException:
-                        reader.leave()
+                    except BaseException as error:
+                        reader.leave_for(error)
                         raise
                     if chunk is not None:
                         return chunk
@@ -139,8 +136,8 @@ class Generation(Coroutine[object, None, Result]):
             return
         try:
             await waiter
-        except BaseException:
-            self._reader.leave()
+        except BaseException as error:
+            self._reader.leave_for(error)
             raise
 
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -188,16 +185,16 @@ class Generation(Coroutine[object, None, Result]):
         except StopIteration:
             self._forget_driver()
             raise
-        except BaseException:  # cancelled, perhaps before the first step, when no wait was there to notice
+        except BaseException as thrown:  # cancelled, perhaps before the first step, when no wait was there to notice
             self._forget_driver()
-            self._reader.leave()
+            self._reader.leave_for(thrown)
             raise
 
     def close(self) -> None:
         for driver in self._drivers.values():
             driver.close()
         self._drivers.clear()
-        self._reader.leave()
+        self._reader.drop()
 
     def _driver(self) -> Generator[object, None, Result]:
         task = asyncio.current_task(self._loop())

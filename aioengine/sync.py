@@ -85,9 +85,6 @@ class ChunkIterator(Iterator["Chunk"]):
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self._reader.drop()
-
 
 def wait_for_news(reader: Reader) -> None:
     """Block this thread until there may be something new. A reader that is interrupted here leaves for good."""
@@ -179,11 +176,14 @@ class Engine:
     def __reduce__(self) -> NoReturn:
         raise TypeError("an engine cannot be pickled or copied: it owns processes; make one where it is needed")
 
-    def _running(self) -> Frontend:
+    def _running(self, *, blocks: bool = False) -> Frontend:
+        """The frontend of the running engine; ``blocks``: for a call that waits for the engine's loop."""
         if os.getpid() != self._pid:
             raise calls.forked(self._pid)
         if not self._finalizer.alive:
             raise calls.closed()
+        if blocks:
+            self._frontend.refuse_interrupting()
         return self._frontend
 
     # ------------------------------------------------------------ generate
@@ -299,22 +299,22 @@ class Engine:
 
     def flush_cache(self) -> Outcome:
         """Empty the prefix cache; refused, with a false outcome, while requests run or wait."""
-        return self._portal.call(info.order(self._running(), "flush_cache"))
+        return self._portal.call(info.order(self._running(blocks=True), "flush_cache"))
 
     def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
         """Compute nothing more until ``continue_generation``; new calls wait.
 
         ``mode``: "abort" ends what runs and waits, "in_place" keeps it as it is.
         """
-        return self._portal.call(info.pause(self._running(), mode))
+        return self._portal.call(info.pause(self._running(blocks=True), mode))
 
     def continue_generation(self) -> Outcome:
         """Go on after ``pause_generation``."""
-        return self._portal.call(info.order(self._running(), "continue"))
+        return self._portal.call(info.order(self._running(blocks=True), "continue"))
 
     def freeze_gc(self) -> None:
         """Leave everything that lives now out of later garbage collections, here and in the scheduler process."""
-        self._portal.call(info.freeze_gc(self._running()))
+        self._portal.call(info.freeze_gc(self._running(blocks=True)))
 
     def start_profile(
         self, output_dir: str | os.PathLike[str] | None = None, **options: Unpack[ProfileOptions]
@@ -328,7 +328,7 @@ class Engine:
             TypeError, ValueError: an argument is wrong.
             RuntimeError: a profile is being made already, or the folder cannot be written to.
         """
-        self._portal.call(profiling.start(self._running(), output_dir, options))
+        self._portal.call(profiling.start(self._running(blocks=True), output_dir, options))
 
     def stop_profile(self) -> str:
         """End the trace and write it; returns the path of the file. Nothing is computed meanwhile.
@@ -336,7 +336,7 @@ class Engine:
         Raises:
             RuntimeError: none was started, or it cannot be written.
         """
-        return self._portal.call(profiling.stop(self._running()))
+        return self._portal.call(profiling.stop(self._running(blocks=True)))
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take nothing new and wait for what runs. After ``timeout`` seconds end the rest with reason ``shutdown``.
@@ -345,7 +345,7 @@ class Engine:
         paused, or suspended because its reader is away, goes on. Without a ``timeout`` this waits as long as it takes,
         also for the reader of a large batch whose last rows begin when its first ones were read.
         """
-        return self._portal.call(self._running().drain(timeout))
+        return self._portal.call(self._running(blocks=True).drain(timeout))
 
     # ------------------------------------------------------------ what can be watched
 
@@ -378,7 +378,7 @@ class Engine:
 
     def get_server_info(self) -> dict[str, object]:
         """The settings that the engine came to, what it computes on and with, its memory, the scheduler's state."""
-        return self._portal.call(info.server_info(self._running()))
+        return self._portal.call(info.server_info(self._running(blocks=True)))
 
     def get_model_info(self) -> ModelInfo:
         """The model that is served."""

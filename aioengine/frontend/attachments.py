@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Final, cast
 
 from aioengine import checks
+from aioengine.frontend.interrupts import refuse_interrupting
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.replay import AttachableOutput
 
@@ -46,7 +47,7 @@ class Attachment:
 class Attachments:
     """Those that can be attached to, by id. On the engine's loop, except ``attach``."""
 
-    def __init__(self, calls: Calls, router: Router, *, lock: threading.Lock, settle: Callable[[Call], None]) -> None:
+    def __init__(self, calls: Calls, router: Router, *, lock: threading.RLock, settle: Callable[[Call], None]) -> None:
         """``settle`` ends a call that nobody will read any more."""
         self._calls = calls
         self._router = router
@@ -67,6 +68,7 @@ class Attachments:
             ValueError: there is no such request, or it has not given so much text.
         """
         offset = checks.whole("from_offset", from_offset, 0)
+        refuse_interrupting(self._lock)
         with self._lock:
             attachment = self._by_rid.get(checks.text("rid", rid))
             if attachment is None:
@@ -107,6 +109,14 @@ class Attachments:
             with self._lock:
                 first = next(one for one in self._by_rid.values() if one.is_ended)
             self._forget(first)
+
+    def discard(self, call: Call) -> None:
+        """Nobody can attach to this call, nor is its id in use, any more."""
+        attachment = self._by_rid.get(call.rid)
+        if attachment is not None and attachment.call is call:
+            self._forget(attachment)
+        with self._lock:
+            self._calls.free_names(call)
 
     def clear(self) -> None:
         """Nobody can attach any more."""

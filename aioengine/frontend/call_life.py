@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls import Call, Calls, Name
     from aioengine.frontend.encoder import Encoder
     from aioengine.frontend.feeder import PromptRules
-    from aioengine.frontend.outputs import CallOutput, RowStream
+    from aioengine.frontend.outputs import CallOutput, Place, RowStream
     from aioengine.frontend.router import Router
     from aioengine.protocol.messages import Submit
 
@@ -42,7 +42,7 @@ class CallLife:
         rules: PromptRules,
         *,
         encoder: Encoder | None,
-        lock: threading.Lock,
+        lock: threading.RLock,
         calls: Calls,
         router: Router,
         send: Callable[[list[Submit] | list[Abort] | list[Suspend]], None],
@@ -83,9 +83,14 @@ class CallLife:
             self.feeder.feed(call)
             self.settle(call)  # it may have ended while another thread attached to it
 
-    def suspend(self, call: Call) -> None:
-        """Its reader is away: compute nothing more of its rows until it reads again."""
+    def suspend(self, call: Call, place: Place) -> None:
+        """Its reader is away, still at ``place``: compute nothing more of its rows until it reads again.
+
+        Nothing where it has read on another thread meanwhile: only what is unread can wake a suspended request.
+        """
         with self._lock:
+            if call.output.place != place:
+                return
             call.output.wants = Wants.READS
             uids = [row.uid for row in call.output.live.values()]
         self._send([Suspend(uids)])
@@ -112,6 +117,13 @@ class CallLife:
         if uids:
             self._send([Abort(uids)])
 
+    def discard(self, call: Call) -> None:
+        """Beginning it failed half-way, so nobody can read it: undo what was done."""
+        with self._lock:
+            call.output.is_left = True
+        self.settle(call)
+        self.attachments.discard(call)
+
     def leave(self, output: CallOutput) -> None:
         call = self._calls.by_output.get(output)
         if call is not None and self.attachments.detach(call):
@@ -134,11 +146,19 @@ class CallLife:
             if call.output in self._calls.by_output:
                 self._end_call(call, code, message=message)
 
-    def abort_rows(self, name: Name) -> None:
-        """End the rows that an id meant when it was looked up."""
+    def abort_opened(self, num_opened: int) -> None:
+        """End the calls that were open when so many had been registered: none that the caller made afterwards."""
+        self.end_all([call for call in self._calls.by_output.values() if call.number <= num_opened], FinishCode.ABORT)
+
+    def abort_named(self, rid: str, num_opened: int) -> None:
+        """End the rows that an id means, of a call that was open when so many had been registered."""
+        with self._lock:
+            name = self._calls.find(rid)
+        if name is not None and name.call.number <= num_opened and name.call.output in self._calls.by_output:
+            self._abort_rows(name)
+
+    def _abort_rows(self, name: Name) -> None:
         call, rows, _ = name
-        if call.output not in self._calls.by_output:
-            return
         if len(rows) == call.ask.num_rows:
             self._end_call(call, FinishCode.ABORT)
             return

@@ -34,6 +34,7 @@ class Call:
     """One call of the user while it is open: what it asked for, and how far its rows have been begun.
 
     Attributes:
+        number: counts the calls of the engine, from 1; 0 before it is registered.
         num_begun: rows that were begun, in order. num_prompt_tokens: of those, for the bound on queued tokens.
         deadlines: absolute times, by the words that name them in a finish reason.
         aborted: positions that were aborted before they were begun.
@@ -41,16 +42,17 @@ class Call:
     """
 
     __slots__ = (
-        "aborted", "ask", "called_at", "deadlines", "is_encoding", "num_begun", "num_prompt_tokens", "output",
-        "reserved", "rid", "timer",
+        "aborted", "ask", "called_at", "deadlines", "is_encoding", "num_begun", "num_prompt_tokens", "number",
+        "output", "reserved", "rid", "timer",
     )  # fmt: skip
 
-    def __init__(self, ask: Ask, rid: str, called_at: float) -> None:
+    def __init__(self, ask: Ask, called_at: float) -> None:
         self.ask = ask
-        self.rid = rid
+        self.rid = ask.rid or os.urandom(16).hex()
+        self.number = 0
         self.called_at = called_at
         self.deadlines = {which: called_at + seconds for which, seconds in ask.timeouts().items()}
-        self.output = _output_of(ask, rid)
+        self.output = _output_of(ask, self.rid)
         self.num_begun = 0
         self.num_prompt_tokens = 0
         self.aborted: set[int] = set()
@@ -98,12 +100,17 @@ class Name(NamedTuple):
 
 
 class Calls:
-    """All open calls. Refuses new ones when the engine cannot take them."""
+    """All open calls. Refuses new ones when the engine cannot take them.
+
+    Attributes:
+        num_opened: calls that were ever registered.
+    """
 
     def __init__(self, queue: QueueConfig, *, max_running: int, max_total_tokens: int) -> None:
         self.by_output: dict[CallOutput, Call] = {}
         self.failure: EngineError | None = None
         self.is_draining = False
+        self.num_opened = 0
         self._names: dict[str, Name] = {}
         self.room = Room(queue, max_running=max_running, max_total_tokens=max_total_tokens)
 
@@ -139,7 +146,7 @@ class Calls:
         self.failure = error
         self.room.fail(error)
 
-    def open(self, ask: Ask, called_at: float, caller: Hashable) -> Call:
+    def open(self, call: Call, caller: Hashable) -> None:
         """Register a call.
 
         Raises:
@@ -147,15 +154,19 @@ class Calls:
             ValueError: an id is in use.
         """
         self.check(caller)
-        call = Call(ask, ask.rid or os.urandom(16).hex(), called_at)
-        names = call.names()
+        ask, names = call.ask, call.names()
         if ask.rid is not None or ask.rids is not None:  # an id that was drawn is no other's
             self._check_free(names)
+        num_bytes = ask.num_bytes
+        self.room.use_place(caller)
+        # From here to the end nothing is called: a signal handler that raises comes before all of it, or after.
+        call.reserved = [*names]
         self._names |= names
-        call.reserved = list(names)
+        self.num_opened += 1
+        call.number = self.num_opened
+        self.room.num_calls += 1
+        self.room.num_bytes += num_bytes
         self.by_output[call.output] = call
-        self.room.take(caller, ask.num_bytes)
-        return call
 
     def add_prompt(self, call: Call, num_tokens: int) -> None:
         call.num_prompt_tokens += num_tokens
@@ -194,7 +205,7 @@ class Calls:
     def free_names(self, call: Call) -> None:
         """Its ids mean nothing any more."""
         for name in call.reserved:
-            del self._names[name]
+            self._names.pop(name, None)
         call.reserved = []
 
 

@@ -9,6 +9,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from aioengine.frontend.interrupts import refuse_interrupting
 from aioengine.frontend.loops import running_loop
 from aioengine.frontend.outputs import resolve_elsewhere
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class Entrance:
     """A place that was given belongs to the caller (its task, or its thread) until its next call, for a while."""
 
-    def __init__(self, calls: Calls, lock: threading.Lock, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, calls: Calls, lock: threading.RLock, loop: asyncio.AbstractEventLoop) -> None:
         self._calls = calls
         self._lock = lock
         self._loop = loop
@@ -64,6 +65,7 @@ class Entrance:
         self._use(place)
 
     def _enter(self, wake: Callable[[], None]) -> Place:
+        refuse_interrupting(self._lock)
         with self._lock:
             return self._calls.enter_line(this_caller(), wake, time.monotonic())
 

@@ -69,7 +69,7 @@ class Feeder:
         rules: PromptRules,
         *,
         encoder: Encoder | None,
-        lock: threading.Lock,
+        lock: threading.RLock,
         calls: Calls,
         router: Router,
         submit: Callable[[list[Submit]], None],

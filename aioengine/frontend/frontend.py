@@ -21,11 +21,12 @@ from aioengine.errors import EngineClosedError, EngineError
 from aioengine.frontend import calls as open_calls
 from aioengine.frontend.asks import MAX_TIMEOUT_S
 from aioengine.frontend.call_life import CallLife
-from aioengine.frontend.calls import Calls
+from aioengine.frontend.calls import Call, Calls
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.encoder import Encoder, TextSizes
 from aioengine.frontend.entrance import Entrance, this_caller
 from aioengine.frontend.feeder import PromptRules
+from aioengine.frontend.interrupts import refuse_deep_stack, refuse_interrupting
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.router import Router
 from aioengine.frontend.slow_readers import SlowReaders
@@ -86,7 +87,7 @@ class Frontend:
         self.loop = asyncio.get_running_loop()
         self.failure: EngineError | None = None
         self.last_stats: Stats | None = None
-        self.router = Router(lock := threading.Lock())
+        self.router = Router(lock := threading.RLock())
         self.calls = Calls(
             parts.queue, max_running=settings.scheduler.max_running, max_total_tokens=parts.max_total_tokens
         )
@@ -128,63 +129,70 @@ class Frontend:
             EngineError: the engine cannot take it.
         """
         called_at = time.monotonic()
+        refuse_deep_stack()
+        self.refuse_interrupting()
         self.entrance.check()
         ask = make_ask()
         self._life.feeder.check(ask)
-        with self._lock:
-            call = self.calls.open(ask, called_at, this_caller())
-            self.attachments.add(call)
-        self._act(self._life.begin, call)
-        return Reader(call.output, lock=self._lock, calls=self)
+        call = Call(ask, called_at)
+        reader = Reader(call.output, lock=self._lock, calls=self)  # first: from now on somebody owns the call
+        try:
+            with self._lock:
+                self.calls.open(call, this_caller())
+                self.attachments.add(call)
+            self._act(self._life.begin, call)
+        except BaseException:  # KeyboardInterrupt, too
+            self._post(self._life.discard, call)
+            raise
+        return reader
+
+    def refuse_interrupting(self) -> None:
+        """Raise RuntimeError in a handler or finalizer that interrupted the engine's own code on this thread."""
+        refuse_interrupting(self._lock)
 
     def leave(self, output: CallOutput) -> None:
         output.leave()
         self._act(self._life.leave, output)
 
     def drop(self, output: CallOutput) -> None:
-        """Finalizers run anywhere, also while this thread holds the lock: only leave a note."""
         output.leave()
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everything else
-            self.loop.call_soon_threadsafe(self._life.leave, output)
+        self._post(self._life.leave, output)
 
     def feed(self, output: CallOutput) -> None:
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self._life.feed, output)
+        self._post(self._life.feed, output)
 
     def abort(self, output: CallOutput) -> None:
-        self._act(self._life.abort, output)
+        self._post(self._life.abort, output)
 
     def abort_request(self, rid: str | None, abort_all: bool) -> None:
         """End the live rows that an id means, or all; unknown ids are no error, they have just ended."""
         if abort_all:
-            self.abort_all()
+            self._post(self._life.abort_opened, self.calls.num_opened)
         elif rid is None:
             raise ValueError("abort_request needs a rid, or abort_all=True")
         elif not isinstance(cast("object", rid), str):
             raise checks.wrong_type("rid", "a string", rid)
         else:
-            with self._lock:
-                name = self.calls.find(rid)
-            if name is not None:
-                self._act(self._life.abort_rows, name)
-
-    def abort_all(self) -> None:
-        """End what is open now: what this thread asks for next must not be hit, however late the loop acts."""
-        with self._lock:
-            calls = list(self.calls.by_output.values())
-        self._act(self._life.end_all, calls, FinishCode.ABORT)
+            self._post(self._life.abort_named, rid, self.calls.num_opened)
 
     def _act(self, act: Callable[..., None], *arguments: object) -> None:
-        """Now, on the engine's own thread, else a moment later."""
+        """Do it now on the engine's own loop, else a moment later. Not for signal handlers and finalizers."""
         try:
             is_here = asyncio.get_running_loop() is self.loop
         except RuntimeError:
             is_here = False
         if is_here:
             act(*arguments)
-            return
-        with contextlib.suppress(RuntimeError):
+        else:
+            self._post(act, *arguments)
+
+    def _post(self, act: Callable[..., None], *arguments: object) -> None:
+        """Have the loop do it soon. A signal handler or a finalizer may call this wherever it interrupts the engine."""
+        try:
             self.loop.call_soon_threadsafe(act, *arguments)
+        except RuntimeError:
+            if not self.loop.is_closed():  # with which everything else has ended; RecursionError is another matter
+                raise
 
     # ------------------------------------------------------------ from the processes, on the loop
 
@@ -216,6 +224,10 @@ class Frontend:
         self.controls.fail(error)
         self._slow_readers.stop()
         self._ended.set()
+
+    def end_all(self) -> None:
+        """Abort what is open now, before anything that is sent after this."""
+        self._life.end_all(list(self.calls.by_output.values()), FinishCode.ABORT)
 
     def _send(self, messages: Sequence[ToScheduler]) -> None:
         if self.failure is None:

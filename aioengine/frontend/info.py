@@ -199,7 +199,7 @@ async def order(frontend: Frontend, name: str) -> Outcome:
 async def pause(frontend: Frontend, mode: PauseMode) -> Outcome:
     """Hold the scheduler, and with "abort" end what it has."""
     if checks.choice("mode", mode, {"abort": True, "in_place": False}):
-        frontend.abort_all()
+        frontend.end_all()
     return await order(frontend, "pause")
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from aioengine import answers
 from aioengine.answers import Answer, BatchOutput, Chunk
 from aioengine.errors import RequestError
+from aioengine.frontend.interrupts import refuse_interrupting
 
 if TYPE_CHECKING:
     import asyncio
@@ -45,14 +46,17 @@ class EndOfOutput(Exception):  # not an error: the reader has everything
 
 
 class Calls(Protocol):
-    """What a reader may ask of the engine, from any thread. Nothing here waits, everything may be done twice."""
+    """What a reader may ask of the engine, from any thread. Nothing here waits, everything may be done twice.
+
+    All but ``leave`` also from a signal handler or finalizer: they take no lock and act a moment later.
+    """
 
     def leave(self, output: CallOutput) -> None:
         """Nobody will read the rest: end its rows silently."""
         ...
 
     def drop(self, output: CallOutput) -> None:
-        """Like ``leave``, for finalizers: takes no lock, acts a moment later."""
+        """Like ``leave``, a moment later."""
         ...
 
     def abort(self, output: CallOutput) -> None:
@@ -147,6 +151,10 @@ class RowStream:
         self.token_ids = self.unread if isinstance(self.unread, list) else [self.unread]
 
 
+Place = tuple[RowStream, int, int]
+"""A row, and how much of it was read: characters and ids."""
+
+
 class Wants(IntEnum):
     """When the engine is to be told of reading.
 
@@ -198,6 +206,17 @@ class CallOutput:
     def is_over(self) -> bool:
         """Whether the engine has nothing more to give."""
         return self.num_open == 0 or self.error is not None or self.is_left
+
+    @property
+    def place(self) -> Place | None:
+        """What the reader of a stream would read next; None where it has read everything, or where there is none."""
+        if not self.is_stream:
+            return None
+        try:
+            row = self.ready[0]
+        except IndexError:  # asked for, rather than looked at before: readers on other threads take rows meanwhile
+            return None
+        return row, row.text_offset, row.token_offset
 
     @property
     def state(self) -> str:
@@ -264,17 +283,26 @@ class CallOutput:
 
 
 class Reader:
-    """The reading side of a ``CallOutput``. Works from any thread and never waits; ``wait`` says when to come again."""
+    """The reading side of a ``CallOutput``. Works from any thread and never waits; ``wait`` says when to come again.
+
+    Dropping the last reference to it leaves the call.
+    """
 
     __slots__ = ("_calls", "_lock", "_output", "_result", "ready")
 
-    def __init__(self, output: CallOutput, *, lock: threading.Lock, calls: Calls) -> None:
-        self.ready = output.ready
-        """Rows that have something to read; true where ``take`` will give a chunk to an only reader."""
+    def __init__(self, output: CallOutput, *, lock: threading.RLock, calls: Calls) -> None:
+        self._calls = calls
         self._output = output
         self._lock = lock
-        self._calls = calls
+        self.ready = output.ready
+        """Rows that have something to read; true where ``take`` will give a chunk to an only reader."""
         self._result: Answer | BatchOutput | None = None
+
+    def __del__(self) -> None:
+        try:
+            self.drop()
+        except AttributeError:  # the constructor was interrupted
+            return
 
     @property
     def rid(self) -> str:
@@ -348,6 +376,7 @@ class Reader:
         False, and no call, where there is something to take already (or where the call is on its way, ``for_begin``).
         """
         output = self._output
+        refuse_interrupting(self._lock)
         with self._lock:
             if output.ready or output.is_over or (for_begin and output.is_begun):
                 return False
@@ -371,13 +400,25 @@ class Reader:
 
     def leave(self) -> None:
         """Nobody will read the rest. Harmless after the end, and twice."""
-        if not self._output.is_over or (self._output.ready and not self._output.is_left):
+        if self._can_be_left:
             self._calls.leave(self._output)
 
     def drop(self) -> None:
-        """Like ``leave``, from a finalizer."""
-        if not self._output.is_over:
+        """Like ``leave``, from a signal handler or finalizer."""
+        if self._can_be_left:
             self._calls.drop(self._output)
+
+    def leave_for(self, error: BaseException) -> None:
+        """Leave because this was raised where the reader waited. Garbage collection raises GeneratorExit anywhere."""
+        if isinstance(error, GeneratorExit):
+            self.drop()
+        else:
+            self.leave()
+
+    @property
+    def _can_be_left(self) -> bool:
+        output = self._output
+        return not output.is_over or (bool(output.ready) and not output.is_left)
 
     def abort(self) -> None:
         """End the call; what there is can still be read, with the reason."""

@@ -71,12 +71,10 @@ class Room:
                 f"the engine is overloaded: {full}; try again later", retry_after=self._retry_after()
             )
 
-    def take(self, caller: Hashable, num_bytes: int) -> None:
-        """A call was opened, on the place of its caller where it has one."""
+    def use_place(self, caller: Hashable) -> None:
+        """A call is opened, on the place of its caller where it has one."""
         if self._num_given.get(caller):
             self._forget(next(place for place in self._given if place.caller == caller))
-        self.num_calls += 1
-        self.num_bytes += num_bytes
 
     def give_back(self, num_tokens: int, num_bytes: int, now: float) -> None:
         """A call is over."""

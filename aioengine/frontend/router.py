@@ -27,7 +27,7 @@ class Router:
         rows: submitted, and without an end here. num_detokenizing: requests that the detokenizer holds.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
         self.rows: dict[int, RowStream] = {}
         self.num_detokenizing = 0
         self._lock = lock

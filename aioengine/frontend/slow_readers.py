@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     from aioengine.config import DeliveryConfig
     from aioengine.frontend.call_life import CallLife
     from aioengine.frontend.calls import Call
-    from aioengine.frontend.outputs import CallOutput, RowStream
+    from aioengine.frontend.outputs import CallOutput, Place
 
 NUM_LOOKS: Final = 4
 """In ``timeout_s``; so a reader has been away for up to a quarter more of it before anything happens."""
-
-Place = tuple["RowStream", int, int]
-"""What a reader would read next."""
 
 
 class SlowReaders:
@@ -59,33 +56,22 @@ class SlowReaders:
     def _look(self) -> None:
         places: dict[CallOutput, tuple[Place, int]] = {}
         for call in list(self._open_calls()):
-            place = _place(call.output)
+            place = call.output.place
             if place is None:
                 continue
             before, num_looks = self._places.get(call.output, (None, 0))
             num_looks = num_looks + 1 if before == place else 0
             places[call.output] = place, num_looks
             if num_looks == NUM_LOOKS:
-                self._act(call)
+                self._act(call, place)
         self._places = places
         self.watch()
 
-    def _act(self, call: Call) -> None:
+    def _act(self, call: Call, place: Place) -> None:
         if self._config.slow_reader == "pause":
-            self._life.suspend(call)
+            self._life.suspend(call, place)
         else:
             message = (
                 f"its reader stayed away for longer than slow_reader_timeout={self._config.slow_reader_timeout_s:g}"
             )
             self._life.end_all([call], FinishCode.ABORT, message)
-
-
-def _place(output: CallOutput) -> Place | None:
-    """Where the reader of a stream is; None where it has read everything, or where there is none."""
-    if not output.is_stream:
-        return None
-    try:
-        row = output.ready[0]
-    except IndexError:  # asked for, rather than looked at before: readers on other threads take rows meanwhile
-        return None
-    return row, row.text_offset, row.token_offset

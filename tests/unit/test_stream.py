@@ -48,7 +48,7 @@ class Slot:
         self.output = CallOutput(
             "x", num_rows, is_stream=is_stream, is_batch=num_rows > 1, returns_exceptions=returns_exceptions
         )
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.reader = Reader(self.output, lock=self.lock, calls=self.notes)
         self.rows = [self.output.add_row(position, _facts(position, num_rows)) for position in range(num_rows)]
 

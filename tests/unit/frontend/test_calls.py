@@ -13,7 +13,9 @@ from aioengine.frontend.calls import Call, Calls
 
 def open_call(calls: Calls, prompt: object, **options: object) -> Call:
     params = options.pop("sampling_params", None)
-    return calls.open(to_generate(prompt, params, None, stream=True, options=options), 0.0, "somebody")
+    call = Call(to_generate(prompt, params, None, stream=True, options=options), 0.0)
+    calls.open(call, "somebody")
+    return call
 
 
 @pytest.fixture

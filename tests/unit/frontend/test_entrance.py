@@ -42,7 +42,7 @@ def test_places_that_are_not_used_go_on(monkeypatch: pytest.MonkeyPatch, num_pla
 
     async def main() -> None:
         calls = Calls(QueueConfig(max_requests=num_places - 1), max_running=1, max_total_tokens=100)
-        entrance = Entrance(calls, threading.Lock(), loop)
+        entrance = Entrance(calls, threading.RLock(), loop)
         order: list[int] = []
         line = [asyncio.create_task(wait(entrance, order, number)) for number in range(4 * num_places)]
         async with asyncio.timeout(20):

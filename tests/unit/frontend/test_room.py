@@ -28,6 +28,12 @@ class World:
         self.room.enter(place, self.now)
         return place
 
+    def take(self, caller: int, num_bytes: int) -> None:
+        """As ``Calls.open`` does."""
+        self.room.use_place(caller)
+        self.room.num_calls += 1
+        self.room.num_bytes += num_bytes
+
     def is_refused(self, caller: int = -1) -> bool:
         try:
             self.room.check(caller)
@@ -39,7 +45,7 @@ class World:
 def test_places_are_given_in_order_and_only_to_whom_they_are_for() -> None:
     world = World()
     for _ in range(RUNNING + QUEUED):
-        world.room.take(0, 0)
+        world.take(0, 0)
     for caller in (1, 2, 3):
         world.enter(caller)
     assert world.woken == []
@@ -47,7 +53,7 @@ def test_places_are_given_in_order_and_only_to_whom_they_are_for() -> None:
     assert world.woken == [1]
     assert world.is_refused(2)
     assert not world.is_refused(1)
-    world.room.take(1, 0)
+    world.take(1, 0)
     assert world.is_refused(1)
 
 
@@ -61,10 +67,10 @@ def test_a_place_that_is_not_used_goes_on() -> None:
     world.room.serve(world.now)
     assert world.woken == [0, 1, 2, 3]
     assert world.is_refused(0) is False  # two of the three places are free again
-    world.room.take(0, 0)
-    world.room.take(0, 0)
+    world.take(0, 0)
+    world.take(0, 0)
     assert world.is_refused(0)
-    world.room.take(3, 0)
+    world.take(3, 0)
     assert world.room.due_at is None
 
 
@@ -81,7 +87,7 @@ def test_nobody_waits_for_an_engine_that_takes_nothing() -> None:
 )
 def test_every_bound_refuses_and_gives_way(bounds: dict[str, int], words: str) -> None:
     world = World(**bounds)
-    world.room.take(0, 7)
+    world.take(0, 7)
     world.room.num_tokens += 150
     with pytest.raises(EngineOverloadedError, match=words):
         world.room.check(0)
@@ -99,7 +105,7 @@ def test_counts_hold_in_any_order(acts: list[tuple[str, int]]) -> None:
         elif act == "leave" and caller in places:
             world.room.leave(places.pop(caller), world.now)
         elif act == "open" and not world.is_refused(caller):
-            world.room.take(caller, 1)
+            world.take(caller, 1)
             places.pop(caller, None)
             num_open += 1
         elif act == "close" and num_open:

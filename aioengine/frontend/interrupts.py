@@ -1,0 +1,35 @@
+"""Places in which a call must not begin: deep in the stack, and in a handler that interrupted the engine itself."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import threading
+
+MAX_FRAMES: Final = 150
+"""Stack frames that beginning a call may need, with room to spare; tests measure it."""
+
+
+def refuse_deep_stack() -> None:
+    """Raise RecursionError while nothing is registered, where beginning a call might reach the recursion limit."""
+    try:
+        sys._getframe(max(0, sys.getrecursionlimit() - MAX_FRAMES))
+    except ValueError:  # the stack is not that deep
+        return
+    raise RecursionError(f"a call to the engine needs {MAX_FRAMES} stack frames below the recursion limit")
+
+
+def refuse_interrupting(lock: threading.RLock) -> None:
+    """Raise RuntimeError where this thread already holds the engine's lock.
+
+    A signal handler, or a finalizer that garbage collection runs, can interrupt the engine's own code anywhere. Waiting
+    there for the engine would be waiting for the interrupted code.
+    """
+    if lock._is_owned():  # type: ignore[attr-defined]  # pyright: ignore
+        raise RuntimeError(
+            "a signal handler or finalizer interrupted the engine on this thread, so it can neither start nor read a "
+            "request here; abort_request(), abort(), close(), stats() and health() may be called, everything else "
+            "must be handed to another thread or to the event loop (loop.call_soon_threadsafe)"
+        )

@@ -1,0 +1,321 @@
+"""Handlers and finalizers that interrupt the engine, calls that fail half-way: nothing waits, nothing stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aioengine import engine as engine_module
+from aioengine.errors import EngineError
+from aioengine.frontend import interrupts
+from aioengine.frontend.room import Room
+from aioengine.frontend.router import Router
+from aioengine.frontend.slow_readers import NUM_LOOKS
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from tests.engine.engine_double import World, until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from aioengine.engine import AsyncEngine
+    from aioengine.frontend.frontend import Frontend
+
+GREEDY = {"temperature": 0, "max_new_tokens": 5}
+LONG = {"temperature": 0, "max_new_tokens": 200}
+FRONTEND = str(Path(interrupts.__file__).parent)
+ENGINE = engine_module.__file__
+
+
+def frontend_of(engine: AsyncEngine) -> Frontend:
+    return engine._running()
+
+
+def is_clean(engine: AsyncEngine) -> bool:
+    """Whether nothing is left of any call: rows, ids, places in the queue."""
+    frontend = frontend_of(engine)
+    room = frontend.calls.room
+    counts = (room.num_calls, room.num_tokens, room.num_bytes)
+    return not (frontend.calls.by_output or frontend.calls._names or frontend.router.rows or any(counts))
+
+
+# ---------------------------------------------------------------- handlers and finalizers
+
+
+class Interrupt:
+    """Calls ``handler`` inside a section of the engine that holds its lock, as a signal or garbage collection might."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: type, name: str, handler: Callable[[], object]) -> None:
+        self.num_calls = 0
+        self.errors: list[Exception] = []
+        plain = getattr(owner, name)
+
+        def interrupted(*arguments: object) -> object:
+            try:
+                self.num_calls += 1
+                handler()
+            except Exception as error:
+                self.errors.append(error)
+            return plain(*arguments)
+
+        patch.setattr(owner, name, interrupted)
+
+
+SECTIONS = pytest.mark.parametrize(("owner", "name"), [(Room, "use_place"), (Router, "_note")])
+
+
+@SECTIONS
+async def test_requests_can_be_ended_and_watched_from_a_handler(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fake_async_engine() as engine:
+        victim = engine.async_generate("b", {"max_new_tokens": 2000}, stream=True)
+        others = [engine.async_generate("c", {"max_new_tokens": 2000}, stream=True) for _ in range(2)]
+        seen: list[str] = []
+
+        def handler() -> None:
+            engine.abort_request("nobody")
+            engine.abort_request(victim.rid)
+            others[0].abort()
+            others[1].close()
+            assert engine.is_alive
+            assert engine.tokenizer.encode("a") == [97]
+            seen.append(engine.health()["state"] + str(engine.stats()["num_running"] >= 0))
+
+        interrupt = Interrupt(monkeypatch, owner, name, handler)
+        assert len((await engine.async_generate("a", GREEDY))["output_ids"]) == 5
+        for aborted in (victim, others[0]):
+            assert [chunk async for chunk in aborted][-1]["meta_info"]["finish_reason"] == "abort"
+        assert [chunk async for chunk in others[1]] == []
+        await until(lambda: engine.stats()["num_streams"] == 0)
+        assert interrupt.num_calls > 0
+        assert interrupt.errors == []
+        assert set(seen) == {"runningTrue"}
+
+
+@SECTIONS
+async def test_a_stream_can_be_dropped_by_garbage_collection_anywhere(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fake_async_engine() as engine:
+
+        async def wait_for_ever() -> None:
+            await asyncio.create_task(asyncio.sleep(1000))
+
+        async def read() -> None:
+            async for _ in engine.async_generate("b", {"max_new_tokens": 2000}, stream=True):
+                await asyncio.get_running_loop().create_future()
+
+        async def read_whole() -> None:
+            await engine.async_generate("b", {"max_new_tokens": 2000})
+
+        abandoned = []
+        for read_one in (read, read_whole):
+            coroutine = read_one()
+            coroutine.send(None)
+            abandoned.append(coroutine)
+
+        def handler() -> None:
+            if abandoned:
+                abandoned.clear()
+                gc.collect()
+
+        interrupt = Interrupt(monkeypatch, owner, name, handler)
+        await engine.async_generate("a", GREEDY)
+        await until(lambda: is_clean(engine))
+        assert interrupt.num_calls > 0
+
+
+@SECTIONS
+async def test_a_call_from_a_handler_that_interrupts_the_engine_is_refused(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fake_async_engine() as engine:
+        interrupt = Interrupt(monkeypatch, owner, name, lambda: engine.async_generate("b", GREEDY))
+        assert len((await engine.async_generate("a", GREEDY))["output_ids"]) == 5
+        assert interrupt.num_calls > 0
+        assert all("interrupted the engine" in str(error) for error in interrupt.errors)
+        assert len(interrupt.errors) == interrupt.num_calls
+        await until(lambda: is_clean(engine))
+
+
+def test_a_blocking_call_from_a_handler_that_interrupts_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_engine() as engine:
+        here = threading.get_ident()
+        stream = engine.generate("c", GREEDY, stream=True)
+        found: list[object] = []
+
+        def handler() -> None:
+            if threading.get_ident() != here:
+                return
+            for call in (
+                lambda: engine.generate("b", GREEDY), lambda: list(stream), engine.flush_cache, engine.admit,
+                lambda: engine.attach("x"), lambda: engine.drain(),
+            ):  # fmt: skip
+                with pytest.raises(RuntimeError, match="interrupted the engine"):
+                    found.append(call())
+            engine.abort_request(abort_all=True)
+
+        interrupt = Interrupt(monkeypatch, Room, "use_place", handler)
+        assert isinstance(engine.generate("a", GREEDY), dict)
+        assert (interrupt.num_calls, interrupt.errors, found) == (1, [], [])
+
+
+async def test_an_abort_hits_no_request_that_was_made_after_it() -> None:
+    async with fake_async_engine() as engine:
+        first = engine.async_generate("a", GREEDY, stream=True, rid="x")
+        engine.abort_request("x")
+        engine.abort_request(abort_all=True)
+        await first.aclose()
+        second = engine.async_generate("a", GREEDY, rid="x")
+        third = engine.async_generate("b", GREEDY)
+        reasons = [(await one)["meta_info"]["finish_reason"] for one in (second, third)]
+        assert reasons == ["length", "length"]
+
+
+# ---------------------------------------------------------------- calls that fail half-way
+
+
+class RaiseAtCall:
+    """Raises KeyboardInterrupt at the ``count``-th begin or end of a function call in the engine's code on this thread.
+
+    These are the places at which Python runs signal handlers, loops aside.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.is_raised = False
+        self._left = count
+
+    def __enter__(self) -> RaiseAtCall:
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _profile(self, frame: FrameType, event: str, argument: object) -> None:
+        file = frame.f_code.co_filename
+        if event != "c_call" and (file.startswith(FRONTEND) or file == ENGINE):
+            self._left -= 1
+            if self._left == 0:
+                self.is_raised = True
+                raise KeyboardInterrupt
+
+
+OPTIONS: list[dict[str, object]] = [
+    {"input_ids": [1, 2, 3], "rid": "x"},
+    {"prompt": "abc", "timeout": 60},
+    {"input_ids": [[1, 2], [3, 4]], "sampling_params": {"n": 2, "max_new_tokens": 5}},
+    {"input_ids": [1, 2, 3], "rid": "x", "resume_ttl": 0.01, "stream": True},
+]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("options", OPTIONS)
+async def test_an_exception_anywhere_in_a_call_leaves_nothing_open(options: dict[str, object]) -> None:
+    world = World()
+    async with world.engine as engine:
+        world.double.is_held = True
+        num_places = 0
+        while True:
+            num_places, kept = num_places + 1, None
+            with RaiseAtCall(num_places) as injected, contextlib.suppress(KeyboardInterrupt):
+                kept = engine.async_generate(**options)  # type: ignore[call-overload]
+            if kept is not None:  # at the last place nothing is raised, and Python ignores what finalizers raise
+                kept.close()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            await until(lambda: is_clean(engine))
+            if not injected.is_raised:
+                break
+        assert num_places > 50
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3])
+async def test_a_call_at_any_depth_of_the_stack_works_or_leaves_nothing_open(options: dict[str, object]) -> None:
+    world = World()
+
+    def call_below(num_frames: int) -> object:
+        if num_frames:
+            return call_below(num_frames - 1)
+        return engine.async_generate(**options)  # type: ignore[call-overload]
+
+    async with world.engine as engine:
+        world.double.is_held = True
+        num_refused = num_opened = 0
+        for num_frames in range(max(0, sys.getrecursionlimit() - 400), sys.getrecursionlimit()):
+            try:
+                call_below(num_frames).close()  # type: ignore[attr-defined]
+                num_opened += 1
+            except RecursionError:
+                num_refused += 1
+            for _ in range(5):
+                await asyncio.sleep(0)
+            await until(lambda: is_clean(engine))
+        assert num_opened > 0
+        assert num_refused >= interrupts.MAX_FRAMES
+        assert frontend_of(engine).failure is None
+        assert await engine.drain(1)
+
+
+# ---------------------------------------------------------------- the slow readers' policy
+
+
+async def test_a_reader_that_reads_while_it_is_suspended_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader, on another thread, takes the last unread row between the look at it and its suspension."""
+    with fake_engine(slow_reader="pause", slow_reader_timeout_s=1000.0, step_time_s=0.001) as engine:
+        expected = engine.generate("a", LONG)["text"]  # type: ignore[call-overload,index]
+        frontend = engine._running()
+        stream = engine.generate("a", LONG, stream=True)
+        chunks = [next(stream)]
+        slow_readers, is_taken = frontend._slow_readers, threading.Event()
+
+        def act(call: object, place: object) -> None:
+            chunks.append(next(stream))
+            is_taken.set()
+            frontend._life.suspend(call, place)  # type: ignore[arg-type]
+
+        def look() -> None:
+            for _ in range(NUM_LOOKS + 1):
+                slow_readers._look()
+
+        monkeypatch.setattr(slow_readers, "_act", act)
+        [call] = frontend.calls.by_output.values()
+        await until(lambda: call.output.place is not None)
+        frontend.loop.call_soon_threadsafe(look)
+        await asyncio.to_thread(is_taken.wait, 5)
+        reading = asyncio.create_task(asyncio.to_thread(lambda: chunks.extend(stream)))
+        async with asyncio.timeout(20):
+            await reading
+        assert is_taken.is_set()
+        assert "".join(chunk["text"] for chunk in chunks) == expected
+
+
+async def test_errors_of_a_closed_loop_alone_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fake_async_engine() as engine:
+        stream = engine.async_generate("a", GREEDY, stream=True)
+
+        def fail(*_: object) -> None:
+            raise RecursionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(frontend_of(engine), "loop", _Loop(fail))
+            with pytest.raises(RecursionError):
+                stream.abort()
+    with pytest.raises(EngineError):
+        engine.abort_request("x")
+
+
+class _Loop:
+    def __init__(self, call_soon_threadsafe: Callable[..., None]) -> None:
+        self.call_soon_threadsafe = call_soon_threadsafe
+
+    def is_closed(self) -> bool:
+        return False
