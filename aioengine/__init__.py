@@ -27,8 +27,11 @@ Importing this package is cheap: its names are imported when they are first used
 from __future__ import annotations
 
 import logging
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from aioengine.foreign_names import OUR_WAY, no_attribute
 
 if TYPE_CHECKING:
     from aioengine.answers import Answer, BatchOutput, Chunk, ChunkInfo, FinishReason, MetaInfo, Timings
@@ -130,7 +133,11 @@ def __getattr__(name: str) -> object:
             value: object = getattr(import_module(home), name)
             globals()[name] = value
             return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    error = no_attribute(f"module {__name__!r}", name)
+    if name in OUR_WAY and sys._getframe(1).f_code.co_name == "_handle_fromlist":
+        # "from aioengine import LLM" replaces an AttributeError by an ImportError without its text.
+        raise ImportError(str(error), name=__name__)
+    raise error
 
 
 def __dir__() -> list[str]:

@@ -26,6 +26,7 @@ from aioengine.config import (
     SchedulerConfig,
     SupervisionConfig,
 )
+from aioengine.foreign_names import our_way
 
 Check = Callable[[str, object], object]
 
@@ -366,7 +367,7 @@ def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
             without_meaning.append(key)
         else:
             known = (*ARGUMENTS, *ALIASES, *_OFF, *_IGNORED)
-            raise TypeError(f"unknown argument {key!r}{checks.did_you_mean(key, known)}")
+            raise TypeError(f"unknown argument {key!r}{our_way(key) or checks.did_you_mean(key, known)}")
     if without_meaning:
         names = ", ".join(sorted(without_meaning))
         warnings.warn(f"these arguments have no effect in aioengine: {names}", UserWarning, stacklevel=4)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from aioengine import signatures
 from aioengine.answers import Answer
 from aioengine.args import engine_config
+from aioengine.foreign_names import no_attribute
 from aioengine.frontend import asks, calls, info, profiling
 from aioengine.frontend.assembly import blueprint_of
 from aioengine.frontend.engine_run import EngineRun
@@ -136,6 +137,13 @@ class AsyncEngine:
 
     def __repr__(self) -> str:
         return f"<AsyncEngine {self.health()['state']}>"
+
+    if not TYPE_CHECKING:  # type checkers would take it for a sign that every attribute exists
+
+        def __getattr__(self, name: str) -> NoReturn:
+            is_short = f"async_{name}" in dir(type(self))
+            instead = f"; await engine.async_{name}(...), or use Engine for synchronous code" if is_short else ""
+            raise no_attribute("AsyncEngine", name, instead=instead)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an engine cannot be pickled or copied: it owns processes; make one where it is needed")

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from aioengine import checks
 from aioengine.errors import RequestTooLargeError, UnknownParameterError
+from aioengine.foreign_names import our_way
 from aioengine.protocol.messages import Limits, Sampling, TextRules
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
@@ -310,7 +311,7 @@ def _unknown(key: object) -> UnknownParameterError:
     if isinstance(key, str) and key in _LATER:
         return UnknownParameterError(f"sampling parameter {key!r} is not supported yet ({_LATER[key]})")
     known = (*SamplingParams.__struct_fields__, *_ALIASES)
-    hint = checks.did_you_mean(key, known) if isinstance(key, str) else ""
+    hint = (our_way(key) or checks.did_you_mean(key, known)) if isinstance(key, str) else ""
     return UnknownParameterError(f"unknown sampling parameter {checks.shown(key)}{hint}")
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from aioengine import signatures
 from aioengine.answers import Answer
 from aioengine.args import engine_config
+from aioengine.foreign_names import no_attribute
 from aioengine.frontend import asks, calls, info, profiling
 from aioengine.frontend.assembly import blueprint_of
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
@@ -172,6 +173,11 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<Engine {info.state(self._frontend)}>"
+
+    if not TYPE_CHECKING:  # type checkers would take it for a sign that every attribute exists
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("Engine", name)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an engine cannot be pickled or copied: it owns processes; make one where it is needed")

@@ -31,6 +31,7 @@ FLOORS = {
             "metrics",
             "checks > errors",
             "logs",
+            "foreign_names",
         ),
         "0",
         "msgspec regex",

@@ -14,6 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine import checks
+from aioengine.args import ALIASES, ARGUMENTS
+from aioengine.foreign_names import our_way
 from aioengine.frontend.chats import CHAT_ARGUMENTS, chat_form
 from aioengine.frontend.prompts import (
     MAX_IDS_AT_CALL,
@@ -326,6 +328,10 @@ def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
         return TypeError(f"unexpected argument {name!r}: it belongs in sampling_params, as {{{name!r}: ...}}")
     if name in CHAT_ARGUMENTS:
         return TypeError(f"unexpected argument {name!r}: chat takes it, for its messages")
+    if hint := our_way(name):
+        return TypeError(f"unexpected argument {name!r}{hint}")
+    if name in ARGUMENTS or name in ALIASES:
+        return TypeError(f"unexpected argument {name!r}: the constructor of the engine takes it")
     hint = checks.did_you_mean(name, (*known, *_OFF))
     return TypeError(f"unexpected argument {name!r}{hint}; there are {', '.join(known)}")
 

@@ -1,0 +1,41 @@
+"""Names that other engines have and this one has not, and what to use here: the end of the errors about them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_ENGINES: Final = "Engine is the engine for synchronous code, AsyncEngine the one for asyncio"
+_LOGPROBS: Final = "log-probabilities (return_logprob and top_logprobs_num of a call) are not available yet"
+_GRAMMARS: Final = "structured output (json_schema, regex or ebnf in sampling_params) is not available yet"
+
+OUR_WAY: Final[dict[str, str]] = {
+    "LLM": _ENGINES,
+    "LLMEngine": _ENGINES,
+    "AsyncLLM": _ENGINES,
+    "AsyncLLMEngine": _ENGINES,
+    "get_tokenizer": "use engine.tokenizer",
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "top_logprobs": _LOGPROBS,
+    "response_format": _GRAMMARS,
+    "guided_decoding": _GRAMMARS,
+    "guided_json": _GRAMMARS,
+    "guided_regex": _GRAMMARS,
+    "guided_choice": _GRAMMARS,
+    "guided_grammar": _GRAMMARS,
+    "structured_outputs": _GRAMMARS,
+    "enable_prefix_caching": "the prefix cache is on, unless the engine is made with disable_radix_cache=True",
+    "enable_chunked_prefill": "prompts are computed in chunks, unless the engine is made with chunked_prefill_size=-1",
+    "max_model_len": "it is context_length here: an argument of the engine, and a key of engine.get_model_info()",
+    "gpu_memory_utilization": "it is mem_fraction_static here, an argument of the engine",
+}
+
+
+def our_way(name: str) -> str:
+    """ "; " and what to use here in place of this name, or nothing."""
+    return f"; {OUR_WAY[name]}" if name in OUR_WAY else ""
+
+
+def no_attribute(of: str, name: str, *, instead: str = "") -> AttributeError:
+    """For ``__getattr__`` of ``of``; ``instead`` is what to use where the name is no other engine's."""
+    return AttributeError(f"{of} has no attribute {name!r}{our_way(name) or instead}", name=name)

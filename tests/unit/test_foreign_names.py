@@ -1,0 +1,79 @@
+"""A name of another engine is answered with what to use here, wherever it is written."""
+
+from __future__ import annotations
+
+import pytest
+
+import aioengine
+from aioengine import AsyncEngine, Engine, SamplingParams, UnknownParameterError
+from aioengine.args import ALIASES, engine_config
+from aioengine.foreign_names import OUR_WAY
+from aioengine.frontend.asks import to_generate
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+
+
+def say(name: str) -> str:
+    return f"{name}.*{OUR_WAY[name].partition(' (')[0]}"
+
+
+@pytest.mark.parametrize("name", OUR_WAY)
+def test_as_a_name_of_the_package(name: str) -> None:
+    with pytest.raises(AttributeError, match=say(name)):
+        getattr(aioengine, name)
+    assert not hasattr(aioengine, name)
+    with pytest.raises(ImportError, match=say(name)):
+        exec(f"from aioengine import {name}")
+
+
+def test_another_name_of_the_package() -> None:
+    with pytest.raises(AttributeError, match="^module 'aioengine' has no attribute 'zzz'$"):
+        aioengine.zzz  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'zzz'"):
+        exec("from aioengine import zzz")
+
+
+@pytest.mark.parametrize("name", OUR_WAY)
+def test_as_an_attribute_of_an_engine(name: str) -> None:
+    with fake_engine() as engine:
+        for each in (engine, fake_async_engine()):
+            with pytest.raises(AttributeError, match=say(name)):
+                getattr(each, name)
+            assert not hasattr(each, name)
+
+
+def test_short_names_of_an_async_engine() -> None:
+    for name in ("generate", "chat"):
+        with pytest.raises(AttributeError, match=rf"await engine\.async_{name}\("):
+            getattr(fake_async_engine(), name)
+    with pytest.raises(AttributeError, match="^AsyncEngine has no attribute 'zzz'$"):
+        fake_async_engine().zzz  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("name", sorted(OUR_WAY.keys() - ALIASES.keys()))
+def test_as_an_argument_of_the_constructor(name: str) -> None:
+    for make in (Engine, AsyncEngine):
+        with pytest.raises(TypeError, match=say(name)):
+            make(**{name: True})  # type: ignore[arg-type]
+
+
+def test_names_that_the_constructor_knows_still_work() -> None:
+    assert engine_config(None, {"max_model_len": 64}).model.context_length == 64
+    assert engine_config(None, {"gpu_memory_utilization": 0.5}).memory.mem_fraction_static == 0.5
+
+
+@pytest.mark.parametrize("name", OUR_WAY)
+def test_as_an_option_of_a_call(name: str) -> None:
+    with pytest.raises(TypeError, match=say(name)):
+        to_generate("a", None, None, stream=False, options={name: 1})
+
+
+def test_an_argument_of_the_constructor_as_an_option_of_a_call() -> None:
+    with pytest.raises(TypeError, match="the constructor of the engine takes it"):
+        to_generate("a", None, None, stream=False, options={"page_size": 1})
+
+
+@pytest.mark.parametrize("name", OUR_WAY)
+def test_as_a_sampling_parameter(name: str) -> None:
+    for make in (lambda: SamplingParams(**{name: 1}), lambda: SamplingParams.parse({name: 1})):  # type: ignore[arg-type]
+        with pytest.raises(UnknownParameterError, match=say(name)):
+            make()
