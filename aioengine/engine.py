@@ -12,7 +12,7 @@ from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.foreign_names import no_attribute
 from aioengine.frontend import asks, calls, info, profiling
-from aioengine.frontend.assembly import blueprint_of
+from aioengine.frontend.assembly import parts_of
 from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.info import TokenizerNamespace
 from aioengine.frontend.loops import running_loop
@@ -54,22 +54,24 @@ class AsyncEngine:
     _run: EngineRun | None = None  # also where the constructor failed
 
     def __init__(self, model_path: str | None = None, **arguments: object) -> None:
-        config = engine_config(model_path, arguments)
-        self._init(lambda: blueprint_of(config), config.progress)
+        self._init(*parts_of(engine_config(model_path, arguments)))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
         """An engine of a config that was made by ``args.engine_config`` or by hand."""
-        return cls.from_blueprint(lambda: blueprint_of(config), progress=config.progress)
+        engine = cls.__new__(cls)
+        engine._init(*parts_of(config))
+        return engine
 
     @classmethod
     def from_blueprint(cls, prepare: Callable[[], Blueprint], *, progress: bool | None = False) -> Self:
         """An engine of other parts than a model folder's, as ``aioengine.testing.fake_engine`` makes them."""
         engine = cls.__new__(cls)
-        engine._init(prepare, progress)
+        engine._init(prepare, progress, "")
         return engine
 
-    def _init(self, prepare: Callable[[], Blueprint], progress: bool | None) -> None:
+    def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
+        self._model_name = model_name
         self._prepare = prepare
         self._progress = progress
         self._choice = threading.Lock()
@@ -136,7 +138,7 @@ class AsyncEngine:
             warnings.warn(f"{self!r} was not shut down", ResourceWarning, stacklevel=1, source=self)
 
     def __repr__(self) -> str:
-        return f"<AsyncEngine {self.health()['state']}>"
+        return info.described("AsyncEngine", self._model_name, self.health()["state"])
 
     if not TYPE_CHECKING:  # type checkers would take it for a sign that every attribute exists
 

@@ -15,7 +15,7 @@ from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.foreign_names import no_attribute
 from aioengine.frontend import asks, calls, info, profiling
-from aioengine.frontend.assembly import blueprint_of
+from aioengine.frontend.assembly import parts_of
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
 from aioengine.frontend.info import TokenizerNamespace
 from aioengine.frontend.outputs import EndOfOutput
@@ -123,22 +123,24 @@ class Engine:
     """
 
     def __init__(self, model_path: str | None = None, **arguments: object) -> None:
-        config = engine_config(model_path, arguments)
-        self._init(lambda: blueprint_of(config), config.progress)
+        self._init(*parts_of(engine_config(model_path, arguments)))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
         """An engine of a config that was made by ``args.engine_config`` or by hand."""
-        return cls.from_blueprint(lambda: blueprint_of(config), progress=config.progress)
+        engine = cls.__new__(cls)
+        engine._init(*parts_of(config))
+        return engine
 
     @classmethod
     def from_blueprint(cls, prepare: Callable[[], Blueprint], *, progress: bool | None = False) -> Self:
         """An engine of other parts than a model folder's, as ``aioengine.testing.fake_engine`` makes them."""
         engine = cls.__new__(cls)
-        engine._init(prepare, progress)
+        engine._init(prepare, progress, "")
         return engine
 
-    def _init(self, prepare: Callable[[], Blueprint], progress: bool | None) -> None:
+    def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
+        self._model_name = model_name
         self._pid = os.getpid()
         bars = ProgressBars(progress)
         self._portal = Portal("aioengine")
@@ -172,7 +174,7 @@ class Engine:
             warnings.warn("an Engine was not shut down", ResourceWarning, stacklevel=1, source=self)
 
     def __repr__(self) -> str:
-        return f"<Engine {info.state(self._frontend)}>"
+        return info.described("Engine", self._model_name, info.state(self._frontend))
 
     if not TYPE_CHECKING:  # type checkers would take it for a sign that every attribute exists
 

@@ -72,6 +72,9 @@ class Tokenizer:
         own = read_chat_templates(self.folder, self._config, older_template)
         self._chats = ChatTemplates(own if chat_template is None else {DEFAULT: chat_template}, self.special_tokens)
 
+    def __repr__(self) -> str:
+        return f"<Tokenizer {type(self._fast.model).__name__}, vocab_size={self.vocab_size}, {str(self.folder)!r}>"
+
     # ------------------------------------------------------------ facts
 
     @property

@@ -13,10 +13,18 @@ from aioengine.resolve import resolve
 from aioengine.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aioengine.config import EngineConfig
     from aioengine.frontend.frontend import Processes
     from aioengine.supervision.supervisor import Events
     from aioengine.tokenizer import Tokenizer
+
+
+def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
+    """What an engine is made of: its blueprint, made when it starts; its progress bars; the name of its model."""
+    path = config.model.path
+    return partial(blueprint_of, config), config.progress, "demo model" if path is None else repr(path)
 
 
 def blueprint_of(config: EngineConfig) -> Blueprint:

@@ -87,6 +87,11 @@ class TokenizerNamespace:
         self._frontend.abort_request(rid, abort_all)
 
 
+def described(kind: str, model: str, state: str) -> str:
+    """The ``repr`` of an engine; ``model`` may be empty."""
+    return f"<{' '.join(filter(None, (kind, model, state)))}>"
+
+
 def state(frontend: Frontend) -> str:
     """The word for how the engine is."""
     failure = frontend.failure

@@ -12,10 +12,12 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from aioengine.args import engine_config
 from aioengine.config import DeliveryConfig
 from aioengine.engine import AsyncEngine
 from aioengine.errors import (
@@ -69,6 +71,15 @@ class TestStart:
         unused = World().engine
         await unused.shutdown()
         assert unused.health() == {"state": "closed", "processes": []}
+
+    async def test_the_repr_names_the_model_and_the_state(self, tmp_path: Path) -> None:
+        assert repr(AsyncEngine()) == "<AsyncEngine demo model starting>"
+        assert repr(AsyncEngine("Qwen/Qwen3-0.6B")) == "<AsyncEngine 'Qwen/Qwen3-0.6B' starting>"
+        folder = str(tmp_path / "missing")
+        engine = AsyncEngine.from_config(engine_config(folder, {}))
+        with pytest.raises(ValueError, match="missing"):
+            await engine.start()
+        assert repr(engine) == f"<AsyncEngine {folder!r} closed>"
 
     async def test_files_that_cannot_be_read(self) -> None:
         def prepare() -> Blueprint:

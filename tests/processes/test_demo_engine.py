@@ -94,6 +94,11 @@ def test_chunks_pages_and_want_of_memory_change_nothing(
         assert (num_preemptions > 0) is ("max_total_tokens" in way)
 
 
+def test_the_repr_names_the_model_and_the_state(engine: Engine) -> None:
+    assert repr(engine) == "<Engine demo model running>"
+    assert repr(engine.tokenizer).startswith("<Tokenizer BPE, vocab_size=")
+
+
 def test_a_stream_is_the_whole_answer(engine: Engine, alone: list[tuple[str, list[int], object]]) -> None:
     for prompt, sampling, (text, output_ids, reason) in zip(PROMPTS, SAMPLINGS, alone, strict=True):
         chunks = list(engine.generate(prompt, {**sampling, "stream_interval": 3}, stream=True))

@@ -246,6 +246,11 @@ def test_a_template_in_a_file(llama: Sample, tmp_path: Path) -> None:
         tokenizer.apply_chat_template(MESSAGES, chat_template=str(file))
 
 
+def test_the_repr_has_the_type_and_the_size(llama: Sample, tmp_path: Path) -> None:
+    tokenizer = chatty(tmp_path, llama)
+    assert repr(tokenizer) == f"<Tokenizer BPE, vocab_size={tokenizer.vocab_size}, {str(tmp_path)!r}>"
+
+
 def test_compiled_templates_are_few(llama: Sample, tmp_path: Path) -> None:
     tokenizer = chatty(tmp_path, llama)
     for number in range(3 * MAX_COMPILED):
