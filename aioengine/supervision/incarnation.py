@@ -201,9 +201,10 @@ class Incarnation:
             self._lose(None, failure, is_final=not is_lost)
 
     def _pump_failed(self, error: EngineDeadError) -> None:
-        """Nothing is received any more, so nothing that waits can end."""
+        """Nothing is received any more, so nothing that waits can end, also while a detokenizer is replaced."""
         if self._handshake is not None:
             self._handshake.broke(error)
+        self._is_broken = False
         self._lose(None, error, is_final=True)
 
     def _dispatch(self, messages: list[Message]) -> None:

@@ -42,6 +42,10 @@ _PATIENCE: Final = 10.0
 _MIN_PATIENCE_S: Final = 60.0
 """New children hang that are not ready after so many times what the first start took, and so many seconds at least."""
 
+_MIN_RETRY_S: Final = 0.1
+_MAX_RETRY_S: Final = 3.0
+"""The pause after a replacement that could not start; it doubles each time, for what was lacking may come back."""
+
 _TICK_S: Final = 0.05
 """So often the deadlines of requests that wait here are looked at."""
 
@@ -231,7 +235,7 @@ class Supervisor:
 
         But a detokenizer that cannot be replaced alone was lost together with the scheduler.
         """
-        is_mendable = loss.is_mendable
+        is_mendable, pause_s = loss.is_mendable, _MIN_RETRY_S
         while not self._is_ended:
             try:
                 await (self._incarnation.mend() if is_mendable else self._replace_all())
@@ -241,6 +245,9 @@ class Supervisor:
                     self._fail(loss.error)
                     return
                 warn(logger, "the engine's processes could not be replaced, trying again: %s", startup_error)
+                if not is_mendable:
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _MAX_RETRY_S)
                 is_mendable = False
                 continue
             if not self._is_ended:  # by another thread

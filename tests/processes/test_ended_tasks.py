@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from typing import TYPE_CHECKING, NoReturn
 
 import psutil
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from aioengine.engine import AsyncEngine
 
 process = pytest.mark.process
-launchers = pytest.mark.parametrize("processes", [False, pytest.param(True, marks=process)])
 LONG = {"max_new_tokens": 1000}
 
 
@@ -76,6 +76,24 @@ async def test_a_replacement_that_cannot_be_made_at_first_is_tried_again(monkeyp
         kill_scheduler(engine)
         assert await asking == expected
         assert failures == []
+
+
+async def test_a_shortage_of_a_moment_does_not_use_up_the_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = await undisturbed(has_answers=True)
+    async with fake_async_engine(ANSWERS, max_restarts=3) as engine:
+        supervisor, over_at = supervisor_of(engine), time.monotonic() + 0.2
+        make = supervisor._make
+
+        def fail_for_a_while(*arguments: object) -> object:
+            if time.monotonic() < over_at:
+                raise OSError("no file descriptor is free")
+            return make(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(supervisor, "_make", fail_for_a_while)
+        asking = asyncio.create_task(ask_all(engine, stream=True))
+        await until(lambda: engine.stats()["num_streams"])
+        kill_scheduler(engine)
+        assert await asking == expected
 
 
 @pytest.mark.parametrize("step", ["_make", "end"])
@@ -147,9 +165,9 @@ def engine_tasks() -> list[asyncio.Task[object]]:
     return [task for task in asyncio.all_tasks() if task.get_name().startswith("aioengine-")]
 
 
-@launchers
-async def test_an_engine_whose_tasks_are_all_cancelled_is_dead_at_once(processes: bool) -> None:
-    engine = fake_async_engine(ANSWERS, processes=processes)
+@process
+async def test_an_engine_whose_tasks_are_all_cancelled_is_dead_at_once() -> None:
+    engine = fake_async_engine(ANSWERS, processes=True)
     await engine.start()
     pids = [one["pid"] for one in engine.health()["processes"]]
     calls = [engine.async_generate("a story", LONG) for _ in range(3)]
@@ -162,8 +180,7 @@ async def test_an_engine_whose_tasks_are_all_cancelled_is_dead_at_once(processes
         with pytest.raises(EngineDeadError, match="task 'aioengine-pump' was cancelled") as raised:
             await (call if not callable(call) else call("a story", LONG))
         assert (raised.value.role, raised.value.pid) == ("frontend", os.getpid())
-    if processes:
-        await until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    await until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     await engine.shutdown()
     assert engine_tasks() == []
 
@@ -183,6 +200,19 @@ async def test_a_recovery_that_is_cancelled_ends_every_call() -> None:
     pids = engine.get_all_child_pids()
     await engine.shutdown()
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@process
+async def test_an_engine_whose_pump_is_cancelled_while_a_detokenizer_is_replaced_is_dead() -> None:
+    async with fake_async_engine(ANSWERS, processes=True) as engine:
+        call = asyncio.ensure_future(engine.async_generate("a story", LONG))
+        await asyncio.sleep(0)
+        supervisor_of(engine)._incarnation._launcher.children[1].kill()
+        await until(lambda: supervisor_of(engine)._recovery)
+        [pump] = [task for task in engine_tasks() if task.get_name() == "aioengine-pump"]
+        pump.cancel()
+        with pytest.raises(EngineDeadError, match="task 'aioengine-pump' was cancelled"):
+            await call
 
 
 @process
