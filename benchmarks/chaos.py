@@ -4,10 +4,13 @@
 
 Real processes with a fake model, whose output is known, so every byte that anybody reads is compared. Beside the load:
 SIGKILL and SIGSTOP to the engine's processes, requests that kill the scheduler (one of them fails, nobody else),
-requests that are wrong in all kinds of ways, and garbage on the engine's sockets. Nobody may wait for longer than
-a minute. At the end nothing may be left: requests, pages, processes, descriptors, threads, files.
+requests that are wrong in all kinds of ways, garbage on the engine's sockets, stop patterns that take exponential
+time, texts at which the tokenizer panics, a signal handler and finalizers that abort requests, times without a free
+file descriptor, and other engines whose tasks are cancelled. Nobody may wait for longer than a minute, and no callback
+of the program's loop may use more than 50 ms of CPU time. At the end nothing may be left: requests, pages, processes,
+descriptors, threads, files.
 
-The exit status is 1 after any mismatch, hang or leak, and the seed repeats the choices (not the timing).
+The exit status is 1 after any mismatch, hang, leak or slow callback, and the seed repeats the choices (not the timing).
 """
 
 from __future__ import annotations
@@ -29,17 +32,21 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import chaos_program
+import msgspec
 import psutil
 import zmq
+from chaos_program import AbortingFinalizer, AbortingSignalHandler, CallbackWatch, PanickingTokenizer
 
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineOverloadedError, RequestError
-from aioengine.testing.fake_engine import FakeSetup
+from aioengine.testing.fake_engine import FakeSetup, tokenizer_folder
 from aioengine.testing.faults import Faults
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from aioengine.frontend.startup import Blueprint
     from aioengine.stream import Stream
 
 NUM_PROMPTS = 24
@@ -51,6 +58,9 @@ POISON = "\x07"
 KILL_EVERY_S = (1.0, 5.0)
 STOP_EVERY_S = (1.0, 4.0)
 POISON_EVERY_S = (6.0, 15.0)
+SHORTAGE_EVERY_S = (5.0, 15.0)
+CANCEL_EVERY_S = (4.0, 10.0)
+MAX_CALLBACK_S = 0.05
 SETTLE_S = 30.0
 
 
@@ -70,6 +80,8 @@ class Chaos:
         self._place = place
         self._draw = random.Random(seed)
         self._num_asked = 0
+        self._descriptors = asyncio.Lock()  # held where they are short, and where this program needs some
+        self._handler = AbortingSignalHandler(engine, seed)
 
     def prompt(self, number: int) -> str:
         """Some share long beginnings, some are long."""
@@ -87,7 +99,8 @@ class Chaos:
         """Ask for one thing after the other."""
         behaviours = [
             self.whole, self.read, self.read, self.dawdle, self.leave, self.leave, self.drop, self.abort, self.batch,
-            self.come_back, self.come_back, self.hurry, self.stand_in_line,
+            self.come_back, self.come_back, self.hurry, self.stand_in_line, self.be_interrupted, self.be_collected,
+            self.match_slowly, self.panic,
         ]  # fmt: skip
         while not self.is_over:
             behaviour = self._draw.choice(behaviours)
@@ -174,6 +187,52 @@ class Chaos:
         rid = f"abort-{self._num_asked}"
         stream = self.stream(number, length, rid=rid, **options)
         asyncio.get_running_loop().call_later(self._draw.random() * 0.1, self.engine.abort_request, rid)
+        await self.read_aborted(stream, number, length)
+
+    async def be_interrupted(self) -> None:
+        """The signal handler may abort this request."""
+        number, length, options = self.ask()
+        stream = self.stream(number, length, **options)
+        self._handler.targets.append(stream)
+        try:
+            await self.read_aborted(stream, number, length)
+        finally:
+            self._handler.targets.remove(stream)
+
+    async def be_collected(self) -> None:
+        """A finalizer aborts this request and closes another, when garbage collection comes to it."""
+        number, length, options = self.ask()
+        stream = self.stream(number, length, **options)
+        AbortingFinalizer(self.engine, stream, self.stream(number, length, **options))
+        await self.read_aborted(stream, number, length)
+
+    async def match_slowly(self) -> None:
+        """The request with the slow pattern may fail, alone."""
+        number, length, options = self.ask()
+        params = {
+            "max_new_tokens": length,
+            "temperature": 0,
+            "stop_regex": self._draw.choices(chaos_program.SLOW_PATTERNS, k=self._draw.randint(1, 3)),
+        }
+        try:
+            await self.engine.async_generate(self.prompt(number), params, **options)  # type: ignore[call-overload]
+        except RequestError as error:
+            self.counts["slow patterns ended"] += 1
+            if error.stage == "crash":
+                raise
+
+    async def panic(self) -> None:
+        """The request at whose text the tokenizer panics fails, alone."""
+        try:
+            await self.engine.async_generate(f"x{chaos_program.PANIC}", {"max_new_tokens": 5})
+            self.problems.append("a request at whose text the tokenizer panics got an answer")
+            self.counts["mismatches"] += 1
+        except RequestError as error:
+            if error.stage != "tokenize":
+                raise
+            self.counts["panics"] += 1
+
+    async def read_aborted(self, stream: Stream, number: int, length: int) -> None:
         text, reason = "", ""
         async for chunk in stream:
             text += chunk["text"]
@@ -298,9 +357,32 @@ class Chaos:
             self.engine.attach("nobody", 10**12)
         self.engine.abort_request("nobody")
 
+    async def use_up_descriptors(self) -> None:
+        """For a while, in which processes may die."""
+        async with self._descriptors:
+            undo = chaos_program.use_up_descriptors(self._draw.choice([0, 0, 1, 3, 10]))
+            self.counts["descriptor shortages"] += 1
+            try:
+                await asyncio.sleep(self._draw.random())
+                if self._draw.random() < 0.5:
+                    await self.kill()
+                await asyncio.sleep(self._draw.random())
+            finally:
+                undo()
+
+    async def cancel_tasks(self) -> None:
+        """Of another engine, on a loop of its own."""
+        blueprint = setup_of(self._draw.randrange(1000), kills=False).blueprint
+        seed = self._draw.randrange(1000)
+        async with self._descriptors:
+            counts, problems = await asyncio.to_thread(chaos_program.cancel_tasks, blueprint, seed)
+        self.counts += counts
+        self.problems += problems
+
     async def send_garbage(self) -> None:
         """To every socket that the engine has now."""
-        await asyncio.to_thread(self._send_garbage)
+        async with self._descriptors:
+            await asyncio.to_thread(self._send_garbage)
 
     def _send_garbage(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -329,14 +411,24 @@ class Chaos:
             self.every((0.5, 2.0), self.send_garbage),
         ]
         if kills:
-            disturbing += [self.every(KILL_EVERY_S, self.kill), self.every(POISON_EVERY_S, self.poison)]
-        async with asyncio.TaskGroup() as group:
-            for act in disturbing:
-                group.create_task(act)
-            for _ in range(num_workers):
-                group.create_task(self.work())
-            await asyncio.sleep(seconds)
-            self.is_over = True
+            disturbing += [
+                self.every(KILL_EVERY_S, self.kill),
+                self.every(POISON_EVERY_S, self.poison),
+                self.every(SHORTAGE_EVERY_S, self.use_up_descriptors),
+                self.every(CANCEL_EVERY_S, self.cancel_tasks),
+            ]
+        with CallbackWatch(MAX_CALLBACK_S) as watch, self._handler:
+            async with asyncio.TaskGroup() as group:
+                for act in disturbing:
+                    group.create_task(act)
+                for _ in range(num_workers):
+                    group.create_task(self.work())
+                await asyncio.sleep(seconds)
+                self.is_over = True
+        self.counts["signals handled"] = self._handler.num_calls
+        self.counts["slow callbacks"] = len(watch.slow)
+        self.counts["longest callback, us"] = round(watch.longest_s * 1e6)
+        self.problems += watch.slow
 
     async def settle(self) -> None:
         """Nothing may be left in the engine."""
@@ -378,6 +470,11 @@ def setup_of(seed: int, *, kills: bool) -> FakeSetup:
     )
 
 
+def blueprint_of(setup: FakeSetup) -> Blueprint:
+    """With a tokenizer that panics on some texts."""
+    return msgspec.structs.replace(setup.blueprint(), load_tokenizer=lambda: PanickingTokenizer(tokenizer_folder()))
+
+
 def held() -> dict[str, int]:
     """What this process holds of the system's."""
     gc.collect()
@@ -395,7 +492,7 @@ async def unleash(seconds: float, *, seed: int, num_workers: int, kills: bool) -
             await engine.async_generate("x", {"max_new_tokens": 2})
         await asyncio.to_thread(int)  # a thread of the loop's own
         before = held()
-        async with AsyncEngine.from_blueprint(setup.blueprint) as engine:
+        async with AsyncEngine.from_blueprint(lambda: blueprint_of(setup)) as engine:
             chaos = Chaos(engine, Path(folder), seed)
             try:
                 async with asyncio.timeout(seconds + 3 * HANG_S):
@@ -427,14 +524,14 @@ def main() -> int:
             60 * arguments.minutes, seed=arguments.seed, num_workers=arguments.workers, kills=not arguments.no_kills
         )
     )
-    counts = {"mismatches": 0, "hangs": 0, "leaks": 0, **chaos.counts}
+    counts = {"mismatches": 0, "hangs": 0, "leaks": 0, "slow callbacks": 0, **chaos.counts}
     if arguments.json:
         print(json.dumps({"minutes": arguments.minutes, "counts": counts, "problems": chaos.problems}))
     else:
         for name, count in sorted(counts.items()):
             print(f"{count:>12,}  {name.replace('_', ' ')}")
         print(*chaos.problems, sep="\n")
-    return 1 if counts["mismatches"] or counts["hangs"] or counts["leaks"] else 0
+    return 1 if any(counts[name] for name in ("mismatches", "hangs", "leaks", "slow callbacks")) else 0
 
 
 if __name__ == "__main__":
