@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.info import Health, ModelInfo, Outcome, __version__
     from aioengine.frontend.profiling import ProfileOptions
     from aioengine.params import SamplingParams
+    from aioengine.signatures import EngineArguments
     from aioengine.stream import Generation, Stream
     from aioengine.sync import ChunkIterator, Engine
     from aioengine.utils import async_stream_and_merge, stream_and_merge, trim_overlap
@@ -79,6 +80,7 @@ _HOMES = {
     ),
     "aioengine.frontend.info": ("Health", "ModelInfo", "Outcome", "__version__"),
     "aioengine.params": ("SamplingParams",),
+    "aioengine.signatures": ("EngineArguments",),
     "aioengine.stream": ("Generation", "Stream"),
     "aioengine.sync": ("ChunkIterator", "Engine"),
     "aioengine.utils": ("async_stream_and_merge", "stream_and_merge", "trim_overlap"),
@@ -93,6 +95,7 @@ __all__ = [
     "ChunkInfo",
     "ChunkIterator",
     "Engine",
+    "EngineArguments",
     "EngineClosedError",
     "EngineDeadError",
     "EngineDrainingError",
@@ -134,7 +137,8 @@ def __getattr__(name: str) -> object:
             globals()[name] = value
             return value
     error = no_attribute(f"module {__name__!r}", name)
-    if name in OUR_WAY and sys._getframe(1).f_code.co_name == "_handle_fromlist":
+    caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    if name in OUR_WAY and caller.f_code.co_name == "_handle_fromlist":
         # "from aioengine import LLM" replaces an AttributeError by an ImportError without its text.
         raise ImportError(str(error), name=__name__)
     raise error

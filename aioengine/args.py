@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Final, cast
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from aioengine import checks
 from aioengine.chat_template import MAX_TEMPLATE_BYTES
@@ -27,17 +27,44 @@ from aioengine.config import (
     SupervisionConfig,
 )
 from aioengine.foreign_names import our_way
+from aioengine.resolve import CPU_LIMITS, CPU_MEMORY_FRACTION, GPU_GRAPH_ROWS, GPU_LIMITS, GPU_MEMORY_FRACTION
 
 Check = Callable[[str, object], object]
 
 
 class Argument(Struct, frozen=True):
-    """One public argument: ``place`` is "section.field" or "field" of EngineConfig, ``kind`` what a flag reads."""
+    """One public argument.
+
+    place: "section.field" or "field" of EngineConfig, where its default stands. kind: what a flag reads. unset: the
+    default in words, where EngineConfig has None, "auto" or nothing.
+    """
 
     place: str
     kind: str
     check: Check
     help: str
+    unset: str = ""
+
+    @property
+    def default(self) -> object:
+        """The value of the argument where it is left out; None where it is found on starting."""
+        section, _, field = self.place.rpartition(".")
+        value = (_DEFAULTS[section] if section else _DEFAULTS)[field]
+        if self.check is _negated:
+            return not value
+        return value or None if self.unset else value
+
+    @property
+    def default_text(self) -> str:
+        """The default as the documentation has it."""
+        if self.unset:
+            return self.unset
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    @property
+    def description(self) -> str:
+        """One line for ``--help``."""
+        return f"{self.help} (default: {self.default_text})"
 
 
 def _text(name: str, value: object) -> str:
@@ -113,24 +140,32 @@ _dtypes = _words(
 _A_DAY: Final = 86400.0
 MAX_WEIGHT: Final = 1e6
 
+_DEFAULTS: Final = cast("dict[str, dict[str, object]]", to_builtins(EngineConfig()))
+
 ARGUMENTS: Final[dict[str, Argument]] = {
-    "model_path": Argument("model.path", "text", _text, "folder or hub id of the model (default: the demo model)"),
-    "tokenizer_path": Argument("model.tokenizer_path", "text", _text, "folder or hub id of the tokenizer"),
-    "revision": Argument("model.revision", "text", _text, "branch, tag or commit of the hub"),
-    "download_dir": Argument("model.download_dir", "text", _text, "where downloads go (default: the hub's cache)"),
+    "model_path": Argument("model.path", "text", _text, "folder or hub id of the model", unset="the demo model"),
+    "tokenizer_path": Argument(
+        "model.tokenizer_path", "text", _text, "folder or hub id of the tokenizer", unset="the model's folder"
+    ),
+    "revision": Argument("model.revision", "text", _text, "branch, tag or commit of the hub", unset="the main branch"),
+    "download_dir": Argument("model.download_dir", "text", _text, "where downloads go", unset="the hub's cache"),
     "load_format": Argument(
         "model.load_format", "text", _words("auto", "safetensors", "dummy"), "auto, safetensors, or dummy weights"
     ),
     "dtype": Argument("model.dtype", "text", _dtypes, "auto, bfloat16, float16 or float32"),
     "context_length": Argument(
-        "model.context_length", "whole", _whole(1), "tokens of prompt and output (default: the model's)"
+        "model.context_length", "whole", _whole(1), "tokens of prompt and output", unset="the model's"
     ),
     "trust_remote_code": Argument(
         "model.trust_remote_code", "switch", checks.switch, "no effect: no code of a model folder is run"
     ),
     "skip_tokenizer_init": Argument("model.tokenizer", "switch", _negated, "token ids in, token ids out, no text"),
     "chat_template": Argument(
-        "model.chat_template", "text", _template, "text or file of a chat template in place of the model's own"
+        "model.chat_template",
+        "text",
+        _template,
+        "text or file of a chat template in place of the model's own",
+        unset="the model's",
     ),
     "device": Argument("device.name", "text", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
     "attention_backend": Argument(
@@ -143,16 +178,42 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "device.batch_invariant", "switch", checks.switch, "the same bits in any batch on a GPU too (a CPU always does)"
     ),
     "disable_cuda_graph": Argument("device.cuda_graphs", "switch", _negated, "no CUDA graphs"),
-    "cuda_graph_max_bs": Argument("device.cuda_graph_max_rows", "whole", _whole(1, 65536), "most rows of a CUDA graph"),
-    "page_size": Argument("memory.page_size", "whole", _whole(1, 1024), "tokens of a page of KV memory (default: 16)"),
-    "max_total_tokens": Argument("memory.max_total_tokens", "whole", _whole(1), "size of the KV pool in tokens"),
+    "cuda_graph_max_bs": Argument(
+        "device.cuda_graph_max_rows",
+        "whole",
+        _whole(1, 65536),
+        "most rows of a CUDA graph",
+        unset=f"max_running_requests, {GPU_GRAPH_ROWS} at most",
+    ),
+    "page_size": Argument("memory.page_size", "whole", _whole(1, 1024), "tokens of a page of KV memory"),
+    "max_total_tokens": Argument(
+        "memory.max_total_tokens",
+        "whole",
+        _whole(1),
+        "size of the KV pool in tokens",
+        unset="what fits into the memory",
+    ),
     "mem_fraction_static": Argument(
-        "memory.mem_fraction_static", "number", _number(0, 1), "share of the memory for weights and KV pool"
+        "memory.mem_fraction_static",
+        "number",
+        _number(0, 1),
+        "share of the memory for weights and KV pool",
+        unset=f"{GPU_MEMORY_FRACTION} on a GPU, {CPU_MEMORY_FRACTION} on a CPU",
     ),
     "disable_radix_cache": Argument("memory.prefix_cache", "switch", _negated, "no prefix cache"),
-    "max_running_requests": Argument("scheduler.max_running", "whole", _whole(1, 65536), "requests computed at once"),
+    "max_running_requests": Argument(
+        "scheduler.max_running",
+        "whole",
+        _whole(1, 65536),
+        "requests computed at once",
+        unset=f"{GPU_LIMITS[1]} on a GPU, {CPU_LIMITS[1]} on a CPU",
+    ),
     "chunked_prefill_size": Argument(
-        "scheduler.chunk_tokens", "whole", _chunk, "tokens of one step; -1: prompts are never split"
+        "scheduler.chunk_tokens",
+        "whole",
+        _chunk,
+        "tokens of one step; -1: prompts are never split",
+        unset=f"{GPU_LIMITS[0]} on a GPU, {CPU_LIMITS[0]} on a CPU",
     ),
     "schedule_policy": Argument(
         "scheduler.policy",
@@ -161,18 +222,14 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "fcfs, longest_prefix (lpm) or priority",
     ),
     "tenant_weights": Argument(
-        "scheduler.tenant_weights", "text", _weights, "tenant=weight,...: shares of the engine (default: 1 each)"
+        "scheduler.tenant_weights", "text", _weights, "tenant=weight,...: shares of the engine", unset="1 each"
     ),
     "disable_overlap_schedule": Argument(
         "scheduler.overlap", "switch", _negated, "read each step before the next is launched (a CPU always does)"
     ),
-    "max_queued_requests": Argument("queue.max_requests", "whole", _whole(0), "requests that may wait (default: 4096)"),
-    "max_queued_tokens": Argument(
-        "queue.max_tokens", "whole", _whole(0), "prompt tokens that may wait (default: 4194304)"
-    ),
-    "max_queued_bytes": Argument(
-        "queue.max_bytes", "whole", _whole(0), "bytes of the prompts of open calls (default: 268435456)"
-    ),
+    "max_queued_requests": Argument("queue.max_requests", "whole", _whole(0), "requests that may wait"),
+    "max_queued_tokens": Argument("queue.max_tokens", "whole", _whole(0), "prompt tokens that may wait"),
+    "max_queued_bytes": Argument("queue.max_bytes", "whole", _whole(0), "bytes of the prompts of open calls"),
     "slow_reader": Argument(
         "delivery.slow_reader",
         "text",
@@ -183,19 +240,19 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "delivery.slow_reader_timeout_s",
         "number",
         _number(0, _A_DAY),
-        "seconds that a reader may stay away (default: 30)",
+        "seconds that a reader may stay away",
     ),
     "max_restarts": Argument(
         "supervision.max_restarts",
         "whole",
         _whole(0),
-        "replacements of lost processes before the engine gives up (default: 3; 0: none)",
+        "replacements of lost processes before the engine gives up; 0: none",
     ),
     "restart_window": Argument(
         "supervision.restart_window_s",
         "number",
         _number(0, _A_DAY),
-        "seconds within which max_restarts counts (default: 600)",
+        "seconds within which max_restarts counts",
     ),
     "stall_timeout": Argument(
         "supervision.stall_timeout_s",
@@ -206,11 +263,9 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "startup_timeout": Argument(
         "supervision.startup_timeout_s", "number", _number(0, _A_DAY), "seconds that starting may take"
     ),
-    "stream_interval": Argument(
-        "stream_interval", "whole", _whole(1), "output tokens between two chunks of a stream (default: 1)"
-    ),
+    "stream_interval": Argument("stream_interval", "whole", _whole(1), "output tokens between two chunks of a stream"),
     "random_seed": Argument(
-        "random_seed", "whole", _whole(0, 2**63 - 1), "seed from which the seeds of requests are drawn"
+        "random_seed", "whole", _whole(0, 2**63 - 1), "seed from which the seeds of requests are drawn", unset="drawn"
     ),
     "log_level": Argument(
         "log_level",
@@ -218,7 +273,7 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         _words("debug", "info", "warning", "error", "critical"),
         "debug, info, warning, error or critical",
     ),
-    "progress": Argument("progress", "switch", checks.switch, "progress bars (default: where stderr is a terminal)"),
+    "progress": Argument("progress", "switch", checks.switch, "progress bars", unset="where stderr is a terminal"),
 }
 """Every argument that works, in the order of the documentation."""
 
@@ -325,7 +380,7 @@ _SECTIONS: Final[dict[str, type[Struct]]] = {
 }
 
 
-def engine_config(model_path: str | None, arguments: Mapping[str, object]) -> EngineConfig:
+def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, object]) -> EngineConfig:
     """The public arguments as sections. None means the default, for every argument.
 
     Raises:

@@ -23,6 +23,7 @@ from aioengine.stream import Generation, Stream
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
+    from pathlib import PurePath
     from types import TracebackType
     from typing import Self, Unpack
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
     from aioengine.frontend.profiling import ProfileOptions
     from aioengine.frontend.startup import Blueprint
+    from aioengine.signatures import EngineArguments
     from aioengine.tokenizer import Tokenizer
 
 
@@ -44,7 +46,7 @@ class AsyncEngine:
     ``await engine.start()`` and ``await engine.shutdown()`` do the same. It may be made anywhere, also before a fork,
     and belongs to the process and to the loop that start it. A call from another loop raises ``WrongLoopError``
     (``Engine`` serves any loop and thread). After its shutdown it can be started again. Without a ``model_path`` it
-    runs the small demo model of the package. ``aioengine.args.ARGUMENTS`` lists all arguments.
+    runs the small demo model of the package. ``help(EngineArguments)`` describes all arguments.
 
     Raises:
         TypeError: an argument that does not exist, or a value of the wrong type.
@@ -53,7 +55,8 @@ class AsyncEngine:
 
     _run: EngineRun | None = None  # also where the constructor failed
 
-    def __init__(self, model_path: str | None = None, **arguments: object) -> None:
+    @signatures.engine_arguments
+    def __init__(self, model_path: str | PurePath | None = None, **arguments: Unpack[EngineArguments]) -> None:
         self._init(*parts_of(engine_config(model_path, arguments)))
 
     @classmethod

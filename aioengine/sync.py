@@ -26,6 +26,7 @@ from aioengine.stream import Generation, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import PurePath
     from types import TracebackType
     from typing import Self, Unpack
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.outputs import Reader
     from aioengine.frontend.profiling import ProfileOptions
     from aioengine.frontend.startup import Blueprint
-    from aioengine.signatures import Chat, Generate
+    from aioengine.signatures import Chat, EngineArguments, Generate
     from aioengine.tokenizer import Tokenizer
 
 
@@ -114,7 +115,7 @@ class Engine:
     stays closed, and every call raises ``EngineClosedError``. It belongs to the process in which it was made. Any
     number of threads may call it at once. Its ``async_`` methods may be awaited on any event loop, also on several
     one after the other. Without a ``model_path`` it runs the small demo model of the package.
-    ``aioengine.args.ARGUMENTS`` lists all arguments.
+    ``help(EngineArguments)`` describes all arguments.
 
     Raises:
         TypeError: an argument that does not exist, or a value of the wrong type.
@@ -122,7 +123,8 @@ class Engine:
         EngineStartupError: a process could not start; nothing is left behind.
     """
 
-    def __init__(self, model_path: str | None = None, **arguments: object) -> None:
+    @signatures.engine_arguments
+    def __init__(self, model_path: str | PurePath | None = None, **arguments: Unpack[EngineArguments]) -> None:
         self._init(*parts_of(engine_config(model_path, arguments)))
 
     @classmethod

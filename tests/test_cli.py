@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pty
@@ -39,6 +41,14 @@ def run(*argv: str, given: str | None = None) -> subprocess.CompletedProcess[str
 
 def parsed(*argv: str) -> flags.Arguments:
     return flags.Arguments(flags.parser().parse_args(argv))
+
+
+def test_the_help_of_every_command_has_the_default_of_every_constructor_argument() -> None:
+    for command in COMMANDS:
+        with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
+            flags.parser().parse_args([command, "--help"])
+        words = "".join(printed.getvalue().split())  # lines are broken between words and after hyphens
+        assert [name for name, of in ARGUMENTS.items() if "".join(of.description.split()) not in words] == []
 
 
 def test_every_constructor_argument_is_a_flag_of_every_command() -> None:

@@ -16,8 +16,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_every_constructor_argument_is_in_the_table(name: str) -> None:
-    assert f"| `{name}` | {ARGUMENTS[name].help} |" in README
+def test_every_constructor_argument_is_in_the_table_with_its_default(name: str) -> None:
+    assert f"| `{name}` | {ARGUMENTS[name].help} | {ARGUMENTS[name].default_text} |" in README
 
 
 def test_every_counter_and_every_state_is_explained() -> None:

@@ -68,7 +68,7 @@ def generate(arguments: Arguments) -> int:
     prompt = _piped_prompt() if arguments.prompt in (None, "-") else arguments.prompt
     if not prompt:
         return _fail('give a prompt: aioengine generate "Once upon a time"', WRONG_USAGE)
-    with Engine(arguments.model, **arguments.engine()) as engine:
+    with Engine.from_config(arguments.config()) as engine:
         if arguments.num_samples != 1:
             answers = engine.generate([prompt], {**arguments.sampling(), "n": arguments.num_samples})
             print("\n\n".join(answers["text"]))
@@ -84,7 +84,7 @@ def chat(arguments: Arguments) -> int:
     is_terminal = sys.stdin.isatty()
     opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(opening)
-    with Engine(arguments.model, **arguments.engine()) as engine:
+    with Engine.from_config(arguments.config()) as engine:
         if is_terminal:
             print("Ctrl-C ends an answer, Ctrl-D the conversation.", file=sys.stderr)
         while (line := _next_line(is_terminal)) is not None:
@@ -106,7 +106,7 @@ def chat(arguments: Arguments) -> int:
 
 def bench(arguments: Arguments) -> int:
     """Measure throughput and latency with made-up prompts."""
-    figures = asyncio.run(benchmark.measure(arguments.workload(), arguments.model, arguments.engine()))
+    figures = asyncio.run(benchmark.measure(arguments.workload(), arguments.config()))
     print(json.dumps(figures, indent=2) if arguments.json else report.table(figures))
     return 0
 

@@ -13,7 +13,9 @@ from aioengine import checks
 from aioengine.engine import AsyncEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
+
+    from aioengine.config import EngineConfig
 
 Figures = dict[str, float | int]
 
@@ -43,10 +45,10 @@ class Timeline(Struct):
     num_tokens: int = 0
 
 
-async def measure(workload: Workload, model_path: str | None, engine_arguments: Mapping[str, object]) -> Figures:
+async def measure(workload: Workload, config: EngineConfig) -> Figures:
     """Start an engine, run the workload once, and give throughput (tokens a second) and latencies (milliseconds)."""
     started_at = time.monotonic()
-    async with AsyncEngine(model_path, **engine_arguments) as engine:
+    async with AsyncEngine.from_config(config) as engine:
         ready_at = time.monotonic()
         vocab_size = (await engine.get_model_info())["vocab_size"]
         await _run(engine, _prompt(vocab_size, 16, seed=-1), num_tokens=2)  # the first request is never typical

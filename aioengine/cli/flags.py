@@ -14,6 +14,8 @@ from aioengine.params import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aioengine.config import EngineConfig
+
 _SAMPLING: Final[dict[str, tuple[Callable[[str], object], str]]] = {
     "max_new_tokens": (int, "output tokens at most (default: 128)"),
     "min_new_tokens": (int, "no end before so many output tokens"),
@@ -70,7 +72,7 @@ class Arguments:
 
     def check(self) -> None:
         """Raise TypeError or ValueError where a value is wrong, whatever the model and the machine."""
-        engine_config(self.model, self.engine())
+        self.config()
         if self.command == "bench":
             self.workload()
         elif self.command != "info":
@@ -99,6 +101,10 @@ class Arguments:
     @property
     def model(self) -> str | None:
         return cast("str | None", self._values["model_path"])
+
+    def config(self) -> EngineConfig:
+        """The engine that was asked for."""
+        return engine_config(self.model, self.engine())
 
     def engine(self) -> dict[str, object]:
         """The constructor's other arguments that were given."""
@@ -198,12 +204,14 @@ def _add_engine(to: argparse.ArgumentParser) -> None:
     for name, argument in ARGUMENTS.items():
         flags = ["--model", "--model-path"] if name == "model_path" else [_flag(name)]
         if name == "progress":
-            group.add_argument(*flags, action=argparse.BooleanOptionalAction, help=argument.help)
+            group.add_argument(*flags, action=argparse.BooleanOptionalAction, help=argument.description)
         elif argument.kind == "switch":
-            group.add_argument(*flags, dest=name, action="store_const", const=True, help=argument.help)
+            group.add_argument(*flags, dest=name, action="store_const", const=True, help=argument.description)
         else:
             metavar = "N" if argument.kind != "text" else "TEXT"
-            group.add_argument(*flags, dest=name, type=readers[argument.kind], metavar=metavar, help=argument.help)
+            group.add_argument(
+                *flags, dest=name, type=readers[argument.kind], metavar=metavar, help=argument.description
+            )
 
 
 def _flag(name: str) -> str:

@@ -1,7 +1,11 @@
-"""A program as users write it, checked by mypy and pyright in strict mode: every type here is what the call gives."""
+"""A program as users write it, checked by mypy and pyright in strict mode: every type here is what the call gives.
+
+Lines with ``type: ignore`` are mistakes that mypy reports: without its error the comment itself is one.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, assert_type
 
 from aioengine import (
@@ -10,6 +14,7 @@ from aioengine import (
     BatchOutput,
     ChunkIterator,
     Engine,
+    EngineArguments,
     EngineOverloadedError,
     FinishReason,
     Generation,
@@ -78,6 +83,8 @@ def without_asyncio(is_stream: bool) -> None:
         assert_type(reply["text"], str)
         parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
         assert_type(llm.chat(parts, stream=is_stream), Answer | BatchOutput | ChunkIterator)
+        tools = [{"type": "function", "function": {"name": "add"}}]
+        llm.chat(parts, tools=tools, enable_thinking=False, chat_template=Path("a"), chat_template_kwargs={"a": 1})
         try:
             llm.generate("a", timeout=5.0, refuse_late=True, priority=1, tenant="gold", rid="mine")
         except EngineOverloadedError as error:
@@ -88,3 +95,39 @@ def without_asyncio(is_stream: bool) -> None:
         assert_type([chunk["text"] for chunk in llm.attach("mine")], list[str])
         assert_type(llm.async_attach("mine"), Stream)
         assert_type(llm.is_alive, bool)
+
+
+def prompts_of_either_kind(llm: Engine, prompt: str | list[str], token_ids: list[int] | list[list[int]]) -> None:
+    assert_type(llm.generate(prompt), Answer | BatchOutput)
+    assert_type(llm.async_generate(prompt), Generation[Answer] | Generation[BatchOutput])
+    assert_type(llm.generate(input_ids=token_ids), Answer | BatchOutput)
+    assert_type(llm.generate(("a", "b")), BatchOutput)
+    # ``n`` stands in the value of sampling_params, which has no part in types: with n above 1 this is a BatchOutput.
+    assert_type(llm.generate("a", {"n": 2}), Answer)
+    assert_type(llm.generate(["a"], {"n": 2}), BatchOutput)
+
+
+def arguments_of_the_constructor() -> None:
+    arguments: EngineArguments = {"dtype": "bfloat16", "max_running_requests": 8, "tenant_weights": {"gold": 3}}
+    Engine("model", **arguments)
+    AsyncEngine(model_path=Path("model"), chat_template=Path("chat.jinja"), stall_timeout=30, page_size=None)
+    Engine(max_model_len=1024)  # another engine's name of context_length
+
+    Engine(dtpye="bfloat16")  # type: ignore[call-arg]
+    AsyncEngine(max_runing_requests=8)  # type: ignore[call-arg]
+    Engine(page_size="16")  # type: ignore[arg-type]
+    AsyncEngine(disable_radix_cache=1.5)  # type: ignore[arg-type]
+    Engine("model", "tokenizer")  # type: ignore[call-arg]
+    wrong: EngineArguments = {"dtpye": "bfloat16"}  # type: ignore[typeddict-unknown-key]
+    print(wrong)
+
+
+async def mistakes_in_calls(llm: Engine, engine: AsyncEngine) -> None:
+    llm.generate("a", rdi="mine")  # type: ignore[call-overload]
+    llm.generate("a", timeout="5")  # type: ignore[call-overload]
+    llm.generate("a", tools=[])  # type: ignore[call-overload]
+    llm.chat([{"role": "user", "content": "a"}], enable_thinking="yes")  # type: ignore[call-overload]
+    llm.generate(3)  # type: ignore[call-overload]
+    SamplingParams(temprature=1)  # type: ignore[call-arg]
+    await engine.generate("a")  # type: ignore[attr-defined]
+    print((await engine.async_generate("a"))["txt"])  # type: ignore[typeddict-item]

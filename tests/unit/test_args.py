@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from pathlib import Path
+from types import NoneType
+from typing import get_args, get_type_hints
 
 import pytest
 
+from aioengine import AsyncEngine, Engine, EngineArguments
 from aioengine.args import ALIASES, ARGUMENTS, engine_config
 from aioengine.config import EngineConfig
 
@@ -191,3 +195,36 @@ def test_arguments_without_meaning_give_one_warning_that_names_them() -> None:
     with pytest.warns(UserWarning, match="no effect in aioengine: host, log_requests, port") as caught:
         assert engine_config(None, {"port": 30000, "host": "::", "log_requests": True}) == EngineConfig()
     assert len(caught) == 1
+
+
+class TestTypes:
+    """The constructor's arguments, as type checkers, editors and ``help`` see them, are those of the table."""
+
+    def test_the_typed_names_are_those_that_work(self) -> None:
+        assert set(get_type_hints(EngineArguments)) == (set(ARGUMENTS) | set(ALIASES)) - {"model_path"}
+        own = [name for name in get_type_hints(EngineArguments) if name not in ALIASES]
+        assert own == [name for name in ARGUMENTS if name != "model_path"]
+
+    @pytest.mark.parametrize("name", [name for name in (*ARGUMENTS, *ALIASES) if name != "model_path"])
+    def test_every_type_allows_what_the_argument_takes(self, name: str) -> None:
+        kinds = {"whole": int, "number": float, "switch": bool, "text": str}
+        allowed = get_args(get_type_hints(EngineArguments)[name])
+        assert {kinds[ARGUMENTS[ALIASES.get(name, name)].kind], NoneType} <= set(allowed)
+
+    @pytest.mark.parametrize("make", [Engine, AsyncEngine])
+    def test_the_signature_has_every_argument_with_its_default(self, make: type) -> None:
+        found = inspect.signature(make).parameters
+        assert {name: entry.default for name, entry in found.items()} == {
+            name: argument.default for name, argument in ARGUMENTS.items()
+        }
+
+    @pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "model_path"])
+    def test_every_argument_is_described_with_its_default(self, name: str) -> None:
+        lines = " ".join((EngineArguments.__doc__ or "").split())
+        assert f" {name}: {ARGUMENTS[name].description}" in lines
+        assert Engine.__init__.__doc__ == AsyncEngine.__init__.__doc__ == EngineArguments.__doc__
+
+    def test_the_defaults_given_are_the_defaults(self) -> None:
+        given = {name: argument.default for name, argument in ARGUMENTS.items()}
+        assert engine_config(None, given) == EngineConfig()
+        assert all(argument.unset for argument in ARGUMENTS.values() if argument.default is None)
