@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 from aioengine.errors import RequestError
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import limit_threads
+from aioengine.processes.matching_queue import MatchingQueue, Token
 from aioengine.processes.open_text import ChunkColumns, OpenText
 from aioengine.processes.text_source import TextSource
 from aioengine.protocol.board import NO_END
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.board import StepBoard
 
 _STAGE = "detokenize"
+_WITH_ALL_TEXT = FinishCode.STOP, FinishCode.LENGTH
 # So many requests that ended here are remembered, since the scheduler may have ended them too before it heard of it.
 _MAX_REMEMBERED = 16_384
 
@@ -50,6 +52,7 @@ class DetokenizerService:
         self._source = source
         self._board = board
         self._open: dict[int, OpenText] = {}
+        self._matching = MatchingQueue()
         self._stopped: dict[int, None] = {}  # in order of their ends
         self._to_abort: list[int] = []
         self._chunks: list[Message] = []
@@ -62,6 +65,7 @@ class DetokenizerService:
         return len(self._stopped)
 
     def handle(self, messages: list[Message], now: float) -> None:
+        self._matching.begin()
         for message in messages:
             if isinstance(message, StepOutput):
                 if self._board is not None:
@@ -72,9 +76,13 @@ class DetokenizerService:
                     self._board.end()
                 if columns.has_news:
                     self._chunks.append(columns.as_message(num_open=len(self._open)))
+        if self._matching.is_exhausted:
+            self._matching.rest(now)
 
     def step(self, now: float) -> Outbox:
         """What came of the messages since the last call; nothing for long: an empty message, as a sign of life."""
+        if self._matching.is_due(now, has_news=bool(self._chunks)):
+            self._catch_up(now)
         to_frontend, self._chunks = self._chunks, []
         if not to_frontend and now - self._sent_at >= HEARTBEAT_S:
             to_frontend.append(TextChunks([], [], [], [], num_open=len(self._open)))
@@ -88,10 +96,12 @@ class DetokenizerService:
         return Outbox(to_peer, to_frontend)
 
     def wait_s(self, now: float) -> float:
-        return max(0.0, self._sent_at + HEARTBEAT_S - now)
+        wait_s = max(0.0, self._sent_at + HEARTBEAT_S - now)
+        return min(wait_s, self._matching.wait_s(now)) if self._matching else wait_s
 
     def close(self) -> None:
         self._open.clear()
+        self._matching = MatchingQueue()
 
     def _read(self, output: StepOutput, now: float) -> ChunkColumns:
         columns = ChunkColumns()
@@ -103,8 +113,12 @@ class DetokenizerService:
             request = requests.get(uid)
             if request is None:
                 continue  # a stop string ended it before the scheduler heard of that
+            end = ended.get(uid) if ended else None
+            if request.has_patterns:
+                self._match(request, Token(token_id, end), columns, now)
+                continue
             try:
-                if request.push(token_id, ended.get(uid) if ended else None, columns):
+                if request.push(token_id, end, columns):
                     self._end_here(request, columns, now)
             except Exception as error:
                 self._fail(request, error, columns, now)
@@ -116,17 +130,63 @@ class DetokenizerService:
             self._end(end, columns, now)
         return columns
 
+    def _match(self, request: OpenText, token: Token, columns: ChunkColumns, now: float) -> None:
+        """Take an id of a request with patterns, now or later."""
+        if self._matching.delays(request):
+            self._matching.add(request, token)
+        else:
+            self._match_now(request, token, columns, now)
+
+    def _match_now(self, request: OpenText, token: Token, columns: ChunkColumns, now: float) -> None:
+        used_s = request.matching_s
+        try:
+            if token.is_replayed:
+                request.replay(token.token_id)
+            elif request.push(token.token_id, token.end, columns):
+                self._end_here(request, columns, now)
+        except Exception as error:
+            self._fail(request, error, columns, now)
+        self._matching.spend(request.matching_s - used_s)
+
+    def _catch_up(self, now: float) -> None:
+        """A turn of the requests whose ids wait."""
+        columns = ChunkColumns()
+        self._matching.begin()
+        while self._matching and not self._matching.is_exhausted:
+            request, entry = self._matching.take()
+            if self._board is not None:
+                self._board.begin([request.uid], lambda: [NO_END])
+            if isinstance(entry, Ended):
+                self._end(entry, columns, now)
+            else:
+                self._match_now(request, entry, columns, now)
+            if self._board is not None:
+                self._board.end()
+        if columns.has_news:
+            self._chunks.append(columns.as_message(num_open=len(self._open)))
+        if len(self._open) > len(self._matching):
+            self._matching.rest(now)
+
     def _begin(self, opened: Opened, columns: ChunkColumns, now: float) -> None:
         request = OpenText(opened)
         self._open[opened.uid] = request
         columns.begun.append(Begun(opened.uid, opened.num_cached, opened.admitted_at, opened.first_token_at))
         try:
-            request.prepare(self._source)
+            resumed_ids = request.prepare(self._source)
         except Exception as error:
             self._fail(request, error, columns, now)
+            return
+        for token_id in resumed_ids:
+            if opened.uid in self._open:  # it may fail at any of them
+                self._match(request, Token(token_id, is_replayed=True), columns, now)
 
     def _end(self, end: Ended, columns: ChunkColumns, now: float) -> None:
         """The scheduler ended a request: give the rest of its text, which may itself hold a stop."""
+        if end.uid in self._matching:
+            if end.code in _WITH_ALL_TEXT:
+                self._matching.add_end(end)
+                return
+            self._matching.drop(end.uid)
         request = self._open.pop(end.uid, None)
         if request is None:
             if end.uid in self._stopped:
@@ -141,7 +201,7 @@ class DetokenizerService:
             self._open[end.uid] = request
             self._fail(request, error, columns, now)
             return
-        if stop is not None and code in (FinishCode.STOP, FinishCode.LENGTH):
+        if stop is not None and code in _WITH_ALL_TEXT:
             code, matched = FinishCode.STOP, stop
         columns.finished.append(request.finished(code, now, matched=matched, stage=end.stage, message=end.message))
 
@@ -158,6 +218,8 @@ class DetokenizerService:
 
     def _forget(self, uid: int) -> None:
         del self._open[uid]
+        if self._matching.drop(uid):
+            return  # the scheduler has ended it
         self._to_abort.append(uid)
         self._stopped[uid] = None
         if len(self._stopped) > _MAX_REMEMBERED:

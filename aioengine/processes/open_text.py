@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 from aioengine.protocol.messages import Begun, Ended, FinishCode, Finished, Opened, TextChunks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aioengine.processes.text_source import TextSource
     from aioengine.text.pipeline import TextPipeline
+    from aioengine.text.stop_regex import RegexSearch
 
 _WHOLE_INTERVAL = 64
 """Ids of a whole answer that leave together: what the frontend has need not be computed again after a crash."""
@@ -53,8 +56,10 @@ class OpenText:
         "_num_wanted",
         "_opened",
         "_pipeline",
+        "_search",
         "_texts",
         "_token_ids",
+        "has_patterns",
         "num_preemptions",
         "uid",
     )
@@ -64,6 +69,8 @@ class OpenText:
         self.uid = opened.uid
         self.num_preemptions = opened.num_preemptions
         self._opened = opened
+        self._search: RegexSearch | None = None
+        self.has_patterns = False
         self._pipeline: TextPipeline | None = None
         self._has_stops = bool(rules.stop or rules.stop_regex)
         self._interval = max(1, rules.stream_interval) if rules.stream else _WHOLE_INTERVAL
@@ -72,11 +79,42 @@ class OpenText:
         self._texts: list[str] = []
         self._num_decoded = 0  # of the ids that wait
 
-    def prepare(self, source: TextSource) -> None:
-        """Make the stages of its text, and bring them to where they were. Raises what is wrong with its rules."""
+    def prepare(self, source: TextSource) -> Sequence[int]:
+        """Make the stages of its text, and bring them to where they were. Raises what is wrong with its rules.
+
+        Returns the ids to ``replay`` one by one: for a request with patterns those that have left already.
+        """
+        resumed_ids = self._opened.resumed_ids
         self._pipeline = source.pipeline(self._opened.text)
-        if self._pipeline is not None and self._opened.resumed_ids:
-            self._pipeline.push(self._opened.resumed_ids)
+        if self._pipeline is None:
+            return ()
+        self._search = self._pipeline.search
+        self.has_patterns = self._search is not None
+        if self.has_patterns:
+            return resumed_ids
+        if resumed_ids:
+            self._pipeline.push(resumed_ids)
+        return ()
+
+    def replay(self, token_id: int) -> None:
+        """Take an id whose text has left already. Raises whatever decoding raises."""
+        if self._pipeline is not None:
+            self._pipeline.push((token_id,))
+
+    @property
+    def matching_s(self) -> float:
+        """CPU time that its patterns have taken."""
+        return 0.0 if self._search is None else self._search.used_s
+
+    @property
+    def expected_s(self) -> float:
+        """CPU time that its patterns will probably take for the next id."""
+        return 0.0 if self._search is None else self._search.expected_s
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether other requests should not wait for its patterns."""
+        return self._search is not None and self._search.is_slow
 
     @property
     def matched(self) -> str | None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from aioengine.text.detokenizer import Detokenizer
     from aioengine.text.stop import StopMatcher
+    from aioengine.text.stop_regex import RegexSearch
 
 
 class TextPipeline:
@@ -29,6 +30,11 @@ class TextPipeline:
         self._detokenizer = detokenizer
         self._stops = stops if stops is not None and stops.has_stops else None
         self.matched: str | None = None
+
+    @property
+    def search(self) -> RegexSearch | None:
+        """The stop patterns, where there are some."""
+        return None if self._stops is None else self._stops.search
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
         """Take the next ids.

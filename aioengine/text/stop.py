@@ -21,9 +21,10 @@ class StopMatcher:
 
     Attributes:
         matched: the stop string or pattern that ended the text, else None.
+        search: the patterns, which know the CPU time they took; None where there are none.
     """
 
-    __slots__ = ("_begin_in", "_held", "_keeps_stop", "_num_open", "_search", "_strings", "matched")
+    __slots__ = ("_begin_in", "_held", "_keeps_stop", "_num_open", "_strings", "matched", "search")
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class StopMatcher:
         """
         strings = tuple(stop for stop in stops if stop)
         self._strings = StopStrings(strings) if strings else None
-        self._search = RegexSearch(patterns, cache or PatternCache(), clock) if patterns else None
-        self._begin_in = None if self._strings is None or self._search is not None else self._strings.begin_in
+        self.search = RegexSearch(patterns, cache or PatternCache(), clock) if patterns else None
+        self._begin_in = None if self._strings is None or self.search is not None else self._strings.begin_in
         self._keeps_stop = no_stop_trim
         self._held = ""
         self._num_open = 0  # characters at its end that could become a stop string; a pattern may hold back more
@@ -54,12 +55,7 @@ class StopMatcher:
     @property
     def has_stops(self) -> bool:
         """Whether there is anything to look for."""
-        return self._strings is not None or self._search is not None
-
-    @property
-    def matching_s(self) -> float:
-        """CPU time that the patterns have taken."""
-        return 0.0 if self._search is None else self._search.used_s
+        return self._strings is not None or self.search is not None
 
     def push(self, text: str) -> str:
         """Take the next piece of text and return what cannot be part of a stop any more.
@@ -81,8 +77,8 @@ class StopMatcher:
         if self._strings is not None:
             hit, start = self._strings.scan(held, num_seen - self._num_open, num_seen)
             num_held = self._num_open = len(held) - start
-        if self._search is not None:
-            found, num_open = self._search.search(held)
+        if self.search is not None:
+            found, num_open = self.search.search(held)
             num_held = max(num_held, num_open)
             if found is not None and (hit is None or found < hit):
                 hit = found
@@ -92,8 +88,8 @@ class StopMatcher:
             return held[: hit.end if self._keeps_stop else hit.start]
         safe = held[: len(held) - num_held]
         self._held = held[len(held) - num_held :]
-        if self._search is not None:
-            self._search.pass_by(safe)
+        if self.search is not None:
+            self.search.pass_by(safe)
         return safe
 
     def flush(self) -> str:

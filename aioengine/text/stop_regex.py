@@ -29,6 +29,11 @@ REQUEST_BUDGET_S: Final = 1.0
 
 PIECE_BUDGET_S: Final = 0.001
 
+SLOW_S: Final = 0.005
+"""A request is slow when its patterns took more than this and ``SLOW_PIECE_S`` for each piece; few take a tenth."""
+
+SLOW_PIECE_S: Final = 0.0002
+
 
 class RegexSearch:
     """The stop patterns of one request.
@@ -57,6 +62,16 @@ class RegexSearch:
         for pattern in self._patterns:
             cache.get(pattern)
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether other requests should not wait for it."""
+        return self.used_s > SLOW_S + SLOW_PIECE_S * self.num_pieces
+
+    @property
+    def expected_s(self) -> float:
+        """CPU time of the next piece, by those that were; 1 ms for the first."""
+        return (self.used_s + PIECE_BUDGET_S) / (self.num_pieces + 1)
+
     def search(self, text: str) -> tuple[Hit | None, int]:
         """Search the held back text; returns the hit, if any, and else how many characters to hold back.
 
@@ -64,15 +79,22 @@ class RegexSearch:
             RequestError: the patterns took more CPU time than they may.
         """
         self.num_pieces += 1
+        began_at = self._clock()
+        try:
+            return self._search(text, began_at)
+        finally:
+            self.used_s += self._clock() - began_at
+
+    def _search(self, text: str, now: float) -> tuple[Hit | None, int]:
         before = len(self._before)
         whole = self._before + text
         held_from = len(whole)
         first: Hit | None = None
-        now = began_at = self._clock()
-        ends_at = began_at + min(PUSH_BUDGET_S, self._total_budget_s() - self.used_s)
+        ends_at = now + min(PUSH_BUDGET_S, self._total_budget_s() - self.used_s)
         for index, pattern in enumerate(self._patterns):
+            if index:
+                now = self._clock()
             match = self._search_one(pattern, whole, before + self._starts[index], ends_at - now)
-            now = self._clock()
             start = len(whole) if match is None else match.start()
             self._starts[index] = start - before
             if match is None:
@@ -81,7 +103,6 @@ class RegexSearch:
                 held_from = min(held_from, start)
             elif first is None or (start - before, match.end() - before) < (first.start, first.end):
                 first = Hit(match.end() - before, start - before, pattern)
-        self.used_s += now - began_at
         return first, min(len(whole) - held_from, REGEX_WINDOW)
 
     def pass_by(self, text: str) -> None:

@@ -1,0 +1,199 @@
+"""Requests with slow stop patterns: others do not wait for them, and what waits is neither lost nor changed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from aioengine.processes.detokenizer_process import DetokenizerService
+from aioengine.processes.matching_queue import MatchingQueue
+from aioengine.processes.open_text import OpenText
+from aioengine.processes.text_source import TextSource
+from aioengine.protocol.messages import Abort, Ended, FinishCode, Finished, Opened, StepOutput, TextChunks, TextRules
+from aioengine.text import stop_regex
+from aioengine.text.stop_regex import PUSH_BUDGET_S
+from tests.processes.test_detokenizer_service import DEMO, ids_of
+
+POLYNOMIAL = TextRules(stop_regex=(r"(.*e){12}Q",))
+EXPONENTIAL = TextRules(stop_regex=(r"(\w| |\w\w)+!",))
+SENTENCE = "the sea, the bee, the tree, and we see these three trees here and there and here and there; "
+
+
+@dataclass
+class World:
+    """A service whose steps are run by hand; time goes on by 10 ms a step."""
+
+    service: DetokenizerService = field(default_factory=lambda: DetokenizerService(TextSource(str(DEMO))))
+    now: float = 100.0
+    texts: dict[int, str] = field(default_factory=dict[int, str])
+    token_ids: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    ends: dict[int, Finished] = field(default_factory=dict[int, Finished])
+    aborted: list[int] = field(default_factory=list[int])
+
+    def step(self, output: StepOutput | None = None) -> None:
+        self.now += 0.01
+        if output is not None:
+            self.service.handle([output], self.now)
+        outbox = self.service.step(self.now)
+        for message in outbox.to_peer:
+            assert isinstance(message, Abort)
+            self.aborted += message.uids
+        for message in outbox.to_frontend:
+            assert isinstance(message, TextChunks)
+            self.take(message)
+
+    def take(self, chunks: TextChunks) -> None:
+        start = 0
+        for uid, text, count in zip(chunks.uids, chunks.texts, chunks.counts, strict=True):
+            assert uid not in self.ends
+            self.texts[uid] = self.texts.get(uid, "") + text
+            self.token_ids.setdefault(uid, []).extend(chunks.token_ids[start : start + count])
+            start += count
+        for end in chunks.finished:
+            assert end.uid not in self.ends
+            self.ends[end.uid] = end
+
+    def open(self, uid: int, rules: TextRules, resumed_ids: list[int] | None = None) -> None:
+        self.step(StepOutput([], [], [Opened(uid, rules, 0, 1.0, 2.0, resumed_ids or [])]))
+
+    def requests(self) -> list[OpenText]:
+        return list(self.service._open.values())  # pyright: ignore[reportPrivateUsage]
+
+
+def test_many_hostile_requests_take_a_bounded_part_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_regex, "REQUEST_BUDGET_S", 0.1)
+    monkeypatch.setattr(stop_regex, "PIECE_BUDGET_S", 0.0001)
+    world = World()
+    honest, hostile = 0, list(range(1, 13))
+    with_pattern = 13
+    world.open(honest, TextRules())
+    world.open(with_pattern, TextRules(stop_regex=("never",)))
+    for uid in hostile:
+        world.open(uid, POLYNOMIAL if uid % 2 else EXPONENTIAL)
+    requests = world.requests()
+    for token_id in ids_of(SENTENCE * 6):
+        used_s = sum(request.matching_s for request in requests)
+        world.step(StepOutput([*hostile, honest, with_pattern], [token_id] * 14))
+        used_s = sum(request.matching_s for request in requests) - used_s
+        assert used_s < 1.5 * (PUSH_BUDGET_S + 0.01)
+        assert world.texts[honest] == (SENTENCE * 6)[: len(world.texts[honest])]
+        assert world.token_ids[honest][-1] == token_id  # it never waits
+    assert world.texts[honest] == SENTENCE * 6
+    for _ in range(30):
+        world.step()
+    assert world.texts[with_pattern] == SENTENCE * 6  # it waits at times, but not until the others are done
+    assert len(world.ends) < len(hostile)
+    for _ in range(10_000):
+        if len(world.ends) == len(hostile):
+            break
+        world.step()
+    assert sorted(world.ends) == sorted(world.aborted) == hostile
+    for uid in hostile:
+        assert world.ends[uid].code == FinishCode.FAILED
+        assert "stop_regex took longer than" in world.ends[uid].message
+        assert SENTENCE.startswith(world.texts.get(uid, "")[: len(SENTENCE)])
+    assert all(request.matching_s < 0.1 + 2 * PUSH_BUDGET_S for request in requests)
+
+
+RULES = [
+    TextRules(stop_regex=("t[a-z]+ee",)),
+    TextRules(stop_regex=("never",), stream_interval=3),
+    TextRules(stop_regex=(r"[;,] and",), stop=("these",)),
+    TextRules(stop_regex=(r"(?<=bee), the",), stream=False),
+    TextRules(stop_regex=("; $",), no_stop_trim=True),
+]
+
+
+def play(rules: TextRules, code: FinishCode, num_resumed: int) -> tuple[World, Finished]:
+    world = World()
+    token_ids = ids_of(SENTENCE)
+    world.open(0, TextRules())
+    world.open(1, rules, token_ids[:num_resumed])
+    for token_id in token_ids[num_resumed:-1]:
+        world.step(StepOutput([1], [token_id]))
+    matched = token_ids[-1] if code == FinishCode.STOP else None
+    world.step(StepOutput([1], [token_ids[-1]], ended=[Ended(1, code, matched)]))
+    for _ in range(1000):
+        if 1 in world.ends:
+            break
+        world.step()
+    end = world.ends[1]
+    return world, Finished(1, end.code, end.matched)
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("code", [FinishCode.LENGTH, FinishCode.STOP])
+@pytest.mark.parametrize("num_resumed", [0, 4])
+def test_what_waits_gives_the_same_text(
+    rules: TextRules, code: FinishCode, num_resumed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, end = play(rules, code, num_resumed)
+    draw = random.Random(1)
+    for delays in (lambda: True, lambda: draw.random() < 0.3, lambda: draw.random() < 0.7):
+
+        def sometimes(self: MatchingQueue, request: OpenText, delays: object = delays) -> bool:
+            return request.uid in self or delays()  # type: ignore[operator]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(MatchingQueue, "delays", sometimes)
+            patch.setattr(MatchingQueue, "is_due", lambda self, now, has_news: bool(self) and draw.random() < 0.5)
+            world, found = play(rules, code, num_resumed)
+        assert found == end
+        assert world.texts.get(1) == expected.texts.get(1)
+        assert world.token_ids.get(1) == expected.token_ids.get(1)
+        assert not world.service._matching  # pyright: ignore[reportPrivateUsage]
+        assert len(world.requests()) == 1
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Request 1 waits with "the" behind "see "; request 0 has no patterns."""
+    world = World()
+    world.open(0, TextRules())
+    world.open(1, TextRules(stop_regex=("the", "x")))
+    for token_id in ids_of("see "):
+        world.step(StepOutput([1], [token_id]))
+    monkeypatch.setattr(MatchingQueue, "delays", lambda self, request: True)
+    for token_id in ids_of("the"):
+        world.service.handle([StepOutput([1], [token_id])], world.now)
+    return world
+
+
+def test_an_abort_does_not_wait(waiting: World) -> None:
+    waiting.service.handle([StepOutput([], [], ended=[Ended(1, FinishCode.ABORT)])], waiting.now)
+    waiting.step()
+    assert waiting.ends[1].code == FinishCode.ABORT
+    assert waiting.texts[1] == "see "
+    assert waiting.service.num_remembered == 0
+
+
+def test_a_stop_found_before_the_scheduler_ended_the_request(waiting: World) -> None:
+    waiting.step()
+    assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
+    assert waiting.texts[1] == "see "
+    assert waiting.service.num_remembered == 1
+    waiting.step(StepOutput([], [], ended=[Ended(1, FinishCode.LENGTH)]))
+    assert waiting.service.num_remembered == 0
+
+
+def test_a_stop_found_after_the_scheduler_ended_the_request(waiting: World) -> None:
+    waiting.step(StepOutput([], [], ended=[Ended(1, FinishCode.LENGTH)]))
+    waiting.step()
+    assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
+    assert waiting.aborted == []
+    assert waiting.service.num_remembered == 0
+
+
+def test_others_go_first_after_a_turn_and_nothing_is_waited_for_when_there_are_none() -> None:
+    queue = MatchingQueue()
+    queue.begin()
+    queue.spend(0.02)
+    assert queue.is_exhausted
+    queue.rest(5.0)
+    assert queue.wait_s(5.0) == pytest.approx(0.08)
+    assert not queue.is_due(6.0, has_news=False)  # nothing waits
+    world = World()
+    world.open(1, TextRules(stop_regex=("x",)))
+    assert world.service.wait_s(world.now) > 0.5
