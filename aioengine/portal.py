@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
 
-from aioengine.transport.descriptors import hold_standard_descriptors
+from aioengine.transport.descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 JOIN_TIMEOUT_S = 5.0
+_FOR_THE_LOOP = 8
 
 
 class Portal:
     """A uvloop event loop on a daemon thread. Made running; ``close`` ends it."""
 
     def __init__(self, name: str) -> None:
+        require_descriptors(FOR_AN_ENGINE + _FOR_THE_LOOP)  # where it finds none, libuv aborts the program
         hold_standard_descriptors()
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._stopping = asyncio.Event()

@@ -15,7 +15,7 @@ from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Processes, Running
 from aioengine.supervision.supervisor import Events
-from aioengine.transport.descriptors import hold_standard_descriptors
+from aioengine.transport.descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 
 if TYPE_CHECKING:
     from aioengine.protocol.messages import Progress, ToFrontend
@@ -81,6 +81,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         ValueError, TypeError: the model folder or an argument cannot be served.
         EngineStartupError: a process could not start.
     """
+    require_descriptors(FOR_AN_ENGINE)
     hold_standard_descriptors()
     inbox = _Inbox()
     thread = ThreadPoolExecutor(1, thread_name_prefix="aioengine-start")

@@ -22,6 +22,7 @@ from aioengine.protocol.messages import Failed, Ready
 from aioengine.protocol.orders import Orders
 from aioengine.protocol.service import new_epoch_in
 from aioengine.transport.addresses import Listener
+from aioengine.transport.descriptors import raise_descriptor_limit
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
     orders = _read_orders()
     name_process(f"aioengine:{orders.role[:5]}")
     die_with_parent(orders.parent_pid)
+    raise_descriptor_limit()
     child = Child(orders, wake_fd)
     forward_logs(child.uplink, orders.settings.log_level)
     code = 0

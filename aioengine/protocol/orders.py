@@ -17,7 +17,7 @@ ROLES = (SCHEDULER, DETOKENIZER)
 class Endpoints(Struct, frozen=True, kw_only=True):
     """Where each role listens."""
 
-    frontend: str
+    frontend: str  # one for each child
     scheduler: str
     detokenizer: str
 

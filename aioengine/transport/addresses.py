@@ -95,6 +95,14 @@ def _listen(family: socket.AddressFamily, address: str | tuple[str, int], endpoi
         return Listener(endpoint, listening.detach())
 
 
+def hide(listener: Listener) -> None:
+    """Remove the name of a listener from the file system: no other process can connect there any more."""
+    path = listener.endpoint.removeprefix("ipc://")
+    if os.path.isabs(path):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
 def _choose_base() -> str:
     """The first directory that can be written to, short ones before long ones."""
     wanted = [os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", tempfile.gettempdir()]

@@ -1,8 +1,20 @@
-"""The file descriptors 0, 1 and 2 belong to the standard streams, also in a process that was started without them."""
+"""File descriptors: the standard ones of a process, and spare ones for moments that must not lack them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+from typing import TYPE_CHECKING
+
+from aioengine.errors import EngineStartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FOR_AN_ENGINE = 52
+"""What a start needs: the processes and their channels, the spare ones of the launcher, and the model's files."""
+_ENOUGH = 4096
 
 
 def hold_standard_descriptors() -> None:
@@ -14,3 +26,76 @@ def hold_standard_descriptors() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)  # as standard streams are
     os.close(fd)
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files as it may (a few thousand suffice). For children alone: the limit of the
+    user's process is the user's.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class SpareDescriptors:
+    """Descriptors that are held open for nothing, to be freed just before others are needed.
+
+    Event loops and libzmq abort the whole program where they find none, and another part of the program may use up
+    all descriptors at any time.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[int] = []
+
+    def __del__(self) -> None:
+        self.free()
+
+    def hold(self, count: int) -> bool:
+        """Hold at least ``count``; whether the system has as many."""
+        try:
+            while len(self._held) < count:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            return False
+        return True
+
+    def require(self, count: int) -> None:
+        """Hold at least ``count``.
+
+        Raises:
+            EngineStartupError: the system has fewer; none is held then.
+        """
+        if not self.hold(count):
+            num_free = len(self._held)
+            self.free()
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise EngineStartupError(
+                f"an engine needs {count} free file descriptors, and only {num_free} are free: this program may open "
+                f"{limit} at a time; raise that limit (ulimit -n, or resource.setrlimit) or open fewer files"
+            )
+
+    def free(self, *, keep: int = 0) -> None:
+        """Free all but ``keep`` of them."""
+        with contextlib.suppress(IndexError):  # another thread ends the engine at this moment
+            while len(self._held) > keep:
+                os.close(self._held.pop())
+
+    @contextlib.contextmanager
+    def lent(self, count: int | None = None, *, used: int = 0) -> Iterator[None]:
+        """Free ``count``, or all, for a while, of which ``used`` will not come back. Hold the others again afterwards,
+        or as many as the system still has.
+        """
+        before = len(self._held)
+        self.free(keep=0 if count is None else max(0, before - count))
+        try:
+            yield
+        finally:
+            self.hold(before - used)
+
+
+def require_descriptors(count: int) -> None:
+    """Raises EngineStartupError where this process cannot open ``count`` more files now."""
+    spare = SpareDescriptors()
+    spare.require(count)
+    spare.free()

@@ -204,7 +204,8 @@ async def test_garbage_on_the_channels_is_outlived(caplog: pytest.LogCaptureFixt
         launcher = frontend.supervisor._incarnation._launcher
         directory = launcher._directory.path  # type: ignore[attr-defined]
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        for name in ("scheduler", "detokenizer", "frontend"):
+        assert not [name for name in os.listdir(directory) if name.startswith("frontend")]  # closed to strangers
+        for name in ("scheduler", "detokenizer"):
             with context.socket(zmq.PUSH) as stranger:
                 stranger.connect(f"ipc://{directory}/{name}")
                 for data in (b"", b"\x01", b"\x01\x92\x05\x90", b"GET / HTTP/1.1", os.urandom(1000)):
@@ -218,7 +219,7 @@ async def test_garbage_on_the_channels_is_outlived(caplog: pytest.LogCaptureFixt
         with contextlib.suppress(TimeoutError):
             await frontend.idle_stats()
     told = [record for record in caplog.records if "dropped a frame" in record.getMessage()]
-    assert len(told) == 3
+    assert len(told) == 2
     assert frontend.failures == []
 
 
@@ -240,7 +241,8 @@ async def test_copies_of_true_frames_and_damaged_ones_do_no_harm(monkeypatch: py
         directory = launcher._directory.path  # type: ignore[attr-defined]
         draw = random.Random(1)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        for name in ("scheduler", "detokenizer", "frontend"):
+        assert not [name for name in os.listdir(directory) if name.startswith("frontend")]  # closed to strangers
+        for name in ("scheduler", "detokenizer"):
             with context.socket(zmq.PUSH) as stranger:
                 stranger.connect(f"ipc://{directory}/{name}")
                 stranger.setsockopt(zmq.LINGER, 1000)

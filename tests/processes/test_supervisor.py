@@ -521,8 +521,8 @@ async def test_sockets_that_cannot_be_opened_are_the_error_of_the_start(
         raise ZmqError(errno.EMFILE)
 
     monkeypatch.setattr(f"aioengine.supervision.launchers.process.{end}", refuse)
-    supervisor = Frontend().supervisor
     num_files = len(os.listdir("/proc/self/fd"))
+    supervisor = Frontend().supervisor
     with pytest.raises(EngineStartupError, match="sockets could not be opened: Too many open files"):
         await supervisor.start()
     assert [state.alive for state in supervisor.processes()] == [False, False]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from aioengine.transport.descriptors import SpareDescriptors
+
 _NUM_LOG_LINES = 20
 _MAX_LOG_BYTES = 8192
 """Read from the end of a child's log."""
@@ -31,12 +33,13 @@ class ProcessChild:
     It is waited for here alone, and never through ``Popen``, which takes an unknown exit code for 0.
     """
 
-    def __init__(self, role: str, popen: subprocess.Popen[bytes], log_path: Path) -> None:
-        """``log_path``: what it writes; its board lies beside it."""
+    def __init__(self, role: str, popen: subprocess.Popen[bytes], log_path: Path, spare: SpareDescriptors) -> None:
+        """``log_path``: the file that it writes to; its board lies beside it. ``spare``: freed to read them."""
         self.role = role
         self.pid = popen.pid
         self._popen = popen
         self._log_path = log_path
+        self._spare = spare
         self._unwatch: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._has_ended = False
@@ -88,7 +91,7 @@ class ProcessChild:
 
     def log_lines(self) -> tuple[str, ...]:
         try:
-            with self._log_path.open("rb") as file:
+            with self._spare.lent(), self._log_path.open("rb") as file:
                 file.seek(max(0, self._log_path.stat().st_size - _MAX_LOG_BYTES))
                 text = file.read().decode(errors="replace")
         except OSError:
@@ -97,7 +100,8 @@ class ProcessChild:
 
     def rows_in_flight(self) -> dict[int, int]:
         try:
-            return read_board(self._log_path.with_suffix(BOARD_SUFFIX).read_bytes())
+            with self._spare.lent():
+                return read_board(self._log_path.with_suffix(BOARD_SUFFIX).read_bytes())
         except OSError:  # somebody cleaned up
             return {}
 

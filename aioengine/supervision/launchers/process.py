@@ -23,7 +23,8 @@ from aioengine.protocol.messages import NewEpoch
 from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER, Endpoints, Orders
 from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, listen
-from aioengine.transport.zmq import AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError
+from aioengine.transport.descriptors import SpareDescriptors
+from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +36,13 @@ _BOOTSTRAP = Path(__file__).resolve().parents[2] / "processes" / "bootstrap.py"
 _FRONTEND = "frontend"
 _EPOCH_BITS = 62
 _JOIN_S = 1.0
+# Descriptors: those that a launcher uses when it runs, with those that it needs for a moment only, and those that it
+# holds back. With the latter and its own, it leaves enough for the launcher that follows it.
+_FOR_DIRECTORY = 3
+_FOR_PROCESS, _FOR_PROCESS_ALONE = 2, 6
+_FOR_CHANNELS = 10
+_NEEDED = _FOR_DIRECTORY + 2 * _FOR_PROCESS + _FOR_CHANNELS + _FOR_PROCESS_ALONE + FREE_TO_ACCEPT
+_HELD_BACK = 16
 
 
 class ProcessLauncher:
@@ -49,23 +57,36 @@ class ProcessLauncher:
         self._directory: PrivateDirectory | None = None
         self._context: Context | None = None
         self._ends: list[AsyncZmqSender | AsyncZmqReceiver] = []
-        self._listeners: dict[str, Listener] = {}  # the frontend's until it reads; the detokenizer's for the next one
-        self._endpoints: Endpoints
+        self._inboxes: dict[str, str] = {}  # role -> the endpoint at which it listens
+        self._uplinks: dict[str, str] = {}  # role -> the endpoint at which the frontend listens to it
+        self._listeners: dict[str, Listener] = {}  # endpoint -> its listener, while this object owns that
+        self._num_started = 0
         self._is_closed = False
         self._processes: list[ProcessChild] = []
         self._thread = SpawnThread()
+        self._spare = SpareDescriptors()
+        # Now, when the launcher of lost processes has just closed its own; ``launch`` finds out whether they suffice.
+        self._spare.hold(_NEEDED + _HELD_BACK)
 
     async def launch(self) -> None:
+        self._spare.require(_NEEDED)
         await self._in_thread(self._spawn_all)
-        self._context = Context()
+        self._spare.require(_FOR_CHANNELS + FREE_TO_ACCEPT)
         try:
-            self.sender = AsyncZmqSender(self._context, self._endpoints.scheduler, self._epoch, reader="it")
-            self._ends.append(self.sender)
-            self.receiver = AsyncZmqReceiver(self._context, self._listeners[_FRONTEND], self._epoch)
-            self._ends.append(self.receiver)
+            with self._spare.lent(_FOR_CHANNELS, used=_FOR_CHANNELS):
+                self._open_channels(Context())
         except ZmqError as error:
             raise EngineStartupError(f"the engine's sockets could not be opened: {error}") from error
-        del self._listeners[_FRONTEND]
+        self._spare.free(keep=_HELD_BACK)
+
+    def _open_channels(self, context: Context) -> None:
+        self._context = context
+        self.sender = AsyncZmqSender(context, self._inboxes[SCHEDULER], self._epoch, reader="it")
+        self._ends.append(self.sender)
+        self.receiver = AsyncZmqReceiver(context, self._epoch, spare=self._spare)
+        self._ends.append(self.receiver)
+        for endpoint in self._uplinks.values():
+            self.receiver.expect(self._listeners.pop(endpoint))
 
     async def begin_epoch(self) -> None:
         self._epoch = secrets.randbits(_EPOCH_BITS)
@@ -75,8 +96,11 @@ class ProcessLauncher:
 
     async def launch_detokenizer(self) -> None:
         before = next(process for process in self._processes if process.role == DETOKENIZER)
+        self.receiver.forget(self._uplinks[DETOKENIZER])
         await self._in_thread(partial(self._spawn, DETOKENIZER))
+        self.receiver.expect(self._listeners.pop(self._uplinks[DETOKENIZER]))
         before.close()
+        self._spare.hold(_HELD_BACK)
         self._processes.remove(before)
         self.children.remove(before)
 
@@ -102,26 +126,43 @@ class ProcessLauncher:
             self._context.destroy(linger=0)  # also a socket that could not be opened as a whole
             self._context = None
         self._close_listeners()
+        self._spare.free()
         if self._directory is not None:
             self._directory.remove()
 
     def _spawn_all(self) -> None:
         """In the thread: find a place, listen for everybody, start both."""
         try:
-            self._directory = PrivateDirectory()
-            for name in (_FRONTEND, *ROLES):
-                self._listeners[name] = listen(self._directory.path, name)
+            with self._spare.lent(_FOR_DIRECTORY + 1, used=_FOR_DIRECTORY):
+                self._directory = PrivateDirectory()
+                self._inboxes = {role: self._listen(role) for role in ROLES}
         except OSError as error:
             raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
-        self._endpoints = Endpoints(**{name: listener.endpoint for name, listener in self._listeners.items()})
         for role in ROLES:
             self._spawn(role)
-        os.close(self._listeners.pop(SCHEDULER).fd)  # it has that now
+        os.close(self._listeners.pop(self._inboxes[SCHEDULER]).fd)  # the next detokenizer needs the other one
 
-    def _make_board(self, path: Path) -> str:
+    def _listen(self, name: str) -> str:
+        assert self._directory is not None
+        listener = listen(self._directory.path, name)
+        self._listeners[listener.endpoint] = listener
+        return listener.endpoint
+
+    def _orders(self, role: str, board_path: Path) -> Orders:
+        """With a board and an endpoint of the frontend for this child alone."""
         scheduler = self._settings.scheduler
-        path.write_bytes(blank_board(scheduler.depth + 1, scheduler.max_running))
-        return str(path)
+        board_path.write_bytes(blank_board(scheduler.depth + 1, scheduler.max_running))
+        self._num_started += 1
+        self._uplinks[role] = self._listen(f"{_FRONTEND}-{self._num_started}")
+        return Orders(
+            role=role,
+            epoch=self._epoch,
+            endpoints=Endpoints(frontend=self._uplinks[role], **self._inboxes),
+            listener_fd=self._listeners[self._inboxes[role]].fd,
+            board=str(board_path),
+            parent_pid=os.getpid(),
+            settings=self._settings,
+        )
 
     def _close_listeners(self) -> None:
         while self._listeners:
@@ -132,29 +173,22 @@ class ProcessLauncher:
         log_path = Path(self._directory.path) / f"{role}.log"
         command = [sys.executable, "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
         try:
-            orders = Orders(
-                role=role,
-                epoch=self._epoch,
-                endpoints=self._endpoints,
-                listener_fd=self._listeners[role].fd,
-                board=self._make_board(log_path.with_suffix(BOARD_SUFFIX)),
-                parent_pid=os.getpid(),
-                settings=self._settings,
-            )
-            with log_path.open("wb") as log:
-                popen = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(orders.listener_fd,),
-                    start_new_session=True,  # Ctrl-C in the terminal is the parent's business
-                )
+            with self._spare.lent(_FOR_PROCESS + _FOR_PROCESS_ALONE, used=_FOR_PROCESS):
+                orders = self._orders(role, log_path.with_suffix(BOARD_SUFFIX))
+                with log_path.open("wb") as log:
+                    popen = subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=log,
+                        pass_fds=(orders.listener_fd,),
+                        start_new_session=True,  # Ctrl-C in the terminal is the parent's business
+                    )
         except OSError as error:
             raise EngineStartupError(
                 f"the {role} process could not be started with {sys.executable!r}: {error}"
             ) from error
-        process = ProcessChild(role, popen, log_path)
+        process = ProcessChild(role, popen, log_path, self._spare)
         self._processes.append(process)
         self.children.append(process)
         assert popen.stdin is not None

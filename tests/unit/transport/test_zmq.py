@@ -179,7 +179,8 @@ def test_async_ends_lose_nothing_under_a_flood(
     monkeypatch.setattr(transport, "_HIGH_WATER_MARK", 10)
 
     async def main() -> list[int]:
-        receiver = AsyncZmqReceiver(channel.context, channel.listener, EPOCH)
+        receiver = AsyncZmqReceiver(channel.context, EPOCH)
+        receiver.expect(channel.listener)
         sender = AsyncZmqSender(channel.context, channel.listener.endpoint, EPOCH)
         for uid in range(NUM_FLOOD):
             sender.send([Abort([uid])])
@@ -198,7 +199,8 @@ def test_async_ends_lose_nothing_under_a_flood(
 
 def test_an_async_reader_wakes_at_once_and_may_be_cancelled(channel: Channel, runner: asyncio.Runner) -> None:
     async def main() -> float:
-        receiver = AsyncZmqReceiver(channel.context, channel.listener, EPOCH)
+        receiver = AsyncZmqReceiver(channel.context, EPOCH)
+        receiver.expect(channel.listener)
         sender = AsyncZmqSender(channel.context, channel.listener.endpoint, EPOCH)
         delays: list[float] = []
         for uid in range(9):
@@ -222,7 +224,8 @@ def test_an_async_reader_wakes_at_once_and_may_be_cancelled(channel: Channel, ru
 
 def test_an_idle_async_reader_sleeps(channel: Channel, runner: asyncio.Runner) -> None:
     async def main() -> float:
-        receiver = AsyncZmqReceiver(channel.context, channel.listener, EPOCH)
+        receiver = AsyncZmqReceiver(channel.context, EPOCH)
+        receiver.expect(channel.listener)
         sender = AsyncZmqSender(channel.context, channel.listener.endpoint, EPOCH)
         sender.send([Abort([1])])
         await receiver.receive()

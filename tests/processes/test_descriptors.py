@@ -1,0 +1,183 @@
+"""A program that runs out of file descriptors gets a named error, and is never ended by a library below us."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.source import ROOT
+
+pytestmark = pytest.mark.process
+
+HEAD = """
+import asyncio, collections, json, os, random, resource, signal, sys, time
+from aioengine.errors import EngineDeadError, EngineStartupError
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+
+held = []
+
+def use_up():
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+
+def give_back(count):
+    while held and count:
+        os.close(held.pop())
+        count -= 1
+
+def kill(engine, place):
+    pids = engine.get_all_child_pids()
+    if place < len(pids):
+        os.kill(pids[place], signal.SIGKILL)
+"""
+
+STARTS = """
+async def start_async():
+    async with fake_async_engine({"": "Paris."}, processes=True) as engine:
+        return (await engine.async_generate("x"))["text"]
+
+def start_sync():
+    with fake_engine({"": "Paris."}, processes=True) as engine:
+        return engine.generate("x")["text"]
+
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+found = []
+for start in (lambda: asyncio.run(start_async()), start_sync):
+    try:
+        found.append(start())
+    except EngineStartupError as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+
+REPLACED = """
+async def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+    async with fake_async_engine(processes=True, step_time_s=0.005, max_restarts=1) as engine:
+        expected = await engine.async_generate("x", {"max_new_tokens": 100, "temperature": 0})
+        call = asyncio.create_task(engine.async_generate("x", {"max_new_tokens": 100, "temperature": 0}))
+        await asyncio.sleep(0.1)
+        use_up()
+        kill(engine, int(sys.argv[1]))
+        return (await call)["text"] == expected["text"], engine.stats()["num_restarts"]
+
+print(json.dumps(asyncio.run(main())))
+"""
+
+STORM = """
+draw = random.Random(int(sys.argv[1]))
+
+async def ask(engine):
+    try:
+        await asyncio.wait_for(engine.async_generate("x", {"max_new_tokens": 60}), 30)
+    except EngineDeadError:
+        return "dead"
+    return "answered"
+
+async def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
+    async with fake_async_engine(processes=True, step_time_s=0.003, max_restarts=100) as engine:
+        calls = []
+        for _ in range(6):
+            try:
+                calls += [asyncio.create_task(ask(engine)) for _ in range(4)]
+                await asyncio.sleep(draw.random() * 0.1)
+                use_up()
+                kill(engine, draw.randrange(2))
+                for _ in range(draw.randrange(40)):
+                    await asyncio.sleep(0.01)
+                    use_up()
+                give_back(draw.choice([1, 5, 20, 1000]))
+                await asyncio.sleep(draw.random() * 0.5)
+            except EngineDeadError:
+                break
+        give_back(1000)
+        return collections.Counter(await asyncio.gather(*calls))
+
+print(json.dumps(asyncio.run(main())))
+"""
+
+WAITING = """
+import tempfile, zmq
+from aioengine.protocol.messages import Abort
+from aioengine.transport.addresses import listen
+from aioengine.transport.zmq import AsyncZmqReceiver, ZmqSender
+
+async def main():
+    context, listener = zmq.Context(), listen(tempfile.mkdtemp(), "r")
+    receiver = AsyncZmqReceiver(context, 7)
+    receiver.expect(listener)
+    sender = ZmqSender(context, listener.endpoint, 7)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    sender.send([Abort([1])])
+    use_up()  # after the sender's own socket, before the connection is accepted
+    waiting = asyncio.create_task(receiver.receive())
+    await asyncio.sleep(0.3)
+    was_done = waiting.done()
+    give_back(10)
+    messages = await asyncio.wait_for(waiting, 10)
+    names = os.listdir(os.path.dirname(listener.endpoint.removeprefix("ipc://")))
+    receiver.close()
+    sender.close()
+    context.term()
+    return was_done, [message.uids for message in messages], names
+
+print(json.dumps(asyncio.run(main())))
+"""
+
+
+def run(program: str, *argv: object) -> object:
+    command = [sys.executable, "-W", "error", "-c", HEAD + program, *map(str, argv)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done
+    return json.loads(done.stdout)
+
+
+def check_start(limit: int) -> None:
+    found = run(STARTS, limit)
+    assert isinstance(found, list)
+    for text in found:
+        wanted = f"free: this program may open {limit} at a time; raise that limit (ulimit -n, or"
+        assert text == "Paris." or (text.startswith("an engine needs") and wanted in text), text
+
+
+@pytest.mark.parametrize("limit", [10, 25, 40, 52, 56, 60, 64])
+def test_a_start_works_or_names_the_limit(limit: int) -> None:
+    check_start(limit)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_start_works_or_names_the_limit_at_every_limit() -> None:
+    for limit in range(8, 80):
+        check_start(limit)
+
+
+def test_a_start_works_with_few_descriptors() -> None:
+    assert run(STARTS, 80) == ["Paris.", "Paris."]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_lost_processes_are_replaced_while_no_descriptor_is_free(place: int) -> None:
+    assert run(REPLACED, place) == [True, 1]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "seed", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_every_call_ends_while_processes_die_and_descriptors_run_out(seed: int) -> None:
+    found = run(STORM, seed)
+    assert isinstance(found, dict)
+    assert set(found) <= {"answered", "dead"}
+
+
+def test_a_connection_waits_until_a_descriptor_is_free() -> None:
+    assert run(WAITING) == [False, [[1]], []]
