@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
 
+from aioengine.green_threads import require_real_threads
 from aioengine.transport.descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Portal:
     """A uvloop event loop on a daemon thread. Made running; ``close`` ends it."""
 
     def __init__(self, name: str) -> None:
+        require_real_threads()
         require_descriptors(FOR_AN_ENGINE + _FOR_THE_LOOP)  # where it finds none, libuv aborts the program
         hold_standard_descriptors()
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()

@@ -14,6 +14,7 @@ from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Processes, Running
+from aioengine.green_threads import require_real_threads
 from aioengine.supervision.supervisor import Events
 from aioengine.transport.descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 
@@ -81,6 +82,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         ValueError, TypeError: the model folder or an argument cannot be served.
         EngineStartupError: a process could not start.
     """
+    require_real_threads()
     require_descriptors(FOR_AN_ENGINE)
     hold_standard_descriptors()
     inbox = _Inbox()
