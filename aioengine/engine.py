@@ -333,14 +333,17 @@ class AsyncEngine:
     def health(self) -> Health:
         """The state of the engine and of its processes; may be called at any time, from any thread.
 
-        "starting" until ``start()`` has succeeded, also before it was called; "closed" where that failed.
+        "starting" until ``start()`` has succeeded, also before it was called; "closed" where that failed. An engine
+        that has died is "dead" or "stalled" also after its shutdown, until it is started again.
         """
         frontend = None if self._run is None else self._run.frontend
         has_failed = self._run is not None and self._run.has_failed
         if frontend is None:
             return {"state": "closed" if self._is_closed or has_failed else "starting", "processes": []}
         found = info.health(frontend)
-        return {**found, "state": "closed"} if self._is_closed else found
+        if self._is_closed and frontend.failure is None:  # its loop was closed before it was shut down
+            found["state"] = "closed"
+        return found
 
     def get_all_child_pids(self) -> list[int]:
         """The ids of the engine's processes that are alive."""

@@ -150,7 +150,10 @@ class EngineDrainingError(EngineError):
 
 
 class EngineClosedError(EngineError):
-    """The engine is shut down, or was not started."""
+    """The engine was shut down, was not started, or runs in the process of which this one is a fork.
+
+    An ``AsyncEngine`` can be started again; an ``Engine`` that was shut down stays closed.
+    """
 
 
 class RequestError(EngineError):

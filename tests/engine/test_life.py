@@ -194,6 +194,7 @@ class TestStartingAgain:
                 thread.join(10)
                 assert not thread.is_alive()
         assert [double.num_kills for double in here.doubles] == [1, 0]
+        assert here.engine.health()["state"] == "closed"
         assert here.doubles[1].is_stopped
 
     async def test_while_it_shuts_down(self) -> None:
@@ -215,8 +216,11 @@ class TestStartingAgain:
         with pytest.raises(EngineDeadError):
             await here.engine.start()
         await here.engine.shutdown()
+        assert here.engine.health()["state"] == "dead"  # programs take their exit status from it
         async with here.engine as engine:
+            assert engine.health()["state"] == "running"
             assert (await engine.async_generate("a", GREEDY))["text"] == expected_text("a", 6)
+        assert here.engine.health()["state"] == "closed"
 
     async def test_streams_of_the_earlier_run_stay_closed(self) -> None:
         here = World()
@@ -445,6 +449,7 @@ class TestOneLoop:
         here.engine.abort_request(abort_all=True)
         asyncio.run(here.engine.shutdown())
         assert here.double.num_kills == 1
+        assert here.engine.health()["state"] == "closed"
 
     async def test_abort_from_another_thread(self, world: World) -> None:
         world.double.step_s = 0.001
