@@ -7,7 +7,6 @@ otherwise), and arguments that make no sense in a library (accepted with one war
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Final, cast
@@ -27,6 +26,7 @@ from aioengine.config import (
     SupervisionConfig,
 )
 from aioengine.foreign_names import our_way
+from aioengine.logs import warn_caller
 from aioengine.resolve import CPU_LIMITS, CPU_MEMORY_FRACTION, GPU_GRAPH_ROWS, GPU_LIMITS, GPU_MEMORY_FRACTION
 
 Check = Callable[[str, object], object]
@@ -425,5 +425,5 @@ def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
             raise TypeError(f"unknown argument {key!r}{our_way(key) or checks.did_you_mean(key, known)}")
     if without_meaning:
         names = ", ".join(sorted(without_meaning))
-        warnings.warn(f"these arguments have no effect in aioengine: {names}", UserWarning, stacklevel=4)
+        warn_caller(f"these arguments have no effect in aioengine: {names}", stacklevel=4)
     return given

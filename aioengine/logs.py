@@ -1,8 +1,10 @@
-"""Logging from the user's process: a log handler of the program that raises does not reach the engine."""
+"""Logs and warnings in the user's process: what the program does with them does not reach the engine."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import warnings
 
 
 def log(logger: logging.Logger, level: int, message: str, *arguments: object) -> None:
@@ -12,9 +14,22 @@ def log(logger: logging.Logger, level: int, message: str, *arguments: object) ->
     except Exception as error:
         cause = (type(error), error, error.__traceback__)
         record = logger.makeRecord(logger.name, level, __file__, 0, message, arguments, cause)
-        logging.Handler().handleError(record)
+        with contextlib.suppress(Exception):  # stderr is closed, or an object of another kind
+            logging.Handler().handleError(record)
 
 
 def warn(logger: logging.Logger, message: str, *arguments: object) -> None:
     """Log a warning, as ``log`` does."""
     log(logger, logging.WARNING, message, *arguments)
+
+
+def warn_caller(message: str, *, stacklevel: int) -> None:
+    """Issue a ``UserWarning``, which is raised where the program has made it an error. Else nothing is raised, not even
+    what the program's stderr raises when it is written to.
+    """
+    try:
+        warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
+    except UserWarning:
+        raise
+    except Exception as error:
+        log(logging.getLogger(__name__), logging.DEBUG, "a warning could not be shown: %s", error)

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 from typing import TYPE_CHECKING
 
+from aioengine.logs import log
+
 if TYPE_CHECKING:
+    from typing import TextIO
+
     from aioengine.frontend.progress_bar import Bar
     from aioengine.protocol.messages import Progress
 
+logger = logging.getLogger(__name__)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether ``stream`` is one. Programs put other objects in the place of their standard streams, closed ones too."""
+    with contextlib.suppress(Exception):
+        return stream is not None and stream.isatty()
+    return False
+
 
 def is_wanted(is_shown: bool | None) -> bool:
-    """Whether bars are drawn; None: only where stderr is a terminal. Never where there is no stderr."""
-    return sys.stderr is not None and (sys.stderr.isatty() if is_shown is None else is_shown)
+    """Whether bars are drawn; None: only where stderr is a terminal. Never where it cannot be written to."""
+    if not (is_terminal(sys.stderr) if is_shown is None else is_shown):
+        return False
+    with contextlib.suppress(Exception):
+        sys.stderr.write("")
+        return True
+    return False
 
 
 class ProgressBars:
@@ -26,6 +46,13 @@ class ProgressBars:
         """Draw how far the work is."""
         if not self.is_shown:
             return
+        try:
+            self._draw(progress)
+        except Exception as error:  # of stderr: what it shows is no reason to fail
+            log(logger, logging.DEBUG, "progress bars cannot be drawn: %s", error)
+            self._drop()
+
+    def _draw(self, progress: Progress) -> None:
         from aioengine.frontend.progress_bar import Bar
 
         bar = self._bars.get(progress.label)
@@ -40,6 +67,15 @@ class ProgressBars:
 
     def close(self) -> None:
         """Remove what is left, also after a start that failed."""
+        try:
+            for bar in self._bars.values():
+                bar.close()
+        except Exception as error:
+            log(logger, logging.DEBUG, "progress bars cannot be removed: %s", error)
+        self._drop()
+
+    def _drop(self) -> None:
+        self.is_shown = False
         for bar in self._bars.values():
-            bar.close()
+            bar.disable = True
         self._bars.clear()

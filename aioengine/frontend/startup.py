@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Processes, Running
 from aioengine.green_threads import require_real_threads
+from aioengine.logs import warn_caller
 from aioengine.supervision.supervisor import Events
 from aioengine.transport.descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 
@@ -98,7 +98,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
             loading.add_done_callback(_retrieve)
         facts = await processes.start()
         if warning := facts.get("warning"):
-            warnings.warn(str(warning), UserWarning, stacklevel=2)
+            warn_caller(str(warning), stacklevel=2)
         max_total_tokens = facts.get("max_total_tokens")
         if not isinstance(max_total_tokens, int):
             raise EngineStartupError(f"the scheduler process did not tell the size of its KV pool: {facts!r}")

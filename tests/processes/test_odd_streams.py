@@ -1,0 +1,116 @@
+"""Engines in programs whose sys.stdout and sys.stderr are closed, missing, or objects of other kinds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.source import ROOT
+
+pytestmark = pytest.mark.process
+
+STREAMS = {
+    "closed": "stream = open(os.devnull, 'w'); stream.close()",
+    "none": "stream = None",
+    "without methods": "stream = object()",
+    "write alone": "stream = type('', (), {'write': lambda self, text: len(text)})()",
+    "failing": """
+class Failing:
+    closed = False
+    def write(self, text):
+        raise RuntimeError('not here')
+    flush = isatty = lambda self: self.write('')
+stream = Failing()
+""",
+    "failing terminal": """
+class Failing:
+    encoding = 'utf-8'
+    def isatty(self):
+        return True
+    def write(self, text):
+        raise OSError('the terminal went away')
+    def flush(self):
+        pass
+stream = Failing()
+""",
+}
+BARS = """
+from aioengine.frontend.progress import ProgressBars
+from aioengine.protocol.messages import Progress
+
+for is_shown in (None, True, False):
+    bars = ProgressBars(is_shown)
+    for done in range(4):
+        bars.show(Progress("loading", done, 3, "B"))
+    bars.show(Progress("more", 1, 3, "B"))
+    bars.close()
+"""
+ENGINE = """
+from aioengine import Engine
+
+with Engine(progress=PROGRESS, tp_size=1, api_key="x", log_level="info") as engine:
+    os.kill(engine.get_all_child_pids()[1], 9)
+    text = engine.generate("The capital of France is", {"max_new_tokens": 4, "temperature": 0})["text"]
+    engine.generate("x", {"max_new_tokens": 1})
+assert "Paris" in text, text
+"""
+WARNING = """
+import warnings
+from aioengine.logs import warn_caller
+
+warn_caller("a warning", stacklevel=1)
+warnings.simplefilter("error")
+try:
+    warn_caller("a warning", stacklevel=1)
+except UserWarning as error:
+    assert str(error) == "a warning"
+else:
+    raise SystemExit("the warning was lost")
+"""
+LOGGING = """
+import logging
+from aioengine.logs import warn
+
+warn(logging.getLogger("aioengine.x"), "%d", 1)
+
+class Broken(logging.Handler):
+    def emit(self, record):
+        raise RuntimeError("broken")
+
+logging.getLogger().addHandler(Broken())
+warn(logging.getLogger("aioengine.x"), "%d", 1)
+"""
+
+
+def run(program: str, stream: str, *, both: bool = True) -> None:
+    """Run with this as stderr (and stdout), and check by the exit status that it came to the end."""
+    names = "sys.stdout = sys.stderr" if both else "sys.stderr"
+    head = f"import os, sys\n{STREAMS[stream]}\n{names} = stream\n"
+    tail = "\nos._exit(77)"
+    done = subprocess.run(
+        [sys.executable, "-c", head + program + tail], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 77, done
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_progress_bars_do_no_harm(stream: str) -> None:
+    run(BARS, stream)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_warning_does_no_harm(stream: str) -> None:
+    run(WARNING, stream)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_logging_does_no_harm(stream: str) -> None:
+    run(LOGGING, stream)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_an_engine_works(stream: str) -> None:
+    progress = "True" if stream in {"closed", "failing terminal"} else "None"
+    run(ENGINE.replace("PROGRESS", progress), stream)
