@@ -1,9 +1,14 @@
 """Matrix product with weights that never change: x [T, I], weight [O, I], bias [O] -> [T, O].
 
 On the CPU a row of the result is the same bits whatever T is. How a library adds up a row can depend on T (one row is
-often done by another kernel than many), so it is found out by trying from how many rows on it does not, and fewer
-rows are padded to that many, with copies of themselves. Where no such number is found, rows are worked on in blocks
+often done by another kernel than many, and matrix units take the columns in blocks of another size), so it is found
+out by trying. A packed bf16 weight is multiplied with a few numbers of rows alone, those of ``ROW_COUNTS`` that were
+seen to give the same bits: rows are padded to one of them, or split. In other types rows are padded, with copies of
+themselves, to a number from which on the bits do not depend on it; where none is found, they are worked on in blocks
 of ``BLOCK``. On a GPU that holds where it is asked for.
+
+oneDNN compiles code for every number of rows and shape of weight, 0.5 MB and more in 0.5 to 4 ms, and keeps it: few
+numbers of rows are also a matter of memory and time. ``processes.host.limit_kernel_cache`` limits what is kept.
 """
 
 from __future__ import annotations
@@ -20,6 +25,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 64
+_MANY_ROWS = (80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+ROW_COUNTS = {
+    torch.bfloat16: (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, *_MANY_ROWS),
+    torch.float32: (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, *_MANY_ROWS),
+}
+"""Of a matmul with a packed weight. In bf16, a few rows take as long as one; in fp32, every row takes its time."""
+COMMON_ROWS = 8
+"""The numbers of rows that give the same bits as this many are used."""
+FEW_ROWS = 32
+"""Up to this number rows are rather padded than split."""
+MAX_TRIED_NUMBERS = 8 << 20
+"""Of a result that is only tried: a head's are many."""
 FAST_ROWS = 4
 """oneDNN reads packed bf16 weights fastest with 3 to 6 rows: 31 GB/s with one row, 26 with two, 37 with four, on two
 cores that can read 38. So fewer rows are padded to four where the weight does not fit the cache.
@@ -28,6 +45,12 @@ CACHED_BYTES = 1 << 20
 LONG_INPUTS = 8192
 FEW_ROWS_OF_LONG_INPUTS = 128
 TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
+
+
+_PACKED_FOR_ROWS = {torch.bfloat16: 1, torch.float32: None}
+"""How many rows a packed weight is said to be for. Packed for one row of bf16, many more numbers of rows agree on CPUs
+with matrix units, and all are as fast.
+"""
 
 
 class Product(Protocol):
@@ -60,14 +83,52 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
     """
     if weight.device.type != "cpu":
         return _invariant(weight, bias) if batch_invariant else _on_device(weight, bias)
-    product = _fastest(weight, bias)
     out_features, in_features = weight.shape
+    product = _fastest(weight, bias)
+    if packs(weight.dtype, weight.device):
+        has_bias = bias is not None
+        counts = agreeing_counts(out_features, in_features, weight.dtype, torch.get_num_threads(), has_bias=has_bias)
+        return _in_pieces(product, counts)
     min_rows = independent_from(out_features, in_features, weight.dtype, torch.get_num_threads())
-    if min_rows is None:
-        return _blocked(product)
-    if weight.dtype == torch.bfloat16 and packs(weight.dtype, weight.device) and weight.nbytes > CACHED_BYTES:
-        min_rows = max(min_rows, FAST_ROWS)
-    return product if min_rows == 1 else _padded(product, min_rows)
+    return _blocked(product) if min_rows is None else _padded(product, min_rows)
+
+
+@lru_cache(maxsize=256)
+def agreeing_counts(
+    out_features: int, in_features: int, dtype: torch.dtype, num_threads: int, *, has_bias: bool = False
+) -> tuple[int, ...]:
+    """The numbers of rows with which a packed weight of this shape gives the same bits, from few to many.
+
+    ``num_threads`` only tells apart what was tried with other numbers of threads.
+    """
+    is_slow_with_few = dtype == torch.bfloat16 and 2 * out_features * in_features > CACHED_BYTES
+    least = FAST_ROWS if is_slow_with_few else 1
+    most = max(BLOCK, MAX_TRIED_NUMBERS // out_features)
+    weight, x = _cancelling(out_features, in_features, dtype, num_threads)
+    product = _fastest(weight, torch.zeros(out_features, dtype=dtype) if has_bias else None)
+    expected = product(x.expand(COMMON_ROWS, -1).contiguous())[:1]
+    counts = [count for count in ROW_COUNTS[dtype] if least <= count <= most]
+    return tuple(count for count in counts if torch.equal(*_rows_and_first(product, x, count, expected)))
+
+
+def _rows_and_first(product: Product, x: Tensor, num_rows: int, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """The result [T, O] of the row ``x`` [1, I] repeated, and ``expected`` [1, O] repeated."""
+    return product(x.expand(num_rows, -1).contiguous()), expected.expand(num_rows, -1)
+
+
+def _cancelling(out_features: int, in_features: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    """A weight [O, I] and a row [1, I] of which the second half takes back what the first adds to each result.
+
+    What is left is the rounding of the sum, so that a sum in another order shows.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    half = in_features // 2
+    some = torch.randn(min(out_features, 64), in_features, generator=generator)
+    x = torch.randn(1, in_features, generator=generator)
+    some[:, half : 2 * half] = -some[:, :half]
+    x[:, half : 2 * half] = x[:, :half]
+    weight = some.to(dtype).repeat(-(-out_features // some.shape[0]), 1)[:out_features]
+    return weight.contiguous(), x.to(dtype)
 
 
 @lru_cache(maxsize=256)
@@ -76,14 +137,12 @@ def independent_from(out_features: int, in_features: int, dtype: torch.dtype, nu
 
     ``num_threads`` only tells apart what was tried with other numbers of threads.
     """
-    generator = torch.Generator().manual_seed(num_threads)
-    some = torch.randn(min(out_features, 64), in_features, generator=generator).to(dtype)
-    product = _fastest(some.repeat(-(-out_features // some.shape[0]), 1)[:out_features].contiguous(), None)
-    x = torch.randn(BLOCK, in_features, generator=generator).to(dtype)
-    expected = product(x)
+    weight, x = _cancelling(out_features, in_features, dtype, num_threads)
+    product = _fastest(weight, None)
+    expected = product(x.expand(BLOCK, -1).contiguous())[:1]
     first = None
     for num_rows in reversed(TRIED_ROWS):
-        if not torch.equal(product(x[:num_rows]), expected[:num_rows]):
+        if not torch.equal(*_rows_and_first(product, x, num_rows, expected)):
             break
         first = num_rows
     return first
@@ -93,7 +152,7 @@ def _fastest(weight: Tensor, bias: Tensor | None) -> Product:
     if not packs(weight.dtype, weight.device):
         return lambda x: functional.linear(x, weight, bias)
     operation = torch.ops.mkldnn._linear_pointwise.default
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS[weight.dtype])
     return lambda x: operation(x, packed, bias, "none", [], "")
 
 
@@ -138,15 +197,43 @@ def _invariant(weight: Tensor, bias: Tensor | None) -> Product:
     return lambda x: invariant_product(x.contiguous(), whole, bias)
 
 
-def _padded(product: Product, min_rows: int) -> Product:
-    def padded(x: Tensor) -> Tensor:
-        num_rows = x.shape[0]
-        if num_rows >= min_rows:
-            return product(x)
-        copies = -(-min_rows // num_rows)
-        return product(torch.cat((x,) * copies))[:num_rows]
+def _in_pieces(product: Product, counts: tuple[int, ...]) -> Product:
+    """``product``, of as many rows as one of ``counts`` (from few to many): padded, or split where they are more."""
+    most = counts[-1]
+    sizes = [_first_piece(num_rows, counts) for num_rows in range(most + 1)]
 
-    return padded
+    def in_pieces(x: Tensor) -> Tensor:
+        num_rows = x.shape[0]
+        if num_rows <= most and sizes[num_rows] >= num_rows:
+            return _of_rows(product, x, sizes[num_rows])
+        pieces: list[Tensor] = []
+        while num_rows := x.shape[0]:
+            size = sizes[min(num_rows, most)]
+            pieces.append(_of_rows(product, x[:size], size))
+            x = x[size:]
+        return torch.cat(pieces)
+
+    return in_pieces
+
+
+def _first_piece(num_rows: int, counts: tuple[int, ...]) -> int:
+    """The next larger of ``counts``; or, where half of its rows would be padding, the next smaller one."""
+    larger = next(count for count in counts if count >= num_rows)
+    smaller = max((count for count in counts if count <= num_rows), default=larger)
+    return smaller if smaller >= FEW_ROWS and 2 * larger >= 3 * num_rows else larger
+
+
+def _padded(product: Product, min_rows: int) -> Product:
+    return product if min_rows == 1 else lambda x: _of_rows(product, x, max(min_rows, x.shape[0]))
+
+
+def _of_rows(product: Product, x: Tensor, wanted: int) -> Tensor:
+    """``product`` of the rows ``x``, padded to the number ``wanted`` with copies of the first ones."""
+    num_rows = x.shape[0]
+    if wanted == num_rows:
+        return product(x)
+    copies, rest = divmod(wanted, num_rows)
+    return product(torch.cat((*(x,) * copies, x[:rest])))[:num_rows]
 
 
 def _blocked(product: Product) -> Product:

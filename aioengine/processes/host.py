@@ -16,6 +16,8 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGEST_FROM_HEAP = 32 << 20  # the most that glibc takes
 _KEPT_BYTES = 256 << 20
+_KEPT_KERNELS = 128
+"""Of 0.5 to 1 MB each. A model has about five shapes of weights, and rows are rounded to 20 to 30 numbers."""
 
 
 def name_process(name: str) -> None:
@@ -58,6 +60,15 @@ def limit_threads(num_threads: int) -> None:
     # kept from running, and a step takes a hundred times as long; so waiting threads go to sleep soon.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def limit_kernel_cache() -> None:
+    """Let torch and oneDNN, which are imported after this, keep little of the code that they compile for each shape.
+
+    Each has a cache of 1024 entries, together a GB. A capacity that the user has set stays.
+    """
+    for variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, str(_KEPT_KERNELS))
 
 
 def keep_freed_memory() -> None:

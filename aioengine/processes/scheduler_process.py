@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from aioengine.processes.child import Child, run_child
-from aioengine.processes.host import keep_freed_memory, limit_threads
+from aioengine.processes.host import keep_freed_memory, limit_kernel_cache, limit_threads
 from aioengine.processes.profile import Profile
 from aioengine.processes.told_runner import ToldRunner
 from aioengine.protocol.messages import (
@@ -249,6 +249,7 @@ def load_factory(name: str) -> RunnerFactory:
 
 def work(child: Child) -> None:
     limit_threads(child.settings.runner.num_threads)
+    limit_kernel_cache()
     keep_freed_memory()
     service = build_service(child.settings, child.uplink.report, child.board)
     child.serve(service, child.orders.endpoints.detokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import reduce
 
 import pytest
 import torch
@@ -39,6 +40,55 @@ def test_linear_rows_do_not_depend_on_their_number(
     counts = NUM_ROWS if in_features * out_features < 5_000_000 else NUM_ROWS[::4]
     assert [count for count in counts if not torch.equal(product(x[:count]), expected[:count])] == []
     assert torch.equal(product(x[7:8]), expected[7:8])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(896, 1152), (4864, 896), (896, 256), (256, 896), (2048, 2048)])
+def test_sums_are_taken_in_the_same_order_for_any_number_of_rows(
+    shape: tuple[int, int], dtype: torch.dtype, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    weight, row = linear._cancelling(shape[1], shape[0], dtype, seed=3)
+    product = linear.prepare(weight, None)
+    x = row.repeat(max(NUM_ROWS), 1)
+    expected = product(x[:1])
+    different = [count for count in NUM_ROWS if not torch.equal(product(x[:count]), expected.expand(count, -1))]
+    assert different == []
+
+
+def test_numbers_of_rows_are_padded_or_split_to_those_that_agree() -> None:
+    seen: list[int] = []
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return x * 2
+
+    in_pieces = linear._in_pieces(product, (4, 8, 32, 96))
+    for num_rows, expected in {
+        1: [4], 5: [8], 8: [8], 9: [32], 33: [32, 4], 60: [32, 32], 70: [96], 96: [96], 97: [96, 4],
+        250: [96, 96, 32, 32],
+    }.items():  # fmt: skip
+        seen.clear()
+        x = torch.arange(num_rows, dtype=torch.float32).unsqueeze(1)
+        assert torch.equal(in_pieces(x), x * 2)
+        assert seen == expected, num_rows
+
+
+def test_a_matmul_that_adds_up_in_another_order_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepared(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Product:
+        def product(x: torch.Tensor) -> torch.Tensor:
+            halves = (slice(0, 50), slice(50, 100)) if x.shape[0] in {16, 64} else (slice(0, 100),)
+            terms = x[:, :, None].float() * weight.T.float()
+            sums = [reduce(torch.add, terms[:, half].unbind(1)) for half in halves]
+            return reduce(torch.add, sums).to(x.dtype)
+
+        return product
+
+    monkeypatch.setattr(linear, "_fastest", prepared)
+    counts = linear.agreeing_counts.__wrapped__(48, 100, torch.bfloat16, 1)
+    assert counts == tuple(count for count in linear.ROW_COUNTS[torch.bfloat16] if count not in {16, 64})
+    assert linear.independent_from.__wrapped__(48, 100, torch.float32, 1) == linear.BLOCK
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,6 +149,10 @@ def test_attention_of_a_token_does_not_depend_on_chunks_rows_or_pages(
     tokens = tuple(torch.randn(length, number, head_size).to(dtype) for number in heads)
     num_pages = -(-length // page_size)
     pool = torch.zeros(kv_pool_shape(shape, num_pages=2 * num_pages, page_size=page_size), dtype=dtype)
+    if backend_class is FusedAttention and not fused.serves(head_size, dtype, pool.device):
+        with pytest.raises(ValueError, match=f"heads of {head_size}"):
+            backend_class(shape, pool)
+        return
     backend = backend_class(shape, pool)
     whole = run_attention(backend, tokens, [(0, length)], list(range(num_pages)))
     table = (torch.randperm(num_pages) + num_pages).tolist()
