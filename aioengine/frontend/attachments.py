@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Final, cast
 
 from aioengine import checks
+from aioengine.errors import EngineClosedError
 from aioengine.frontend.interrupts import refuse_interrupting
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.replay import AttachableOutput
@@ -21,16 +22,18 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.calls import Call, Calls
     from aioengine.frontend.outputs import Calls as ReaderCalls
-    from aioengine.frontend.router import Router
+    from aioengine.frontend.replay import ReaderOutput
 
 MAX_KEPT_TOKENS: Final = 1 << 20
 """Output tokens of ended requests that are kept, in all; beyond it those that ended first are forgotten."""
 
 
 class Attachment:
-    """One attachable request. ``until``: when it is forgotten, None while it runs and is read.
+    """One attachable request.
 
-    num_kept: tokens that are kept of it after its end.
+    Attributes:
+        until: when it is forgotten, None while it runs and is read.
+        num_kept: tokens that are kept of it after its end.
     """
 
     __slots__ = ("call", "is_ended", "num_kept", "output", "timer", "until")
@@ -45,19 +48,21 @@ class Attachment:
 
 
 class Attachments:
-    """Those that can be attached to, by id. On the engine's loop, except ``attach``."""
+    """The requests that can be attached to, by id. On the engine's loop, except ``attach``.
 
-    def __init__(self, calls: Calls, router: Router, *, lock: threading.RLock, settle: Callable[[Call], None]) -> None:
+    Every decision (who reads, whether the time is over) is made and carried out in one step under the lock.
+    """
+
+    def __init__(self, calls: Calls, *, lock: threading.RLock, settle: Callable[[Call], None]) -> None:
         """``settle`` ends a call that nobody will read any more."""
         self._calls = calls
-        self._router = router
         self._lock = lock
         self._settle = settle
         self._by_rid: dict[str, Attachment] = {}
         self._num_kept_tokens = 0
 
     def add(self, call: Call) -> None:
-        """A call was opened."""
+        """A call was opened. Under the lock."""
         if isinstance(call.output, AttachableOutput):
             self._by_rid[call.rid] = Attachment(call, call.output)
 
@@ -66,82 +71,68 @@ class Attachments:
 
         Raises:
             ValueError: there is no such request, or it has not given so much text.
+            EngineClosedError: the engine was shut down.
         """
         offset = checks.whole("from_offset", from_offset, 0)
+        rid = checks.text("rid", rid)
         refuse_interrupting(self._lock)
         with self._lock:
-            attachment = self._by_rid.get(checks.text("rid", rid))
+            attachment = self._by_rid.get(rid)
             if attachment is None:
+                if isinstance(self._calls.failure, EngineClosedError):
+                    raise self._calls.failure.with_traceback(None)
                 raise ValueError(
                     f"no request {checks.shown(rid)} can be attached to: it had no resume_ttl, or its time is over"
                 )
-            output = self._hand_over(attachment, offset)
+            output = attachment.output.attach(offset)
             if not attachment.is_ended:
                 attachment.until = None
-        readers.feed(output)  # on the loop: it goes on where it was suspended, and is closed where it just ended
+        readers.feed(output)  # on the loop: it goes on where it was suspended
         return Reader(output, lock=self._lock, calls=readers)
 
-    def detach(self, call: Call) -> bool:
-        """The reader has left; whether the call goes on without one."""
+    def left(self, reader: ReaderOutput) -> None:
+        """A reader has left. Where it was the present one of a request that goes on, that is forgotten some time later.
+
+        One whose request another attached to meanwhile has nothing to do with it any more.
+        """
         with self._lock:
-            attachment = self._by_rid.get(call.rid)
-            if attachment is None or attachment.call is not call or attachment.is_ended:
-                return False
-            self._hand_over(attachment, None)
-        self._forget_later(attachment)
-        return True
+            attachment = self._by_rid.get(reader.rid)
+            if attachment is None or attachment.output.reader is not reader or attachment.is_ended:
+                return
+            attachment.output.detach()
+            self._forget_later(attachment)
 
     def ended(self, call: Call) -> None:
         """The call is over: it has all it will ever have."""
-        attachment = self._by_rid.get(call.rid)
-        if attachment is None or attachment.call is not call or attachment.is_ended:
-            return
-        attachment.is_ended = True
-        if attachment.output.is_left:  # for good
-            self._forget(attachment)
-            return
         with self._lock:
+            attachment = self._by_rid.get(call.rid)
+            if attachment is None or attachment.call is not call or attachment.is_ended:
+                return
+            attachment.is_ended = True
             self._by_rid[call.rid] = self._by_rid.pop(call.rid)  # behind those that ended before
             attachment.num_kept = attachment.output.replay.num_tokens
             self._num_kept_tokens += attachment.num_kept
-        self._forget_later(attachment)
-        while self._num_kept_tokens > MAX_KEPT_TOKENS:
-            with self._lock:
-                first = next(one for one in self._by_rid.values() if one.is_ended)
-            self._forget(first)
+            self._forget_later(attachment)
+            while self._num_kept_tokens > MAX_KEPT_TOKENS:
+                self._forget(next(one for one in self._by_rid.values() if one.is_ended))
 
     def discard(self, call: Call) -> None:
         """Nobody can attach to this call, nor is its id in use, any more."""
-        attachment = self._by_rid.get(call.rid)
-        if attachment is not None and attachment.call is call:
-            self._forget(attachment)
         with self._lock:
+            attachment = self._by_rid.get(call.rid)
+            if attachment is not None and attachment.call is call:
+                self._forget(attachment)
             self._calls.free_names(call)
 
     def clear(self) -> None:
         """Nobody can attach any more."""
-        for attachment in list(self._by_rid.values()):
-            self._forget(attachment)
-
-    def _hand_over(self, attachment: Attachment, offset: int | None) -> AttachableOutput:
-        """The output goes on in a new one; under the lock."""
-        before, call = attachment.output, attachment.call
-        heir = attachment.output = before.successor(offset)
-        call.output = heir
-        if self._calls.by_output.pop(before, None) is not None:
-            self._calls.by_output[heir] = call
-        for row in heir.live.values():
-            if row.uid in self._router.rows:
-                self._router.rows[row.uid] = row
-        before.live.clear()
-        before.is_left = True
-        before.ready.clear()
-        before.wake()
-        return heir
+        with self._lock:
+            for attachment in list(self._by_rid.values()):
+                self._forget(attachment)
 
     def _forget_later(self, attachment: Attachment) -> None:
-        attachment.until = time.monotonic() + cast("float", attachment.call.ask.resume_ttl_s)
-        self._set_timer(attachment, attachment.until)
+        until = attachment.until = time.monotonic() + cast("float", attachment.call.ask.resume_ttl_s)
+        self._set_timer(attachment, until)
 
     def _set_timer(self, attachment: Attachment, until: float) -> None:
         if attachment.timer is not None:
@@ -154,20 +145,17 @@ class Attachments:
             until = attachment.until
             if until is None:  # somebody reads it again
                 return
-            is_due = until <= time.monotonic()
-            if is_due and not attachment.is_ended:
-                attachment.output.is_left = True
-        if not is_due:
-            self._set_timer(attachment, until)
-        elif attachment.is_ended:
+            if until > time.monotonic():
+                self._set_timer(attachment, until)
+                return
             self._forget(attachment)
-        else:
-            self._settle(attachment.call)
+            attachment.output.is_left = True
+        self._settle(attachment.call)
 
     def _forget(self, attachment: Attachment) -> None:
+        """Nobody can attach to it any more, and its ids are free. Under the lock."""
         if attachment.timer is not None:
             attachment.timer.cancel()
-        with self._lock:
-            del self._by_rid[attachment.call.rid]
-            self._num_kept_tokens -= attachment.num_kept
-            self._calls.free_names(attachment.call)
+        del self._by_rid[attachment.call.rid]
+        self._num_kept_tokens -= attachment.num_kept
+        self._calls.free_names(attachment.call)

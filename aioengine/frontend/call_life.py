@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from aioengine.frontend.attachments import Attachments
 from aioengine.frontend.feeder import Feeder, end_unbegun
 from aioengine.frontend.outputs import Wants
+from aioengine.frontend.replay import ReaderOutput
 from aioengine.protocol.messages import Abort, FinishCode, Finished, Suspend
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class CallLife:
         self._lock = lock
         self._calls = calls
         self._router = router
-        self.attachments = Attachments(calls, router, lock=lock, settle=self.settle)
+        self.attachments = Attachments(calls, lock=lock, settle=self.settle)
         self._send = send
         self._computed_since = computed_since
 
@@ -73,6 +74,7 @@ class CallLife:
 
     def feed(self, output: CallOutput) -> None:
         """Somebody read: more of its rows may begin, and those that were suspended go on."""
+        output = output.request
         call = self._calls.by_output.get(output)
         if call is not None:
             if output.wants is Wants.READS:
@@ -81,7 +83,6 @@ class CallLife:
                     uids = [row.uid for row in output.live.values()]
                 self._send([Suspend(uids, is_over=True)])
             self.feeder.feed(call)
-            self.settle(call)  # it may have ended while another thread attached to it
 
     def suspend(self, call: Call, place: Place) -> None:
         """Its reader is away, still at ``place``: compute nothing more of its rows until it reads again.
@@ -125,19 +126,18 @@ class CallLife:
         self.attachments.discard(call)
 
     def leave(self, output: CallOutput) -> None:
-        call = self._calls.by_output.get(output)
-        if call is not None and self.attachments.detach(call):
-            self.feed(call.output)  # it goes on, also where it was suspended
-            return
         with self._lock:
             output.is_left = True
             output.ready.clear()
             output.wake()
-        if call is not None:
+        if isinstance(output, ReaderOutput):
+            self.attachments.left(output)
+            self.feed(output)  # it goes on, also where it was suspended
+        elif (call := self._calls.by_output.get(output)) is not None:
             self.settle(call)
 
     def abort(self, output: CallOutput) -> None:
-        call = self._calls.by_output.get(output)
+        call = self._calls.by_output.get(output.request)
         if call is not None:
             self._end_call(call, FinishCode.ABORT)
 

@@ -248,8 +248,10 @@ class Lane:
         self._waiting.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
         failure = RequestError("tokenize", "the engine was shut down")
-        for job in jobs:
-            asyncio.get_running_loop().call_soon(job.done, job.failed(failure), 0.0)
+        with contextlib.suppress(RuntimeError):  # no loop runs any more, on which a job could be answered
+            loop = asyncio.get_running_loop()
+            for job in jobs:
+                loop.call_soon(job.done, job.failed(failure), 0.0)
 
 
 def _failed_future(error: BaseException) -> Future[_Timed]:

@@ -135,7 +135,7 @@ class Frontend:
         ask = make_ask()
         self._life.feeder.check(ask)
         call = Call(ask, called_at)
-        reader = Reader(call.output, lock=self._lock, calls=self)  # first: from now on somebody owns the call
+        reader = Reader(call.output.read_side, lock=self._lock, calls=self)  # first: from now on somebody owns the call
         try:
             with self._lock:
                 self.calls.open(call, this_caller())

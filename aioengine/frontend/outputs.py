@@ -203,6 +203,16 @@ class CallOutput:
         self.wakers: list[Callable[[], None]] = []
 
     @property
+    def request(self) -> CallOutput:
+        """The output by which the engine knows the call."""
+        return self
+
+    @property
+    def read_side(self) -> CallOutput:
+        """The output that a reader reads."""
+        return self
+
+    @property
     def is_over(self) -> bool:
         """Whether the engine has nothing more to give."""
         return self.num_open == 0 or self.error is not None or self.is_left

@@ -5,10 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from aioengine.frontend.outputs import CallOutput, RowStream
+from aioengine import answers
+from aioengine.frontend.outputs import CallOutput, RowStream, Wants
 
 if TYPE_CHECKING:
-    from aioengine.answers import RowFacts
+    from aioengine.answers import RowError, RowFacts
+    from aioengine.protocol.messages import Finished
 
 
 class Replay:
@@ -56,57 +58,142 @@ class Replay:
 
 
 class LoggedRow(RowStream):
-    """A row whose output is kept. ``has_reader``: it can be read, too."""
+    """The row of an attachable request: its output is kept, and goes on to the row of the present reader."""
 
-    __slots__ = ("has_reader", "replay")
+    __slots__ = ("request",)
 
-    def __init__(self, output: AttachableOutput, position: int, facts: RowFacts) -> None:
-        super().__init__(output, position, facts)
-        self.replay = output.replay
-        self.has_reader = output.has_reader
+    def __init__(self, request: AttachableOutput, position: int, facts: RowFacts) -> None:
+        super().__init__(request, position, facts)
+        self.request = request
 
     def put(self, text: str, new: int | list[int]) -> bool:
-        self.replay.add(text, [new] if isinstance(new, int) else new)
-        return self.has_reader and super().put(text, new)
+        self.request.replay.add(text, [new] if isinstance(new, int) else new)
+        reader = self.request.reader
+        return reader is not None and reader.row is not None and reader.row.put(text, new)
+
+
+class ReaderOutput(CallOutput):
+    """The part of an attachable request's output that one reader gets.
+
+    It is left for good (``is_left``) when its reader leaves, or when another one attaches.
+    """
+
+    __slots__ = ("_request", "row")
+
+    def __init__(self, request: AttachableOutput) -> None:
+        super().__init__(request.rid, 1, is_stream=True, is_batch=False, returns_exceptions=False)
+        self._request = request
+        self.row: RowStream | None = None
+
+    @property
+    def request(self) -> AttachableOutput:
+        return self._request
+
+    def add_row(self, position: int, facts: RowFacts) -> RowStream:
+        self.row = super().add_row(position, facts)
+        return self.row
+
+    def close(self) -> None:
+        """Its reader gets nothing more, wherever it waits."""
+        self.is_left = True
+        self.ready.clear()
+        self.wake()
 
 
 class AttachableOutput(CallOutput):
-    """The output of a stream of one row that several readers read, one after the other; this one's part of it."""
+    """The output of a stream of one row that several readers read, one after the other. The engine's side of it.
 
-    __slots__ = ("has_reader", "replay", "row")
+    It is the same from the beginning of the request to its end, and passes everything on to the present reader.
 
-    def __init__(self, rid: str, replay: Replay | None = None, *, has_reader: bool = True) -> None:
+    Attributes:
+        reader: the present reader's part; None while nobody reads.
+    """
+
+    __slots__ = ("_wants", "reader", "replay", "row")
+
+    def __init__(self, rid: str) -> None:
+        self.reader: ReaderOutput | None = None
         super().__init__(rid, 1, is_stream=True, is_batch=False, returns_exceptions=False)
-        self.replay = Replay() if replay is None else replay
-        self.has_reader = has_reader
+        self.replay = Replay()
         self.row: LoggedRow | None = None
+        self.reader = ReaderOutput(self)
+        self.ready = self.reader.ready
 
-    def leave(self) -> None:
-        """It may go on without a reader, which the engine decides."""
+    @property
+    def read_side(self) -> CallOutput:
+        assert self.reader is not None, "nobody reads it"
+        return self.reader
 
-    def add_row(self, position: int, facts: RowFacts) -> RowStream:
-        self.row = self.live[position] = LoggedRow(self, position, facts)
-        self.num_held += 1
-        return self.row
+    @property
+    def wants(self) -> Wants:
+        return self._wants
 
-    def successor(self, offset: int | None) -> AttachableOutput:
-        """The output of the next reader, who begins at ``offset``; None: nobody reads for now. Under the lock.
+    @wants.setter
+    def wants(self, wants: Wants) -> None:
+        self._wants = wants
+        if self.reader is not None:
+            self.reader.wants = wants
+
+    # ------------------------------------------------------------ readers, under the lock
+
+    def attach(self, offset: int) -> ReaderOutput:
+        """A new reader, from the ``offset``-th character on; the one before is at its end.
 
         Raises:
             ValueError: there is not so much text.
         """
-        text, token_ids, place = ("", list[int](), 0) if offset is None else self.replay.since(offset)
-        heir = AttachableOutput(self.rid, self.replay, has_reader=offset is not None)
-        heir.num_open, heir.error, heir.is_begun, heir.wants = self.num_open, self.error, self.is_begun, self.wants
-        before = self.row
-        if before is not None:
-            row = heir.row = LoggedRow(heir, before.position, before.facts)
-            row.uid, row.has_begun = before.uid, before.has_begun
-            row.finished, row.error, row.delivered_at = before.finished, before.error, before.delivered_at
-            row.text_offset, row.token_offset = offset or 0, place
-            if self.live:
-                heir.live[row.position] = row
-            heir.num_held = 1
-            if text or token_ids or (row.finished is not None and row.error is None):
-                RowStream.put(row, text, token_ids)
-        return heir
+        text, token_ids, place = self.replay.since(offset)
+        if self.reader is not None:
+            self.reader.close()
+        reader = self.reader = ReaderOutput(self)
+        self.ready = reader.ready
+        reader.wants = self.wants
+        if self.row is not None:
+            row = reader.add_row(self.row.position, self.row.facts)
+            row.text_offset, row.token_offset = offset, place
+            if text or token_ids:
+                row.put(text, token_ids)
+            if self.row.finished is not None:
+                reader.end_row(row, self.row.finished, self.row.delivered_at, self.row.error)
+        if self.is_begun:
+            reader.begin()
+        if self.error is not None:
+            reader.fail(self.error)
+        return reader
+
+    def detach(self) -> None:
+        """Nobody reads for now."""
+        if self.reader is not None:
+            self.reader.close()
+        self.reader = None
+
+    # ------------------------------------------------------------ from the engine, under the lock
+
+    def add_row(self, position: int, facts: RowFacts) -> RowStream:
+        row = self.row = self.live[position] = LoggedRow(self, position, facts)
+        if self.reader is not None:
+            self.reader.add_row(position, facts)
+        return row
+
+    def begin(self) -> None:
+        self.is_begun = self.is_begun or self.error is None
+        if self.reader is not None:
+            self.reader.begin()
+
+    def end_row(self, row: RowStream, finished: Finished, delivered_at: float, error: RowError | None = None) -> None:
+        row.finished, row.delivered_at = finished, delivered_at
+        row.error = answers.error(finished) if error is None else error
+        self.error = self.error or row.error
+        self.num_open -= 1
+        del self.live[row.position]
+        if self.reader is not None and self.reader.row is not None:
+            self.reader.end_row(self.reader.row, finished, delivered_at, error)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+        if self.reader is not None:
+            self.reader.fail(error)
+
+    def wake(self) -> None:
+        if self.reader is not None:
+            self.reader.wake()

@@ -276,7 +276,7 @@ async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.Monk
 async def test_who_attaches_while_the_engine_looks_whether_it_is_over_does_not_end_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The output of the reader before is over then, not the call."""
+    """Who reads is decided in one step, whatever the engine is doing at that moment."""
     async with slow_engine() as engine:
         whole = await expected(engine)
         await anext(engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S))
@@ -290,8 +290,9 @@ async def test_who_attaches_while_the_engine_looks_whether_it_is_over_does_not_e
 
             @property
             def is_over(self) -> bool:
-                attaching.start()
-                attaching.join(0.2)
+                if attaching.ident is None:
+                    attaching.start()
+                    attaching.join(0.2)
                 return super().is_over
 
         call.output.__class__ = Watched
