@@ -7,7 +7,6 @@ that transformers' ``AutoTokenizer`` gives for the same folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from aioengine import added_tokens
+from aioengine.added_tokens import named_tokens, read_json
 from aioengine.chat_template import (
     DEFAULT,
     ChatTemplates,
@@ -27,7 +28,7 @@ from aioengine.chat_template import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
 
@@ -60,15 +61,15 @@ class Tokenizer:
             ValueError: the folder has no ``tokenizer.json``, or a file in it cannot be read.
         """
         self.folder = Path(folder)
-        self._config = _read_json(self.folder / "tokenizer_config.json")
+        self._config = read_json(self.folder / added_tokens.CONFIG)
         self._fast = _read_fast_tokenizer(self.folder)
         self._fast.no_truncation()  # some files have these on; a prompt must not be cut or filled up silently
         self._fast.no_padding()
-        self.special_tokens = _named_tokens(self._config, _read_json(self.folder / "special_tokens_map.json"))
+        self.special_tokens = named_tokens(self._config, read_json(self.folder / added_tokens.OLDER_CONFIG))
         """The text of the special tokens by name, as chat templates know them: ``bos_token``, ``eos_token``..."""
         with _panics_as_errors:
             _add_tokens(self._fast, self._config, self.special_tokens)
-        older_template = _read_json(self.folder / "chat_template.json")
+        older_template = read_json(self.folder / "chat_template.json")
         own = read_chat_templates(self.folder, self._config, older_template)
         self._chats = ChatTemplates(own if chat_template is None else {DEFAULT: chat_template}, self.special_tokens)
 
@@ -95,7 +96,7 @@ class Tokenizer:
         """All ids that end a text: those of generation_config.json and config.json, and the tokenizer's own."""
         found: list[int] = []
         for name in ("generation_config.json", "config.json"):
-            value = _read_json(self.folder / name).get("eos_token_id")
+            value = read_json(self.folder / name).get("eos_token_id")
             listed = cast("list[object]", value) if isinstance(value, list) else [value]
             found += [item for item in listed if isinstance(item, int)]
         own = self._id_of("eos_token")
@@ -213,19 +214,6 @@ class Tokenizer:
 # ---------------------------------------------------------------- files
 
 
-def _read_json(path: Path) -> Json:
-    """The object in a JSON file; empty where there is no file."""
-    try:
-        value: object = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return cast("Json", value)
-
-
 def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -245,47 +233,18 @@ def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
         raise ValueError(f"{path} is not a tokenizer that this version of tokenizers can read: {error}") from error
 
 
-def _content(token: object) -> str | None:
-    """The text of a token in a config file: a string, or an object with its flags."""
-    if isinstance(token, Mapping):
-        token = cast("Json", token).get("content")
-    return token if isinstance(token, str) else None
-
-
-def _named_tokens(config: Json, older: Json) -> dict[str, str]:
-    """Every ``..._token`` of the config files. The older file counts where the newer one does not describe tokens."""
-    extra = config.get("extra_special_tokens")
-    found: dict[str, str] = {}
-    for source in (
-        config,
-        {} if "added_tokens_decoder" in config else older,
-        cast("Json", extra) if isinstance(extra, dict) else {},
-    ):
-        for name, token in source.items():
-            content = _content(token)
-            if name.endswith("_token") and content:
-                found[name] = content
-    return found
-
-
 def _add_tokens(fast: FastTokenizer, config: Json, named: dict[str, str]) -> None:
     """Add the tokens that tokenizer_config.json has and tokenizer.json has not, or describes otherwise."""
     known = {token.content: token for token in fast.get_added_tokens_decoder().values()}
-    described = cast("dict[str, Json]", config.get("added_tokens_decoder") or {})
     new: list[AddedToken] = []
-    for _, entry in sorted(described.items(), key=lambda item: int(item[0])):
-        flags = {name: value for name, value in entry.items() if isinstance(value, bool)}
-        token = AddedToken(str(entry["content"]), **flags)
+    for content, flags in added_tokens.described_tokens(config):
+        token = AddedToken(content, **flags)
         token.special = token.special or token.content in named.values()
         if repr(token) != repr(known.get(token.content)):
             new.append(token)
         known[token.content] = token
-    special = list(named.values())
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        listed = config.get(key)
-        if isinstance(listed, list):
-            special += [content for token in cast("list[object]", listed) if (content := _content(token))]
-    new += [AddedToken(content, special=True) for content in dict.fromkeys(special) if content not in known]
+    special = added_tokens.special_tokens(config, named)
+    new += [AddedToken(content, special=True) for content in special if content not in known]
     fast.add_tokens(new)  # pyright: ignore[reportUnknownMemberType]
 
 

@@ -32,6 +32,7 @@ FLOORS = {
             "checks > errors",
             "logs",
             "foreign_names",
+            "added_tokens",
         ),
         "0",
         "msgspec regex",

@@ -67,6 +67,14 @@ def _loaded(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, int | None]:
     return tokenizer, longest_token(tokenizer.decoding_facts())
 
 
+def _ends(blueprint: Blueprint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The ids that end a text, with that of a token which the model folder's files name by its text alone."""
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    known = blueprint.eos_token_ids
+    is_new = own is not None and own not in known and own < blueprint.settings.model.vocab_size
+    return (*known, own) if own is not None and is_new else known
+
+
 def _retrieve(work: asyncio.Future[tuple[Tokenizer, int | None]]) -> None:
     """An error is looked at here, where the start itself has failed before it could."""
     if not work.cancelled():
@@ -108,7 +116,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
                 settings=blueprint.settings,
                 queue=blueprint.queue,
                 delivery=blueprint.delivery,
-                eos_token_ids=blueprint.eos_token_ids,
+                eos_token_ids=_ends(blueprint, tokenizer),
                 stream_interval=blueprint.stream_interval,
                 facts=facts,
                 max_total_tokens=max_total_tokens,

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from aioengine.added_tokens import added_texts
+
 if TYPE_CHECKING:
     from aioengine.config import Settings
 
 
 class _AddedToken(msgspec.Struct):
     id: int
+    content: str
 
 
 class _Model(msgspec.Struct):
@@ -28,13 +31,12 @@ class _Tokenizer(msgspec.Struct):
 
 
 def num_token_ids(tokenizer_path: str) -> int:
-    """The largest id of the tokenizer.json in a folder (or of the file itself), plus one.
+    """The largest id of the tokenizer in a folder, plus one: of tokenizer.json, and of tokens that the other files add.
 
     Raises:
-        ValueError: the file cannot be read, or is no tokenizer.json.
+        ValueError: a file cannot be read, or is no tokenizer.json.
     """
-    path = Path(tokenizer_path)
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = Path(tokenizer_path) / "tokenizer.json"
     try:
         tokenizer = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
     except (OSError, msgspec.MsgspecError) as error:
@@ -42,7 +44,15 @@ def num_token_ids(tokenizer_path: str) -> int:
         raise ValueError(message) from error
     vocab = tokenizer.model.vocab
     ids = [len(vocab) - 1] if isinstance(vocab, list) else vocab.values()
-    return 1 + max(chain(ids, (token.id for token in tokenizer.added_tokens)), default=-1)
+    num_ids = 1 + max(chain(ids, (token.id for token in tokenizer.added_tokens)), default=-1)
+    added = set(added_texts(file.parent)) - {token.content for token in tokenizer.added_tokens}
+    return num_ids if not added else num_ids + len(added - _texts(vocab))
+
+
+def _texts(vocab: dict[str, int] | list[msgspec.Raw]) -> set[str]:
+    if not isinstance(vocab, list):
+        return set(vocab)
+    return {msgspec.json.decode(entry, type=tuple[str, float])[0] for entry in vocab}
 
 
 def sampled_vocab_size(settings: Settings) -> int:

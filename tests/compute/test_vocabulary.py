@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
 import aioengine
+from aioengine import Engine
 from aioengine.runner.vocabulary import num_token_ids
+from aioengine.tokenizer import Tokenizer as OwnTokenizer
+from tests.compute.runner_world import save_model
 
 DEMO = Path(aioengine.__file__).parent / "demo"
 
@@ -17,7 +21,6 @@ DEMO = Path(aioengine.__file__).parent / "demo"
 def test_the_demo_model() -> None:
     ids = Tokenizer.from_file(str(DEMO / "tokenizer.json")).get_vocab(with_added_tokens=True).values()
     assert num_token_ids(str(DEMO)) == max(ids) + 1
-    assert num_token_ids(str(DEMO / "tokenizer.json")) == max(ids) + 1
 
 
 @pytest.mark.parametrize(
@@ -44,3 +47,48 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"cannot read .*tokenizer\.json.*model"):
         num_token_ids(str(tmp_path))
+
+
+ADDED = {"content": "<end>", "special": True}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"added_tokens_decoder": {"3072": ADDED}, "eos_token": "<end>"}},
+        {"tokenizer_config.json": {"added_tokens_decoder": {"3072": ADDED, "3073": {"content": "<more>"}}}},
+        {"tokenizer_config.json": {"added_tokens_decoder": {"0": {"content": "<|end|>"}}, "pad_token": "the"}},
+        {"tokenizer_config.json": {"eos_token": "<end>", "additional_special_tokens": ["<a>", {"content": "<b>"}]}},
+        {"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": {"content": "<end>"}}},
+        {},
+    ],
+)
+def test_tokens_that_other_files_add_are_counted_as_the_tokenizer_counts_them(
+    tmp_path: Path, files: dict[str, object]
+) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert num_token_ids(str(tmp_path)) == OwnTokenizer(tmp_path).vocab_size
+
+
+def test_added_tokens_of_another_form_are_an_error_that_names_the_file(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"3072": "<end>"}}')
+    with pytest.raises(ValueError, match=r"added_tokens_decoder in tokenizer_config\.json"):
+        num_token_ids(str(tmp_path))
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_described", [True, False])
+def test_an_added_end_of_text_is_sampled_and_ends_the_answer(tmp_path: Path, is_described: bool) -> None:
+    num_ids = num_token_ids(str(DEMO))
+    save_model("llama", tmp_path, vocab_size=num_ids + 28)
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    described = {"added_tokens_decoder": {str(num_ids): ADDED}} if is_described else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", **described}))
+    with Engine(str(tmp_path), max_total_tokens=1000) as engine:
+        assert engine.tokenizer.eos_token_id == num_ids
+        out = engine.generate("Hello", {"temperature": 0, "max_new_tokens": 5, "logit_bias": {str(num_ids): 100.0}})
+    assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": num_ids}
