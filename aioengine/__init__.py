@@ -26,7 +26,6 @@ Importing this package is cheap: its names are imported when they are first used
 
 from __future__ import annotations
 
-import logging
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -124,9 +123,6 @@ __all__ = [
     "stream_and_merge",
     "trim_overlap",
 ]
-
-# What is logged here goes where the program's own logging sends it, and nowhere without any.
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 
 
@@ -33,3 +34,30 @@ def warn_caller(message: str, *, stacklevel: int) -> None:
         raise
     except Exception as error:
         log(logging.getLogger(__name__), logging.DEBUG, "a warning could not be shown: %s", error)
+
+
+class StderrLogs(logging.Handler):
+    """Prints records to stderr in a program that has no logging of its own; silent once it has."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            with contextlib.suppress(Exception):  # stderr is closed, or an object of another kind
+                sys.stderr.write(self.format(record) + "\n")
+                sys.stderr.flush()
+
+
+def show_logs(level: str) -> None:
+    """Have the loggers ``aioengine.*`` pass on what an engine with ``log_level=level`` reports.
+
+    With "debug" and "info" their level is set, unless the program has set it; and in a program without a log handler
+    the records go to stderr, where Python itself prints warnings and errors alone. Other levels change nothing.
+    """
+    if level not in ("debug", "info"):
+        return
+    logger = logging.getLogger("aioengine")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(level.upper())
+    if not logger.hasHandlers():
+        handler = StderrLogs()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)

@@ -70,7 +70,3 @@ def test_no_module_outside_the_torch_floors_imports_torch() -> None:
 
 def test_importing_the_package_changes_nothing_in_the_host() -> None:
     assert run(HOST_STATE) == []
-
-
-def test_without_logging_of_its_own_a_program_hears_nothing() -> None:
-    assert run("import logging, aioengine; logging.getLogger('aioengine.runner').error('boo'); print('[]')") == []

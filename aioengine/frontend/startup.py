@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -13,8 +14,9 @@ from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Processes, Running
+from aioengine.frontend.start_report import log_start
 from aioengine.green_threads import require_real_threads
-from aioengine.logs import warn_caller
+from aioengine.logs import show_logs, warn_caller
 from aioengine.supervision.supervisor import Events
 from aioengine.transport.descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 
@@ -93,12 +95,14 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
     require_real_threads()
     require_descriptors(FOR_AN_ENGINE)
     hold_standard_descriptors()
+    began_at = time.monotonic()
     inbox = _Inbox()
     thread = ThreadPoolExecutor(1, thread_name_prefix="aioengine-start")
     loop = asyncio.get_running_loop()
     processes: Processes | None = None
     try:
         blueprint = await loop.run_in_executor(thread, prepare)
+        show_logs(blueprint.settings.log_level)
         processes = blueprint.make_processes(Events(inbox.on_messages, inbox.on_failure, on_progress))
         load = blueprint.load_tokenizer
         loading = None if load is None else loop.run_in_executor(thread, _loaded, load)
@@ -126,6 +130,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
             )
         )
         inbox.connect(frontend)
+        log_start(blueprint.settings, facts, time.monotonic() - began_at)
     except BaseException:
         if processes is not None:
             processes.kill_now()

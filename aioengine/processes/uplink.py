@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -9,6 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import LogRecord, Message, Progress
+from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
     from aioengine.transport.base import Sender
@@ -72,7 +74,8 @@ class ForwardedLogs(logging.Handler):
         if self._num_dropped:
             text += f" ({self._num_dropped} records before this one were too many at once and are left out)"
             self._num_dropped = 0
-        self._uplink.post(LogRecord(record.name, record.levelno, text))
+        with contextlib.suppress(BacklogFullError):  # whoever logs is not to blame; the next result finds it, too
+            self._uplink.post(LogRecord(record.name, record.levelno, text))
 
 
 def forward_logs(uplink: Uplink, level: str) -> ForwardedLogs:

@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Struct
 
 from aioengine import plugins
-from aioengine.errors import EngineClosedError, EngineError
-from aioengine.logs import warn
+from aioengine.errors import EngineClosedError, EngineDeadError, EngineError
+from aioengine.logs import log, warn
 from aioengine.protocol.messages import Progress, Reply, Stats, TextChunks, ToFrontend
 from aioengine.protocol.orders import SCHEDULER
 from aioengine.supervision.incarnation import Incarnation, Loss, ProcessState, Timeouts
@@ -253,6 +253,7 @@ class Supervisor:
             if not self._is_ended:  # by another thread
                 self.num_restarts += is_mendable
                 self._recovery = None
+                log(logger, logging.INFO, "the lost processes are replaced; %d requests go on", self._ledger.num_open)
                 self._incarnation.send(self._ledger.replay())
             return
 
@@ -287,6 +288,8 @@ class Supervisor:
                 f"{self._window.window_s:g} seconds, which is all that max_restarts={self._window.max_restarts} allows"
             )
         self._events.on_failure(error)
+        level = logging.INFO if _is_cancellation(error) else logging.ERROR
+        log(logger, level, "the engine has ended: %s", _describe(error))
 
     def _mark_ended(self) -> None:
         self._is_ended = True
@@ -298,6 +301,11 @@ class Supervisor:
 def _describe(error: EngineError) -> str:
     """What happened, in one line."""
     return str(error).partition(";")[0]
+
+
+def _is_cancellation(error: EngineError) -> bool:
+    """Whether the program itself has cancelled the engine's tasks, as ``asyncio.run`` does at its end."""
+    return isinstance(error, EngineDeadError) and error.role == "frontend" and error.__cause__ is None
 
 
 def _ignore(progress: Progress) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from aioengine.errors import EngineStartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 FOR_AN_ENGINE = 52
 """What a start needs: the processes and their channels, the spare ones of the launcher, and the model's files."""
@@ -82,7 +82,7 @@ class SpareDescriptors:
                 os.close(self._held.pop())
 
     @contextlib.contextmanager
-    def lent(self, count: int | None = None, *, used: int = 0) -> Iterator[None]:
+    def lent(self, count: int | None = None, *, used: int = 0) -> Generator[None]:
         """Free ``count``, or all, for a while, of which ``used`` will not come back. Hold the others again afterwards,
         or as many as the system still has.
         """

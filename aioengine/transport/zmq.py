@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from aioengine.logs import log
 from aioengine.protocol.codec import MAX_FRAME_BYTES, BadFrameError, FrameDecoder, FrameEncoder, FrameTooLargeError
 from aioengine.transport.addresses import hide
 from aioengine.transport.base import BacklogFullError
@@ -201,7 +202,7 @@ class _PullSocket:
     def _count_bad(self, error: BadFrameError) -> None:
         self.num_bad_frames += 1
         if self.num_bad_frames == 1:
-            logger.error("dropped a frame, later ones are only counted: %s", error)
+            log(logger, logging.ERROR, "dropped a frame, later ones are only counted: %s", error)
 
 
 class ZmqReceiver:

@@ -11,6 +11,7 @@ import pytest
 from aioengine.processes import uplink as module
 from aioengine.processes.uplink import ForwardedLogs, Uplink, forward_logs
 from aioengine.protocol.messages import LogRecord, Message, Progress
+from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,3 +86,13 @@ def test_a_flood_of_records_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch, 
     first = sent.frames[200][0]
     assert isinstance(first, LogRecord)
     assert first.message == "again (800 records before this one were too many at once and are left out)"
+
+
+def test_a_record_that_the_frontend_does_not_take_is_no_error_of_the_code_that_logs() -> None:
+    class FullSender:
+        def send(self, messages: list[Message]) -> None:
+            raise BacklogFullError("full")
+
+    logger = logging.Logger("aioengine.some.part")
+    logger.addHandler(ForwardedLogs(Uplink(FullSender())))  # type: ignore[arg-type]
+    logger.error("a line")
