@@ -23,6 +23,8 @@ MAX_PATTERN_BYTES = 256
 MAX_TENANT_BYTES = 256
 TEXTS = "a string or a list of strings"
 
+_PLAIN = frozenset((int, float, bool, str, bytes, list, tuple, dict, set, type(None)))
+
 
 @runtime_checkable
 class Array(Protocol):
@@ -51,19 +53,26 @@ def _num_items(value: object) -> int:
 
 
 def wrong_type(name: str, allowed: str, value: object) -> TypeError:
-    hint = "; give its .tolist()" if isinstance(value, Array) else ""
-    return TypeError(f"{name} must be {allowed}, got {shown(value)} of type {type(value).__name__}{hint}")
+    return TypeError(f"{name} must be {allowed}, got {shown(value)} of type {type(value).__name__}")
 
 
 def wrong_value(name: str, allowed: str, value: object) -> ValueError:
     return ValueError(f"{name} must be {allowed}, got {shown(value)}")
 
 
+def plain(value: object) -> object:
+    """The number or list that an array of any package holds; every other value as it is."""
+    if type(value) in _PLAIN:  # nearly always, and much quicker
+        return value
+    return value.tolist() if isinstance(value, Array) else value
+
+
 def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
-    """An integer from ``low`` to ``high``. Numbers of other kinds (numpy's) count when they are whole by type."""
+    """An integer from ``low`` to ``high``. Numbers of other packages (numpy, torch) count when their type is whole."""
     if type(value) is int and low <= value <= high:
         return value  # nearly always, and without the words for what is wrong
     allowed = f"an integer of at least {low}" if high == MAX_COUNT else f"an integer from {low} to {high}"
+    value = value if isinstance(value, int) else plain(value)
     if isinstance(value, bool) or not isinstance(value, int | SupportsIndex):  # int first: it is quick
         raise wrong_type(name, allowed, value)
     try:
@@ -82,6 +91,7 @@ def number(name: str, value: object, low: float, high: float, *, above: bool = F
     if type(value) is float and low <= value <= high and not (above and value == low):
         return value  # nearly always, and without the words for what is wrong
     allowed = f"a number above {low:g} and up to {high:g}" if above else f"a number from {low:g} to {high:g}"
+    value = value if isinstance(value, int | float) else plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float | SupportsFloat):
         raise wrong_type(name, allowed, value)
     try:
@@ -124,12 +134,13 @@ def choice(name: str, value: object, choices: Mapping[str, Value]) -> Value:
 
 
 def items(name: str, value: object, max_items: int, *, allowed: str = "a list") -> list[object]:
-    """The entries of a list or tuple (of nothing else: a string, a set or a generator is a mistake)."""
+    """The entries of a list, tuple or array (of nothing else: a string, a set or a generator is a mistake)."""
     return list(sequence(name, value, max_items, allowed=allowed))
 
 
 def sequence(name: str, value: object, max_items: int = MAX_COUNT, *, allowed: str = "a list") -> Sequence[object]:
-    """The list or tuple itself, however long."""
+    """The list or tuple itself, however long, or an array as a list."""
+    value = plain(value)
     if not isinstance(value, list | tuple):
         raise wrong_type(name, allowed, value)
     found = cast("Sequence[object]", value)

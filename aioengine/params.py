@@ -6,12 +6,13 @@ The pure functions below translate it into the parts of a ``Submit`` message, on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
-from typing import Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
-from msgspec import Struct, StructMeta
-from msgspec.structs import replace
+from msgspec import UNSET, Struct, StructMeta, UnsetType
+from msgspec.structs import astuple, fields, force_setattr, replace
 
 from aioengine import checks
 from aioengine.errors import RequestTooLargeError, UnknownParameterError
@@ -32,14 +33,23 @@ GREEDY_BELOW: Final = 1e-6
 class DefaultLength(int):
     """The ``max_new_tokens`` of a caller who gave none: reads as 128, and is clipped where 128 would not fit.
 
-    An explicit value that does not fit is an error instead, hence a type of its own.
+    An explicit value that does not fit is an error instead, hence a type of its own. There is one object of it, which
+    copies and pickles give again: encoders leave out a field whose value is the default itself.
     """
+
+    def __reduce__(self) -> str:
+        return "_DEFAULT_LENGTH"
 
 
 _DEFAULT_LENGTH: Final = DefaultLength(DEFAULT_MAX_NEW_TOKENS)
 
-_UNCHANGING: Final = frozenset((int, float, bool, str, type(None)))
+_UNCHANGING: Final = frozenset((int, float, bool, str, type(None), DefaultLength, UnsetType))
 """Types of values that make the same parameters each time."""
+
+_NUMBERS: Final = (
+    "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "n", "stream_interval", "sampling_seed",
+)  # fmt: skip
 
 _LISTS: Final = "stop", "stop_regex", "stop_token_ids", "logit_bias"
 """Fields whose values may be lists or dicts, which can change."""
@@ -53,6 +63,8 @@ _ALIASES: Final = {
     "stop_strings": "stop",
     "include_stop_str_in_output": "no_stop_trim",
 }
+
+_NO_ALIASES: Final = (UNSET,) * len(_ALIASES)
 
 _LATER: Final = {
     "json_schema": "structured output",
@@ -78,7 +90,23 @@ class _ByAnyName(StructMeta):
         return made
 
 
-class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
+if TYPE_CHECKING:
+    TokenIds = Sequence[int | None] | Sequence[int] | Set[int] | checks.Array
+    TokenBiases = Mapping[int, float] | Mapping[str, float]
+else:  # what may stand in JSON and other encodings
+    TokenIds = list[int | None]
+    TokenBiases = dict[int, float]
+
+
+class SamplingParams(
+    Struct,
+    metaclass=_ByAnyName,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    repr_omit_defaults=True,
+):
     """How to generate. Every value is checked when the object is made; a wrong one raises ValueError or TypeError.
 
     max_new_tokens: output tokens at most. None: to the end of the context. Left out: 128, or less where the context
@@ -101,15 +129,16 @@ class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
     logit_bias: token id -> number added to its logit.
     sampling_seed: the same seed gives the same tokens; None: one is drawn and reported.
 
-    None stands for the default in every other field too. Fields may also be given as ``seed``, ``max_tokens``,
-    ``max_completion_tokens``, ``min_tokens``, ``stop_sequences``, ``stop_strings`` and ``include_stop_str_in_output``
-    (type checkers know the fields' own names alone).
+    None stands for the default in every other field too. Token ids may be arrays, and ``stop_token_ids`` a set. A bias
+    of -inf counts as -1e6, which rules the token out. Fields may also be given as ``seed``, ``max_tokens``,
+    ``max_completion_tokens``, ``min_tokens``, ``stop_sequences``, ``stop_strings`` and ``include_stop_str_in_output``;
+    they are read by their own names. ``msgspec`` encodes and decodes it, with these names, and leaves defaults out.
     """
 
     max_new_tokens: int | None = _DEFAULT_LENGTH
     min_new_tokens: int = 0
     stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
+    stop_token_ids: TokenIds | None = None
     stop_regex: str | Sequence[str] | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -124,16 +153,27 @@ class SamplingParams(Struct, metaclass=_ByAnyName, frozen=True, kw_only=True):
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     stream_interval: int | None = None
-    logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
+    logit_bias: TokenBiases | None = None
     sampling_seed: int | None = None
+    max_tokens: int | UnsetType | None = UNSET
+    max_completion_tokens: int | UnsetType | None = UNSET
+    min_tokens: int | UnsetType = UNSET
+    seed: int | UnsetType | None = UNSET
+    stop_sequences: str | Sequence[str] | UnsetType | None = UNSET
+    stop_strings: str | Sequence[str] | UnsetType | None = UNSET
+    include_stop_str_in_output: bool | UnsetType = UNSET
 
     def __post_init__(self) -> None:
+        values = astuple(self)
+        if values[-len(_ALIASES) :] != _NO_ALIASES:
+            _take_aliases(self)
         _check_lengths(self)
         _check_numbers(self)
         _stops(self)
         _check_patterns(_patterns(self))
-        _token_ids(self.stop_token_ids)
-        _biases(self.logit_bias)
+        has_ids = self.stop_token_ids is not None or self.logit_bias is not None
+        if has_ids or not _UNCHANGING.issuperset(map(type, values)):
+            _keep_plain(self)
         for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
             checks.switch(name, _field(self, name))
 
@@ -203,6 +243,11 @@ def sampling(params: SamplingParams, *, seed: int, vocab_size: int, eos_token_id
     biases = _biases(params.logit_bias)
     _check_vocabulary("logit_bias", biases, vocab_size)
     stops = stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    if params.min_new_tokens and len(stops) >= vocab_size:
+        raise ValueError(
+            f"min_new_tokens={params.min_new_tokens} cannot be kept: all {vocab_size} tokens of the vocabulary are "
+            "stop tokens (stop_token_ids and the model's end-of-text ids)"
+        )
     return Sampling(
         seed=seed & SEED_MASK,
         temperature=0.0 if params.temperature < GREEDY_BELOW else float(params.temperature),
@@ -283,6 +328,33 @@ def _copied(fields: Mapping[str, object]) -> dict[str, object]:
     return copies
 
 
+def _take_aliases(params: SamplingParams) -> None:
+    """What was decoded under other names goes to the fields' own."""
+    for alias, name in _ALIASES.items():
+        value = _field(params, alias)
+        if value is UNSET:
+            continue
+        if _field(params, name) is not _DEFAULTS[name]:
+            raise _given_twice(name, (alias, name))
+        force_setattr(params, alias, UNSET)
+        force_setattr(params, name, value)
+
+
+def _keep_plain(params: SamplingParams) -> None:
+    """Keep plain numbers, in lists and dicts, whatever was given: they can be compared, encoded and sent."""
+    for name in _NUMBERS:
+        value = _field(params, name)
+        if type(value) not in _UNCHANGING:
+            force_setattr(params, name, checks.plain(value))
+    if params.stop_token_ids is not None:
+        force_setattr(params, "stop_token_ids", list(_token_ids(params.stop_token_ids)))
+    if params.logit_bias is not None:
+        force_setattr(params, "logit_bias", _biases(params.logit_bias))
+
+
+_DEFAULTS: Final[dict[str, object]] = {field.name: field.default for field in fields(SamplingParams)}
+
+
 def is_sampling_parameter(name: str) -> bool:
     """Whether ``sampling_params`` may have this key, by its own name or by another engine's."""
     return name in SamplingParams.__struct_fields__ or name in _ALIASES
@@ -298,13 +370,18 @@ def _known_fields(given: Mapping[str, object]) -> dict[str, object]:
         name = _ALIASES.get(key, key)
         if name in _LATER and (value is None or (isinstance(value, str | dict) and not value)):
             continue  # switched off, as it is anyway
+        if value is UNSET:
+            continue  # a copy is made
         if name not in SamplingParams.__struct_fields__:
             raise _unknown(key)
         if name in fields:
-            spellings = [key for key in given if _ALIASES.get(key, key) == name]
-            raise ValueError(f"sampling parameter {name!r} is given twice, as {' and '.join(map(repr, spellings))}")
+            raise _given_twice(name, [key for key in given if _ALIASES.get(key, key) == name])
         fields[name] = value
     return {name: value for name, value in fields.items() if value is not None or name == "max_new_tokens"}
+
+
+def _given_twice(name: str, spellings: Sequence[str]) -> ValueError:
+    return ValueError(f"sampling parameter {name!r} is given twice, as {' and '.join(map(repr, spellings))}")
 
 
 def _unknown(key: object) -> UnknownParameterError:
@@ -367,14 +444,15 @@ def _check_patterns(patterns: tuple[str, ...]) -> None:
         check_patterns(patterns)
 
 
-def _token_ids(value: Sequence[int] | None) -> tuple[int, ...]:
+def _token_ids(value: TokenIds | None) -> tuple[int, ...]:
     if value is None:
         return ()
-    given = checks.items("stop_token_ids", value, MAX_STOP_TOKEN_IDS, allowed="a list of token ids")
-    return tuple(checks.whole("stop_token_ids entries", entry, 0) for entry in given if entry is not None)
+    given = sorted(value, key=hash) if isinstance(value, Set) else value
+    found = checks.items("stop_token_ids", given, MAX_STOP_TOKEN_IDS, allowed="a list of token ids")
+    return tuple(checks.whole("stop_token_ids entries", entry, 0) for entry in found if entry is not None)
 
 
-def _biases(value: Mapping[int, float] | Mapping[str, float] | None) -> dict[int, float]:
+def _biases(value: TokenBiases | None) -> dict[int, float]:
     """Token id -> bias; keys may be strings of digits, as they are in JSON."""
     if value is None:
         return {}
@@ -386,8 +464,13 @@ def _biases(value: Mapping[int, float] | Mapping[str, float] | None) -> dict[int
         token_id = checks.whole("logit_bias keys", int(key) if is_digits else key, 0)
         if token_id in biases:
             raise ValueError(f"logit_bias has token id {token_id} twice")
+        bias = -MAX_BIAS if _is_minus_infinity(bias) else bias
         biases[token_id] = checks.number(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
     return biases
+
+
+def _is_minus_infinity(value: object) -> bool:
+    return checks.plain(value) == -math.inf
 
 
 def _check_vocabulary(name: str, token_ids: Sequence[int] | Mapping[int, float], vocab_size: int) -> None:

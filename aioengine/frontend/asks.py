@@ -41,7 +41,7 @@ BatchSampled = Sampled | Sequence[Sampled | None]
 """Sampling parameters of a batch: one for all, or one for each prompt."""
 
 Texts = list[str] | tuple[str, ...]
-TokenIds = list[int] | tuple[int, ...]
+TokenIds = list[int] | tuple[int, ...] | checks.Array
 BatchIds = list[list[int]] | list[tuple[int, ...]] | tuple[list[int], ...]
 Chats = list[list[dict[str, object]]] | list[list[dict[str, str]]] | list[Messages] | tuple[Messages, ...]
 
@@ -214,7 +214,7 @@ def to_generate(
         is_plain = set(map(type, rows)) <= {list, tuple} and all(rows)
         prompts = _rows("input_ids", rows, RowsOfIds(), options, later=later_ids if is_plain else None)
     else:
-        prompts = Rows([ids_prompt("input_ids", input_ids)])
+        prompts = Rows([ids_prompt("input_ids", rows)])
     return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
@@ -265,7 +265,7 @@ def _fails_alone(options: Mapping[str, object]) -> bool:
 def _holds_rows(values: Sequence[object], options: Mapping[str, object]) -> bool:
     """Whether this is a list of lists; where a wrong row may stand beside others, one list among them tells."""
     first = values[: MAX_IDS_AT_CALL if _fails_alone(options) else 1]
-    return any(isinstance(value, list | tuple) for value in first)
+    return any(isinstance(checks.plain(value), list | tuple) for value in first)
 
 
 def _ask(

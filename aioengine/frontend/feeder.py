@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 MAX_ROWS_AT_ONCE: Final = 64
 """Rows of a batch that are begun in one turn of the loop."""
 
-SEED_BITS: Final = 63
-SEED_MASK: Final = (1 << SEED_BITS) - 1
+SEED_MASK: Final = (1 << 63) - 1
+DRAWN_SEED_BITS: Final = 52
+"""Seeds of all samples of a request stay below 2**53: a browser can keep and send them back."""
 
 
 class PromptRules(Struct, frozen=True, kw_only=True):
@@ -345,8 +346,8 @@ def _is_text(prompt: Prompt) -> bool:
 
 
 def _scrambled(value: int) -> int:
-    """A bijection of 64 bits (the finalizer of SplitMix64), so that neighbouring counts give unrelated seeds."""
+    """The first bits of a bijection of 64 (the finalizer of SplitMix64): neighbouring counts give unrelated seeds."""
     value = (value * 0x9E3779B97F4A7C15) & (2**64 - 1)
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (value ^ (value >> 31)) >> (64 - SEED_BITS)
+    return (value ^ (value >> 31)) >> (64 - DRAWN_SEED_BITS)

@@ -103,6 +103,14 @@ def test_padding_of_the_vocabulary_is_never_sampled(sampling: Sampling) -> None:
     assert max(sample(logits, [sampling] * 20)) < VOCAB_SIZE
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 1e-6}, {"top_k": 5, "top_p": 0.9}])
+def test_where_all_tokens_are_suppressed_one_of_them_is_drawn(sampling: dict[str, float]) -> None:
+    """The padding is not: a tokenizer may know fewer tokens than the caller can list, all of them stop tokens."""
+    logits = random_logits(2)[:, :1040]
+    suppressing = Sampling(1, min_new_tokens=9, suppressed_token_ids=tuple(range(900)), **sampling)  # type: ignore[arg-type]
+    assert all(0 <= token_id < 900 for token_id in sample(logits, [suppressing] * 2))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_row_that_is_no_number_fails_alone(value: float) -> None:
     logits = random_logits(2 * len(MIXTURE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from array import array
 
 import numpy as np
 import pytest
@@ -75,11 +76,18 @@ WRONG_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"prompt": "a", "return_logprobs": False}, TypeError, "did you mean 'return_logprob'"),
     ({"prompts": ["a"]}, TypeError, r"unexpected argument 'prompts' \(did you mean 'prompt'\?\); there are prompt, "),
     ({"prompt": 5, "sampling_parms": {}}, TypeError, "did you mean 'sampling_params'"),
-    ({"input_ids": np.array([1, 2])}, TypeError, r"input_ids must be a list.* of type ndarray; give its .tolist\(\)"),
-    ({"input_ids": [np.array([1, 2])]}, TypeError, r"input_ids entries must be an integer.*; give its .tolist\(\)"),
-    ({"input_ids": torch.arange(99)}, TypeError, r"got a Tensor of 99 items of type Tensor; give its .tolist\(\)"),
-    ({"input_ids": [torch.tensor(1.5)]}, TypeError, r"got tensor\(1.5000\) of type Tensor; give its .tolist\(\)"),
-    ({"prompt": np.array(["a", "b"])}, TypeError, r"prompt must be a string.* of type ndarray; give its .tolist\(\)"),
+    ({"input_ids": np.array([1.0, 2.0])}, TypeError, "input_ids entries must be an integer.* got 1.0 of type float"),
+    ({"input_ids": np.array(5)}, TypeError, "input_ids must be a list of token ids"),
+    ({"input_ids": [np.array([1, 2]), 5]}, TypeError, "input_ids.* must be a list of token ids, got 5"),
+    ({"input_ids": [torch.tensor(1.5)]}, TypeError, "must be an integer of at least 0, got 1.5 of type float"),
+    ({"input_ids": [torch.tensor(True)]}, TypeError, "must be an integer of at least 0, got True of type bool"),
+    ({"input_ids": torch.zeros(0)}, ValueError, "input_ids is empty"),
+    ({"input_ids": {1, 2}}, TypeError, "input_ids must be a list of token ids.* of type set"),
+    (
+        {"prompt": np.array([1, 2])},
+        TypeError,
+        r"prompt\[0\] must be a string \(token ids are given as input_ids",
+    ),
     ({"prompt": "a", "temperature": 0}, TypeError, "'temperature': it belongs in sampling_params"),
     ({"prompt": "a", "max_tokens": 5}, TypeError, "'max_tokens': it belongs in sampling_params"),
     ({"prompt": "a", "timeouts": 1}, TypeError, "did you mean 'timeout'"),
@@ -108,9 +116,27 @@ async def test_what_does_not_exist_yet_may_be_switched_off(world: World) -> None
 
 
 async def test_ids_may_be_integers_of_other_kinds(world: World) -> None:
-    ids = [np.int64(1), torch.tensor(2), 3]
-    out = await world.engine.async_generate(input_ids=ids, return_prompt_token_ids=True)  # type: ignore[call-overload]
-    assert out["prompt_token_ids"] == [1, 2, 3]
+    mixed = [np.int64(1), torch.tensor(2), np.array(3)]
+    for ids in (mixed, np.array([1, 2, 3], dtype=np.int32), torch.arange(1, 4), array("q", [1, 2, 3])):
+        out = await world.engine.async_generate(input_ids=ids, return_prompt_token_ids=True)  # type: ignore[call-overload]
+        assert out["prompt_token_ids"] == [1, 2, 3]
+    rows = [[1, 2], [3, 4]]
+    for batch in (
+        np.array(rows),
+        torch.tensor(rows),
+        [np.array(row) for row in rows],
+        (torch.tensor(rows[0]), rows[1]),
+    ):
+        outs = await world.engine.async_generate(input_ids=batch, return_prompt_token_ids=True)  # type: ignore[call-overload]
+        assert outs["prompt_token_ids"] == rows
+
+
+async def test_drawn_seeds_can_be_sent_back_by_a_browser(world: World) -> None:
+    outs = await world.engine.async_generate(["a"] * 50, {"max_new_tokens": 1, "n": 4})
+    seeds = outs["meta_info"]["seed"]
+    assert max(seeds) < 2**53
+    assert len(set(seeds)) == 200
+    assert max(seeds) > 2**50
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
 import pickle
+from array import array
+from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from aioengine.errors import RequestTooLargeError, UnknownParameterError
 from aioengine.params import SamplingParams, limits, output_limit, sampling, stop_ids, text_rules
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 HUGE = 10**40
 
@@ -30,7 +38,7 @@ OUTSIDE = {
     "sampling_seed": [2**63, -(2**63) - 1],
     "stop": [["x"] * 33, "x" * 5000, "\ud800"],
     "stop_regex": [["x"] * 33, "é" * 129, "(", "[a", "*", "", ["a", ""]],
-    "stop_token_ids": [[-1], [HUGE], [0] * 2000],
+    "stop_token_ids": [[-1], [HUGE], [0] * 2000, {-1}, np.array([-1])],
     "logit_bias": [{-1: 1.0}, {1: math.nan}, {1: math.inf}, {1: 1e7}, {1: 0.5, "1": 0.5}],
 }
 
@@ -53,7 +61,17 @@ WRONG_TYPES = {
     "sampling_seed": [1.0, "1", True],
     "stop": [5, b"x", [1], {"a": 1}, {"a"}, [["a"]]],
     "stop_regex": [5, [5], b"x"],
-    "stop_token_ids": [5, "5", ["5"], [True], {5}],
+    "stop_token_ids": [
+        5,
+        "5",
+        ["5"],
+        [True],
+        [np.float32(5)],
+        np.array([5.0]),
+        np.array(5),
+        torch.tensor([True]),
+        {"5"},
+    ],
     "logit_bias": [[1], "x", {1: "1"}, {1.5: 1.0}, {"x": 1.0}, {1: True}],
 }
 
@@ -84,7 +102,8 @@ def test_a_wrong_type_is_a_type_error_that_names_the_field(name: str, value: obj
 
 
 def test_every_field_has_a_wrong_type_here() -> None:
-    assert set(WRONG_TYPES) == set(SamplingParams.__struct_fields__)
+    aliases = {name for name in SamplingParams.__struct_fields__ if getattr(SamplingParams(), name) is msgspec.UNSET}
+    assert set(WRONG_TYPES) == set(SamplingParams.__struct_fields__) - aliases
 
 
 def test_the_message_tells_field_value_and_range() -> None:
@@ -186,7 +205,7 @@ def test_the_default_length_is_clipped_and_an_explicit_one_refused() -> None:
 
 
 def test_copies_and_changed_copies_are_as_their_originals() -> None:
-    params = SamplingParams(seed=7, stop=["a"], max_new_tokens=None)  # type: ignore[call-arg]
+    params = SamplingParams(seed=7, stop=["a"], max_new_tokens=None)
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
     assert msgspec.structs.replace(params, temperature=0.5) == SamplingParams(
         sampling_seed=7, stop=["a"], max_new_tokens=None, temperature=0.5
@@ -210,6 +229,79 @@ def test_the_same_fields_are_checked_once_and_others_are_not_taken_for_them() ->
     ).stop == ("b",)
 
 
+IDS = [[7, 2], (7, 2), {2: 0, 7: 0}.keys(), {7, 2}, frozenset((2, 7)), np.array([7, 2]), torch.tensor([7, 2]),
+       [np.int32(7), torch.tensor(2)], [7, None, 2], array("q", [7, 2])]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", IDS)
+def test_ids_may_be_sets_arrays_and_scalars_of_other_packages(given: object) -> None:
+    params = by_keyword({"stop_token_ids": given})
+    assert params == SamplingParams.parse({"stop_token_ids": given})
+    assert params.stop_token_ids in ([2, 7], [7, 2])
+    assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams) == params
+
+
+BIASES = [{3: 1, 4: -2.5}, {"3": 1, "4": -2.5}, {np.int64(3): np.float64(1), torch.tensor(4): torch.tensor(-2.5)}]
+
+
+@pytest.mark.parametrize("given", BIASES)
+def test_biases_may_be_numbers_of_other_packages(given: object) -> None:
+    assert by_keyword({"logit_bias": given}).logit_bias == {3: 1, 4: -2.5}
+
+
+def test_a_bias_of_minus_infinity_rules_a_token_out() -> None:
+    for infinity in (-math.inf, np.float32("-inf"), torch.tensor(-math.inf)):
+        params = by_keyword({"logit_bias": {5: infinity, 6: -1}})
+        assert params.logit_bias == {5: -1e6, 6: -1}
+        assert sampling(params, seed=0, vocab_size=10, eos_token_ids=()).logit_bias == (-1e6, -1)
+
+
+ROUND_TRIPS = [
+    {},
+    {"temperature": 0, "max_new_tokens": 128},
+    {"max_new_tokens": None, "n": 3, "top_k": 5, "ignore_eos": True},
+    {"stop": "x", "stop_regex": "[0-9]+x"},
+    {"stop": ["x", "y"], "stop_regex": ["a+", "b+"], "stop_token_ids": {5, 6}},
+    {"logit_bias": {"5": 1, 6: -math.inf}, "seed": 7, "max_tokens": 5},
+    {"temperature": np.float32(0.5), "top_p": 1, "min_new_tokens": np.int64(3)},
+]
+
+
+@pytest.mark.parametrize("given", ROUND_TRIPS)
+@pytest.mark.parametrize("form", [msgspec.json, msgspec.msgpack])
+def test_encoded_parameters_are_the_same_when_decoded(given: dict[str, object], form: ModuleType) -> None:
+    params = by_keyword(given)
+    for original in (params, copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+        decoded = form.decode(form.encode(original), type=SamplingParams)
+        assert decoded == params
+        assert decoded.is_length_explicit == params.is_length_explicit
+    assert msgspec.convert(msgspec.to_builtins(params, str_keys=True), SamplingParams, strict=False) == params
+    assert SamplingParams.parse(json.loads(msgspec.json.encode(params))) == params
+
+
+def test_decoding_takes_other_names_and_checks_every_value() -> None:
+    def decode(text: str) -> SamplingParams:
+        return msgspec.json.decode(text, type=SamplingParams)
+
+    assert decode("{}") == SamplingParams()
+    assert msgspec.json.encode(SamplingParams()) == b"{}"
+    assert not decode("{}").is_length_explicit
+    assert decode('{"seed": 7, "max_tokens": 5, "stop_sequences": ["a"]}') == by_keyword(
+        {"sampling_seed": 7, "max_new_tokens": 5, "stop": ["a"]}
+    )
+    assert repr(decode('{"seed": 7}')) == "SamplingParams(sampling_seed=7)"
+    for text, message in [
+        ('{"temprature": 1}', "temprature"),
+        ('{"temperature": 3}', r"temperature must be a number from 0 to 2, got 3\.0"),
+        ('{"seed": 7, "sampling_seed": 8}', "'sampling_seed' is given twice, as 'seed' and 'sampling_seed'"),
+        ('{"seed": 1.5}', "Expected `int"),
+        ('{"stop_regex": "("}', "is not a valid pattern"),
+        ('{"logit_bias": {"x": 1}}', "Expected `int"),
+    ]:
+        with pytest.raises(msgspec.ValidationError, match=message):
+            decode(text)
+
+
 def test_sampling_for_the_wire() -> None:
     params = SamplingParams.parse(
         {"temperature": 1e-7, "logit_bias": {"3": 1, 4: -2.5}, "min_new_tokens": 2, "stop_token_ids": [7, None, 2]}
@@ -227,6 +319,15 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
         sampling(SamplingParams(logit_bias={10: 1.0}), seed=0, vocab_size=10, eos_token_ids=())
     with pytest.raises(ValueError, match="stop_token_ids must be token ids from 0 to 9, got 10"):
         stop_ids(SamplingParams(stop_token_ids=[10]), vocab_size=10, eos_token_ids=())
+
+
+def test_min_new_tokens_needs_a_token_that_does_not_stop() -> None:
+    params = SamplingParams(stop_token_ids=list(range(9)), min_new_tokens=2)
+    assert len(sampling(params, seed=0, vocab_size=10, eos_token_ids=(8,)).suppressed_token_ids) == 9
+    with pytest.raises(ValueError, match="min_new_tokens=2 cannot be kept: all 10 tokens of the vocabulary are stop"):
+        sampling(params, seed=0, vocab_size=10, eos_token_ids=(9,))
+    free = SamplingParams(stop_token_ids=list(range(10)))
+    assert sampling(free, seed=0, vocab_size=10, eos_token_ids=(9,)).suppressed_token_ids == ()
 
 
 def test_ignore_eos_turns_all_stop_tokens_off() -> None:

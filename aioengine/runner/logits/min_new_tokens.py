@@ -1,4 +1,4 @@
-"""Stop tokens cannot be drawn before ``min_new_tokens`` output tokens exist."""
+"""Stop tokens cannot be drawn before ``min_new_tokens`` output tokens exist, unless there are no others."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from aioengine.runner.upload import Upload
 
 
+_LEAST = -1e30
+"""Finite, also when divided by a temperature: where all tokens are stop tokens, one of them is drawn."""
+
+
 class MinNewTokens:
     def wants(self, sampling: Sampling) -> bool:
         return sampling.min_new_tokens > 0 and bool(sampling.suppressed_token_ids)
@@ -25,8 +29,7 @@ class MinNewTokens:
             return
         ids = np.array(list(chain.from_iterable(row.sampling.suppressed_token_ids for row in early)), dtype=np.int64)
         indices = np.array([row.index for row in early for _ in row.sampling.suppressed_token_ids], dtype=np.int64)
-        minus_infinity = upload(np.full(1, -np.inf, dtype=np.float32))
-        logits.index_put_((upload(indices), upload(ids)), minus_infinity)
+        logits.index_put_((upload(indices), upload(ids)), upload(np.full(1, _LEAST, dtype=np.float32)))
 
 
 PLUGIN = MinNewTokens
