@@ -346,10 +346,20 @@ def _keep_plain(params: SamplingParams) -> None:
         value = _field(params, name)
         if type(value) not in _UNCHANGING:
             force_setattr(params, name, checks.plain(value))
-    if params.stop_token_ids is not None:
-        force_setattr(params, "stop_token_ids", list(_token_ids(params.stop_token_ids)))
-    if params.logit_bias is not None:
-        force_setattr(params, "logit_bias", _biases(params.logit_bias))
+    ids, biases = list(_token_ids(params.stop_token_ids)), _biases(params.logit_bias)
+    if params.stop_token_ids is not None and not _is_same(params.stop_token_ids, ids):
+        force_setattr(params, "stop_token_ids", ids)
+    if params.logit_bias is not None and not _is_same(params.logit_bias, biases):
+        force_setattr(params, "logit_bias", biases)
+
+
+def _is_same(given: object, kept: list[int] | dict[int, float]) -> bool:
+    """Whether this is a list of plain numbers, or a dict of them, that can be kept itself."""
+    if not isinstance(given, list | dict):
+        return False
+    found = cast("list[object] | dict[object, object]", given)
+    values = found if isinstance(found, list) else (*found, *found.values())
+    return _UNCHANGING.issuperset(map(type, values)) and found == kept
 
 
 _DEFAULTS: Final[dict[str, object]] = {field.name: field.default for field in fields(SamplingParams)}
