@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
+from aioengine.errors import EngineClosedError, RequestError
 from aioengine.green_threads import require_real_threads
 from aioengine.transport.descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
+
+    from aioengine.errors import EngineError
 
 Value = TypeVar("Value")
 
@@ -24,13 +26,23 @@ _FOR_THE_LOOP = 8
 
 
 class Portal:
-    """A uvloop event loop on a daemon thread. Made running; ``close`` ends it."""
+    """A uvloop event loop on a daemon thread. Made running; ``close`` ends it.
 
-    def __init__(self, name: str) -> None:
+    Attributes:
+        _calls: the calls that have no outcome yet, with their coroutines. Whoever takes one out gives its outcome, so
+            that each gets one, also where the loop ends before the call has begun.
+    """
+
+    def __init__(self, name: str, closed: Callable[[], EngineError] = EngineClosedError) -> None:
+        """``closed`` makes the error of calls that come too late."""
         require_real_threads()
         require_descriptors(FOR_AN_ENGINE + _FOR_THE_LOOP)  # where it finds none, libuv aborts the program
         hold_standard_descriptors()
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._closed = closed
+        self._calls: dict[Future[Any], Coroutine[object, None, object]] = {}
+        self._tasks: dict[Future[Any], asyncio.Task[object]] = {}
+        self._is_ending = False
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -46,55 +58,94 @@ class Portal:
         An exception here (KeyboardInterrupt) cancels it, and gives it a while to clean up.
 
         Raises:
-            RuntimeError: called from the portal's own thread, or after ``close``.
+            RuntimeError: called from the portal's own thread.
+            EngineClosedError: the portal was closed before the coroutine ended.
+            RequestError: the coroutine was cancelled on the loop.
             TimeoutError: it took longer than ``timeout_s``.
         """
         if self.is_current:
             coroutine.close()
             raise RuntimeError("a call from the engine's own thread would wait for itself")
         outcome: Future[Value] = Future()
-        tasks: list[asyncio.Task[Value]] = []
-
-        def begin() -> None:
-            tasks.append(self.loop.create_task(coroutine))
-            tasks[0].add_done_callback(partial(_pass_on, outcome))
-
-        def cancel() -> None:
-            tasks[0].cancel()
-
+        self._calls[outcome] = coroutine  # before the loop is asked: if that ends now, it refuses this call
         try:
-            self.loop.call_soon_threadsafe(begin)
-        except RuntimeError:
-            coroutine.close()
-            raise
-        try:
+            if not self._post(self._begin, outcome):
+                self._refuse(outcome)
             return outcome.result(timeout_s)
         except BaseException:
-            if not outcome.done():
-                self.loop.call_soon_threadsafe(cancel)
+            if not outcome.done() and self._post(self._cancel, outcome):
                 wait([outcome], JOIN_TIMEOUT_S)
             raise
 
     def close(self) -> None:
         """End the loop, cancel what still runs on it, and end the thread. Harmless twice."""
-        with contextlib.suppress(RuntimeError):  # closed already
-            self.loop.call_soon_threadsafe(self._stopping.set)
+        self._post(self._stopping.set)
         if not self.is_current:
             self._thread.join(JOIN_TIMEOUT_S)
 
+    def _post(self, act: Callable[..., object], *arguments: object) -> bool:
+        """Have the loop do it; False where the loop is closed."""
+        try:
+            self.loop.call_soon_threadsafe(act, *arguments)
+        except RuntimeError:
+            if not self.loop.is_closed():
+                raise
+            return False
+        return True
+
+    # ------------------------------------------------------------ on the portal's thread
+
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(self._serve())
+        try:
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+                runner.run(self._serve())
+        finally:
+            self._refuse_all()  # those that came while the loop was closed
 
     async def _serve(self) -> None:
-        await self._stopping.wait()
+        try:
+            await self._stopping.wait()
+        finally:
+            self._is_ending = True
+            self._refuse_all()
+
+    def _begin(self, outcome: Future[Any]) -> None:
+        if self._is_ending:
+            self._refuse(outcome)
+        elif (coroutine := self._calls.get(outcome)) is not None:
+            task = self._tasks[outcome] = self.loop.create_task(coroutine)
+            task.add_done_callback(partial(self._pass_on, outcome))
+
+    def _cancel(self, outcome: Future[Any]) -> None:
+        if (task := self._tasks.get(outcome)) is not None:
+            task.cancel()
+
+    def _pass_on(self, outcome: Future[Any], task: asyncio.Task[object]) -> None:
+        """Give the outcome of a task to the thread that waits for it."""
+        del self._tasks[outcome]
+        error = _cancelled() if task.cancelled() else task.exception()
+        if self._calls.pop(outcome, None) is None:
+            return  # it was refused
+        if error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(task.result())
+
+    # ------------------------------------------------------------ from any thread
+
+    def _refuse(self, outcome: Future[Any]) -> None:
+        """The call gets no other outcome any more. Its task, where it has one, is cancelled with the loop."""
+        coroutine = self._calls.pop(outcome, None)
+        if coroutine is None:
+            return
+        if outcome not in self._tasks:
+            coroutine.close()
+        outcome.set_exception(self._closed())
+
+    def _refuse_all(self) -> None:
+        for outcome in list(self._calls):
+            self._refuse(outcome)
 
 
-def _pass_on(outcome: Future[Value], task: asyncio.Task[Value]) -> None:
-    """What a task ended with, for the thread that waits for it."""
-    if task.cancelled():
-        outcome.set_exception(asyncio.CancelledError())
-    elif (error := task.exception()) is not None:
-        outcome.set_exception(error)
-    else:
-        outcome.set_result(task.result())
+def _cancelled() -> RequestError:
+    return RequestError("control", "the call was cancelled, as all tasks of the engine's event loop were")

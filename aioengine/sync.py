@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from aioengine import signatures
 from aioengine.answers import Answer
 from aioengine.args import engine_config
+from aioengine.errors import EngineClosedError
 from aioengine.foreign_names import no_attribute
 from aioengine.frontend import asks, calls, info, profiling
 from aioengine.frontend.assembly import parts_of
@@ -145,7 +146,7 @@ class Engine:
         self._model_name = model_name
         self._pid = os.getpid()
         bars = ProgressBars(progress)
-        self._portal = Portal("aioengine")
+        self._portal = Portal("aioengine", calls.closed)
         try:
             self._frontend = self._portal.call(start_frontend(prepare, bars.show))
         except BaseException:
@@ -401,11 +402,13 @@ def _end(portal: Portal, frontend: Frontend, pid: int) -> None:
         return
     try:
         if portal.is_current:  # a forgotten engine, collected on its own thread
-            frontend.parts.processes.kill_now()
+            frontend.kill_now()
         else:
             portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)
+    except (TimeoutError, EngineClosedError):  # it does not end in time, or its loop has ended already
+        frontend.kill_now()
     except BaseException:  # interrupted, and this is called once
-        frontend.parts.processes.kill_now()
+        frontend.kill_now()
         raise
     finally:
         portal.close()

@@ -1,0 +1,229 @@
+"""Calls from other threads and loops while a sync engine shuts down: an answer or a named error, never a hang."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from aioengine.errors import EngineClosedError, RequestError
+from aioengine.portal import Portal
+from aioengine.sync import Engine
+from aioengine.testing.fake_engine import fake_engine
+
+ROUNDS = 60
+LIMIT_S = 20.0
+"""No call needs so long; one that waits for ever fails the test."""
+SHORT = {"max_new_tokens": 3}
+LONG = {"max_new_tokens": 1500}
+
+
+@contextmanager
+def rapid_switches() -> Iterator[None]:
+    """Threads take turns after every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def stream(llm: Engine) -> None:
+    for _ in llm.generate("a", SHORT, stream=True):
+        pass
+
+
+def drop(llm: Engine) -> None:
+    """Finalizers that run in the last moments."""
+    chunks = llm.generate("a", LONG, stream=True)
+    next(chunks)
+    del chunks
+    gc.collect()
+
+
+def detach(llm: Engine) -> None:
+    rid = f"{random.random()}"
+    with llm.generate("a", LONG, stream=True, rid=rid, resume_ttl=10) as chunks:
+        next(chunks)
+    next(llm.attach(rid))
+
+
+def on_a_loop(act: Callable[[Engine], Coroutine[object, None, object]]) -> Callable[[Engine], object]:
+    def run(llm: Engine) -> object:
+        return asyncio.run(act(llm))
+
+    return run
+
+
+async def awaited(llm: Engine) -> None:
+    await llm.async_generate("a", SHORT)
+
+
+async def awaited_long(llm: Engine) -> None:
+    await llm.async_generate("a", LONG)
+
+
+async def iterated(llm: Engine) -> None:
+    async for _ in llm.async_generate("a", SHORT, stream=True):
+        pass
+
+
+async def many(llm: Engine) -> None:
+    await asyncio.gather(*(llm.async_generate("a", SHORT) for _ in range(5)))
+
+
+ACTS: list[Callable[[Engine], object]] = [
+    lambda llm: llm.generate("a", SHORT),
+    lambda llm: llm.generate(["a"] * 20, SHORT),
+    lambda llm: llm.chat([{"role": "user", "content": "a"}], SHORT),
+    lambda llm: llm.flush_cache(),
+    lambda llm: llm.get_server_info(),
+    lambda llm: llm.pause_generation("in_place"),
+    lambda llm: llm.continue_generation(),
+    lambda llm: llm.admit(),
+    lambda llm: llm.abort_request(abort_all=True),
+    lambda llm: (llm.stats(), llm.health(), llm.is_alive, llm.get_all_child_pids()),
+    lambda llm: llm.drain(0.0),
+    lambda llm: llm.shutdown(),
+    stream,
+    drop,
+    detach,
+    on_a_loop(awaited),
+    on_a_loop(awaited_long),
+    on_a_loop(iterated),
+    on_a_loop(many),
+    on_a_loop(lambda llm: llm.async_admit()),
+]
+
+
+def ends_well(act: Callable[[Engine], object], llm: Engine, deadline: float) -> BaseException | None:
+    """Do it again and again until the engine is closed; returns what else it raised."""
+    while time.monotonic() < deadline:
+        try:
+            act(llm)
+        except EngineClosedError:
+            return None
+        except BaseException as error:
+            return error
+        if not llm.is_alive:
+            return None
+    return TimeoutError("the engine was not shut down")
+
+
+@pytest.mark.parametrize("number", range(len(ACTS)))
+def test_calls_during_a_shutdown(number: int) -> None:
+    """The same call on two threads, and one of any other kind on a third."""
+    draw = random.Random(number)
+    threads = ThreadPoolExecutor(4)
+    with rapid_switches():
+        for _ in range(ROUNDS // 10):
+            llm = fake_engine()
+            deadline = time.monotonic() + LIMIT_S
+            acts = [ACTS[number], ACTS[number], draw.choice(ACTS)]
+            ends = [threads.submit(ends_well, act, llm, deadline) for act in acts]
+            time.sleep(draw.random() * 0.01)
+            threads.submit(llm.shutdown).result(LIMIT_S)
+            for end in ends:
+                error = end.result(LIMIT_S)
+                if error is not None and "drain" not in str(error):
+                    raise AssertionError(f"{error!r}") from error
+    threads.shutdown(wait=False)
+
+
+# ---------------------------------------------------------------- the portal alone
+
+
+async def nothing() -> str:
+    return "done"
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("make", [nothing, for_ever])
+def test_a_call_at_any_moment_of_the_end_of_a_portal(make: Callable[[], Coroutine[object, None, object]]) -> None:
+    threads = ThreadPoolExecutor(3)
+    with rapid_switches():
+        for number in range(ROUNDS):
+            portal = Portal("test")
+            barrier = threading.Barrier(3)
+
+            def call(portal: Portal = portal, barrier: threading.Barrier = barrier) -> object:
+                barrier.wait()
+                try:
+                    while True:
+                        portal.call(make())
+                except EngineClosedError as error:
+                    return error
+
+            def close(portal: Portal = portal, barrier: threading.Barrier = barrier, turns: int = number * 20) -> None:
+                barrier.wait()
+                for _ in range(turns):
+                    pass
+                portal.close()
+
+            ends = [threads.submit(act) for act in (call, call, close)]
+            for end in ends[:2]:
+                assert isinstance(end.result(LIMIT_S), EngineClosedError)
+            ends[2].result(LIMIT_S)
+    threads.shutdown(wait=False)
+
+
+def test_a_call_that_was_posted_and_never_begun_ends() -> None:
+    """The loop has ended when its turn would come."""
+    portal = Portal("test")
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        has_begun.set()
+        may_go_on.wait(LIMIT_S)
+
+    portal.loop.call_soon_threadsafe(block)
+    assert has_begun.wait(LIMIT_S)
+    with ThreadPoolExecutor(2) as threads:
+        closing = threads.submit(portal.close)
+        time.sleep(0.02)
+        waiting = threads.submit(portal.call, nothing())
+        time.sleep(0.02)
+        may_go_on.set()
+        closing.result(LIMIT_S)
+        with pytest.raises(EngineClosedError):
+            waiting.result(LIMIT_S)
+
+
+def test_a_call_whose_portal_is_closed_from_its_own_loop_ends() -> None:
+    portal = Portal("test")
+
+    async def close_and_wait() -> None:
+        asyncio.get_running_loop().call_later(0.01, portal.close)
+        await asyncio.Event().wait()
+
+    with pytest.raises(EngineClosedError):
+        portal.call(close_and_wait())
+    with pytest.raises(EngineClosedError):
+        portal.call(nothing())
+    portal.close()
+
+
+def test_a_call_that_is_cancelled_on_the_loop_gets_a_named_error() -> None:
+    portal = Portal("test")
+
+    async def cancelled() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(1)
+
+    with pytest.raises(RequestError, match="cancelled"):
+        portal.call(cancelled())
+    portal.close()
