@@ -71,6 +71,17 @@ def _text(name: str, value: object) -> str:
     return checks.text(name, str(value) if isinstance(value, PurePath) else value, max_bytes=4096)
 
 
+def _path(name: str, value: object) -> str:
+    """A hub id or a path of the file system, which need not be UTF-8."""
+    path = str(value) if isinstance(value, PurePath) else value
+    try:
+        readable = path.encode(errors="surrogateescape").decode(errors="replace") if isinstance(path, str) else path
+    except UnicodeEncodeError:
+        readable = path
+    checks.text(name, readable, max_bytes=4096)
+    return str(path)
+
+
 def _template(name: str, value: object) -> str:
     """The text of a template, or a path; which of them it is, and what the file holds, is looked at on starting."""
     given = str(value) if isinstance(value, PurePath) else value
@@ -143,12 +154,12 @@ MAX_WEIGHT: Final = 1e6
 _DEFAULTS: Final = cast("dict[str, dict[str, object]]", to_builtins(EngineConfig()))
 
 ARGUMENTS: Final[dict[str, Argument]] = {
-    "model_path": Argument("model.path", "text", _text, "folder or hub id of the model", unset="the demo model"),
+    "model_path": Argument("model.path", "text", _path, "folder or hub id of the model", unset="the demo model"),
     "tokenizer_path": Argument(
-        "model.tokenizer_path", "text", _text, "folder or hub id of the tokenizer", unset="the model's folder"
+        "model.tokenizer_path", "text", _path, "folder or hub id of the tokenizer", unset="the model's folder"
     ),
     "revision": Argument("model.revision", "text", _text, "branch, tag or commit of the hub", unset="the main branch"),
-    "download_dir": Argument("model.download_dir", "text", _text, "where downloads go", unset="the hub's cache"),
+    "download_dir": Argument("model.download_dir", "text", _path, "where downloads go", unset="the hub's cache"),
     "load_format": Argument(
         "model.load_format", "text", _words("auto", "safetensors", "dummy"), "auto, safetensors, or dummy weights"
     ),

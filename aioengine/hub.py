@@ -49,7 +49,11 @@ def download(
 
 
 def _not_here(argument: str, name: str) -> str:
-    return f"{argument} {name!r}: there is no such folder in {str(Path.cwd())!r}"
+    try:
+        here = repr(str(Path.cwd()))
+    except OSError:
+        here = "the working directory, which was removed"
+    return f"{argument} {name!r}: there is no such folder in {here}"
 
 
 def _not_found(argument: str, name: str, revision: str | None) -> str:

@@ -228,7 +228,7 @@ def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
         )
     try:
         with _panics_as_errors:
-            return FastTokenizer.from_file(str(path))
+            return FastTokenizer.from_buffer(path.read_bytes())  # its from_file takes UTF-8 paths alone
     except Exception as error:  # the library raises nothing more specific
         raise ValueError(f"{path} is not a tokenizer that this version of tokenizers can read: {error}") from error
 

@@ -77,7 +77,7 @@ def _folder(output_dir: str | os.PathLike[str] | None) -> str:
     """As this process understands it: the other one may work in another folder."""
     if not isinstance(output_dir, str | os.PathLike | None):
         raise checks.wrong_type("output_dir", "a path or None", output_dir)
-    return str(Path(output_dir or tempfile.gettempdir()).absolute())
+    return checks.text("output_dir", str(Path(output_dir or tempfile.gettempdir()).absolute()))
 
 
 def _prefix(value: object) -> str:

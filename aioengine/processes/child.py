@@ -15,11 +15,11 @@ import msgspec
 import zmq
 
 from aioengine.processes.host import die_with_parent, handle_signals, name_process
-from aioengine.processes.uplink import Uplink, forward_logs
+from aioengine.processes.uplink import Uplink, encodable, forward_logs
 from aioengine.protocol.board import StepBoard
 from aioengine.protocol.codec import fingerprint
 from aioengine.protocol.messages import Failed, Ready
-from aioengine.protocol.orders import Orders
+from aioengine.protocol.orders import Orders, decode_orders
 from aioengine.protocol.service import new_epoch_in
 from aioengine.transport.addresses import Listener
 from aioengine.transport.descriptors import raise_descriptor_limit
@@ -140,7 +140,7 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
     except BaseException as error:
         code = 1
         traceback.print_exc()
-        failed = Failed(orders.role, type(error).__name__, str(error), traceback.format_exc())
+        failed = Failed(orders.role, type(error).__name__, encodable(str(error)), encodable(traceback.format_exc()))
         child.uplink.send([failed])
     child.close()
     sys.stdout.flush()
@@ -157,4 +157,4 @@ def _read_orders() -> Orders:
         if not part:
             os._exit(1)  # the parent died first
         line += part
-    return msgspec.json.decode(line, type=Orders)
+    return decode_orders(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import logging
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -188,7 +189,7 @@ class SchedulerService:
     def _server_info(self) -> tuple[bool, str, str]:
         stats = msgspec.structs.asdict(self._core.stats(time.monotonic()))
         info = {"settings": self._settings, "facts": self._facts, "stats": stats}
-        return True, "", msgspec.json.encode(info).decode()
+        return True, "", json.dumps(msgspec.to_builtins(info))  # paths need not be UTF-8
 
     def _freeze_gc(self) -> tuple[bool, str, str]:
         gc.collect()

@@ -75,7 +75,12 @@ class ForwardedLogs(logging.Handler):
             text += f" ({self._num_dropped} records before this one were too many at once and are left out)"
             self._num_dropped = 0
         with contextlib.suppress(BacklogFullError):  # whoever logs is not to blame; the next result finds it, too
-            self._uplink.post(LogRecord(record.name, record.levelno, text))
+            self._uplink.post(LogRecord(record.name, record.levelno, encodable(text)))
+
+
+def encodable(text: str) -> str:
+    """``text`` with escapes for what UTF-8 does not encode, such as parts of a path."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def forward_logs(uplink: Uplink, level: str) -> ForwardedLogs:

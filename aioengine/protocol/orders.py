@@ -5,6 +5,9 @@ First the import path (``bootstrap`` says in which form), then the orders as one
 
 from __future__ import annotations
 
+import json
+
+import msgspec
 from msgspec import Struct
 
 from aioengine.config import Settings
@@ -38,3 +41,12 @@ class Orders(Struct, frozen=True, kw_only=True):
     board: str
     parent_pid: int
     settings: Settings
+
+
+def encode_orders(orders: Orders) -> bytes:
+    """One line of JSON. The standard library escapes what msgspec refuses: paths need not be UTF-8."""
+    return json.dumps(msgspec.to_builtins(orders)).encode()
+
+
+def decode_orders(line: bytes) -> Orders:
+    return msgspec.convert(json.loads(line), Orders)

@@ -8,7 +8,10 @@ time. All names and shapes are checked before the first byte is copied.
 from __future__ import annotations
 
 import json
+import os
+import sys
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -134,12 +137,27 @@ def _nothing_usable(folder: Path) -> str:
 
 def _read_header(path: Path) -> list[Entry]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
             return [Entry(name, path, tuple(s.get_shape()), str(s.get_dtype())) for name, s in slices.items()]
     except (OSError, SafetensorError) as error:
         message = f"cannot read {path}: {error}"
         raise ValueError(message) from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    """The file. safetensors takes paths in UTF-8 alone; Linux has another name for every file that is open."""
+    if str(path).isascii() or sys.platform != "linux":
+        with safe_open(path, framework="pt") as file:
+            yield file
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with safe_open(f"/proc/self/fd/{fd}", framework="pt") as file:
+            yield file
+    finally:
+        os.close(fd)
 
 
 def _check(entries: list[Entry], targets: dict[str, Tensor], folder: Path) -> None:
@@ -171,7 +189,7 @@ def _copy(entries: list[Entry], targets: dict[str, Tensor], report: Report) -> N
     done = 0
     report(done, total)
     for part in _parts(entries):
-        with safe_open(part[0].path, framework="pt") as file:
+        with _opened(part[0].path) as file:
             for entry in part:
                 targets[entry.name].copy_(file.get_tensor(entry.name))
                 done += entry.num_bytes

@@ -69,20 +69,29 @@ class PrivateDirectory:
 def listen(directory: str, name: str) -> Listener:
     """A new listening socket called ``name``.
 
-    A path in ``directory`` where it fits, else an abstract name, else a port of the loopback interface that the
-    system chooses. (A frame of a stranger who finds one of the latter two is dropped for its epoch.)
+    A path in ``directory`` where it fits and is UTF-8, else an abstract name, else a port of the loopback interface
+    that the system chooses. (A frame of a stranger who finds one of the latter two is dropped for its epoch.)
 
     Raises:
         OSError: none of the three could be had.
     """
     path = os.path.join(directory, name)
     unique = f"{_PREFIX}{secrets.token_hex(8)}-{name}"
-    if len(os.fsencode(path)) <= zmq.IPC_PATH_MAX_LEN:
+    if len(os.fsencode(path)) <= zmq.IPC_PATH_MAX_LEN and _is_utf8(path):
         with contextlib.suppress(OSError):
             return _listen(socket.AF_UNIX, path, f"ipc://{path}")
     with contextlib.suppress(OSError):
         return _listen(socket.AF_UNIX, f"\0{unique}", f"ipc://@{unique}")
     return _listen(socket.AF_INET, ("127.0.0.1", 0), "tcp://127.0.0.1:{port}")
+
+
+def _is_utf8(path: str) -> bool:
+    """Whether an endpoint, which is text, can hold the path."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _listen(family: socket.AddressFamily, address: str | tuple[str, int], endpoint: str) -> Listener:

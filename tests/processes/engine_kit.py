@@ -27,6 +27,7 @@ from aioengine.protocol.messages import (
     TextRules,
     ToFrontend,
 )
+from aioengine.protocol.orders import SCHEDULER, Endpoints, Orders
 from aioengine.supervision.supervisor import Events, Supervisor
 
 if TYPE_CHECKING:
@@ -55,6 +56,19 @@ def fake_settings(
         text=TextSettings(tokenizer_path=tokenizer_path),
         random_seed=1,
         log_level="error",
+    )
+
+
+def fake_orders(*, board: str) -> Orders:
+    """Orders for a scheduler that nobody starts."""
+    return Orders(
+        role=SCHEDULER,
+        epoch=2**61 + 1,
+        endpoints=Endpoints(frontend="ipc://a", scheduler="ipc://b", detokenizer="ipc://c"),
+        listener_fd=3,
+        board=board,
+        parent_pid=1,
+        settings=fake_settings(),
     )
 
 

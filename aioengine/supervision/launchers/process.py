@@ -15,12 +15,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from aioengine.errors import EngineStartupError
 from aioengine.protocol.board import blank_board
 from aioengine.protocol.messages import NewEpoch
-from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER, Endpoints, Orders
+from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER, Endpoints, Orders, encode_orders
 from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, listen
 from aioengine.transport.descriptors import SpareDescriptors
@@ -182,6 +180,7 @@ class ProcessLauncher:
                         stdout=log,
                         stderr=log,
                         pass_fds=(orders.listener_fd,),
+                        cwd=self._directory.path,  # the program's own may be removed, and libraries need one
                         start_new_session=True,  # Ctrl-C in the terminal is the parent's business
                     )
         except OSError as error:
@@ -194,7 +193,7 @@ class ProcessLauncher:
         assert popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once, which its exit tells
             path = b"\0".join(os.fsencode(entry) for entry in import_path())
-            popen.stdin.write(b"%d\n%s%s\n" % (len(path), path, msgspec.json.encode(orders)))
+            popen.stdin.write(b"%d\n%s%s\n" % (len(path), path, encode_orders(orders)))
             popen.stdin.flush()
 
 
