@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import logging
 import math
 import os
 import random
@@ -483,6 +484,11 @@ def held() -> dict[str, int]:
     return {"descriptors": this.num_fds(), "threads": threading.active_count(), "processes": len(children)}
 
 
+def open_files() -> list[str]:
+    """What each descriptor of this process stands for."""
+    return [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+
+
 async def unleash(seconds: float, *, seed: int, num_workers: int, kills: bool) -> Chaos:
     """Run an engine through it; its counts hold mismatches, hangs and leaks."""
     setup = setup_of(seed, kills=kills)
@@ -505,7 +511,7 @@ async def unleash(seconds: float, *, seed: int, num_workers: int, kills: bool) -
         after = held()
         for name, count in after.items():
             if count > before[name] + (8 if name == "threads" else 0):  # threads of the loop's own pool come by need
-                chaos.leak(f"{count} {name} after it, {before[name]} before")
+                chaos.leak(f"{count} {name} after it, {before[name]} before; open files are now {open_files()}")
         if left := os.listdir(folder):
             chaos.leak(f"files are left: {left}")
     return chaos
@@ -519,6 +525,7 @@ def main() -> int:
     parser.add_argument("--no-kills", action="store_true", help="no process dies")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()
+    logging.getLogger("aioengine").setLevel(logging.CRITICAL)  # it would tell of each process that is replaced
     chaos = asyncio.run(
         unleash(
             60 * arguments.minutes, seed=arguments.seed, num_workers=arguments.workers, kills=not arguments.no_kills
