@@ -16,6 +16,8 @@ from aioengine.protocol.messages import FinishCode, Finished
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from aioengine.protocol.messages import Begun
+
 WEIGHT_VERSION = "default"
 
 FinishType = Literal["stop", "length", "abort", "deadline", "shutdown"]
@@ -211,6 +213,8 @@ class RowFacts(Struct, gc=False):
     prompt_token_ids: list[int] = []
     shows_prompt: bool = False
     common_info: ChunkInfo = {}  # type: ignore[typeddict-item]  # made below
+    admitted_at: float | None = None
+    first_token_at: float | None = None
 
     def __post_init__(self) -> None:
         self.common_info = {
@@ -227,9 +231,10 @@ class RowFacts(Struct, gc=False):
             "num_retractions": 0,
         }
 
-    def begin(self, num_cached: int) -> None:
-        """Its prompt is computed; so many tokens of it were in the prefix cache."""
-        self.common_info["cached_tokens"] = num_cached
+    def begin(self, begun: Begun) -> None:
+        """Its prompt is computed."""
+        self.common_info["cached_tokens"] = begun.num_cached
+        self.admitted_at, self.first_token_at = begun.admitted_at, begun.first_token_at
 
     def preempt(self) -> None:
         """It had to give up its pages, once more."""

@@ -96,6 +96,19 @@ class CallLife:
             uids = [row.uid for row in call.output.live.values()]
         self._send([Suspend(uids)])
 
+    def row_ended(self, row: RowStream) -> None:
+        """The processes ended a row: its call is over, or may begin more rows."""
+        call = self._calls.by_output.get(row.output)
+        if call is None:
+            return
+        if row.output.is_over:
+            self.settle(call)
+            return
+        with self._lock:
+            self._calls.end_row(call, row, time.monotonic())
+        if row.output.wants:
+            self.feeder.feed(call)
+
     def settle(self, call: Call) -> None:
         """Close a call that is over, and free the rows that it leaves behind."""
         with self._lock:
@@ -224,7 +237,8 @@ class CallLife:
             if which == "queue":
                 rows = self._surely_waiting(rows, call.called_at)
             for row in rows:
-                call.output.end_row(row, Finished(row.uid, code, which, ended_at=now), now)
+                call.output.end_row(row, _given_up(row, code, which, now), now)
+                self._calls.end_row(call, row, now)
         uids = [row.uid for row in rows]
         for uid in uids:
             self._router.rows.pop(uid, None)
@@ -239,3 +253,18 @@ class CallLife:
         """
         computed = self._computed_since(since) if rows else None
         return [] if computed is None else [row for row in rows if row.uid not in computed]
+
+
+def _given_up(row: RowStream, code: FinishCode, which: str | None, now: float) -> Finished:
+    """The end of a row that the scheduler did not end, with what its chunks have said of it."""
+    facts = row.facts
+    return Finished(
+        row.uid,
+        code,
+        which,
+        admitted_at=facts.admitted_at,
+        first_token_at=facts.first_token_at,
+        ended_at=now,
+        num_cached=facts.common_info["cached_tokens"],
+        num_preemptions=facts.common_info["num_preemptions"],
+    )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from aioengine.config import QueueConfig
     from aioengine.frontend.asks import Ask
+    from aioengine.frontend.outputs import RowStream
 
 
 MAX_PARTS: Final = 2
@@ -35,15 +36,17 @@ class Call:
 
     Attributes:
         number: counts the calls of the engine, from 1; 0 before it is registered.
-        num_begun: rows that were begun, in order. num_prompt_tokens: of those, for the bound on queued tokens.
+        num_begun: rows that were begun, in order.
+        num_rows_of: rows that the scheduler has, by prompt. num_prompt_tokens: of these prompts, for the bound on
+            queued tokens; a prompt of several samples counts once.
         deadlines: absolute times, by the words that name them in a finish reason.
         aborted: positions that were aborted before they were begun.
         is_encoding: a part of its prompts is on the tokenizer's thread.
     """
 
     __slots__ = (
-        "aborted", "ask", "called_at", "deadlines", "is_encoding", "num_begun", "num_prompt_tokens", "number",
-        "output", "reserved", "rid", "timer",
+        "aborted", "ask", "called_at", "deadlines", "is_encoding", "num_begun", "num_prompt_tokens", "num_rows_of",
+        "number", "output", "reserved", "rid", "timer",
     )  # fmt: skip
 
     def __init__(self, ask: Ask, called_at: float) -> None:
@@ -55,6 +58,7 @@ class Call:
         self.output = _output_of(ask, self.rid)
         self.num_begun = 0
         self.num_prompt_tokens = 0
+        self.num_rows_of: dict[int, int] = {}
         self.aborted: set[int] = set()
         self.is_encoding = False
         self.reserved: list[str] = []
@@ -168,9 +172,26 @@ class Calls:
         self.room.num_bytes += num_bytes
         self.by_output[call.output] = call
 
-    def add_prompt(self, call: Call, num_tokens: int) -> None:
-        call.num_prompt_tokens += num_tokens
-        self.room.num_tokens += num_tokens
+    def add_row(self, call: Call, row: RowStream) -> None:
+        """The row goes to the scheduler: its prompt counts until all rows of it have ended."""
+        prompt = row.position // call.ask.num_samples
+        num_rows = call.num_rows_of.get(prompt, 0)
+        if not num_rows:
+            num_tokens = len(row.facts.prompt_token_ids)
+            call.num_prompt_tokens += num_tokens
+            self.room.num_tokens += num_tokens
+        call.num_rows_of[prompt] = num_rows + 1
+
+    def end_row(self, call: Call, row: RowStream, now: float) -> None:
+        """The row has ended, and its call goes on."""
+        prompt = row.position // call.ask.num_samples
+        num_rows = call.num_rows_of.pop(prompt, 0) - 1
+        if num_rows > 0:
+            call.num_rows_of[prompt] = num_rows
+        elif num_rows == 0:
+            num_tokens = len(row.facts.prompt_token_ids)
+            call.num_prompt_tokens -= num_tokens
+            self.room.give_back_tokens(num_tokens, now)
 
     def find(self, rid: str) -> Name | None:
         """The rows that an id means: one that was given or drawn, or one made from it with ``_0``, ``_1`` ..."""

@@ -279,7 +279,7 @@ class Feeder:
         deadlines = call.deadlines
         row.uid = self._num_uids
         self._num_uids += 1
-        self._calls.add_prompt(call, len(ids))
+        self._calls.add_row(call, row)
         self._router.rows[row.uid] = row
         submits.append(
             Submit(

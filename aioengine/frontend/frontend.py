@@ -201,11 +201,7 @@ class Frontend:
         for message in messages:
             if isinstance(message, TextChunks):
                 for row in self.router.deliver(message):
-                    call = self.calls.by_output.get(row.output)
-                    if call is not None and row.output.is_over:
-                        self._life.settle(call)
-                    elif call is not None and row.output.wants:
-                        self._life.feeder.feed(call)
+                    self._life.row_ended(row)
             elif isinstance(message, Stats):
                 self.last_stats = message
             elif isinstance(message, Reply):

@@ -86,6 +86,11 @@ class Room:
         self._closed_at = now
         self.serve(now)
 
+    def give_back_tokens(self, num_tokens: int, now: float) -> None:
+        """A prompt of a call that goes on waits no longer."""
+        self.num_tokens -= num_tokens
+        self.serve(now)
+
     # ------------------------------------------------------------ the line
 
     def enter(self, place: Place, now: float) -> None:

@@ -58,7 +58,7 @@ class Router:
         for begun in chunks.begun:
             if (row := self.rows.get(begun.uid)) is not None:
                 row.has_begun = True
-                row.facts.begin(begun.num_cached)
+                row.facts.begin(begun)
         for uid in chunks.preempted:
             if (row := self.rows.get(uid)) is not None:
                 row.facts.preempt()
