@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -10,8 +11,10 @@ import pty
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,7 +132,16 @@ def test_the_workload_of_a_benchmark() -> None:
     ("argv", "message"),
     [
         (["generate", "x", "--page-size", "none"], "argument --page-size: invalid int value: 'none'"),
-        (["generate", "x", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["generate", "x", "--nonsense"], "unrecognized arguments: --nonsense (see"),
+        (["generate", "x", "--max-tokens", "5"], "arguments: --max-tokens (did you mean --max-new-tokens?) (see"),
+        (["generate", "--max-tokens", "5", "x"], "arguments: --max-tokens (did you mean --max-new-tokens?) (see"),
+        (["generate", "x", "--max_new_tokens=5"], "--max_new_tokens (did you mean --max-new-tokens?)"),
+        (["generate", "x", "--temprature", "1"], "--temprature (did you mean --temperature?)"),
+        (["chat", "--system-prompt", "x"], "--system-prompt (did you mean --system?)"),
+        (["generate", "--prompt", "x"], "--prompt (the prompt is given without a flag)"),
+        (["bench", "-m", "x", "--ctx-size", "5"], "-m (did you mean --model?), --ctx-size (did you mean --context-l"),
+        (["bench", "--max-tokens", "5"], "--max-tokens (did you mean --output-tokens?)"),
+        (["--json", "info"], "unrecognized arguments: --json (a flag of a command comes after the command)"),
         (["explain"], "invalid choice: 'explain'"),
         ([], "the following arguments are required"),
     ],
@@ -301,6 +313,56 @@ def start(argv: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
 ENDLESS = ("--max-new-tokens", "1500", "--temperature", "1", "--seed", "1")
 
 
+ODD = "caf\u00e9 \u6771\u4eac \U0001f956"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_an_answer_in_letters_that_the_output_has_not_is_printed(encoding: str) -> None:
+    """The model repeats what it is told, with what it has no letters for."""
+    program = f"""
+import sys
+from aioengine import cli
+from aioengine.testing.fake_engine import fake_engine
+cli.Engine = type("", (), {{"from_config": staticmethod(lambda config: fake_engine({{"": {ODD!r}}}))}})
+sys.exit(cli.main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", program, "generate", "x", "--max-new-tokens", "90"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode(encoding).strip() == ODD.encode(encoding, "backslashreplace").decode(encoding)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_input_that_is_not_utf_8_is_named(command: str) -> None:
+    line = [sys.executable, "-m", "aioengine", command, "--no-progress"]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        line,
+        cwd=ROOT,
+        env=environment,
+        input="caf\u00e9\n".encode("latin-1"),
+        capture_output=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, b"")
+    message = (
+        "aioengine: standard input is not utf-8: it has the byte 0xe9; convert it first (iconv -f latin1 -t utf-8)"
+    )
+    assert done.stderr.decode() == message + "\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [(["generate", "caf\udce9"], "the prompt"), (["chat", "--system", "caf\udce9"], "--system")],
+)
+def test_arguments_that_are_not_utf_8_are_named(argv: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_fails(argv, 2, f"{name} is not utf-8: it has the byte 0xe9", capsys)
+
+
 @pytest.mark.process
 def test_ctrl_c_ends_it_without_a_word() -> None:
     process = start(["generate", "Once upon a time", *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -328,6 +390,7 @@ class Terminal:
 
     def __init__(self, *argv: str) -> None:
         self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         self.process = start(argv, stdin=slave, stdout=slave, stderr=slave)
         os.close(slave)
         self.seen = ""
@@ -347,15 +410,18 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def close(self) -> int:
-        status = self.process.wait(timeout=20)
+        """Read to the end; its status."""
+        with contextlib.suppress(OSError):  # nothing has the other end open
+            while True:
+                self.wait_for_more()
         os.close(self._master)
-        return status
+        return self.process.wait(timeout=20)
 
 
 @pytest.mark.process
 def test_chat_on_a_terminal_survives_ctrl_c_and_leaves_with_ctrl_d() -> None:
     terminal = Terminal("chat", *ENDLESS, "--no-progress")
-    terminal.wait_for("Ctrl-D the conversation.")
+    terminal.wait_for("Ctrl-C ends an answer; at the prompt, Ctrl-C and Ctrl-D end the conversation.")
     terminal.wait_for("> ")
     terminal.type("Tell me a long story.\n")
     terminal.wait_for("story.\r\n")
@@ -367,6 +433,26 @@ def test_chat_on_a_terminal_survives_ctrl_c_and_leaves_with_ctrl_d() -> None:
     terminal.wait_for("\r\n> ")
     terminal.type("\x04")
     assert terminal.close() == 0
+
+
+@pytest.mark.process
+def test_ctrl_c_at_the_prompt_ends_the_chat_and_the_line() -> None:
+    terminal = Terminal("chat", *ENDLESS, "--no-progress")
+    terminal.wait_for("> ")
+    os.kill(terminal.process.pid, signal.SIGINT)
+    terminal.wait_for("\r\n")
+    assert terminal.close() == 130
+    assert "Traceback" not in terminal.seen
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", [["generate", "Once upon a time"], ["chat"], ["bench", "--num-prompts", "9000"]])
+def test_the_shell_s_prompt_is_on_a_line_of_its_own_after_ctrl_c(command: list[str]) -> None:
+    terminal = Terminal(*command, *(ENDLESS if command[0] == "generate" else ()), "--progress")
+    terminal.wait_for("loading weights")
+    os.kill(terminal.process.pid, signal.SIGINT)
+    assert terminal.close() == 130
+    assert terminal.seen.endswith("\r\n")
 
 
 def test_the_types_of_the_engine_are_those_that_the_flags_are_for() -> None:

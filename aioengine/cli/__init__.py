@@ -7,6 +7,8 @@ line is wrong, 1 where something failed. Ctrl-C and a reader that went away end 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import os
 import sys
@@ -15,11 +17,12 @@ from typing import TYPE_CHECKING
 from aioengine.cli import benchmark, flags, report
 from aioengine.cli.flags import Arguments
 from aioengine.errors import EngineError, RequestTooLargeError
+from aioengine.frontend.progress import is_terminal
 from aioengine.sync import Engine
 from aioengine.transport.descriptors import hold_standard_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
 FAILED, WRONG_USAGE = 1, 2
 INTERRUPTED, READER_GONE = 130, 141
@@ -45,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = commands[arguments.command](arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
+        _end_line()
         return INTERRUPTED
     except BrokenPipeError:
         # Python flushes stdout once more at exit; let that go nowhere.
@@ -60,7 +64,17 @@ def _has_output() -> bool:
     hold_standard_descriptors()
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have letters that the encoding has not
     return sys.stdout is not None
+
+
+def _end_line() -> None:
+    """After Ctrl-C: what the shell prints next stands on a line of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        if is_terminal(stream):
+            print(file=stream, flush=True)
+            return
 
 
 def generate(arguments: Arguments) -> int:
@@ -81,13 +95,16 @@ def generate(arguments: Arguments) -> int:
 
 def chat(arguments: Arguments) -> int:
     """Hold a conversation: one line of the user, one answer, until the input ends."""
-    is_terminal = sys.stdin.isatty()
+    is_dialogue = is_terminal(sys.stdin)
     opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(opening)
     with Engine.from_config(arguments.config()) as engine:
-        if is_terminal:
-            print("Ctrl-C ends an answer, Ctrl-D the conversation.", file=sys.stderr)
-        while (line := _next_line(is_terminal)) is not None:
+        if is_dialogue:
+            print(
+                "Ctrl-C ends an answer; at the prompt, Ctrl-C and Ctrl-D end the conversation.",
+                file=sys.stderr,
+            )
+        while (line := _next_line(is_dialogue)) is not None:
             if not line.strip():
                 continue
             messages.append({"role": "user", "content": line})
@@ -127,18 +144,32 @@ def _answer(engine: Engine, messages: list[dict[str, str]], arguments: Arguments
     print(flush=True)
 
 
-def _next_line(is_terminal: bool) -> str | None:
+def _next_line(is_dialogue: bool) -> str | None:
     """The user's next line, None at the end of the input."""
     try:
-        return input("> " if is_terminal else "")
+        with _decoding():
+            return input("> " if is_dialogue else "")
     except EOFError:
-        if is_terminal:
+        if is_dialogue:
             print()
         return None
 
 
 def _piped_prompt() -> str:
-    return "" if sys.stdin.isatty() else sys.stdin.read()
+    with _decoding():
+        return "" if is_terminal(sys.stdin) else sys.stdin.read()
+
+
+@contextlib.contextmanager
+def _decoding() -> Generator[None]:
+    """Raises ValueError where standard input is not in its encoding."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"standard input is not {error.encoding}: it has the byte 0x{error.object[error.start]:02x}; convert it "
+            f"first (iconv -f latin1 -t {error.encoding})"
+        ) from error
 
 
 def _fail(error: Exception | str, status: int = FAILED) -> int:

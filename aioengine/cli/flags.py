@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
 from typing import TYPE_CHECKING, Final, NoReturn, cast
 
@@ -12,7 +14,7 @@ from aioengine.frontend.info import __version__
 from aioengine.params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
     from aioengine.config import EngineConfig
 
@@ -76,6 +78,8 @@ class Arguments:
         if self.command == "bench":
             self.workload()
         elif self.command != "info":
+            for name in ("prompt", "system"):
+                _check_encoding("--system" if name == "system" else "the prompt", self._values.get(name))
             SamplingParams.parse({**self.sampling(), "n": self.num_samples})
 
     @property
@@ -121,12 +125,66 @@ class Arguments:
         return Workload(**{name: cast("int", self._values[name]) for name in names})
 
 
+_FOREIGN: Final = {
+    "--max-tokens": ("--max-new-tokens", "--output-tokens"),
+    "--max-output-tokens": ("--max-new-tokens", "--output-tokens"),
+    "--max-completion-tokens": ("--max-new-tokens", "--output-tokens"),
+    "--max-length": ("--max-new-tokens", "--output-tokens"),
+    "--n-predict": ("--max-new-tokens", "--output-tokens"),
+    "-n": ("--max-new-tokens", "--output-tokens"),
+    "-m": ("--model",),
+    "--model-name": ("--model",),
+    "--tokenizer": ("--tokenizer-path",),
+    "--temp": ("--temperature",),
+    "--repeat-penalty": ("--repetition-penalty",),
+    "--system-prompt": ("--system",),
+    "--sampling-seed": ("--seed",),
+    "--stop-sequence": ("--stop",),
+    "--stop-words": ("--stop",),
+    "--num-samples": ("--n",),
+    "--best-of": ("--n",),
+    "--ctx-size": ("--context-length",),
+    "--max-model-len": ("--context-length",),
+    "--gpu-memory-utilization": ("--mem-fraction-static",),
+    "--max-num-seqs": ("--max-running-requests",),
+    "--max-concurrency": ("--concurrency",),
+    "--random-input-len": ("--prompt-tokens",),
+    "--input-len": ("--prompt-tokens",),
+    "--output-len": ("--output-tokens",),
+    "--verbose": ("--log-level",),
+}
+"""Flags of other programs -> the flag here, the first that the command has."""
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, with the flags that were probably meant."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
+
+    def parse_args(  # type: ignore[override]  # no other namespace is needed
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("-"))
+            words = [flag + _hint(flag, found.known_flags) for flag in flags or unknown]
+            self.error(f"unrecognized arguments: {', '.join(words)}")
+        return found
+
+
+def _hint(flag: str, known: Collection[str]) -> str:
+    """What was probably meant by a flag that a command does not have."""
+    if flag in ("--prompt", "-p"):
+        return " (the prompt is given without a flag)"
+    if flag in known:
+        return " (a flag of a command comes after the command)"
+    plain = flag.replace("_", "-")
+    foreign = (name for name in _FOREIGN.get(plain, ()) if name in known)
+    near = difflib.get_close_matches(plain, sorted(known), n=1, cutoff=0.7)
+    meant = next(foreign, near[0] if near else None)
+    return f" (did you mean {meant}?)" if meant else ""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -155,6 +213,8 @@ def parser() -> argparse.ArgumentParser:
         )
         add(command)
         _add_engine(command)
+        known = [flag for action in command._actions for flag in action.option_strings]
+        command.set_defaults(known_flags=frozenset(known))
     return main
 
 
@@ -212,6 +272,13 @@ def _add_engine(to: argparse.ArgumentParser) -> None:
             group.add_argument(
                 *flags, dest=name, type=readers[argument.kind], metavar=metavar, help=argument.description
             )
+
+
+def _check_encoding(name: str, text: object) -> None:
+    """Python keeps bytes of the command line that are no text as half characters, which no model can read."""
+    if isinstance(text, str) and (odd := re.search("[\udc80-\udcff]", text)):
+        encoding = sys.getfilesystemencoding()
+        raise ValueError(f"{name} is not {encoding}: it has the byte 0x{ord(odd[0]) - 0xDC00:02x}")
 
 
 def _flag(name: str) -> str:

@@ -25,9 +25,14 @@ def is_terminal(stream: TextIO | None) -> bool:
     return False
 
 
+def _is_notebook(stream: TextIO | None) -> bool:
+    """Whether ``stream`` ends in a cell of a notebook, which draws bars, too."""
+    return type(stream).__module__.partition(".")[0] == "ipykernel"
+
+
 def is_wanted(is_shown: bool | None) -> bool:
-    """Whether bars are drawn; None: only where stderr is a terminal. Never where it cannot be written to."""
-    if not (is_terminal(sys.stderr) if is_shown is None else is_shown):
+    """Whether bars are drawn; None: where stderr is a terminal or a notebook. Never where it cannot be written to."""
+    if not (is_terminal(sys.stderr) or _is_notebook(sys.stderr) if is_shown is None else is_shown):
         return False
     with contextlib.suppress(Exception):
         sys.stderr.write("")
@@ -53,12 +58,11 @@ class ProgressBars:
             self._drop()
 
     def _draw(self, progress: Progress) -> None:
-        from aioengine.frontend.progress_bar import Bar
+        from aioengine.frontend.progress_bar import make_bar
 
         bar = self._bars.get(progress.label)
         if bar is None:
-            bar = Bar(desc=progress.label, total=progress.total, unit=progress.unit, file=sys.stderr, leave=False)
-            self._bars[progress.label] = bar
+            bar = self._bars[progress.label] = make_bar(progress.label, progress.total, progress.unit)
         bar.total = progress.total
         bar.update(progress.done - bar.n)
         if progress.done >= progress.total:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
@@ -17,12 +17,17 @@ from aioengine.frontend.frontend import Frontend, Processes, Running
 from aioengine.frontend.start_report import log_start
 from aioengine.green_threads import require_real_threads
 from aioengine.logs import show_logs, warn_caller
+from aioengine.protocol.messages import Progress
 from aioengine.supervision.supervisor import Events
 from aioengine.transport.descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 
 if TYPE_CHECKING:
-    from aioengine.protocol.messages import Progress, ToFrontend
+    from aioengine.protocol.messages import ToFrontend
     from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
+
+
+_QUIET_S: Final = 0.3
+"""A start that takes longer is announced before its processes report what they do: they import for seconds."""
 
 
 class Blueprint(Struct, frozen=True, kw_only=True):
@@ -108,7 +113,11 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         loading = None if load is None else loop.run_in_executor(thread, _loaded, load)
         if loading is not None:
             loading.add_done_callback(_retrieve)
-        facts = await processes.start()
+        patience = loop.call_later(_QUIET_S, on_progress, Progress("starting the engine", 0, 1, ""))
+        try:
+            facts = await processes.start()
+        finally:
+            patience.cancel()
         if warning := facts.get("warning"):
             warn_caller(str(warning), stacklevel=2)
         max_total_tokens = facts.get("max_total_tokens")

@@ -1,0 +1,69 @@
+"""Progress bars: when they are drawn, and what they show."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from aioengine.frontend.progress import ProgressBars, is_wanted
+from aioengine.protocol.messages import Progress
+
+
+class Stream(io.StringIO):
+    """A stream that may be a terminal."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+NotebookStream = type("OutStream", (Stream,), {"__module__": "ipykernel.iostream"})
+
+
+@pytest.mark.parametrize(
+    ("stream", "expected"),
+    [
+        (Stream(is_terminal=True), {None: True, True: True, False: False}),
+        (Stream(is_terminal=False), {None: False, True: True, False: False}),
+        (NotebookStream(is_terminal=False), {None: True, True: True, False: False}),
+        (None, {None: False, True: False, False: False}),
+    ],
+)
+def test_bars_are_drawn_where_somebody_looks(
+    stream: Stream | None, expected: dict[bool | None, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert {asked: is_wanted(asked) for asked in (None, True, False)} == expected
+
+
+def drawn(*steps: Progress, monkeypatch: pytest.MonkeyPatch) -> str:
+    stream = Stream(is_terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "100")
+    bars = ProgressBars(None)
+    for step in steps:
+        bars.show(step)
+    bars.close()
+    return stream.getvalue()
+
+
+def test_bytes_are_shown_in_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [Progress("loading weights", done, 200_000_000, "B") for done in (0, 100_000_000)]
+    monkeypatch.setattr("aioengine.frontend.progress_bar.Bar.mininterval", 0, raising=False)
+    text = drawn(*steps, monkeypatch=monkeypatch)
+    assert "0.00B/200MB [" in text
+    assert "B/s]" in text
+
+
+def test_counts_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "0/12 [" in drawn(Progress("capturing CUDA graphs", 0, 12), monkeypatch=monkeypatch)
+
+
+def test_a_start_whose_steps_are_not_known_yet_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = drawn(Progress("starting the engine", 0, 1, ""), monkeypatch=monkeypatch)
+    assert [line.strip() for line in text.split("\r") if line.strip()] == ["starting the engine"]
