@@ -15,7 +15,7 @@ from aioengine.frontend.room import Place, Room
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterator
 
     from aioengine.config import QueueConfig
     from aioengine.frontend.asks import Ask
@@ -108,6 +108,7 @@ class Calls:
 
     Attributes:
         num_opened: calls that were ever registered.
+        _by_base: of the known ids with numbers behind them, those that an id without these numbers could mean.
     """
 
     def __init__(self, queue: QueueConfig, *, max_running: int, max_total_tokens: int) -> None:
@@ -116,6 +117,7 @@ class Calls:
         self.is_draining = False
         self.num_opened = 0
         self._names: dict[str, Name] = {}
+        self._by_base: dict[str, set[str]] = {}
         self.room = Room(queue, max_running=max_running, max_total_tokens=max_total_tokens)
 
     def check(self, caller: Hashable) -> None:
@@ -126,7 +128,7 @@ class Calls:
             raise EngineDrainingError(DRAINING)
         self.room.check(caller)
 
-    def enter_line(self, caller: Hashable, wake: Callable[[], None], now: float) -> Place:
+    def enter_line(self, caller: Hashable, wake: Callable[[], bool], now: float) -> Place:
         """Stand in line for a call; ``wake`` is called, from any thread, when the place is given or will never be.
 
         Raises:
@@ -162,9 +164,12 @@ class Calls:
         if ask.rid is not None or ask.rids is not None:  # an id that was drawn is no other's
             self._check_free(names)
         num_bytes = ask.num_bytes
+        call.reserved = [*names]
+        for name in names:
+            for base in _bases(name):
+                self._by_base.setdefault(base, set()).add(name)
         self.room.use_place(caller)
         # From here to the end nothing is called: a signal handler that raises comes before all of it, or after.
-        call.reserved = [*names]
         self._names |= names
         self.num_opened += 1
         call.number = self.num_opened
@@ -204,7 +209,8 @@ class Calls:
         """
         taken = [(name, found.call) for name in names if (found := self.find(name)) is not None]
         if any(name.widths for name in names.values()):
-            taken += [(name, found.call) for name, found in self._names.items() if _find(names, name) is not None]
+            made = {name for base in names for name in self._by_base.get(base, ()) if name in self._names}
+            taken += [(name, self._names[name].call) for name in made if _find(names, name) is not None]
         for name, call in taken:
             if not call.output.is_over or call.ask.resume_ttl_s is not None:
                 raise ValueError(
@@ -226,8 +232,18 @@ class Calls:
     def free_names(self, call: Call) -> None:
         """Its ids mean nothing any more."""
         for name in call.reserved:
+            if (found := self._names.get(name)) is not None and found.call is not call:
+                continue
             self._names.pop(name, None)
+            for base in _bases(name):
+                self._forget_base(base, name)
         call.reserved = []
+
+    def _forget_base(self, base: str, name: str) -> None:
+        made = self._by_base.get(base, set())
+        made.discard(name)
+        if not made:
+            self._by_base.pop(base, None)
 
 
 def _output_of(ask: Ask, rid: str) -> CallOutput:
@@ -255,6 +271,15 @@ def _find(names: dict[str, Name], rid: str) -> Name | None:
     while found is not None and numbers:
         found = found.part(numbers.pop())
     return found
+
+
+def _bases(rid: str) -> Iterator[str]:
+    """The ids that could mean this one, with one or two numbers behind them."""
+    for _ in range(MAX_PARTS):
+        rid, separator, number = rid.rpartition("_")
+        if not separator or not number.isdecimal():
+            return
+        yield rid
 
 
 def not_started() -> EngineClosedError:

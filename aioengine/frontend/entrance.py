@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from functools import partial
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.frontend.interrupts import refuse_interrupting
 from aioengine.frontend.loops import running_loop
-from aioengine.frontend.outputs import resolve_elsewhere
+from aioengine.frontend.outputs import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -44,40 +43,38 @@ class Entrance:
         """
         loop = running_loop()
         future: asyncio.Future[Chunk | None] = loop.create_future()
-        place = self._enter(partial(resolve_elsewhere, loop, future))
+        place = self._enter(partial(_post, loop, resolve, future))
         try:
             await future
         except BaseException:
             self._leave(place)
             raise
-        self._use(place)
+        _raise_refusal(place)
 
     def wait_blocking(self) -> None:
         """The same for a thread without a loop."""
         gate = threading.Lock()
         gate.acquire()
-        place = self._enter(gate.release)
+        place = self._enter(partial(_release, gate))
         try:
             gate.acquire()
         except BaseException:
             self._leave(place)
             raise
-        self._use(place)
+        _raise_refusal(place)
 
-    def _enter(self, wake: Callable[[], None]) -> Place:
+    def _enter(self, wake: Callable[[], bool]) -> Place:
+        def give() -> bool:
+            _post(self._loop, self._serve)  # which takes the place back where nobody uses it
+            return wake()
+
         refuse_interrupting(self._lock)
         with self._lock:
-            return self._calls.enter_line(this_caller(), wake, time.monotonic())
+            return self._calls.enter_line(this_caller(), give, time.monotonic())
 
     def _leave(self, place: Place) -> None:
         with self._lock:
             self._calls.room.leave(place, time.monotonic())
-
-    def _use(self, place: Place) -> None:
-        if place.error is not None:
-            raise place.error.with_traceback(None)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._serve)
 
     def _serve(self) -> None:
         """A place that was not used goes to the next: look again when the oldest is due, until there is none.
@@ -93,6 +90,27 @@ class Entrance:
             due_at = self._calls.room.due_at
         if due_at is not None:
             self._timer = self._loop.call_later(due_at - now, self._serve)
+
+
+def _raise_refusal(place: Place) -> None:
+    if place.error is not None:
+        raise place.error.with_traceback(None)
+
+
+def _release(gate: threading.Lock) -> bool:
+    gate.release()
+    return True
+
+
+def _post(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *arguments: object) -> bool:
+    """Have a loop do it soon; False where it is closed, and all that waits on it with it."""
+    try:
+        loop.call_soon_threadsafe(act, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        return False
+    return True
 
 
 def this_caller() -> Hashable:

@@ -23,11 +23,14 @@ PLACE_S: Final = 1.0
 
 
 class Place:
-    """Somebody's place in the line: in it until ``is_given``, or until ``error`` says that it will never be."""
+    """Somebody's place in the line: in it until ``is_given``, or until ``error`` says that it will never be.
+
+    ``wake`` returns False where nobody can be woken any more, since the loop of the one who waited is closed.
+    """
 
     __slots__ = ("caller", "error", "given_at", "is_given", "wake")
 
-    def __init__(self, caller: Hashable, wake: Callable[[], None]) -> None:
+    def __init__(self, caller: Hashable, wake: Callable[[], bool]) -> None:
         self.caller = caller
         self.wake = wake
         self.is_given = False
@@ -112,10 +115,10 @@ class Room:
             self._forget(self._given[0])
         while self._line and self._full() is None:
             place = self._line.popleft()
-            place.is_given, place.given_at = True, now
-            self._given.append(place)
-            self._num_given[place.caller] += 1
-            place.wake()
+            if place.wake():
+                place.is_given, place.given_at = True, now
+                self._given.append(place)
+                self._num_given[place.caller] += 1
 
     def fail(self, error: EngineError) -> None:
         """Nobody will be let in any more."""

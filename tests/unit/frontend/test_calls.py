@@ -7,8 +7,9 @@ import random
 import pytest
 
 from aioengine.config import QueueConfig
+from aioengine.frontend import calls as calls_module
 from aioengine.frontend.asks import to_generate
-from aioengine.frontend.calls import Call, Calls
+from aioengine.frontend.calls import Call, Calls, Name
 
 
 def open_call(calls: Calls, prompt: object, **options: object) -> Call:
@@ -43,6 +44,43 @@ def test_a_call_that_is_over_makes_way_for_a_batch_whose_rows_have_its_id(calls:
     found = calls.find("x_1")
     assert found is not None
     assert found.call is second
+
+
+def test_ids_are_compared_with_few_others(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a call must not grow with the number of others."""
+    num_looked_up = 0
+    plain = calls_module._find  # pyright: ignore[reportPrivateUsage]
+
+    def counting(names: dict[str, Name], rid: str) -> Name | None:
+        nonlocal num_looked_up
+        num_looked_up += 1
+        return plain(names, rid)
+
+    monkeypatch.setattr(calls_module, "_find", counting)
+    opened = [open_call(calls, ["a", "b"], rid=f"x{number}") for number in range(200)]
+    opened += [open_call(calls, "a", rid=f"x{number}_{number}_7") for number in range(2, 200)]
+    assert num_looked_up < 4 * len(opened)
+    with pytest.raises(ValueError, match="'x3_3_7' is in use"):
+        open_call(calls, "a", rid="x3_3_7")
+    for call in opened:
+        calls.close(call, 0.0)
+    assert (calls._names, calls._by_base) == ({}, {})  # pyright: ignore[reportPrivateUsage]
+
+
+def test_an_id_is_taken_by_one_with_numbers_behind_it_and_the_other_way_round(calls: Calls) -> None:
+    params = {"n": 3}
+    first = open_call(calls, "a", rid="y_1_2")
+    for rid, prompt, options in (
+        ("y", ["a", "b"], params),
+        ("y_1", "a", params),
+        ("y_1_2", "a", {}),
+    ):
+        with pytest.raises(ValueError, match="'y_1_2' is in use"):
+            open_call(calls, prompt, rid=rid, sampling_params=options)
+    second = open_call(calls, ["a"], rid="y")  # it has no row y_1
+    calls.close(first, 0.0)
+    calls.close(second, 0.0)
+    assert calls.find("y_1_2") is None
 
 
 def test_an_id_that_can_be_attached_to_stays_taken(calls: Calls) -> None:

@@ -57,3 +57,40 @@ def test_places_that_are_not_used_go_on(monkeypatch: pytest.MonkeyPatch, num_pla
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(main())
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_place_of_a_waiter_whose_loop_does_not_run_any_more_goes_on(
+    monkeypatch: pytest.MonkeyPatch, is_closed: bool
+) -> None:
+    """At once where that loop is closed, else after the time in which every place must be used."""
+    monkeypatch.setattr(room, "PLACE_S", 3 * EARLY_S)
+    elsewhere = asyncio.new_event_loop()
+
+    async def main() -> None:
+        calls = Calls(QueueConfig(max_requests=0), max_running=1, max_total_tokens=100)
+        entrance = Entrance(calls, threading.RLock(), asyncio.get_running_loop())
+        calls.room.num_calls = 1
+        first = elsewhere.create_task(entrance.wait())
+
+        def stand_in_line() -> None:
+            elsewhere.call_soon(elsewhere.stop)
+            elsewhere.run_forever()
+            if is_closed:
+                elsewhere.close()
+
+        await asyncio.to_thread(stand_in_line)
+        second = asyncio.create_task(entrance.wait())
+        await asyncio.sleep(0)
+        assert calls.room.num_in_line == 2
+        calls.room.give_back(0, 0, 0.0)
+        async with asyncio.timeout(10):
+            await second
+        assert not first.done()
+
+    asyncio.run(main())
+    if not is_closed:
+        for task in asyncio.all_tasks(elsewhere):
+            task.cancel()
+        elsewhere.run_until_complete(asyncio.sleep(0))
+        elsewhere.close()

@@ -21,12 +21,19 @@ class World:
     def __init__(self, **bounds: int) -> None:
         self.room = Room(QueueConfig(max_requests=QUEUED, **bounds), max_running=RUNNING, max_total_tokens=100)
         self.woken: list[int] = []
+        self.gone: set[int] = set()
         self.now = 100.0
 
     def enter(self, caller: int) -> Place:
-        place = Place(caller, partial(self.woken.append, caller))
+        place = Place(caller, partial(self.wake, caller))
         self.room.enter(place, self.now)
         return place
+
+    def wake(self, caller: int) -> bool:
+        if caller in self.gone:
+            return False
+        self.woken.append(caller)
+        return True
 
     def take(self, caller: int, num_bytes: int) -> None:
         """As ``Calls.open`` does."""
@@ -72,6 +79,21 @@ def test_a_place_that_is_not_used_goes_on() -> None:
     assert world.is_refused(0)
     world.take(3, 0)
     assert world.room.due_at is None
+
+
+def test_a_place_is_not_given_to_a_waiter_that_cannot_be_woken() -> None:
+    world = World()
+    for _ in range(RUNNING + QUEUED):
+        world.take(0, 0)
+    places = [world.enter(caller) for caller in (1, 2, 3)]
+    world.gone = {1, 2}
+    world.room.give_back(0, 0, world.now)
+    assert world.woken == [3]
+    assert [place.is_given for place in places] == [False, False, True]
+    assert world.room.num_in_line == 0
+    for place in places:
+        world.room.leave(place, world.now)
+    assert not world.is_refused(4)
 
 
 def test_nobody_waits_for_an_engine_that_takes_nothing() -> None:
