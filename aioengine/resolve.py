@@ -34,6 +34,9 @@ GPU_DECODE_COST: Final = 4
 tokens of a prompt.
 """
 GPU_GRAPH_ROWS: Final = 1024
+POSITIONS_TOGETHER: Final = {"fused": 512, "torch": 256}
+"""The number of positions that these backends work on at a time, which must be whole pages."""
+
 CPU_MEMORY_FRACTION: Final = 0.4
 """Modest: a laptop's other programs stay in memory."""
 THREADED_PARAMETERS: Final = 16_000_000
@@ -52,7 +55,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
     """
     return Settings(
         model=_model_settings(config, model, device),
-        memory=_memory_settings(config, device),
+        memory=_memory_settings(config, model, device),
         scheduler=_scheduler_settings(config, model, device),
         runner=RunnerSettings(
             factory=RUNNER_FACTORY,
@@ -153,8 +156,18 @@ def _model_settings(config: EngineConfig, model: ModelFacts, device: DeviceFacts
     )
 
 
-def _memory_settings(config: EngineConfig, device: DeviceFacts) -> MemorySettings:
+def _check_page_size(page_size: int, backend: str) -> None:
+    most = POSITIONS_TOGETHER.get(backend)
+    if most is not None and most % page_size:
+        raise ValueError(
+            f"page_size must be a power of two from 1 to {most} with attention_backend={backend!r}, got {page_size}; "
+            "on a GPU, 'flashinfer' and 'triton' take any from 1 to 1024"
+        )
+
+
+def _memory_settings(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> MemorySettings:
     wanted, page_size = config.memory.max_total_tokens, config.memory.page_size
+    _check_page_size(page_size, _attention_backend(config, model, device))
     if wanted is not None and wanted < page_size:
         raise ValueError(f"max_total_tokens must be at least one page ({page_size} tokens), got {wanted}")
     default = GPU_MEMORY_FRACTION if _is_on_gpu(config, device) else CPU_MEMORY_FRACTION

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 import torch
 
+from aioengine import resolve
+from aioengine.attention import _chunks, fused
 from aioengine.attention._base import AttentionShape, BackendUnavailableError
 from aioengine.config import RunnerSettings
 from aioengine.runner.attention_choice import AttentionChoice, choose_attention
@@ -109,3 +111,7 @@ def test_fused_attention_on_a_cpu_where_it_serves(monkeypatch: pytest.MonkeyPatc
     assert choose(fused) == AttentionChoice("fused")
     monkeypatch.setattr("aioengine.attention.fused.serves", lambda *_: False)
     assert choose(fused) == AttentionChoice("torch")
+
+
+def test_the_positions_that_a_backend_takes_together_are_those_that_page_sizes_are_checked_with() -> None:
+    assert resolve.POSITIONS_TOGETHER == {"fused": fused.CHUNK, "torch": _chunks.CHUNK}
