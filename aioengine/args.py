@@ -137,7 +137,7 @@ def _is_number(text: str) -> bool:
     return text.replace(".", "", 1).isdecimal()
 
 
-_dtypes = _words(
+_dtype_words = _words(
     "auto",
     "bfloat16",
     "float16",
@@ -148,6 +148,14 @@ _dtypes = _words(
     fp16="float16",
     fp32="float32",
 )
+
+
+def _dtype(name: str, value: object) -> object:
+    """A word, or a dtype of torch, which is known by its text: torch is not imported here."""
+    word = str(value) if type(value).__name__ == "dtype" else value
+    return _dtype_words(name, word.removeprefix("torch.") if isinstance(word, str) else value)
+
+
 _A_DAY: Final = 86400.0
 MAX_WEIGHT: Final = 1e6
 
@@ -163,7 +171,7 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "load_format": Argument(
         "model.load_format", "text", _words("auto", "safetensors", "dummy"), "auto, safetensors, or dummy weights"
     ),
-    "dtype": Argument("model.dtype", "text", _dtypes, "auto, bfloat16, float16 or float32"),
+    "dtype": Argument("model.dtype", "text", _dtype, "auto, bfloat16, float16 or float32"),
     "context_length": Argument(
         "model.context_length", "whole", _whole(1), "tokens of prompt and output", unset="the model's"
     ),

@@ -34,6 +34,16 @@ if TYPE_CHECKING:
 MODEL_PATH: Final = "str | PurePath | None"
 
 
+class Dtype(Protocol):
+    """``torch.dtype``, which is not imported here."""
+
+    @property
+    def is_floating_point(self) -> bool: ...
+
+    @property
+    def is_complex(self) -> bool: ...
+
+
 class OtherNames(TypedDict, total=False):
     """Names that other engines have for arguments of the constructor."""
 
@@ -96,7 +106,7 @@ class EngineArguments(OtherNames, total=False):
     revision: str | None
     download_dir: str | PurePath | None
     load_format: str | None
-    dtype: str | None
+    dtype: str | Dtype | None
     context_length: int | None
     trust_remote_code: bool | None
     skip_tokenizer_init: bool | None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from aioengine import models
+from aioengine.args import engine_config
 from tests.compute.stepping import options
 
 CONFIGS = {config.model_type: config for config in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)}
@@ -82,3 +84,8 @@ def test_unknown_model_names_those_that_work() -> None:
 def test_model_without_a_language_head_is_refused() -> None:
     with pytest.raises(ValueError, match="LlamaForSequenceClassification"):
         models.build(config_of("llama", architectures=["LlamaForSequenceClassification"]), options())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_constructors_take_dtypes_of_torch(dtype: torch.dtype) -> None:
+    assert engine_config(None, {"dtype": dtype}).model.dtype == str(dtype).removeprefix("torch.")

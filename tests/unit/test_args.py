@@ -228,3 +228,20 @@ class TestTypes:
         given = {name: argument.default for name, argument in ARGUMENTS.items()}
         assert engine_config(None, given) == EngineConfig()
         assert all(argument.unset for argument in ARGUMENTS.values() if argument.default is None)
+
+
+def test_a_dtype_of_torch_is_known_by_its_text() -> None:
+    class dtype:  # as torch's own is called
+        def __init__(self, word: str) -> None:
+            self.word = word
+
+        def __str__(self) -> str:
+            return f"torch.{self.word}"
+
+    for word in ("float32", "bfloat16", "float16"):
+        for value in (dtype(word), f"torch.{word}"):
+            assert engine_config(None, {"dtype": value}).model.dtype == word
+    with pytest.raises(ValueError, match=r"dtype must be one of 'auto'.*, got 'int8'"):
+        engine_config(None, {"dtype": dtype("int8")})
+    with pytest.raises(TypeError, match="dtype must be one of 'auto'"):
+        engine_config(None, {"dtype": 32})
