@@ -292,7 +292,9 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         _words("debug", "info", "warning", "error", "critical"),
         "debug, info, warning, error or critical",
     ),
-    "progress": Argument("progress", "switch", checks.switch, "progress bars", unset="where stderr is a terminal"),
+    "progress": Argument(
+        "progress", "switch", checks.switch, "progress bars", unset="where stderr is a terminal or a notebook"
+    ),
 }
 """Every argument that works, in the order of the documentation."""
 

@@ -94,7 +94,7 @@ class SupervisionConfig(Struct, frozen=True, kw_only=True):
 class EngineConfig(Struct, frozen=True, kw_only=True):
     """Everything that the arguments of an engine say, in sections. ``args.engine_config`` makes it.
 
-    ``random_seed`` None: drawn. ``progress`` None: bars only where stderr is a terminal.
+    ``random_seed`` None: drawn. ``progress`` None: bars only where stderr is a terminal or a notebook.
     """
 
     model: ModelConfig = ModelConfig()

@@ -99,7 +99,7 @@ class EngineArguments(OtherNames, total=False):
     stream_interval: output tokens between two chunks of a stream (default: 1)
     random_seed: seed from which the seeds of requests are drawn (default: drawn)
     log_level: debug, info, warning, error or critical (default: error)
-    progress: progress bars (default: where stderr is a terminal)
+    progress: progress bars (default: where stderr is a terminal or a notebook)
     """
 
     tokenizer_path: str | PurePath | None

@@ -176,7 +176,8 @@ def test_children_outlive_the_thread_that_started_them(base: Path) -> None:
         await frontend.supervisor.start()
         started.append(frontend)
 
-    thread = threading.Thread(target=lambda: asyncio.run(begin()))
+    loop = asyncio.new_event_loop()  # ``asyncio.run`` would cancel the tasks of the engine, which ends it
+    thread = threading.Thread(target=lambda: loop.run_until_complete(begin()))
     thread.start()
     thread.join()
     (frontend,) = started
@@ -184,6 +185,8 @@ def test_children_outlive_the_thread_that_started_them(base: Path) -> None:
     assert [state.alive for state in frontend.supervisor.processes()] == [True, True]
     frontend.supervisor.kill_now()
     assert [state.alive for state in frontend.supervisor.processes()] == [False, False]
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
 
 
 async def test_a_fork_of_the_host_leaves_the_children_alone() -> None:
