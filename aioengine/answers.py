@@ -291,11 +291,14 @@ def answer(facts: RowFacts, piece: Piece) -> Answer:
 
 
 def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: Finished) -> None:
-    """What is known of a request at its end alone."""
+    """What is known of a request at its end alone.
+
+    Where the frontend or the supervisor ended it, ``finished`` does not know how it began: its facts do.
+    """
     info["finish_reason"] = finish_reason(finished, info["completion_tokens"])
-    info["cached_tokens"] = finished.num_cached
-    info["cached_tokens_details"] = {"device": finished.num_cached, "host": 0}
-    info["num_preemptions"] = info["num_retractions"] = finished.num_preemptions
+    num_cached = info["cached_tokens"] = max(finished.num_cached, info["cached_tokens"])
+    info["cached_tokens_details"] = {"device": num_cached, "host": 0}
+    info["num_preemptions"] = info["num_retractions"] = max(finished.num_preemptions, info["num_preemptions"])
     info["e2e_latency"] = piece.delivered_at - facts.called_at
     info["timings"] = _timings(facts, finished, piece.delivered_at)
 
@@ -304,8 +307,10 @@ def _timings(facts: RowFacts, finished: Finished, delivered_at: float) -> Timing
     """Every stage ends where the next begins; one that was never reached ends with the request."""
     ended_at = min(max(finished.ended_at, facts.called_at + facts.tokenize_s), delivered_at)
     begun_at = facts.called_at + facts.tokenize_s
-    admitted_at = ended_at if finished.admitted_at is None else min(max(finished.admitted_at, begun_at), ended_at)
-    first_token_at = ended_at if finished.first_token_at is None else min(finished.first_token_at, ended_at)
+    known_admitted_at = facts.admitted_at if finished.admitted_at is None else finished.admitted_at
+    known_first_token_at = facts.first_token_at if finished.first_token_at is None else finished.first_token_at
+    admitted_at = ended_at if known_admitted_at is None else min(max(known_admitted_at, begun_at), ended_at)
+    first_token_at = ended_at if known_first_token_at is None else min(known_first_token_at, ended_at)
     first_token_at = max(first_token_at, admitted_at)
     return {
         "tokenize_s": facts.tokenize_s,
@@ -313,7 +318,7 @@ def _timings(facts: RowFacts, finished: Finished, delivered_at: float) -> Timing
         "prefill_s": first_token_at - admitted_at,
         "decode_s": ended_at - first_token_at,
         "deliver_s": delivered_at - ended_at,
-        "first_token_s": None if finished.first_token_at is None else first_token_at - facts.called_at,
+        "first_token_s": None if known_first_token_at is None else first_token_at - facts.called_at,
         "total_s": delivered_at - facts.called_at,
     }
 

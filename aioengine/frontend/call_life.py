@@ -237,7 +237,7 @@ class CallLife:
             if which == "queue":
                 rows = self._surely_waiting(rows, call.called_at)
             for row in rows:
-                call.output.end_row(row, _given_up(row, code, which, now), now)
+                call.output.end_row(row, Finished(row.uid, code, which, ended_at=now), now)
                 self._calls.end_row(call, row, now)
         uids = [row.uid for row in rows]
         for uid in uids:
@@ -253,18 +253,3 @@ class CallLife:
         """
         computed = self._computed_since(since) if rows else None
         return [] if computed is None else [row for row in rows if row.uid not in computed]
-
-
-def _given_up(row: RowStream, code: FinishCode, which: str | None, now: float) -> Finished:
-    """The end of a row that the scheduler did not end, with what its chunks have said of it."""
-    facts = row.facts
-    return Finished(
-        row.uid,
-        code,
-        which,
-        admitted_at=facts.admitted_at,
-        first_token_at=facts.first_token_at,
-        ended_at=now,
-        num_cached=facts.common_info["cached_tokens"],
-        num_preemptions=facts.common_info["num_preemptions"],
-    )
