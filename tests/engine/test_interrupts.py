@@ -149,7 +149,7 @@ async def test_a_call_from_a_handler_that_interrupts_the_engine_is_refused(
 def test_a_blocking_call_from_a_handler_that_interrupts_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_engine() as engine:
         here = threading.get_ident()
-        stream = engine.generate("c", GREEDY, stream=True)
+        stream = engine.generate("c", GREEDY | {"max_new_tokens": 1500}, stream=True)  # whose end did not come yet
         found: list[object] = []
 
         def handler() -> None:
