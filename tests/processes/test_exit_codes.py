@@ -30,8 +30,11 @@ elif setup == "reaped by the program":
 if has_pidfd == "False":
     del os.pidfd_open
 
+import logging
 from aioengine.errors import EngineDeadError, EngineStartupError
 from tests.processes.engine_kit import Frontend, fake_settings
+
+logging.getLogger("aioengine").setLevel(logging.CRITICAL)  # lost processes are not told of on stderr
 
 def describe(error):
     return {"type": type(error).__name__, "exit_code": getattr(error, "exit_code", None), "text": str(error)}
