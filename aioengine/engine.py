@@ -50,7 +50,7 @@ class AsyncEngine:
 
     Raises:
         TypeError: an argument that does not exist, or a value of the wrong type.
-        ValueError: a value outside its range.
+        ValueError: a value outside its range, or a model folder that cannot be served. (Downloads: at the start.)
     """
 
     _run: EngineRun | None = None  # also where the constructor failed

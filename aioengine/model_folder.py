@@ -6,16 +6,23 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from aioengine import hub
+from aioengine import checkpoint, hub, plugins
+from aioengine.families._tensors import is_ignored, tensor_shapes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from aioengine.config import ModelConfig
+    from aioengine.families._config import DecoderConfig
+
+    ReadConfig = Callable[[Mapping[str, object]], DecoderConfig]
 
 PACKAGE: Final = Path(__file__).parent
 DEMO_MODEL: Final = PACKAGE / "demo"
@@ -32,7 +39,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     dtype: of the checkpoint: "bfloat16", "float16" or "float32". context_length: positions that the model was made
     for, with its rope scaling. eos_token_ids: from generation_config.json, config.json and tokenizer_config.json.
     tokenizer_path: the folder with tokenizer.json, or None where there is none. missing_weights: what is wrong where
-    the folder has no safetensors.
+    the folder has no safetensors. sliding_window: the positions that a token attends to; None: all.
     """
 
     path: str
@@ -50,6 +57,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     bos_token_id: int | None = None
     tokenizer_path: str | None = None
     missing_weights: str | None = None
+    sliding_window: int | None = None
 
 
 # ---------------------------------------------------------------- where it is
@@ -82,6 +90,11 @@ def locate(
     if not hub.may_be_hub_id(model_path):
         raise ValueError(f"{argument} {model_path!r}: there is no such folder; {_nearest_parent(folder)}")
     return hub.download(model_path, revision=revision, download_dir=download_dir, progress=progress, argument=argument)
+
+
+def needs_download(path: str | None) -> bool:
+    """Whether ``locate`` would ask the hub."""
+    return bool(path) and not Path(path).expanduser().exists() and hub.may_be_hub_id(path)
 
 
 def _nearest_parent(folder: Path) -> str:
@@ -162,7 +175,23 @@ def find_facts(wishes: ModelConfig, *, progress: bool = False) -> ModelFacts:
     words = wishes.tokenizer_path
     if words is not None:
         words = locate(words, download_dir=wishes.download_dir, progress=progress, argument="tokenizer_path")
-    return read_facts(path, words)
+    facts = read_facts(path, words)
+    decoder = _read_family(Path(path), facts.model_type)
+    if wishes.load_format != "dummy" and not facts.missing_weights:
+        checkpoint.check_folder(Path(path), tensor_shapes(decoder), is_ignored=partial(is_ignored, decoder))
+    if facts.tokenizer_path and checkpoint.is_lfs_pointer(tokenizer := Path(facts.tokenizer_path) / "tokenizer.json"):
+        raise checkpoint.lfs_pointer(tokenizer)
+    return msgspec.structs.replace(facts, sliding_window=decoder.sliding_window)
+
+
+def _read_family(folder: Path, model_type: str) -> DecoderConfig:
+    """What config.json comes to. Raises ValueError, naming it, for a value that is missing or not implemented."""
+    file = folder / "config.json"
+    try:
+        read: ReadConfig = plugins.load("families", model_type)
+        return read(msgspec.json.decode(file.read_bytes(), type=dict[str, object]))
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r}: {error}") from error
 
 
 def read_facts(path: str, tokenizer_path: str | None = None) -> ModelFacts:
@@ -210,6 +239,8 @@ def _decoded(file: Path, form: type[File]) -> File | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if checkpoint.is_lfs_pointer(file):
+            raise checkpoint.lfs_pointer(file) from error
         raise ValueError(f"{str(file)!r} cannot be read: {error}") from error
 
 

@@ -75,7 +75,12 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
 
 def context_length(config: EngineConfig, model: ModelFacts) -> int:
     """The context of the requests: the model's, or a smaller one that was asked for."""
-    wanted = config.model.context_length
+    wanted, window = config.model.context_length, model.sliding_window
+    if window is not None and window < (wanted or model.context_length):
+        raise ValueError(
+            f"this model attends to a sliding window of {window} positions, which is not implemented beyond them: "
+            f"context_length={min(window, model.context_length)} works, and is the most that does"
+        )
     if wanted is None:
         return model.context_length
     if wanted > model.context_length:

@@ -258,12 +258,19 @@ def test_errors_of_the_request_are_one_line_too() -> None:
 
 
 @pytest.mark.process
-def test_an_error_of_a_process_is_told_without_its_traceback(tmp_path: Path) -> None:
+def test_a_damaged_model_is_an_error_of_one_line(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE / "demo", tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     done = run("generate", "x", "--model", str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert f"ValueError: cannot read {tmp_path}/model.safetensors: " in done.stderr
+    assert f"cannot read {tmp_path}/model.safetensors: " in done.stderr
+
+
+@pytest.mark.process
+def test_an_error_of_a_process_is_shown_without_its_traceback() -> None:
+    done = run("generate", "x", "--mem-fraction-static", "1e-9")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "ValueError: " in done.stderr
     assert "Traceback" not in done.stderr
 
 

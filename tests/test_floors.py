@@ -25,7 +25,7 @@ CLOCK_AND_LOOP = "asyncio time threading multiprocessing subprocess socket selec
 FLOORS = {
     "0": Floor(
         (
-            "resolve > model_folder > hub > machine > config",
+            "resolve > model_folder > checkpoint, families, hub > machine > config",
             "params > protocol, patterns",
             "plugins",
             "metrics",

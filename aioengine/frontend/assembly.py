@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from aioengine import machine, model_folder
 from aioengine.chat_template import checked_template
 from aioengine.frontend.progress import is_wanted
@@ -22,9 +24,32 @@ if TYPE_CHECKING:
 
 
 def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
-    """What an engine is made of: its blueprint, made when it starts; its progress bars; the name of its model."""
+    """What an engine is made of: its blueprint, made when it starts; its progress bars; the name of its model.
+
+    Raises:
+        ValueError: a local folder alone tells that it cannot be served as asked. (What needs a download is looked at
+            when the engine starts.)
+    """
     path = config.model.path
+    config = _with_local_model(config)
     return partial(blueprint_of, config), config.progress, "demo model" if path is None else repr(path)
+
+
+def _with_local_model(config: EngineConfig) -> EngineConfig:
+    """``config`` with absolute paths of what is on disk, after a look at the model's folder if it is."""
+    model = config.model
+    if not model_folder.needs_download(model.path):
+        if model_folder.needs_download(model.tokenizer_path):
+            model_folder.find_facts(replace(model, tokenizer_path=None))
+        else:
+            blueprint_of(config)
+    paths = {"path": _absolute(model.path), "tokenizer_path": _absolute(model.tokenizer_path)}
+    return replace(config, model=replace(model, **paths))
+
+
+def _absolute(path: str | None) -> str | None:
+    """The working directory may be another one, or removed, when the engine starts."""
+    return path if path is None or model_folder.needs_download(path) else model_folder.locate(path)
 
 
 def blueprint_of(config: EngineConfig) -> Blueprint:

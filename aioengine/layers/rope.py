@@ -10,44 +10,20 @@ Here a token at position p always has the base for a sequence of p + 1 tokens: t
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
-from msgspec import Struct
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioengine.families._config import RopeConfig
+
 TABLE_ROWS = 4096
 
 
-class RopeConfig(Struct, frozen=True, kw_only=True):
-    """``rope_parameters`` of config.json, or ``rope_theta`` and ``rope_scaling`` of older ones."""
-
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
-    rope_theta: float = 10_000.0
-    partial_rotary_factor: float = 1.0
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.partial_rotary_factor != 1.0:
-            message = f"partial_rotary_factor {self.partial_rotary_factor!r} is not implemented; what works: 1.0"
-            raise ValueError(message)
-
-
-def _needed(value: float | None, field: str, config: RopeConfig) -> float:
-    if value is None:
-        message = f"rope_parameters.{field} is missing in config.json; rope_type {config.rope_type!r} needs it"
-        raise ValueError(message)
+def _given(value: float | None) -> float:
+    assert value is not None, "RopeConfig takes no scaling without its numbers"
     return value
 
 
@@ -56,9 +32,9 @@ def _plain(base: float | Tensor, head_size: int) -> Tensor:
 
 
 def _llama3(config: RopeConfig, head_size: int, original: int) -> Tensor:
-    factor = _needed(config.factor, "factor", config)
-    low = _needed(config.low_freq_factor, "low_freq_factor", config)
-    high = _needed(config.high_freq_factor, "high_freq_factor", config)
+    factor = _given(config.factor)
+    low = _given(config.low_freq_factor)
+    high = _given(config.high_freq_factor)
     frequencies = _plain(config.rope_theta, head_size)
     wavelengths = 2 * math.pi / frequencies
     smooth = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
@@ -98,14 +74,14 @@ def frequencies(config: RopeConfig, head_size: int, max_position_embeddings: int
         case "yarn":
             return _yarn(config, head_size, original, max_position_embeddings)
         case "linear":
-            return _plain(config.rope_theta, head_size) / _needed(config.factor, "factor", config), 1.0
+            return _plain(config.rope_theta, head_size) / _given(config.factor), 1.0
         case _:
             return _plain(config.rope_theta, head_size), 1.0
 
 
 def _dynamic(config: RopeConfig, head_size: int, positions: Tensor, max_position_embeddings: int) -> Tensor:
     """Inverse frequencies [positions, E / 2]: each position has the base of the sequence that it ends."""
-    factor = _needed(config.factor, "factor", config)
+    factor = _given(config.factor)
     lengths = (positions + 1).clamp(min=max_position_embeddings).double()
     growth = factor * lengths / max_position_embeddings - (factor - 1)
     base = config.rope_theta * growth ** (head_size / (head_size - 2))

@@ -1,143 +1,34 @@
 """The decoder that most families share: pre-norm blocks of attention and a gated MLP, rotary positions.
 
-A family's file says how its config.json is read (``Config``) and what of ``DecoderConfig`` it comes to.
+A family's file in ``families`` reads its config.json.
 T tokens, D model size, V vocabulary, S sampled rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from aioengine.attention._base import AttentionShape
+from aioengine.families._config import not_implemented
+from aioengine.families._tensors import is_ignored
 from aioengine.layers.attention import SelfAttention
 from aioengine.layers.embedding import Embedding
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import GatedMLP
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Placement
-from aioengine.layers.rope import RopeConfig, RotaryEmbedding
+from aioengine.layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend
+    from aioengine.families._config import DecoderConfig
     from aioengine.kernels.linear import Product
     from aioengine.models._base import ModelOptions
-
-ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
-
-
-class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family's config comes to. ``head_norm``: epsilon of the norm over query and key heads, None for none."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    epsilon: float
-    tied: bool
-    max_position_embeddings: int
-    rope: RopeConfig
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    head_norm: float | None = None
-
-
-class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of config.json that all families have; what they do not name has no influence on the results.
-
-    A value that the code does not implement raises ValueError when it is read, so it is refused and not ignored.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 2048
-    tie_word_embeddings: bool = False
-    hidden_act: Literal["silu"] = "silu"
-    layer_types: list[Literal["full_attention"]] | None = None
-    partial_rotary_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.partial_rotary_factor != 1.0:
-            not_implemented("partial_rotary_factor", self.partial_rotary_factor, "1.0")
-        if self.num_attention_heads % self.num_kv_heads:
-            not_implemented("num_key_value_heads", self.num_kv_heads, f"a divisor of {self.num_attention_heads} heads")
-        if self.head_size % 2:
-            not_implemented("head_dim", self.head_size, "an even number")
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.num_key_value_heads or self.num_attention_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    def decoder(self, rope: RopeConfig) -> DecoderConfig:
-        return DecoderConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_hidden_layers,
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            epsilon=self.rms_norm_eps,
-            tied=self.tie_word_embeddings,
-            max_position_embeddings=self.max_position_embeddings,
-            rope=rope,
-        )
-
-
-def not_implemented(field: str, value: object, implemented: str) -> NoReturn:
-    message = f"{field} {value!r} is not implemented; what works: {implemented}"
-    raise ValueError(message)
-
-
-def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> ConfigType:
-    """Read config.json, or an object in it, into a Struct.
-
-    Raises:
-        ValueError: a field is missing, of another type, or has a value that is not implemented; it is named.
-    """
-    if raw.get("quantization_config") is not None:
-        not_implemented("quantization_config", raw["quantization_config"], "checkpoints that are not quantized")
-    try:
-        return msgspec.convert(raw, config_type)
-    except msgspec.ValidationError as error:
-        message = f"config.json of model_type {raw.get('model_type')!r}: {error}"
-        raise ValueError(message) from error
-
-
-def read_rope(raw: Mapping[str, object]) -> RopeConfig:
-    """``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` where config.json is of an older kind.
-
-    Raises:
-        ValueError: a scaling that is not implemented.
-    """
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        message = f"rope_parameters {given!r} in config.json is not an object"
-        raise ValueError(message)
-    fields: dict[str, object] = {"rope_theta": raw.get("rope_theta") or RopeConfig().rope_theta}
-    fields |= {"rope_type": given.get("type", "default"), **given}
-    return decode_config({**fields, "model_type": raw.get("model_type")}, RopeConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +84,10 @@ class Decoder:
     """See ``models._base.Model``; families subclass it only to read their config."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
+        window = config.sliding_window
+        if window is not None and window < options.max_positions:
+            not_implemented("sliding_window", window, f"null, or at least the context of {options.max_positions}")
+        self._config = config
         placement = Placement(dtype=options.dtype, device=options.device, batch_invariant=options.batch_invariant)
         self.attention_shape = AttentionShape(
             num_layers=config.num_layers,
@@ -224,7 +119,7 @@ class Decoder:
         return found if self._head is None else found | self._head.weights("")
 
     def is_ignored(self, name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (self._head is None and name == "lm_head.weight")
+        return is_ignored(self._config, name)
 
     def finish_loading(self) -> None:
         for block in self._blocks:

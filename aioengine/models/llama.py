@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
-from aioengine.models._decoder import Decoder, FamilyConfig, decode_config, read_rope
+from aioengine.families import llama
+from aioengine.models._decoder import Decoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,18 +13,11 @@ if TYPE_CHECKING:
     from aioengine.models._base import ModelOptions
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
-    attention_bias: bool = False
-    mlp_bias: bool = False
-
-
 class Llama(Decoder):
     """Biases, where there are any, on all projections of attention, or of the MLP."""
 
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
-        read = decode_config(config, Config)
-        biases = {"qkv_bias": read.attention_bias, "output_bias": read.attention_bias, "mlp_bias": read.mlp_bias}
-        super().__init__(replace(read.decoder(read_rope(config)), **biases), options)
+        super().__init__(llama.read(config), options)
 
 
 PLUGIN = Llama

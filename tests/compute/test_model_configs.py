@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from aioengine import models
+from aioengine import models, plugins
 from aioengine.args import engine_config
+from aioengine.families._tensors import is_ignored, tensor_shapes
+from aioengine.model_folder import supported_model_types
 from tests.compute.stepping import options
 
 CONFIGS = {config.model_type: config for config in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)}
@@ -57,16 +57,46 @@ def test_value_that_is_not_implemented_is_refused_by_name(model_type: str, field
 
 
 @pytest.mark.parametrize(
-    ("model_type", "field", "value"),
+    ("model_type", "fields"),
     [
-        ("mistral", "sliding_window", 128),
-        ("qwen2", "use_sliding_window", True),
-        ("qwen3", "use_sliding_window", True),
+        ("mistral", {"sliding_window": 128}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 128}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 128, "layer_types": ["sliding_attention"] * 2}),
     ],
 )
-def test_sliding_windows_are_refused(model_type: str, field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{field} {re.escape(repr(value))} is not implemented"):
-        models.build(config_of(model_type, **{field: value}), options())
+def test_sliding_windows_are_refused_where_the_context_exceeds_them(model_type: str, fields: dict[str, object]) -> None:
+    config = config_of(model_type, **fields)
+    with pytest.raises(ValueError, match="sliding_window 128 is not implemented; what works: .*context of 129"):
+        models.build(config, options(max_positions=129))
+    assert models.build(config, options(max_positions=128)).vocab_size == 32
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+        ("qwen3", {"attention_bias": True, "num_key_value_heads": 1}),
+    ],
+)
+def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(
+    model_type: str, fields: dict[str, object]
+) -> None:
+    config = config_of(model_type, **fields)
+    model = models.build(config, options())
+    decoder = plugins.load("families", model_type)(config)
+    assert tensor_shapes(decoder) == {name: tuple(tensor.shape) for name, tensor in model.weights().items()}
+    for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"):
+        assert is_ignored(decoder, name) == model.is_ignored(name)
+
+
+def test_every_model_has_a_family() -> None:
+    assert plugins.names("families") == models.names() == list(supported_model_types())
 
 
 def test_missing_size_is_named() -> None:

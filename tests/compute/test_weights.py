@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from aioengine import models
 from aioengine.runner import weights
-from tests.compute.runner_world import World, make_settings, save_model
+from tests.compute.runner_world import CONTEXT_LENGTH, World, make_settings, save_model
 from tests.compute.stepping import options
 
 if TYPE_CHECKING:
@@ -173,6 +173,18 @@ def test_sharded_and_bf16_checkpoints_of_transformers(tmp_path: Path, tied: bool
     )
     for name in ("one", "many"):
         assert World(make_settings(tmp_path / name)).answers([PROMPT], max_new_tokens=8) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("mistral", {"sliding_window": CONTEXT_LENGTH}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 1})],
+)
+def test_a_model_with_a_window_as_long_as_the_context(tmp_path: Path, family: str, fields: dict[str, object]) -> None:
+    model = save_model(family, tmp_path, max_position_embeddings=4 * CONTEXT_LENGTH, **fields)
+    prompt = list(range(10, 50)) * 5
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
+    expected = output[0, len(prompt) :].tolist()
+    assert World(make_settings(tmp_path)).answers([prompt], max_new_tokens=40) == [expected]
 
 
 def test_dummy_model_runs_without_weights_and_twice_the_same(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -72,14 +71,17 @@ class TestStart:
         await unused.shutdown()
         assert unused.health() == {"state": "closed", "processes": []}
 
-    async def test_the_repr_names_the_model_and_the_state(self, tmp_path: Path) -> None:
+    async def test_the_repr_names_the_model_and_the_state(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def download(name: str, **_: object) -> str:
+            raise ValueError(f"there is no model {name!r}")
+
+        monkeypatch.setattr("aioengine.hub.download", download)
         assert repr(AsyncEngine()) == "<AsyncEngine demo model starting>"
         assert repr(AsyncEngine("Qwen/Qwen3-0.6B")) == "<AsyncEngine 'Qwen/Qwen3-0.6B' starting>"
-        folder = str(tmp_path / "missing")
-        engine = AsyncEngine.from_config(engine_config(folder, {}))
-        with pytest.raises(ValueError, match="missing"):
+        engine = AsyncEngine.from_config(engine_config("owner/missing", {}))
+        with pytest.raises(ValueError, match="no model 'owner/missing'"):
             await engine.start()
-        assert repr(engine) == f"<AsyncEngine {folder!r} closed>"
+        assert repr(engine) == "<AsyncEngine 'owner/missing' closed>"
 
     async def test_files_that_cannot_be_read(self) -> None:
         def prepare() -> Blueprint:

@@ -177,7 +177,8 @@ def test_a_tokenizer_of_the_hub_is_fetched_without_weights(monkeypatch: pytest.M
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    model = ModelConfig(path=folder(tmp_path), tokenizer_path="owner/words", download_dir="cache")
+    path = folder(tmp_path, intermediate_size=96)
+    model = ModelConfig(path=path, tokenizer_path="owner/words", download_dir="cache", load_format="dummy")
     assert model_folder.find_facts(model).tokenizer_path == str(model_folder.DEMO_MODEL)
     assert asked == [("owner/words", "cache", ["*.json", "*.jinja", "tokenizer.model", "*.txt"])]
 

@@ -1,0 +1,187 @@
+"""What the files of a checkpoint hold, by their headers alone: no torch, and no tensor is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+import msgspec
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from typing import BinaryIO
+
+DTYPE_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""The types of tensors that are read."""
+
+_INDEX: Final = "model.safetensors.index.json"
+_FOREIGN_SUFFIXES: Final = (".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
+_LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""The safetensors library takes no more, either."""
+_MAX_PROBLEMS: Final = 8
+
+
+class Entry(Struct, frozen=True):
+    """A tensor of a checkpoint, as the header of its file describes it."""
+
+    name: str
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
+
+
+class _Described(Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether the file is what Git LFS puts in place of a file that was not fetched."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:
+        return False
+
+
+def lfs_pointer(path: Path) -> ValueError:
+    return ValueError(f"{str(path)!r} is a Git LFS pointer, not the file: run `git lfs pull` in its folder")
+
+
+def check_folder(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], *, is_ignored: Callable[[str], bool] = lambda _: False
+) -> None:
+    """Look whether the folder has these tensors, and no others but those that are ignored.
+
+    Raises:
+        ValueError: a file is missing or damaged, or the tensors are not those.
+    """
+    entries = [entry for entry in read_headers(folder) if entry.name in shapes or not is_ignored(entry.name)]
+    check_entries(entries, shapes, folder)
+
+
+def check_entries(entries: list[Entry], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raises ValueError, naming them, for tensors that are missing, unexpected, or of another shape or type."""
+    found = {entry.name for entry in entries}
+    problems = [
+        *_listed("missing", sorted(shapes.keys() - found)),
+        *_listed("not expected by this model", sorted(found - shapes.keys())),
+    ]
+    for entry in entries:
+        wanted = shapes.get(entry.name)
+        if wanted is not None and wanted != entry.shape:
+            problems.append(f"{entry.name} has shape {list(entry.shape)}, the model wants {list(wanted)}")
+        elif entry.dtype not in DTYPE_BYTES:
+            problems.append(f"{entry.name} is of type {entry.dtype}; what works: {', '.join(DTYPE_BYTES)}")
+    if problems:
+        more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
+        listed = "; ".join(problems[:_MAX_PROBLEMS])
+        raise ValueError(f"the weights in {folder} do not fit the model (config.json): {listed}{more}")
+
+
+def read_headers(folder: Path) -> list[Entry]:
+    """All tensors of the checkpoint in a folder, file by file.
+
+    Raises:
+        ValueError: no safetensors files, a file that is missing or damaged, or a tensor that two files hold.
+    """
+    paths = _paths(folder)
+    if not paths:
+        raise ValueError(_nothing_usable(folder))
+    entries: dict[str, Entry] = {}
+    for path in paths:
+        for entry in _read_header(path):
+            if entry.name in entries:
+                raise ValueError(
+                    f"tensor {entry.name!r} is in {entries[entry.name].path.name} and in {path.name} of {folder}"
+                )
+            entries[entry.name] = entry
+    return list(entries.values())
+
+
+def _paths(folder: Path) -> list[Path]:
+    """The files that the index names, or where there is none, all that there are."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    if is_lfs_pointer(index):
+        raise lfs_pointer(index)
+    try:
+        named = cast("dict[str, str]", json.loads(index.read_bytes())["weight_map"]).values()
+        paths = [folder / name for name in sorted(set(named))]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"cannot read {index}: {error!r}; it must be JSON with an object weight_map") from error
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"cannot read {folder / missing[0]}: {_INDEX} names it{more}, and it is missing; fetch the whole model"
+        )
+    return paths
+
+
+def _nothing_usable(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"the model folder {folder} does not exist"
+    foreign = sorted(path.name for path in folder.iterdir() if path.suffix in _FOREIGN_SUFFIXES)
+    found = f"it has {', '.join(foreign[:3])}, which cannot be read" if foreign else "it has no weights"
+    return (
+        f"no *.safetensors in the model folder {folder}: {found}. What works: a checkpoint in safetensors "
+        "(transformers' save_pretrained writes it), or load_format='dummy' for random weights"
+    )
+
+
+def _read_header(path: Path) -> list[Entry]:
+    """The tensors of a file, in the order of their bytes: 8 bytes of length, a JSON header, and the tensors."""
+    if is_lfs_pointer(path):
+        raise lfs_pointer(path)
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            described = _described(file, size)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    tensors = sorted(described.items(), key=lambda item: item[1].data_offsets)
+    return [Entry(name, path, tensor.shape, tensor.dtype) for name, tensor in tensors]
+
+
+def _described(file: BinaryIO, size: int) -> dict[str, _Described]:
+    """Raises ValueError where the header or the file does not have its length, before anything of it is allocated."""
+    num_header_bytes = int.from_bytes(file.read(8), "little")
+    start = 8 + num_header_bytes
+    if num_header_bytes > _MAX_HEADER_BYTES or size < start:
+        raise ValueError(f"it is truncated or no safetensors file ({size} bytes, a header of {num_header_bytes})")
+    try:
+        header = msgspec.json.decode(file.read(num_header_bytes), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        described = {name: msgspec.json.decode(raw, type=_Described) for name, raw in header.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f"its header is damaged: {error}") from error
+    for name, tensor in described.items():
+        begin, end = tensor.data_offsets
+        num_bytes = DTYPE_BYTES.get(tensor.dtype, 0) * math.prod(tensor.shape)
+        if begin < 0 or min(tensor.shape, default=0) < 0 or (num_bytes and end - begin != num_bytes):
+            raise ValueError(f"its header is damaged: {name} has shape {list(tensor.shape)} in {end - begin} bytes")
+    expected = start + max((tensor.data_offsets[1] for tensor in described.values()), default=0)
+    if size != expected:
+        state = "truncated" if size < expected else "damaged"
+        raise ValueError(f"it is {state}: it has {size} bytes of {expected}; fetch it again")
+    return described
+
+
+def _listed(what: str, names: list[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        yield f"{len(names)} tensors {what}: {', '.join(names[:5])}{more}"

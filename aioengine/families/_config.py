@@ -1,0 +1,163 @@
+"""How config.json is read, and what it comes to for the decoder that most families share. No torch is needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
+
+_NEEDED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``rope_parameters`` of config.json, or ``rope_theta`` and ``rope_scaling`` of older ones."""
+
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    rope_theta: float = 10_000.0
+    partial_rotary_factor: float = 1.0
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.partial_rotary_factor != 1.0:
+            not_implemented("partial_rotary_factor", self.partial_rotary_factor, "1.0")
+        given = msgspec.structs.asdict(self)
+        for field in _NEEDED.get(self.rope_type, ()):
+            if given[field] is None:
+                message = f"rope_parameters.{field} is missing in config.json; rope_type {self.rope_type!r} needs it"
+                raise ValueError(message)
+
+
+class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a family's config comes to. ``head_norm``: epsilon of the norm over query and key heads, None for none.
+    ``sliding_window``: the number of positions that a token attends to, None for all.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    epsilon: float
+    tied: bool
+    max_position_embeddings: int
+    rope: RopeConfig
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_norm: float | None = None
+    sliding_window: int | None = None
+
+
+class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of config.json that all families have; what they do not name has no influence on the results.
+
+    A value that the code does not implement raises ValueError when it is read, so it is refused and not ignored.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    hidden_act: Literal["silu"] = "silu"
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    partial_rotary_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.partial_rotary_factor != 1.0:
+            not_implemented("partial_rotary_factor", self.partial_rotary_factor, "1.0")
+        if self.num_attention_heads % self.num_kv_heads:
+            not_implemented("num_key_value_heads", self.num_kv_heads, f"a divisor of {self.num_attention_heads} heads")
+        if self.head_size % 2:
+            not_implemented("head_dim", self.head_size, "an even number")
+        if self.window is None and "sliding_attention" in (self.layer_types or ()):
+            not_implemented("layer_types", self.layer_types, "full_attention alone, where there is no sliding window")
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def window(self) -> int | None:
+        """The number of positions that a token of at least one layer attends to; None: all."""
+        return None
+
+    def decoder(self, rope: RopeConfig) -> DecoderConfig:
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_hidden_layers,
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            epsilon=self.rms_norm_eps,
+            tied=self.tie_word_embeddings,
+            max_position_embeddings=self.max_position_embeddings,
+            rope=rope,
+            sliding_window=self.window,
+        )
+
+
+def not_implemented(field: str, value: object, implemented: str) -> NoReturn:
+    message = f"{field} {value!r} is not implemented; what works: {implemented}"
+    raise ValueError(message)
+
+
+def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> ConfigType:
+    """Read config.json, or an object in it, into a Struct.
+
+    Raises:
+        ValueError: a field is missing, of another type, or has a value that is not implemented; it is named.
+    """
+    if raw.get("quantization_config") is not None:
+        not_implemented("quantization_config", raw["quantization_config"], "checkpoints that are not quantized")
+    try:
+        return msgspec.convert(raw, config_type)
+    except msgspec.ValidationError as error:
+        message = f"config.json of model_type {raw.get('model_type')!r}: {error}"
+        raise ValueError(message) from error
+
+
+def read_rope(raw: Mapping[str, object]) -> RopeConfig:
+    """``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` where config.json is of an older kind.
+
+    Raises:
+        ValueError: a scaling that is not implemented.
+    """
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        message = f"rope_parameters {given!r} in config.json is not an object"
+        raise ValueError(message)
+    fields: dict[str, object] = {"rope_theta": raw.get("rope_theta") or RopeConfig().rope_theta}
+    fields |= {"rope_type": given.get("type", "default"), **given}
+    return decode_config({**fields, "model_type": raw.get("model_type")}, RopeConfig)

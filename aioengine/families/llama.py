@@ -1,0 +1,28 @@
+"""Llama: biases, where there are any, on all projections of attention, or of the MLP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from aioengine.families._config import FamilyConfig, decode_config, read_rope
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import DecoderConfig
+
+
+class Config(FamilyConfig, frozen=True, kw_only=True):
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+def read(config: Mapping[str, object]) -> DecoderConfig:
+    found = decode_config(config, Config)
+    biases = {"qkv_bias": found.attention_bias, "output_bias": found.attention_bias, "mlp_bias": found.mlp_bias}
+    return replace(found.decoder(read_rope(config)), **biases)
+
+
+PLUGIN = read

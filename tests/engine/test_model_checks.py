@@ -1,0 +1,234 @@
+"""What a model's folder alone tells is an error of the constructors, before anything is started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from aioengine import AsyncEngine, Engine
+from aioengine.families import mistral
+from aioengine.families._tensors import tensor_shapes
+from aioengine.model_folder import DEMO_MODEL
+from tests.source import ROOT
+
+CONFIG = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "sliding_window": None,
+    "torch_dtype": "float32",
+}
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+Shapes = dict[str, tuple[int, ...]]
+Break = Callable[[Path], object]
+
+
+def shapes(**changes: object) -> Shapes:
+    return tensor_shapes(mistral.read(CONFIG | changes))
+
+
+def save_weights(path: Path, tensors: Shapes, *, dtype: str = "F32") -> None:
+    """A safetensors file of zeros."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in tensors.items():
+        begin, end = end, end + 4 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder with which nothing is wrong."""
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    write_config(tmp_path)
+    save_weights(tmp_path / WEIGHTS, shapes())
+    return tmp_path
+
+
+def write_config(folder: Path, **changes: object) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+
+
+def shard(folder: Path) -> None:
+    """Two shards and their index."""
+    tensors = shapes()
+    parts = {
+        "model-1.safetensors": dict(list(tensors.items())[:5]),
+        "model-2.safetensors": dict(list(tensors.items())[5:]),
+    }
+    for name, part in parts.items():
+        save_weights(folder / name, part)
+    weight_map = {tensor: name for name, part in parts.items() for tensor in part}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / WEIGHTS).unlink()
+
+
+def without_shard(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-2.safetensors").unlink()
+
+
+def with_index(text: str) -> Break:
+    def write(folder: Path) -> None:
+        shard(folder)
+        (folder / INDEX).write_text(text)
+
+    return write
+
+
+def cut_to(size: int) -> Break:
+    return lambda folder: os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size + size if size < 0 else size)
+
+
+def with_bytes(content: bytes) -> Break:
+    return lambda folder: (folder / WEIGHTS).write_bytes(content)
+
+
+def with_pointer(name: str) -> Break:
+    return lambda folder: (folder / name).write_text(POINTER)
+
+
+def with_tensors(*, without: str = "", dtype: str = "F32", **others: tuple[int, ...]) -> Break:
+    tensors = {name: shape for name, shape in shapes().items() if name != without}
+    named = {name.replace("__", "."): shape for name, shape in others.items()}
+    return lambda folder: save_weights(folder / WEIGHTS, tensors | named, dtype=dtype)
+
+
+def with_config(**changes: object) -> Break:
+    return lambda folder: write_config(folder, **changes)
+
+
+BREAKS: dict[str, tuple[Break, str]] = {
+    "missing shard": (
+        without_shard,
+        "model-2.safetensors: model.safetensors.index.json names it, and it is missing; fetch the whole model",
+    ),
+    "broken index": (with_index("[]"), "cannot read .*model.safetensors.index.json: .* object weight_map"),
+    "pointer for the index": (
+        with_index(POINTER),
+        "index.json' is a Git LFS pointer, not the file: run `git lfs pull`",
+    ),
+    "truncated": (cut_to(-100), "model.safetensors: it is truncated: it has [0-9]* bytes of [0-9]*; fetch it again"),
+    "truncated header": (cut_to(20), "model.safetensors: it is truncated or no safetensors file"),
+    "immense header": (
+        with_bytes((2**62).to_bytes(8, "little") + bytes(100)),
+        "model.safetensors: it is truncated or no safetensors file",
+    ),
+    "damaged header": (
+        with_bytes((4).to_bytes(8, "little") + b"\xff{}x"),
+        "model.safetensors: its header is damaged",
+    ),
+    "pointer for weights": (
+        with_pointer(WEIGHTS),
+        "model.safetensors' is a Git LFS pointer, not the file: run `git lfs",
+    ),
+    "pointer for config": (with_pointer("config.json"), "config.json' is a Git LFS pointer"),
+    "pointer for tokenizer": (with_pointer("tokenizer.json"), "tokenizer.json' is a Git LFS pointer"),
+    "wrong shape": (
+        with_tensors(model__norm__weight=(15,)),
+        r"model.norm.weight has shape \[15\], the model wants \[16\]",
+    ),
+    "missing tensor": (with_tensors(without="model.norm.weight"), "1 tensors missing: model.norm.weight"),
+    "unexpected tensor": (with_tensors(model__extra=(16,)), "not expected by this model: model.extra"),
+    "wrong type": (with_tensors(dtype="I32"), "is of type I32; what works: F64"),
+    "weights in another form": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+        "pytorch_model.bin, which is not read; convert",
+    ),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "holds no weights"),
+    "missing key": (with_config(intermediate_size=None), "config.json': .*intermediate_size"),
+    "wrong value": (with_config(hidden_act="gelu"), "config.json': .*hidden_act"),
+    "missing number of the rope": (
+        with_config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+        "config.json': .*low_freq_factor is missing",
+    ),
+    "sliding window": (
+        with_config(sliding_window=128),
+        "sliding window of 128 positions.*: context_length=128 works",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+@pytest.mark.parametrize("face", [AsyncEngine, Engine])
+def test_the_constructors_raise_what_is_wrong_with_a_folder(
+    folder: Path, what: str, face: type[AsyncEngine] | type[Engine]
+) -> None:
+    break_folder, message = BREAKS[what]
+    break_folder(folder)
+    before = threading.active_count()
+    with pytest.raises(ValueError, match=message) as caught:
+        face(str(folder), device="cpu")
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value) or what == "sliding window"
+    assert threading.active_count() == before
+
+
+def test_whole_folders_are_taken(folder: Path) -> None:
+    AsyncEngine(str(folder), device="cpu")
+    shard(folder)
+    AsyncEngine(str(folder), device="cpu")
+    write_config(folder, sliding_window=128)
+    AsyncEngine(str(folder), device="cpu", context_length=128)
+    with pytest.raises(ValueError, match="context_length=128 works"):
+        AsyncEngine(str(folder), device="cpu", context_length=129)
+
+
+def test_made_up_weights_need_no_files(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    AsyncEngine(str(folder), device="cpu", load_format="dummy")
+
+
+def test_arguments_that_do_not_go_together_are_errors_of_the_constructor() -> None:
+    with pytest.raises(ValueError, match="page_size must be a power of two"):
+        AsyncEngine(device="cpu", page_size=3)
+    with pytest.raises(ValueError, match="context_length must be at most"):
+        AsyncEngine(context_length=10**6)
+
+
+def test_models_of_the_hub_are_looked_at_when_the_engine_starts(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr("aioengine.hub.download", lambda *_, **__: str(folder))
+    monkeypatch.setattr("aioengine.supervision.supervisor.Supervisor.start", pytest.fail)
+    BREAKS["truncated"][0](folder)
+    engine = AsyncEngine("owner/model", device="cpu")
+    with pytest.raises(ValueError, match="truncated"):
+        asyncio.run(engine.start())
+
+
+def test_a_relative_path_is_that_of_the_constructor(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    engine = AsyncEngine(f"./{folder.name}", tokenizer_path=f"./{folder.name}", device="cpu")
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    settings = engine._prepare().settings
+    assert (settings.model.path, settings.text.tokenizer_path) == (str(folder), str(folder))
+
+
+def test_torch_is_not_imported_for_it(folder: Path) -> None:
+    BREAKS["truncated"][0](folder)
+    script = (
+        "import sys; from aioengine import AsyncEngine\n"
+        "try: AsyncEngine(sys.argv[1])\n"
+        "except ValueError: assert not {'torch', 'safetensors', 'numpy'} & {*sys.modules}\n"
+        "else: raise SystemExit('no error')"
+    )
+    subprocess.run([sys.executable, "-c", script, str(folder)], check=True, cwd=ROOT)
