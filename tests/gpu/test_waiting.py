@@ -25,6 +25,7 @@ SAMPLINGS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # torch says so at its first use
 @pytest.mark.parametrize("backend", ["flashinfer", "triton"])
 @pytest.mark.parametrize("graphs", [0, 16])
 def test_a_launch_waits_for_nothing(tmp_path: Path, backend: str, graphs: int) -> None:
