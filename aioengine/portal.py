@@ -12,6 +12,7 @@ import uvloop
 
 from aioengine.errors import EngineClosedError, RequestError
 from aioengine.green_threads import require_real_threads
+from aioengine.supervision.tasks import post
 from aioengine.transport.descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 
 if TYPE_CHECKING:
@@ -69,29 +70,19 @@ class Portal:
         outcome: Future[Value] = Future()
         self._calls[outcome] = coroutine  # before the loop is asked: if that ends now, it refuses this call
         try:
-            if not self._post(self._begin, outcome):
+            if not post(self.loop, self._begin, outcome):
                 self._refuse(outcome)
             return outcome.result(timeout_s)
         except BaseException:
-            if not outcome.done() and self._post(self._cancel, outcome):
+            if not outcome.done() and post(self.loop, self._cancel, outcome):
                 wait([outcome], JOIN_TIMEOUT_S)
             raise
 
     def close(self) -> None:
         """End the loop, cancel what still runs on it, and end the thread. Harmless twice."""
-        self._post(self._stopping.set)
+        post(self.loop, self._stopping.set)
         if not self.is_current:
             self._thread.join(JOIN_TIMEOUT_S)
-
-    def _post(self, act: Callable[..., object], *arguments: object) -> bool:
-        """Have the loop do it; False where the loop is closed."""
-        try:
-            self.loop.call_soon_threadsafe(act, *arguments)
-        except RuntimeError:
-            if not self.loop.is_closed():
-                raise
-            return False
-        return True
 
     # ------------------------------------------------------------ on the portal's thread
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.errors import RequestError, RequestTooLargeError
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, Prompt, RefusedPrompt, TextPrompt
+from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     import os
@@ -201,7 +202,7 @@ class Lane:
         self._given[number] = jobs
         loop = asyncio.get_running_loop()
         try:
-            self._submit([*jobs]).add_done_callback(partial(_post, loop, partial(self._answer, number)))
+            self._submit([*jobs]).add_done_callback(partial(post, loop, partial(self._answer, number)))
         except BaseException as error:
             loop.call_soon(self._answer, number, _failed_future(error))
             raise
@@ -258,12 +259,6 @@ def _failed_future(error: BaseException) -> Future[_Timed]:
     work: Future[_Timed] = Future()
     work.set_exception(error)
     return work
-
-
-def _post(loop: asyncio.AbstractEventLoop, answer: Callable[[Future[_Timed]], None], work: Future[_Timed]) -> None:
-    """From the lane's thread to its loop."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everything else
-        loop.call_soon_threadsafe(answer, work)
 
 
 class Encoder:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aioengine.frontend.interrupts import refuse_interrupting
 from aioengine.frontend.loops import running_loop
 from aioengine.frontend.outputs import resolve
+from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -43,7 +44,7 @@ class Entrance:
         """
         loop = running_loop()
         future: asyncio.Future[Chunk | None] = loop.create_future()
-        place = self._enter(partial(_post, loop, resolve, future))
+        place = self._enter(partial(post, loop, resolve, future))
         try:
             await future
         except BaseException:
@@ -65,7 +66,7 @@ class Entrance:
 
     def _enter(self, wake: Callable[[], bool]) -> Place:
         def give() -> bool:
-            _post(self._loop, self._serve)  # which takes the place back where nobody uses it
+            post(self._loop, self._serve)  # which takes the place back where nobody uses it
             return wake()
 
         refuse_interrupting(self._lock)
@@ -99,17 +100,6 @@ def _raise_refusal(place: Place) -> None:
 
 def _release(gate: threading.Lock) -> bool:
     gate.release()
-    return True
-
-
-def _post(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *arguments: object) -> bool:
-    """Have a loop do it soon; False where it is closed, and all that waits on it with it."""
-    try:
-        loop.call_soon_threadsafe(act, *arguments)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-        return False
     return True
 
 

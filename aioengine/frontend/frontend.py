@@ -31,6 +31,7 @@ from aioengine.frontend.outputs import Reader
 from aioengine.frontend.router import Router
 from aioengine.frontend.slow_readers import SlowReaders
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
+from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -142,7 +143,7 @@ class Frontend:
                 self.attachments.add(call)
             self._act(self._life.begin, call)
         except BaseException:  # KeyboardInterrupt, too
-            self._post(self._life.discard, call)
+            post(self.loop, self._life.discard, call)
             raise
         return reader
 
@@ -156,24 +157,24 @@ class Frontend:
 
     def drop(self, output: CallOutput) -> None:
         output.leave()
-        self._post(self._life.leave, output)
+        post(self.loop, self._life.leave, output)
 
     def feed(self, output: CallOutput) -> None:
-        self._post(self._life.feed, output)
+        post(self.loop, self._life.feed, output)
 
     def abort(self, output: CallOutput) -> None:
-        self._post(self._life.abort, output)
+        post(self.loop, self._life.abort, output)
 
     def abort_request(self, rid: str | None, abort_all: bool) -> None:
         """End the live rows that an id means, or all; unknown ids are no error, they have just ended."""
         if abort_all:
-            self._post(self._life.abort_opened, self.calls.num_opened)
+            post(self.loop, self._life.abort_opened, self.calls.num_opened)
         elif rid is None:
             raise ValueError("abort_request needs a rid, or abort_all=True")
         elif not isinstance(cast("object", rid), str):
             raise checks.wrong_type("rid", "a string", rid)
         else:
-            self._post(self._life.abort_named, rid, self.calls.num_opened)
+            post(self.loop, self._life.abort_named, rid, self.calls.num_opened)
 
     def _act(self, act: Callable[..., None], *arguments: object) -> None:
         """Do it now on the engine's own loop, else a moment later. Not for signal handlers and finalizers."""
@@ -184,15 +185,7 @@ class Frontend:
         if is_here:
             act(*arguments)
         else:
-            self._post(act, *arguments)
-
-    def _post(self, act: Callable[..., None], *arguments: object) -> None:
-        """Have the loop do it soon. A signal handler or a finalizer may call this wherever it interrupts the engine."""
-        try:
-            self.loop.call_soon_threadsafe(act, *arguments)
-        except RuntimeError:
-            if not self.loop.is_closed():  # with which everything else has ended; RecursionError is another matter
-                raise
+            post(self.loop, act, *arguments)
 
     # ------------------------------------------------------------ from the processes, on the loop
 

@@ -7,7 +7,6 @@ nobody waits while holding it.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from enum import IntEnum
 from functools import partial
@@ -17,6 +16,7 @@ from aioengine import answers
 from aioengine.answers import Answer, BatchOutput, Chunk
 from aioengine.errors import RequestError
 from aioengine.frontend.interrupts import refuse_interrupting
+from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     import asyncio
@@ -37,8 +37,7 @@ def resolve(waiter: asyncio.Future[Chunk | None]) -> None:
 
 def resolve_elsewhere(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Chunk | None]) -> None:
     """The same for who waits on another loop; one whose loop is closed will never read again."""
-    with contextlib.suppress(RuntimeError):  # closed
-        loop.call_soon_threadsafe(resolve, waiter)
+    post(loop, resolve, waiter)
 
 
 class EndOfOutput(Exception):  # not an error: the reader has everything

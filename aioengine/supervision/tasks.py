@@ -1,4 +1,4 @@
-"""Tasks of the engine on the user's event loop: no end that the engine did not ask for goes unseen."""
+"""Tasks and callbacks of the engine on event loops that belong to the program, which may cancel or close anything."""
 
 from __future__ import annotations
 
@@ -10,6 +10,20 @@ from aioengine.errors import EngineDeadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
+
+def post(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *arguments: object) -> bool:
+    """Have ``loop`` call ``act(*arguments)`` soon, from any thread, signal handler or finalizer.
+
+    False where the loop is closed, and everything that waits on it has ended.
+    """
+    try:
+        loop.call_soon_threadsafe(act, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():  # RecursionError, for example
+            raise
+        return False
+    return True
 
 
 class EngineTask:

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from aioengine.protocol.board import read_board
+from aioengine.supervision.tasks import post
 from aioengine.transport.addresses import BOARD_SUFFIX
 
 if TYPE_CHECKING:
@@ -141,8 +142,7 @@ class ProcessChild:
         def wait() -> None:
             while self.is_alive:
                 self._wait_for_change()
-            with contextlib.suppress(RuntimeError):  # the loop was closed before
-                loop.call_soon_threadsafe(on_exit)
+            post(loop, on_exit)
 
         threading.Thread(target=wait, name=f"aioengine-wait-{self.role}", daemon=True).start()
 
