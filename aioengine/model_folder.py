@@ -94,7 +94,7 @@ def locate(
 
 def needs_download(path: str | None) -> bool:
     """Whether ``locate`` would ask the hub."""
-    return bool(path) and not Path(path).expanduser().exists() and hub.may_be_hub_id(path)
+    return path is not None and not Path(path).expanduser().exists() and hub.may_be_hub_id(path)
 
 
 def _nearest_parent(folder: Path) -> str:
