@@ -35,7 +35,7 @@ COMMON_ROWS = 8
 """The numbers of rows that give the same bits as this many are used."""
 FEW_ROWS = 32
 """Up to this number rows are rather padded than split."""
-MAX_TRIED_NUMBERS = 8 << 20
+MAX_TRIED_NUMBERS = 2 << 20
 """Of a result that is only tried: a head's are many."""
 FAST_ROWS = 4
 """oneDNN reads packed bf16 weights fastest with 3 to 6 rows: 31 GB/s with one row, 26 with two, 37 with four, on two
