@@ -14,7 +14,7 @@ numbers of rows are also a matter of memory and time. ``processes.host.limit_ker
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -22,21 +22,24 @@ from torch.nn import functional
 from aioengine.kernels import _triton
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 BLOCK = 64
-_MANY_ROWS = (80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-ROW_COUNTS = {
-    torch.bfloat16: (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, *_MANY_ROWS),
-    torch.float32: (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, *_MANY_ROWS),
-}
-"""Of a matmul with a packed weight. In bf16, a few rows take as long as one; in fp32, every row takes its time."""
+ROW_COUNTS = (
+    *(*range(1, 9), 10, 12, 14, 16, *range(20, 65, 4)),
+    *(*range(72, 129, 8), *range(144, 257, 16), *range(288, 513, 32)),
+)
+"""Of a matmul with a packed weight: rows are padded by 3 % on average."""
+TILED_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""The same for matrix units, which multiply 16 rows in the time of one. These are tried with every weight."""
 COMMON_ROWS = 8
 """The numbers of rows that give the same bits as this many are used."""
 FEW_ROWS = 32
 """Up to this number rows are rather padded than split."""
 MAX_TRIED_NUMBERS = 2 << 20
-"""Of a result that is only tried: a head's are many."""
+"""Of a result of more than ``BLOCK`` rows that is tried at the start: time and memory."""
 FAST_ROWS = 4
 """oneDNN reads packed bf16 weights fastest with 3 to 6 rows: 31 GB/s with one row, 26 with two, 37 with four, on two
 cores that can read 38. So fewer rows are padded to four where the weight does not fit the cache.
@@ -45,12 +48,6 @@ CACHED_BYTES = 1 << 20
 LONG_INPUTS = 8192
 FEW_ROWS_OF_LONG_INPUTS = 128
 TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
-
-
-_PACKED_FOR_ROWS = {torch.bfloat16: 1, torch.float32: None}
-"""How many rows a packed weight is said to be for. Packed for one row of bf16, many more numbers of rows agree on CPUs
-with matrix units, and all are as fast.
-"""
 
 
 class Product(Protocol):
@@ -84,31 +81,61 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
     if weight.device.type != "cpu":
         return _invariant(weight, bias) if batch_invariant else _on_device(weight, bias)
     out_features, in_features = weight.shape
-    product = _fastest(weight, bias)
+    num_threads = torch.get_num_threads()
     if packs(weight.dtype, weight.device):
         has_bias = bias is not None
-        counts = agreeing_counts(out_features, in_features, weight.dtype, torch.get_num_threads(), has_bias=has_bias)
-        return _in_pieces(product, counts)
-    min_rows = independent_from(out_features, in_features, weight.dtype, torch.get_num_threads())
+        packing = choose_packing(out_features, in_features, weight.dtype, num_threads, has_bias=has_bias)
+        return _in_pieces(_packed(weight, bias, packing.for_rows), packing.counts)
+    min_rows = independent_from(out_features, in_features, weight.dtype, num_threads)
+    product = _plain(weight, bias)
     return _blocked(product) if min_rows is None else _padded(product, min_rows)
 
 
+class Packing(NamedTuple):
+    """How a weight is packed: ``for_rows`` is what oneDNN is told of the number of rows (None: nothing). ``counts``:
+    the numbers of rows that give the same bits then, from few to many.
+    """
+
+    for_rows: int | None
+    counts: tuple[int, ...]
+
+
 @lru_cache(maxsize=256)
-def agreeing_counts(
+def choose_packing(
     out_features: int, in_features: int, dtype: torch.dtype, num_threads: int, *, has_bias: bool = False
-) -> tuple[int, ...]:
-    """The numbers of rows with which a packed weight of this shape gives the same bits, from few to many.
+) -> Packing:
+    """The usual packing, and with a matrix unit for bf16 that for one row where not all numbers of rows agree with the
+    usual one: more of them agree then, but many rows take a third longer.
 
     ``num_threads`` only tells apart what was tried with other numbers of threads.
     """
     is_slow_with_few = dtype == torch.bfloat16 and 2 * out_features * in_features > CACHED_BYTES
     least = FAST_ROWS if is_slow_with_few else 1
     most = max(BLOCK, MAX_TRIED_NUMBERS // out_features)
+    counts = [count for count in TILED_COUNTS if least <= count <= most]
     weight, x = _cancelling(out_features, in_features, dtype, num_threads)
-    product = _fastest(weight, torch.zeros(out_features, dtype=dtype) if has_bias else None)
-    expected = product(x.expand(COMMON_ROWS, -1).contiguous())[:1]
-    counts = [count for count in ROW_COUNTS[dtype] if least <= count <= most]
-    return tuple(count for count in counts if torch.equal(*_rows_and_first(product, x, count, expected)))
+    bias = torch.zeros(out_features, dtype=dtype) if has_bias else None
+
+    def agrees(for_rows: int | None) -> Callable[[int], bool]:
+        product = _packed(weight, bias, for_rows)
+        expected = product(x.expand(COMMON_ROWS, -1).contiguous())[:1]
+        return lambda count: torch.equal(*_rows_and_first(product, x, count, expected))
+
+    if dtype == torch.bfloat16 and _has_matrix_unit():
+        agree = agrees(None)
+        if all(agree(count) for count in reversed(counts)):
+            return Packing(None, tuple(counts))
+        return Packing(1, tuple(filter(agrees(1), counts)))
+    agreeing = tuple(filter(agrees(None), counts))
+    differing = max({*counts} - {*agreeing}, default=0)
+    if differing >= COMMON_ROWS:
+        return Packing(None, agreeing)
+    return Packing(None, tuple(count for count in ROW_COUNTS if count >= max(least, differing + 1)))
+
+
+def _has_matrix_unit() -> bool:
+    """Whether this CPU has one for bf16 (AMX)."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 def _rows_and_first(product: Product, x: Tensor, num_rows: int, expected: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +165,7 @@ def independent_from(out_features: int, in_features: int, dtype: torch.dtype, nu
     ``num_threads`` only tells apart what was tried with other numbers of threads.
     """
     weight, x = _cancelling(out_features, in_features, dtype, num_threads)
-    product = _fastest(weight, None)
+    product = _plain(weight, None)
     expected = product(x.expand(BLOCK, -1).contiguous())[:1]
     first = None
     for num_rows in reversed(TRIED_ROWS):
@@ -148,11 +175,13 @@ def independent_from(out_features: int, in_features: int, dtype: torch.dtype, nu
     return first
 
 
-def _fastest(weight: Tensor, bias: Tensor | None) -> Product:
-    if not packs(weight.dtype, weight.device):
-        return lambda x: functional.linear(x, weight, bias)
+def _plain(weight: Tensor, bias: Tensor | None) -> Product:
+    return lambda x: functional.linear(x, weight, bias)
+
+
+def _packed(weight: Tensor, bias: Tensor | None, for_rows: int | None) -> Product:
     operation = torch.ops.mkldnn._linear_pointwise.default
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS[weight.dtype])
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), for_rows)
     return lambda x: operation(x, packed, bias, "none", [], "")
 
 

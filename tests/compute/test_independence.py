@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from aioengine.kernels.rms_norm import rms_norm
 from aioengine.kernels.rope import rope
 from aioengine.kernels.silu_and_mul import silu_and_mul
 from tests.compute.stepping import Request, Stepper, make_batch, options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
 
 DTYPES = (torch.bfloat16, torch.float32)
 NUM_ROWS = (*range(1, 35), 47, 48, 64, 65, 100, 128, 255, 256, 511, 513, 1000, 1024)
@@ -75,20 +79,51 @@ def test_numbers_of_rows_are_padded_or_split_to_those_that_agree() -> None:
         assert seen == expected, num_rows
 
 
-def test_a_matmul_that_adds_up_in_another_order_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepared(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Product:
+def differing_in(num_rows: set[int], for_one_row: Collection[int] = ()) -> Callable[..., linear.Product]:
+    """What makes a product that adds up in two halves where it has one of these numbers of rows."""
+
+    def prepare(weight: torch.Tensor, _: torch.Tensor | None, for_rows: int | None = None) -> linear.Product:
+        different = for_one_row if for_rows == 1 else num_rows
+
         def product(x: torch.Tensor) -> torch.Tensor:
-            halves = (slice(0, 50), slice(50, 100)) if x.shape[0] in {16, 64} else (slice(0, 100),)
+            halves = (slice(0, 50), slice(50, 100)) if x.shape[0] in different else (slice(0, 100),)
             terms = x[:, :, None].float() * weight.T.float()
             sums = [reduce(torch.add, terms[:, half].unbind(1)) for half in halves]
             return reduce(torch.add, sums).to(x.dtype)
 
         return product
 
-    monkeypatch.setattr(linear, "_fastest", prepared)
-    counts = linear.agreeing_counts.__wrapped__(48, 100, torch.bfloat16, 1)
-    assert counts == tuple(count for count in linear.ROW_COUNTS[torch.bfloat16] if count not in {16, 64})
-    assert linear.independent_from.__wrapped__(48, 100, torch.float32, 1) == linear.BLOCK
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_unit", "differing", "for_rows", "expected"),
+    [
+        (torch.float32, True, set(), None, linear.ROW_COUNTS),
+        (torch.float32, True, {1}, None, linear.ROW_COUNTS[1:]),
+        (torch.bfloat16, False, {1, 2}, None, linear.ROW_COUNTS[2:]),
+        (torch.bfloat16, False, {64}, None, tuple(count for count in linear.TILED_COUNTS if count != 64)),
+        (torch.bfloat16, True, set(), None, linear.TILED_COUNTS),
+        (torch.bfloat16, True, {64}, 1, tuple(count for count in linear.TILED_COUNTS if count not in {16, 48})),
+    ],
+)
+def test_numbers_of_rows_with_which_a_sum_has_another_order_are_not_used(
+    dtype: torch.dtype,
+    has_unit: bool,
+    differing: set[int],
+    for_rows: int | None,
+    expected: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "_packed", differing_in(differing, {16, 48}))
+    monkeypatch.setattr(linear, "_has_matrix_unit", lambda: has_unit)
+    assert linear.choose_packing.__wrapped__(48, 100, dtype, 1) == (for_rows, expected)
+
+
+def test_plain_products_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for differing, expected in ((set(), 1), ({1, 2}, 3), ({17}, 32)):
+        monkeypatch.setattr(linear, "_plain", differing_in(differing))
+        assert linear.independent_from.__wrapped__(48, 100, torch.float32, 1) == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
