@@ -12,8 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from aioengine.errors import EngineStartupError
 from aioengine.processes.bootstrap import merged
 from aioengine.supervision.launchers.process import import_path
+from tests.processes.engine_kit import Frontend, fake_settings
 from tests.source import ROOT
 
 PROGRAM = """
@@ -141,3 +143,18 @@ def test_relative_entries_become_absolute_and_the_working_directory_comes_last(
     assert import_path() == ["/first", f"{tmp_path}/lib", "/second", str(tmp_path), str(tmp_path)]
     tmp_path.rmdir()
     assert import_path() == ["/first", str(tmp_path), "/second"]
+
+
+def test_entries_that_cannot_be_paths_are_ignored_as_python_ignores_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = [None, b"/bytes", Path("/path"), 5, "/a\0b", "/half\ud800"]
+    monkeypatch.setattr(sys, "path", ["/first", *odd, "/caf\udce9"])
+    assert import_path() == ["/first", "/caf\udce9"]
+
+
+@pytest.mark.parametrize("executable", [None, ""])
+async def test_a_program_without_an_interpreter_is_named(
+    monkeypatch: pytest.MonkeyPatch, executable: str | None
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(EngineStartupError, match=f"sys.executable is {executable!r}; set it to the path"):
+        await Frontend(fake_settings()).supervisor.start()

@@ -169,7 +169,7 @@ class ProcessLauncher:
     def _spawn(self, role: str) -> None:
         assert self._directory is not None
         log_path = Path(self._directory.path) / f"{role}.log"
-        command = [sys.executable, "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
+        command = [_interpreter(role), "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
         try:
             with self._spare.lent(_FOR_PROCESS + _FOR_PROCESS_ALONE, used=_FOR_PROCESS):
                 orders = self._orders(role, log_path.with_suffix(BOARD_SUFFIX))
@@ -184,9 +184,7 @@ class ProcessLauncher:
                         start_new_session=True,  # Ctrl-C in the terminal is the parent's business
                     )
         except OSError as error:
-            raise EngineStartupError(
-                f"the {role} process could not be started with {sys.executable!r}: {error}"
-            ) from error
+            raise EngineStartupError(f"the {role} process could not be started with {command[0]!r}: {error}") from error
         process = ProcessChild(role, popen, log_path, self._spare)
         self._processes.append(process)
         self.children.append(process)
@@ -195,6 +193,16 @@ class ProcessLauncher:
             path = b"\0".join(os.fsencode(entry) for entry in import_path())
             popen.stdin.write(b"%d\n%s%s\n" % (len(path), path, encode_orders(orders)))
             popen.stdin.flush()
+
+
+def _interpreter(role: str) -> str:
+    """The Python that runs this program; a program into which Python is embedded may have none."""
+    if not isinstance(sys.executable, str) or not sys.executable:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise EngineStartupError(
+            f"the {role} process needs a Python interpreter, and sys.executable is {sys.executable!r}; "
+            "set it to the path of one that has the packages of this program"
+        )
+    return sys.executable
 
 
 def import_path() -> list[str]:
@@ -210,8 +218,20 @@ def import_path() -> list[str]:
     main = sys.modules.get("__main__")
     script = vars(main).get("__file__") if main is not None else None
     incidental = {here, os.path.dirname(os.path.realpath(script)) if isinstance(script, str) else here}
-    absolute = [os.path.normpath(os.path.join(here, entry)) for entry in sys.path if here or os.path.isabs(entry)]
+    entries = [entry for entry in sys.path if _may_name_folder(entry)]
+    absolute = [os.path.normpath(os.path.join(here, entry)) for entry in entries if here or os.path.isabs(entry)]
     return sorted(absolute, key=incidental.__contains__)
+
+
+def _may_name_folder(entry: object) -> bool:
+    """Whether an entry of ``sys.path`` counts. Python itself ignores whatever cannot be a path."""
+    if not isinstance(entry, str) or "\0" in entry:
+        return False
+    try:
+        os.fsencode(entry)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class SpawnThread:
