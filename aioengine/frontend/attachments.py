@@ -10,10 +10,13 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Final, cast
 
+from msgspec.structs import replace
+
 from aioengine import checks
 from aioengine.errors import EngineClosedError
 from aioengine.frontend.interrupts import refuse_interrupting
 from aioengine.frontend.outputs import Reader
+from aioengine.frontend.prompts import Rows
 from aioengine.frontend.replay import AttachableOutput
 
 if TYPE_CHECKING:
@@ -25,7 +28,10 @@ if TYPE_CHECKING:
     from aioengine.frontend.replay import ReaderOutput
 
 MAX_KEPT_TOKENS: Final = 1 << 20
-"""Output tokens of ended requests that are kept, in all; beyond it those that ended first are forgotten."""
+"""Tokens of ended requests that are kept, in all; beyond it those that ended first are forgotten."""
+
+TOKENS_PER_REQUEST: Final = 32
+"""Counted of every ended request beside its own: its objects take about the memory of that much output (5 kB)."""
 
 
 class Attachment:
@@ -33,7 +39,7 @@ class Attachment:
 
     Attributes:
         until: when it is forgotten, None while it runs and is read.
-        num_kept: tokens that are kept of it after its end.
+        num_kept: what is kept of it after its end, in tokens.
     """
 
     __slots__ = ("call", "is_ended", "num_kept", "output", "timer", "until")
@@ -45,6 +51,13 @@ class Attachment:
         self.num_kept = 0
         self.until: float | None = None
         self.timer: asyncio.TimerHandle | None = None
+
+    def end(self) -> None:
+        """The request is over: keep what readers can still get, and not what it was computed from."""
+        self.is_ended = True
+        self.call.ask = replace(self.call.ask, prompts=Rows([]), params=[])
+        self.output.end()
+        self.num_kept = TOKENS_PER_REQUEST + self.output.num_kept_tokens
 
 
 class Attachments:
@@ -97,10 +110,11 @@ class Attachments:
         """
         with self._lock:
             attachment = self._by_rid.get(reader.rid)
-            if attachment is None or attachment.output.reader is not reader or attachment.is_ended:
+            if attachment is None or attachment.output.reader is not reader:
                 return
             attachment.output.detach()
-            self._forget_later(attachment)
+            if not attachment.is_ended:
+                self._forget_later(attachment)
 
     def ended(self, call: Call) -> None:
         """The call is over: it has all it will ever have."""
@@ -108,9 +122,8 @@ class Attachments:
             attachment = self._by_rid.get(call.rid)
             if attachment is None or attachment.call is not call or attachment.is_ended:
                 return
-            attachment.is_ended = True
+            attachment.end()
             self._by_rid[call.rid] = self._by_rid.pop(call.rid)  # behind those that ended before
-            attachment.num_kept = attachment.output.replay.num_tokens
             self._num_kept_tokens += attachment.num_kept
             self._forget_later(attachment)
             while self._num_kept_tokens > MAX_KEPT_TOKENS:

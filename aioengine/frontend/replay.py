@@ -134,6 +134,12 @@ class AttachableOutput(CallOutput):
         if self.reader is not None:
             self.reader.wants = wants
 
+    @property
+    def num_kept_tokens(self) -> int:
+        """Of its output, and of the prompt where readers get it."""
+        num_prompt_tokens = 0 if self.row is None else len(self.row.facts.prompt_token_ids)
+        return self.replay.num_tokens + num_prompt_tokens
+
     # ------------------------------------------------------------ readers, under the lock
 
     def attach(self, offset: int) -> ReaderOutput:
@@ -193,6 +199,11 @@ class AttachableOutput(CallOutput):
         self.error = self.error or error
         if self.reader is not None:
             self.reader.fail(error)
+
+    def end(self) -> None:
+        """The request is over: nobody needs its prompt any more, except readers who get it."""
+        if self.row is not None and not self.row.facts.shows_prompt:
+            self.row.facts.prompt_token_ids = []
 
     def wake(self) -> None:
         if self.reader is not None:

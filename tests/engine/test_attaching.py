@@ -198,8 +198,51 @@ async def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [len([chunk async for chunk in engine.attach(f"{number}")]) for number in (2, 3, 4)] == [1, 1, 1]
 
 
+async def test_short_ones_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attachments, "MAX_KEPT_TOKENS", 5 * (1 + attachments.TOKENS_PER_REQUEST))
+    async with fake_async_engine() as engine:
+        for number in range(8):
+            params = {"max_new_tokens": 1}
+            async for _ in engine.async_generate("a", params, stream=True, rid=f"{number}", resume_ttl=TTL_S):
+                pass
+        assert [*engine._running().attachments._by_rid] == ["3", "4", "5", "6", "7"]
+
+
+@pytest.mark.parametrize("shows_prompt", [False, True])
+async def test_no_prompt_is_kept_that_nobody_gets(monkeypatch: pytest.MonkeyPatch, shows_prompt: bool) -> None:
+    params = {"max_new_tokens": 1, "stop": ["never"]}
+    num_counted = attachments.TOKENS_PER_REQUEST + 1 + 200 * shows_prompt
+    monkeypatch.setattr(attachments, "MAX_KEPT_TOKENS", num_counted)
+    async with fake_async_engine() as engine:
+        for rid in ("first", "x"):
+            stream = engine.async_generate(
+                "a" * 200, params, stream=True, rid=rid, resume_ttl=TTL_S, return_prompt_token_ids=shows_prompt
+            )
+            assert [chunk["meta_info"]["prompt_tokens"] async for chunk in stream] == [200]
+        found = engine._running().attachments
+        [attachment] = found._by_rid.values()
+        assert (attachment.num_kept, found._num_kept_tokens) == (num_counted, num_counted)
+        ask, row = attachment.call.ask, attachment.output.row
+        assert (len(ask.prompts), ask.params) == (0, [])
+        assert row is not None
+        assert len(row.facts.prompt_token_ids) == 200 * shows_prompt
+        [chunk] = [chunk async for chunk in engine.attach("x")]
+        assert chunk["meta_info"]["prompt_tokens"] == 200
+        assert len(chunk.get("prompt_token_ids", [])) == 200 * shows_prompt
+
+
+async def test_what_a_reader_left_unread_is_kept_once() -> None:
+    async with fake_async_engine() as engine:
+        stream = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)
+        await until(lambda: engine.stats()["num_streams"] == 0)
+        await stream.aclose()
+        [attachment] = engine._running().attachments._by_rid.values()
+        assert attachment.output.reader is None
+        assert len("".join([chunk["text"] async for chunk in engine.attach("x")])) == 300
+
+
 async def test_those_that_ended_first_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachments, "MAX_KEPT_TOKENS", 100)
+    monkeypatch.setattr(attachments, "MAX_KEPT_TOKENS", 90 + 20 + attachments.TOKENS_PER_REQUEST)
     async with slow_engine() as engine:
         streams = [
             engine.async_generate("a", {"max_new_tokens": length}, stream=True, rid=rid, resume_ttl=TTL_S)
