@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from aioengine.frontend.attachments import Attachments
-from aioengine.frontend.feeder import Feeder, end_unbegun
+from aioengine.frontend.feeder import Ending, Feeder
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.replay import ReaderOutput
 from aioengine.protocol.messages import Abort, FinishCode, Finished, Suspend
@@ -186,8 +186,7 @@ class CallLife:
         """End all its rows, with what they have: those that the scheduler has through it, the others here."""
         with self._lock:
             uids = [row.uid for row in call.output.live.values()]
-            end_unbegun(call, code)
-            call.output.begin()
+        self.feeder.end(call, Ending(code))
         if uids:
             self._send([Abort(uids, code, message)])
         self.settle(call)
@@ -200,8 +199,7 @@ class CallLife:
                 for row in list(output.live.values()):
                     finished = Finished(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
                     output.end_row(row, finished, now, error)
-                end_unbegun(call, FinishCode.FAILED, error=error)
-                output.begin()
+                self.feeder.end(call, Ending(FinishCode.FAILED, error=error))
             else:
                 output.fail(error)
         self.settle(call)
@@ -216,9 +214,7 @@ class CallLife:
         now = time.monotonic()  # one reading: a deadline is either over or waited for again
         which = call.expired_deadline(now)
         if which is not None and call.num_begun < call.ask.num_rows:
-            with self._lock:
-                end_unbegun(call, FinishCode.DEADLINE, matched=which)
-                call.output.begin()
+            self.feeder.end(call, Ending(FinishCode.DEADLINE, matched=which))
         for late, deadline in call.deadlines.items():
             if now >= deadline + BACKSTOP_S:
                 self.give_up(call, FinishCode.DEADLINE, late)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from aioengine.config import QueueConfig
     from aioengine.frontend.asks import Ask
+    from aioengine.frontend.feeder import Ending
     from aioengine.frontend.outputs import RowStream
 
 
@@ -41,12 +42,13 @@ class Call:
             queued tokens; a prompt of several samples counts once.
         deadlines: absolute times, by the words that name them in a finish reason.
         aborted: positions that were aborted before they were begun.
+        ending: what all rows end with that are not begun yet; None while they may begin.
         is_encoding: a part of its prompts is on the tokenizer's thread.
     """
 
     __slots__ = (
-        "aborted", "ask", "called_at", "deadlines", "is_encoding", "num_begun", "num_prompt_tokens", "num_rows_of",
-        "number", "output", "reserved", "rid", "timer",
+        "aborted", "ask", "called_at", "deadlines", "ending", "is_encoding", "num_begun", "num_prompt_tokens",
+        "num_rows_of", "number", "output", "reserved", "rid", "timer",
     )  # fmt: skip
 
     def __init__(self, ask: Ask, called_at: float) -> None:
@@ -60,6 +62,7 @@ class Call:
         self.num_prompt_tokens = 0
         self.num_rows_of: dict[int, int] = {}
         self.aborted: set[int] = set()
+        self.ending: Ending | None = None
         self.is_encoding = False
         self.reserved: list[str] = []
         self.timer: asyncio.TimerHandle | None = None

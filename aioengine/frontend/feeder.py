@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, cast
 
 from msgspec import Meta, Struct, ValidationError, convert
 from msgspec.structs import replace
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 MAX_ROWS_AT_ONCE: Final = 64
 """Rows of a batch that are begun in one turn of the loop."""
 
+MAX_ROWS_ENDED_AT_ONCE: Final = 512
+"""Rows that are ended in one turn of the loop without having begun. Each takes up to 10 microseconds."""
+
 SEED_MASK: Final = (1 << 63) - 1
 DRAWN_SEED_BITS: Final = 52
 """Seeds of all samples of a request stay below 2**53: a browser can keep and send them back."""
@@ -62,8 +66,16 @@ class _Known(NamedTuple):
     text: TextRules
 
 
+class Ending(NamedTuple):
+    """What the rows of a call end with that were not begun when it was ended."""
+
+    code: FinishCode
+    matched: str | None = None
+    error: RowError | None = None
+
+
 class Feeder:
-    """Begins the rows of calls. Belongs to the engine's loop, except ``check``."""
+    """Begins the rows of calls, and ends those that will not begin. Belongs to the engine's loop, except ``check``."""
 
     def __init__(
         self,
@@ -88,6 +100,7 @@ class Feeder:
         self._num_uids = 0
         self._num_seeds = 0
         self._last_known: _Known | None = None
+        self._ending: deque[Call] = deque()
 
     def check(self, ask: Ask) -> None:
         """What can be known at the call, from any thread. Rows that are wrong are refused where they may fail alone.
@@ -164,7 +177,7 @@ class Feeder:
 
     def _begin_some(self, call: Call) -> None:
         output, ask = call.output, call.ask
-        if call.is_encoding or output.is_over:
+        if call.is_encoding or call.ending is not None or output.is_over:
             return
         with self._lock:
             room = self._rules.max_rows_in_flight - output.num_held
@@ -213,7 +226,7 @@ class Feeder:
 
     def _encoded(self, call: Call, ready: list[Encoded | None], encoded: list[Encoded], seconds: float) -> None:
         call.is_encoding = False
-        if call.output.is_over:
+        if call.ending is not None or call.output.is_over:
             return
         try:
             self._begin(call, [new if old is None else old for old, new in zip(ready, encoded, strict=True)], seconds)
@@ -312,20 +325,65 @@ class Feeder:
             seed = int(params.sampling_seed)
         return (seed + sample) & SEED_MASK
 
+    # ------------------------------------------------------------ rows that will not begin
 
-def end_unbegun(call: Call, code: FinishCode, *, matched: str | None = None, error: RowError | None = None) -> None:
-    """End the rows that were not begun, in their places. Under the lock."""
-    output = call.output
-    for position in range(call.num_begun, call.ask.num_rows):
-        facts = RowFacts(
-            rid=call.row_rid(position),
-            index=position if call.ask.gives_batch else None,
-            seed=0,
-            called_at=call.called_at,
-            shows_prompt=call.ask.shows_prompt,
-        )
-        _end(output.add_row(position, facts), code, matched=matched, error=error)
-    call.num_begun = call.ask.num_rows
+    def end(self, call: Call, ending: Ending) -> None:
+        """Begin no more rows of the call, and end those that were not begun, in their places.
+
+        They end in the next turns of the loop: a large batch would hold it for long. A call that ends already goes on
+        with that.
+        """
+        if call.ending is None and call.num_begun < call.ask.num_rows:
+            call.ending = ending
+            self._ending.append(call)
+            if len(self._ending) == 1:
+                asyncio.get_running_loop().call_soon(self._end_some)
+        with self._lock:
+            call.output.begin()
+
+    async def wait_ended(self) -> None:
+        """Wait until all these rows have their ends."""
+        while self._ending:  # noqa: ASYNC110  # it is over after a known number of turns
+            await asyncio.sleep(0)
+
+    def _end_some(self) -> None:
+        """End some rows, of one call after the other, and more in the next turn of the loop."""
+        num_left = MAX_ROWS_ENDED_AT_ONCE
+        try:
+            while self._ending and num_left > 0:
+                call = self._ending.popleft()
+                num_left -= self._end_rows(call, num_left)
+        finally:
+            if self._ending:
+                asyncio.get_running_loop().call_soon(self._end_some)
+
+    def _end_rows(self, call: Call, max_rows: int) -> int:
+        """Returns how many were ended, or 1 where there was nothing to do: that takes a moment as well."""
+        output, first, num_rows = call.output, call.num_begun, call.ask.num_rows
+        ending = cast("Ending", call.ending)
+        try:
+            with self._lock:
+                while not output.is_over and call.num_begun < min(first + max_rows, num_rows):
+                    call.num_begun += 1
+                    _end(output.add_row(call.num_begun - 1, _facts_of_unbegun(call, call.num_begun - 1)), *ending)
+        except BaseException as error:
+            self._fail(call, error)
+            raise
+        if call.num_begun < num_rows and not output.is_over:
+            self._ending.append(call)
+        else:
+            self._settle(call)
+        return max(1, call.num_begun - first)
+
+
+def _facts_of_unbegun(call: Call, position: int) -> RowFacts:
+    return RowFacts(
+        rid=call.row_rid(position),
+        index=position if call.ask.gives_batch else None,
+        seed=0,
+        called_at=call.called_at,
+        shows_prompt=call.ask.shows_prompt,
+    )
 
 
 def _refuse(row: RowStream, error: RowError) -> None:
@@ -333,7 +391,7 @@ def _refuse(row: RowStream, error: RowError) -> None:
     _end(row, FinishCode.TOO_LARGE if is_too_large else FinishCode.FAILED, error=error)
 
 
-def _end(row: RowStream, code: FinishCode, *, matched: str | None = None, error: RowError | None = None) -> None:
+def _end(row: RowStream, code: FinishCode, matched: str | None = None, error: RowError | None = None) -> None:
     """End a row that never reached the scheduler."""
     now = time.monotonic()
     message = "" if error is None else str(error)

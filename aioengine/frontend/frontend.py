@@ -245,6 +245,7 @@ class Frontend:
             if not await self._become_idle(STOP_TIMEOUT_S):  # it hangs, or is just being replaced
                 for call in list(self.calls.by_output.values()):
                     self._life.give_up(call, FinishCode.SHUTDOWN)
+                await self._life.feeder.wait_ended()
             return False
         return self.failure is None
 
@@ -263,6 +264,7 @@ class Frontend:
         if self._encoder is not None:
             self._encoder.close()
         await self.parts.processes.stop(STOP_TIMEOUT_S)
+        await self._life.feeder.wait_ended()  # before the loop ends: readers on other threads wait for these rows
 
     def kill_now(self) -> None:
         """End the processes and the threads at once; for when the loop is closed."""

@@ -1,0 +1,244 @@
+"""The end of a large batch: its rows end over many turns of the loop, and the engine serves others meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from aioengine.answers import BatchOutput
+from aioengine.engine import AsyncEngine
+from aioengine.errors import EngineClosedError, EngineDeadError
+from aioengine.frontend.feeder import MAX_ROWS_ENDED_AT_ONCE
+from aioengine.stream import Generation, Stream
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from tests.engine.engine_double import World, until
+
+MANY = 3 * MAX_ROWS_ENDED_AT_ONCE + 100
+MAX_CALLBACK_S = 0.05
+LONG = {"max_new_tokens": 400, "temperature": 0}
+
+
+@contextmanager
+def measured_callbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """CPU seconds of every callback of the loop. Full garbage collections depend on all else that lives here."""
+    taken: list[float] = []
+    plain = asyncio.Handle._run
+
+    def run(handle: asyncio.Handle) -> None:
+        started = time.thread_time()
+        try:
+            plain(handle)
+        finally:
+            taken.append(time.thread_time() - started)
+
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.Handle, "_run", run)
+            yield taken
+    finally:
+        gc.enable()
+
+
+def abort_all(engine: AsyncEngine) -> None:
+    engine.abort_request(abort_all=True)
+
+
+def expire(engine: AsyncEngine) -> None:
+    """Its timeout ends it."""
+
+
+def die(engine: AsyncEngine) -> None:
+    engine._running().fail(EngineDeadError("it died"))
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("act", [abort_all, expire, die])
+def test_no_callback_that_ends_a_large_batch_is_long(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[AsyncEngine], None], is_stream: bool
+) -> None:
+    async def longest_s() -> float:
+        async with fake_async_engine(processes=False) as engine:
+            timeout = 0.2 if act is expire else None
+            call: Any = engine.async_generate(
+                ["a"] * 50_000, LONG, stream=is_stream, return_exceptions=True, timeout=timeout
+            )
+            await asyncio.sleep(0.1)
+            with measured_callbacks(monkeypatch) as taken:
+                asyncio.get_running_loop().call_soon(act, engine)
+                await until(lambda: engine.stats()["num_streams"] == 0, 30)
+            await call.aclose()
+        return max(taken)
+
+    assert asyncio.run(longest_s()) < MAX_CALLBACK_S  # on asyncio's own loop: others do not run handles in Python
+
+
+async def begun(world: World, **options: Any) -> Any:
+    """A batch of which the engine has the first rows, and computes nothing."""
+    world.double.is_held = True
+    call: Any = world.engine.async_generate(["a"] * MANY, LONG, rid="x", **options)
+    await until(lambda: len(world.double.live) == 16)
+    return call
+
+
+async def in_the_midst(world: World) -> None:
+    """Some of its rows have ended, others not."""
+    [call] = world.engine._running().calls.by_output.values()
+    while call.num_begun < MAX_ROWS_ENDED_AT_ONCE:  # noqa: ASYNC110  # it takes some turns
+        await asyncio.sleep(0)
+    assert call.num_begun < MANY
+
+
+async def check_nothing_is_left(world: World) -> None:
+    await until(lambda: world.engine.stats()["num_streams"] == 0)
+    frontend = world.engine._running()
+    room = frontend.calls.room
+    assert (room.num_calls, room.num_tokens, room.num_bytes) == (0, 0, 0)
+    assert not frontend.router.rows
+    assert len(world.double.submits) == 16  # no row has begun meanwhile
+    world.double.resume()
+    again = await world.engine.async_generate("a", {"max_new_tokens": 2}, rid="x")
+    assert again["meta_info"]["id"] == "x"
+
+
+def check_answers(answers: BatchOutput, reason: str) -> None:
+    assert len(answers) == MANY
+    assert answers["meta_info"]["finish_reason"] == [reason] * MANY
+    assert answers["meta_info"]["id"] == [f"x_{place}" for place in range(MANY)]
+
+
+async def test_aborted_again_in_the_midst() -> None:
+    async with (world := World()).engine as engine:
+        task = asyncio.ensure_future(await begun(world))
+        abort_all(engine)
+        await in_the_midst(world)
+        engine.abort_request("x")
+        engine.abort_request(f"x_{MANY - 1}")
+        with pytest.raises(ValueError, match="in use"):
+            engine.async_generate("a", rid="x")
+        check_answers(await task, "abort")
+        await check_nothing_is_left(world)
+
+
+async def test_a_stream_gives_every_end_once() -> None:
+    async with (world := World()).engine as engine:
+        call = await begun(world, stream=True)
+        abort_all(engine)
+        ends: list[int] = []
+        async for chunk in call:
+            assert chunk["meta_info"]["finish_reason"] == "abort"
+            assert chunk["meta_info"]["id"] == f"x_{chunk['index']}"
+            ends.append(chunk["index"])
+        assert sorted(ends) == list(range(MANY))
+        await check_nothing_is_left(world)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_left_in_the_midst(is_stream: bool) -> None:
+    async with (world := World()).engine as engine:
+        call = await begun(world, stream=is_stream)
+        abort_all(engine)
+        await in_the_midst(world)
+        await call.aclose()
+        await check_nothing_is_left(world)
+        assert not engine._running()._life.feeder._ending
+
+
+@pytest.mark.parametrize("returns_exceptions", [True, False])
+async def test_the_engine_dies_in_the_midst(returns_exceptions: bool) -> None:
+    async with (world := World()).engine as engine:
+        call = await begun(world, return_exceptions=returns_exceptions)
+        world.double.is_deaf = True
+        abort_all(engine)
+        await in_the_midst(world)
+        die(engine)
+        if not returns_exceptions:
+            with pytest.raises(EngineDeadError):
+                await call
+            return
+        answers = await call
+        assert all(isinstance(entry, EngineDeadError) for entry in answers[:16])
+        assert {entry["meta_info"]["finish_reason"] for entry in answers[16:]} == {"abort"}
+        assert len(answers) == MANY
+
+
+async def test_drain_waits_for_all_rows() -> None:
+    async with (world := World()).engine as engine:
+        task = asyncio.ensure_future(await begun(world))
+        assert not await engine.drain(0.01)
+        assert task.done() or await asyncio.wait_for(task, 1)
+        assert engine.stats()["num_streams"] == 0
+        check_answers(task.result(), "shutdown")
+
+
+async def test_drain_waits_for_an_abort() -> None:
+    async with (world := World()).engine as engine:
+        call: Generation[BatchOutput] = await begun(world)
+        abort_all(engine)
+        await in_the_midst(world)
+        assert await engine.drain(5)
+        assert engine.stats()["num_streams"] == 0
+        check_answers(await call, "abort")
+
+
+async def test_shutdown_leaves_nobody_waiting() -> None:
+    async with (world := World()).engine as engine:
+        call = await begun(world, return_exceptions=True)
+        await engine.shutdown()
+        answers = await asyncio.wait_for(call, 0.5)
+        assert len(answers) == MANY
+        assert all(isinstance(entry, EngineClosedError) for entry in answers)
+
+
+def test_shutdown_leaves_no_thread_waiting() -> None:
+    found: list[BatchOutput] = []
+    with fake_engine(processes=False, step_time_s=0.001) as llm:
+
+        def work() -> None:
+            found.append(llm.generate(["a"] * 20_000, LONG, return_exceptions=True))
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        while llm.stats()["num_running"] == 0:
+            time.sleep(0.001)
+    thread.join(10)
+    [answers] = found
+    assert len(answers) == 20_000
+    assert isinstance(answers[-1], EngineClosedError)
+
+
+async def test_no_row_begins_whose_prompt_was_on_the_way_to_its_ids() -> None:
+    async with (world := World(max_running=64)).engine as engine:
+        world.double.is_held = world.double.is_deaf = True
+        world.tokenizer.delay_s = 0.05
+        stream: Stream = engine.async_generate(["a"] * 200, LONG, stream=True)
+        await until(lambda: len(world.double.live) == 64 and len(world.tokenizer.batches) == 2)
+        abort_all(engine)
+        [call] = engine._running().calls.by_output.values()
+        await until(lambda: call.num_begun == 200 and not call.is_encoding)
+        assert len(world.double.submits) == 64
+        assert (call.num_begun, call.output.num_open) == (200, 64)
+        await stream.aclose()
+
+
+async def test_many_calls_that_end_at_once_take_turns() -> None:
+    async with (world := World(max_running=2)).engine as engine:
+        world.double.is_held = True
+        calls = [engine.async_generate(["a"] * MANY, LONG) for _ in range(4)]
+        await until(lambda: len(world.double.live) == 16)
+        open_calls = list(engine._running().calls.by_output.values())
+        abort_all(engine)
+        nums: list[int] = []
+        while engine.stats()["num_streams"]:
+            nums.append(sum(call.num_begun for call in open_calls))
+            await asyncio.sleep(0)
+        assert max(after - before for before, after in pairwise(nums)) <= MAX_ROWS_ENDED_AT_ONCE
+        assert [len(await call) for call in calls] == [MANY] * 4
