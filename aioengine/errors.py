@@ -58,10 +58,18 @@ def _portable(cause: BaseException | None) -> BaseException | None:
     try:
         pickle.loads(pickle.dumps(cause))
     except Exception as error:
-        stand_in = EngineError(f"{type(cause).__name__}: {cause}")
-        stand_in.add_note(f"The exception itself cannot be pickled: {type(error).__name__}: {error}")
+        stand_in = EngineError(describe(cause))
+        stand_in.add_note(f"The exception itself cannot be pickled: {describe(error)}")
         return stand_in
     return cause
+
+
+def describe(error: BaseException) -> str:
+    """The type and the message of an error of any class, whose message may raise an error itself."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as nested:
+        return f"{type(error).__name__} (its message raised {type(nested).__name__})"
 
 
 class RequestTooLargeError(ValueError):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import Future, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import uvloop
 
@@ -26,6 +25,32 @@ JOIN_TIMEOUT_S = 5.0
 _FOR_THE_LOOP = 8
 
 
+class _Outcome:
+    """What a call came to, for the one thread that waits for it.
+
+    (A signal handler may raise anywhere in ``concurrent.futures.Future``, which then keeps its lock for ever.)
+    """
+
+    __slots__ = ("error", "gate", "is_done", "value")
+
+    def __init__(self) -> None:
+        self.value: object = None
+        self.error: BaseException | None = None
+        self.is_done = False
+        self.gate = threading.Lock()
+        self.gate.acquire()
+
+    def set(self, value: object, error: BaseException | None = None) -> None:
+        """Once."""
+        self.value, self.error, self.is_done = value, error, True
+        self.gate.release()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait for the outcome, until it is there or the time is over."""
+        if not self.is_done:
+            self.gate.acquire(timeout=-1 if timeout_s is None else timeout_s)
+
+
 class Portal:
     """A uvloop event loop on a daemon thread. Made running; ``close`` ends it.
 
@@ -41,8 +66,8 @@ class Portal:
         hold_standard_descriptors()
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._closed = closed
-        self._calls: dict[Future[Any], Coroutine[object, None, object]] = {}
-        self._tasks: dict[Future[Any], asyncio.Task[object]] = {}
+        self._calls: dict[_Outcome, Coroutine[object, None, object]] = {}
+        self._tasks: dict[_Outcome, asyncio.Task[object]] = {}
         self._is_ending = False
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -67,22 +92,32 @@ class Portal:
         if self.is_current:
             coroutine.close()
             raise RuntimeError("a call from the engine's own thread would wait for itself")
-        outcome: Future[Value] = Future()
-        self._calls[outcome] = coroutine  # before the loop is asked: if that ends now, it refuses this call
+        outcome = _Outcome()
         try:
+            self._calls[outcome] = coroutine  # before the loop is asked: if that ends now, it refuses this call
             if not post(self.loop, self._begin, outcome):
                 self._refuse(outcome)
-            return outcome.result(timeout_s)
+            outcome.wait(timeout_s)
+            if not outcome.is_done:
+                raise TimeoutError(f"the engine's loop did not answer within {timeout_s:g} s")
         except BaseException:
-            if not outcome.done() and post(self.loop, self._cancel, outcome):
-                wait([outcome], JOIN_TIMEOUT_S)
+            if not outcome.is_done and post(self.loop, self._cancel, outcome):
+                outcome.wait(JOIN_TIMEOUT_S)
             raise
+        if outcome.error is not None:
+            raise outcome.error
+        return cast("Value", outcome.value)
 
-    def close(self) -> None:
+    def close(self, *, waits: bool = True) -> None:
         """End the loop, cancel what still runs on it, and end the thread. Harmless twice."""
         post(self.loop, self._stopping.set)
+        if waits:
+            self.join(JOIN_TIMEOUT_S)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread, which something else brings about."""
         if not self.is_current:
-            self._thread.join(JOIN_TIMEOUT_S)
+            self._thread.join(timeout_s)
 
     # ------------------------------------------------------------ on the portal's thread
 
@@ -100,38 +135,37 @@ class Portal:
             self._is_ending = True
             self._refuse_all()
 
-    def _begin(self, outcome: Future[Any]) -> None:
+    def _begin(self, outcome: _Outcome) -> None:
         if self._is_ending:
             self._refuse(outcome)
         elif (coroutine := self._calls.get(outcome)) is not None:
             task = self._tasks[outcome] = self.loop.create_task(coroutine)
             task.add_done_callback(partial(self._pass_on, outcome))
 
-    def _cancel(self, outcome: Future[Any]) -> None:
+    def _cancel(self, outcome: _Outcome) -> None:
         if (task := self._tasks.get(outcome)) is not None:
             task.cancel()
+        else:
+            self._refuse(outcome)  # it had not begun
 
-    def _pass_on(self, outcome: Future[Any], task: asyncio.Task[object]) -> None:
+    def _pass_on(self, outcome: _Outcome, task: asyncio.Task[object]) -> None:
         """Give the outcome of a task to the thread that waits for it."""
         del self._tasks[outcome]
         error = _cancelled() if task.cancelled() else task.exception()
         if self._calls.pop(outcome, None) is None:
             return  # it was refused
-        if error is not None:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(task.result())
+        outcome.set(None if error is not None else task.result(), error)
 
     # ------------------------------------------------------------ from any thread
 
-    def _refuse(self, outcome: Future[Any]) -> None:
+    def _refuse(self, outcome: _Outcome) -> None:
         """The call gets no other outcome any more. Its task, where it has one, is cancelled with the loop."""
         coroutine = self._calls.pop(outcome, None)
         if coroutine is None:
             return
         if outcome not in self._tasks:
             coroutine.close()
-        outcome.set_exception(self._closed())
+        outcome.set(None, self._closed())
 
     def _refuse_all(self) -> None:
         for outcome in list(self._calls):

@@ -24,6 +24,7 @@ from aioengine.frontend.progress import ProgressBars
 from aioengine.frontend.startup import start_frontend
 from aioengine.portal import Portal
 from aioengine.stream import Generation, Stream
+from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,6 +69,9 @@ class ChunkIterator(Iterator["Chunk"]):
                 chunk = self._reader.take()
             except EndOfOutput:
                 raise StopIteration from None
+            except BaseException:  # a signal handler's, in the midst of taking a chunk: it may be lost
+                self._reader.leave()
+                raise
             if chunk is not None:
                 return chunk
             wait_for_news(self._reader)
@@ -93,9 +97,10 @@ def wait_for_news(reader: Reader) -> None:
     """Block this thread until there may be something new. A reader that is interrupted here leaves for good."""
     gate = threading.Lock()
     gate.acquire()
+    if not reader.wait(gate.release):
+        return
     try:
-        if reader.wait(gate.release):
-            gate.acquire()
+        gate.acquire()
     except BaseException:
         reader.leave()
         raise
@@ -161,6 +166,8 @@ class Engine:
     def shutdown(self) -> None:
         """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; harmless twice."""
         self._finalizer()
+        if not self._frontend.is_interrupted:
+            self._portal.join(STOP_TIMEOUT_S)  # another thread may be shutting it down
 
     def __enter__(self) -> Self:
         self._running()
@@ -177,7 +184,7 @@ class Engine:
             warnings.warn("an Engine was not shut down", ResourceWarning, stacklevel=1, source=self)
 
     def __repr__(self) -> str:
-        return info.described("Engine", self._model_name, info.state(self._frontend))
+        return info.described("Engine", self._model_name, info.state(self._frontend, is_forked=self._is_forked))
 
     if not TYPE_CHECKING:  # type checkers would take it for a sign that every attribute exists
 
@@ -187,9 +194,13 @@ class Engine:
     def __reduce__(self) -> NoReturn:
         raise TypeError("an engine cannot be pickled or copied: it owns processes; make one where it is needed")
 
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
     def _running(self, *, blocks: bool = False) -> Frontend:
         """The frontend of the running engine; ``blocks``: for a call that waits for the engine's loop."""
-        if os.getpid() != self._pid:
+        if self._is_forked:
             raise calls.forked(self._pid)
         if not self._finalizer.alive:
             raise calls.closed()
@@ -373,7 +384,7 @@ class Engine:
     @property
     def is_alive(self) -> bool:
         """Whether the engine takes or finishes requests."""
-        return info.state(self._frontend) in info.ALIVE
+        return info.state(self._frontend, is_forked=self._is_forked) in info.ALIVE
 
     def stats(self) -> dict[str, int]:
         """Counters (README tells what each is), as the scheduler pushed them last."""
@@ -381,7 +392,7 @@ class Engine:
 
     def health(self) -> Health:
         """The state of the engine and of its processes; may be called at any time."""
-        return info.health(self._frontend)
+        return info.health(self._frontend, is_forked=self._is_forked)
 
     def get_all_child_pids(self) -> list[int]:
         """The ids of the engine's processes that are alive."""
@@ -401,7 +412,8 @@ def _end(portal: Portal, frontend: Frontend, pid: int) -> None:
     if os.getpid() != pid:
         return
     try:
-        if portal.is_current:  # a forgotten engine, collected on its own thread
+        if portal.is_current or frontend.is_interrupted:  # its own thread, or one that holds what its thread waits for
+            post(frontend.loop, frontend.fail, calls.closed())
             frontend.kill_now()
         else:
             portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)
@@ -411,4 +423,4 @@ def _end(portal: Portal, frontend: Frontend, pid: int) -> None:
         frontend.kill_now()
         raise
     finally:
-        portal.close()
+        portal.close(waits=not frontend.is_interrupted)

@@ -116,20 +116,16 @@ class CallLife:
             if not output.is_over:
                 return
             uids = [row.uid for row in output.live.values()]
+            for uid in uids:
+                self._router.rows.pop(uid, None)
             output.live.clear()
             self._calls.close(call, time.monotonic())
             is_idle = not self._calls.by_output
-        self._forget(uids)
+        if uids:
+            self._send([Abort(uids)])
         self.attachments.ended(call)
         if is_idle:
             self.idle.set()
-
-    def _forget(self, uids: list[int]) -> None:
-        """Nobody wants these rows any more."""
-        for uid in uids:
-            self._router.rows.pop(uid, None)
-        if uids:
-            self._send([Abort(uids)])
 
     def discard(self, call: Call) -> None:
         """Beginning it failed half-way, so nobody can read it: undo what was done."""

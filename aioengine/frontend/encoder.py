@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from aioengine.errors import RequestError, RequestTooLargeError
+from aioengine.errors import RequestError, RequestTooLargeError, describe
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, Prompt, RefusedPrompt, TextPrompt
 from aioengine.supervision.tasks import post
 
@@ -127,19 +127,11 @@ class Job(NamedTuple):
         try:
             return look_at(prompt, self.check_ids)
         except BaseException as error:  # from the caller's own classes, on a thread that nobody interrupts
-            return RefusedPrompt(ValueError(f"the prompt cannot be read: {description(error)}"))
+            return RefusedPrompt(ValueError(f"the prompt cannot be read: {describe(error)}"))
 
     def failed(self, error: RequestError) -> list[Encoded]:
         """The same error for each of its prompts."""
         return [error] * len(self.prompts)
-
-
-def description(error: BaseException) -> str:
-    """The type and the message of an error of foreign code, whose message may raise an error itself."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except BaseException as nested:
-        return f"{type(error).__name__} (its message raised {type(nested).__name__})"
 
 
 def look_at(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt:
@@ -153,7 +145,7 @@ def look_at(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt:
     except (TypeError, ValueError) as error:
         return RefusedPrompt(error)
     except Exception as error:  # its parts may be objects of any class: whatever they raise is this prompt's
-        return RefusedPrompt(ValueError(f"{prompt.name} cannot be read: {description(error)}"))
+        return RefusedPrompt(ValueError(f"{prompt.name} cannot be read: {describe(error)}"))
     return found
 
 
@@ -234,7 +226,7 @@ class Lane:
         if error is None:
             found, seconds = work.result()
         else:
-            failure = RequestError("tokenize", description(error))
+            failure = RequestError("tokenize", describe(error))
             found, seconds = [job.failed(failure) for job in jobs], 0.0
         loop = asyncio.get_running_loop()
         for job, encoded in zip(jobs, found, strict=True):
@@ -319,7 +311,7 @@ class Encoder:
         except ValueError as error:
             return error
         except BaseException as error:  # templates are code of the model's author: all that they raise is this chat's
-            return ValueError(f"the chat template refused the messages: {description(error)}")
+            return ValueError(f"the chat template refused the messages: {describe(error)}")
 
     def _check_sizes(self, texts: list[str]) -> None:
         if self.sizes is None:
@@ -339,5 +331,5 @@ class Encoder:
             if len(texts) == 1:
                 if isinstance(error, RequestTooLargeError):
                     return [error]
-                return [RequestError("tokenize", description(error))]
+                return [RequestError("tokenize", describe(error))]
             return [self._encode_texts([text], specials)[0] for text in texts]

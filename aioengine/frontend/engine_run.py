@@ -143,6 +143,8 @@ class EngineRun:
         self._set_over()
         if self.frontend is not None:
             self.frontend.kill_now()
+        elif self._start is not None and self.loop.is_closed():
+            self._start.get_coro().close()  # it was under way, and kills what it has started
 
     def _set_over(self) -> None:
         self.is_ended = self.is_over = True

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from aioengine import params as wire
 from aioengine.answers import RowFacts
-from aioengine.errors import RequestError, RequestTooLargeError
-from aioengine.frontend.encoder import Encoder, Job, description, look_at
+from aioengine.errors import RequestError, RequestTooLargeError, describe
+from aioengine.frontend.encoder import Encoder, Job, look_at
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, RefusedPrompt, TextPrompt
 from aioengine.protocol.messages import FinishCode, Finished, Submit
@@ -172,7 +172,7 @@ class Feeder:
 
     def _fail(self, call: Call, error: BaseException) -> None:
         with self._lock:
-            call.output.fail(RequestError("submit", description(error)))
+            call.output.fail(RequestError("submit", describe(error)))
         self._settle(call)
 
     def _begin_some(self, call: Call) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from functools import partial
@@ -26,7 +27,7 @@ from aioengine.frontend.controls import Controls
 from aioengine.frontend.encoder import Encoder, TextSizes
 from aioengine.frontend.entrance import Entrance, this_caller
 from aioengine.frontend.feeder import PromptRules
-from aioengine.frontend.interrupts import refuse_deep_stack, refuse_interrupting
+from aioengine.frontend.interrupts import is_deep_stack, is_interrupted, refuse_deep_stack, refuse_interrupting
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.router import Router
 from aioengine.frontend.slow_readers import SlowReaders
@@ -95,6 +96,7 @@ class Frontend:
         self.entrance = Entrance(self.calls, lock, self.loop)
         self.controls = Controls(self._send)
         self._lock = lock
+        self._pid = os.getpid()
         self._encoder = None if parts.tokenizer is None else Encoder(parts.tokenizer, _sizes(parts))
         self._ended = asyncio.Event()
         rules = PromptRules(
@@ -151,6 +153,17 @@ class Frontend:
         """Raise RuntimeError in a handler or finalizer that interrupted the engine's own code on this thread."""
         refuse_interrupting(self._lock)
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether this thread is in a handler or finalizer that interrupted the engine's own code."""
+        return is_interrupted(self._lock)
+
+    def check_waiting(self) -> None:
+        """Raise what keeps the engine from ever waking this thread: it interrupted the engine, or is in a fork."""
+        self.refuse_interrupting()
+        if os.getpid() != self._pid:
+            raise open_calls.forked(self._pid)
+
     def leave(self, output: CallOutput) -> None:
         output.leave()
         self._act(self._life.leave, output)
@@ -182,7 +195,7 @@ class Frontend:
             is_here = asyncio.get_running_loop() is self.loop
         except RuntimeError:
             is_here = False
-        if is_here:
+        if is_here and not is_deep_stack():
             act(*arguments)
         else:
             post(self.loop, act, *arguments)

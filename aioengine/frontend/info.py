@@ -92,8 +92,10 @@ def described(kind: str, model: str, state: str) -> str:
     return f"<{' '.join(filter(None, (kind, model, state)))}>"
 
 
-def state(frontend: Frontend) -> str:
-    """The word for how the engine is."""
+def state(frontend: Frontend, *, is_forked: bool = False) -> str:
+    """The word for how the engine is; ``is_forked``: it is another process's."""
+    if is_forked:
+        return "closed"
     failure = frontend.failure
     if failure is None:
         if frontend.parts.processes.is_recovering:
@@ -104,10 +106,10 @@ def state(frontend: Frontend) -> str:
     return "stalled" if isinstance(failure, EngineStalledError) else "dead"
 
 
-def health(frontend: Frontend) -> Health:
+def health(frontend: Frontend, *, is_forked: bool = False) -> Health:
     """How the engine and each of its processes are."""
     return {
-        "state": state(frontend),
+        "state": state(frontend, is_forked=is_forked),
         "processes": [
             {
                 "role": process.role,

@@ -12,22 +12,33 @@ MAX_FRAMES: Final = 150
 """Stack frames that beginning a call may need, with room to spare; tests measure it."""
 
 
-def refuse_deep_stack() -> None:
-    """Raise RecursionError while nothing is registered, where beginning a call might reach the recursion limit."""
+def is_deep_stack() -> bool:
+    """Whether the engine's own code might reach the recursion limit here, half-way through what it does."""
     try:
         sys._getframe(max(0, sys.getrecursionlimit() - MAX_FRAMES))
     except ValueError:  # the stack is not that deep
-        return
-    raise RecursionError(f"a call to the engine needs {MAX_FRAMES} stack frames below the recursion limit")
+        return False
+    return True
 
 
-def refuse_interrupting(lock: threading.RLock) -> None:
-    """Raise RuntimeError where this thread already holds the engine's lock.
+def refuse_deep_stack() -> None:
+    """Raise RecursionError while nothing is registered, where beginning a call might reach the recursion limit."""
+    if is_deep_stack():
+        raise RecursionError(f"a call to the engine needs {MAX_FRAMES} stack frames below the recursion limit")
+
+
+def is_interrupted(lock: threading.RLock) -> bool:
+    """Whether this thread already holds the engine's lock.
 
     A signal handler, or a finalizer that garbage collection runs, can interrupt the engine's own code anywhere. Waiting
     there for the engine would be waiting for the interrupted code.
     """
-    if lock._is_owned():  # type: ignore[attr-defined]  # pyright: ignore
+    return bool(lock._is_owned())  # type: ignore[attr-defined]  # pyright: ignore
+
+
+def refuse_interrupting(lock: threading.RLock) -> None:
+    """Raise RuntimeError where this thread already holds the engine's lock."""
+    if is_interrupted(lock):
         raise RuntimeError(
             "a signal handler or finalizer interrupted the engine on this thread, so it can neither start nor read a "
             "request here; abort_request(), abort(), close(), stats() and health() may be called, everything else "

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 from aioengine import answers
 from aioengine.answers import Answer, BatchOutput, Chunk
 from aioengine.errors import RequestError
-from aioengine.frontend.interrupts import refuse_interrupting
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -60,6 +59,10 @@ class Calls(Protocol):
 
     def abort(self, output: CallOutput) -> None:
         """End its rows; the reader gets what there is, with the reason."""
+        ...
+
+    def check_waiting(self) -> None:
+        """Raise what keeps the engine from ever waking this thread."""
         ...
 
     def feed(self, output: CallOutput) -> None:
@@ -255,11 +258,12 @@ class CallOutput:
 
         A row that failed is the end of the whole call, unless exceptions are to be returned in place.
         """
+        if self.live.pop(row.position, None) is None:
+            return  # the call was settled already
         row.finished = finished
         row.delivered_at = delivered_at
         row.error = answers.error(finished) if error is None else error
         self.num_open -= 1
-        del self.live[row.position]
         if row.error is not None and not self.returns_exceptions:
             self.fail(row.error)
         elif self.is_stream:
@@ -385,7 +389,7 @@ class Reader:
         False, and no call, where there is something to take already (or where the call is on its way, ``for_begin``).
         """
         output = self._output
-        refuse_interrupting(self._lock)
+        self._calls.check_waiting()
         with self._lock:
             if output.ready or output.is_over or (for_begin and output.is_begun):
                 return False

@@ -140,10 +140,11 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         )
         inbox.connect(frontend)
         log_start(blueprint.settings, facts, time.monotonic() - began_at)
-    except BaseException:
+    except BaseException as error:
         if processes is not None:
             processes.kill_now()
-            await processes.stop(0.0)
+            if not isinstance(error, GeneratorExit):  # the loop was closed, and nothing can be awaited
+                await processes.stop(0.0)
         raise
     finally:
         thread.shutdown(wait=False, cancel_futures=True)

@@ -82,7 +82,7 @@ class Handshake:
         self._fail("the engine was shut down while it started")
 
     def _fail(self, text: str) -> None:
-        if not self._done.done():
+        if not self._done.done() and not self._done.get_loop().is_closed():
             self._done.set_exception(EngineStartupError(text))
             self._done.exception()  # may come when nobody waits any more
 

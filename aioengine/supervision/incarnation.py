@@ -140,6 +140,9 @@ class Incarnation:
             for child in self._family.ended(ROLES):  # just now, which the handshake did not care about any more
                 asyncio.get_running_loop().call_soon(self._child_ended, child)
             return facts
+        except GeneratorExit:  # the loop was closed, and nothing can be awaited
+            self.kill_now()
+            raise
         except BaseException:
             await self.end(polite_s=0.0)
             raise
@@ -268,8 +271,9 @@ class Incarnation:
 
     def kill_now(self) -> None:
         """End the children at once and without a loop."""
-        self._mark_ended()
+        self._is_ended = True
         self._family.kill_and_reap()
+        self._mark_ended()
         if self._pump is not None:
             self._pump.cancel()
         self._launcher.close()

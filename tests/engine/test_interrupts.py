@@ -7,13 +7,15 @@ import contextlib
 import gc
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from aioengine import engine as engine_module
-from aioengine.errors import EngineError
+from aioengine import portal, sync
+from aioengine.errors import EngineClosedError, EngineError
 from aioengine.frontend import interrupts
 from aioengine.frontend.room import Room
 from aioengine.frontend.router import Router
@@ -25,13 +27,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from aioengine.answers import Chunk
     from aioengine.engine import AsyncEngine
     from aioengine.frontend.frontend import Frontend
+    from aioengine.stream import Stream
 
 GREEDY = {"temperature": 0, "max_new_tokens": 5}
 LONG = {"temperature": 0, "max_new_tokens": 200}
 FRONTEND = str(Path(interrupts.__file__).parent)
 ENGINE = engine_module.__file__
+SYNC = sync.__file__
+PORTAL = portal.__file__
 
 
 def frontend_of(engine: AsyncEngine) -> Frontend:
@@ -189,9 +195,11 @@ class RaiseAtCall:
     These are the places at which Python runs signal handlers, loops aside.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *files: str) -> None:
+        """``files``: of the code, or folders of them; else all that begins a call."""
         self.is_raised = False
         self._left = count
+        self._files = files or (FRONTEND, ENGINE)
 
     def __enter__(self) -> RaiseAtCall:
         sys.setprofile(self._profile)
@@ -201,8 +209,10 @@ class RaiseAtCall:
         sys.setprofile(None)
 
     def _profile(self, frame: FrameType, event: str, argument: object) -> None:
-        file = frame.f_code.co_filename
-        if event != "c_call" and (file.startswith(FRONTEND) or file == ENGINE):
+        is_handed_over = (
+            event == "return" and frame.f_code.co_name == "__next__"
+        )  # a for loop checks for no signal there
+        if event != "c_call" and not is_handed_over and frame.f_code.co_filename.startswith(self._files):
             self._left -= 1
             if self._left == 0:
                 self.is_raised = True
@@ -263,6 +273,85 @@ async def test_a_call_at_any_depth_of_the_stack_works_or_leaves_nothing_open(opt
         assert num_refused >= interrupts.MAX_FRAMES
         assert frontend_of(engine).failure is None
         assert await engine.drain(1)
+
+
+async def test_a_stream_that_is_closed_at_any_depth_of_the_stack_harms_no_other_request() -> None:
+    def close_below(num_frames: int, stream: Stream) -> None:
+        if num_frames:
+            close_below(num_frames - 1, stream)
+        else:
+            with contextlib.suppress(StopIteration):
+                stream.aclose().send(None)
+
+    async with fake_async_engine(context_length=8192) as engine:
+        other = asyncio.ensure_future(engine.async_generate("b", {"max_new_tokens": 4000}))
+        for num_frames in range(max(0, sys.getrecursionlimit() - 200), sys.getrecursionlimit()):
+            stream = engine.async_generate("a", {"max_new_tokens": 4000}, stream=True)
+            await anext(stream)
+            with contextlib.suppress(RecursionError):
+                close_below(num_frames, stream)
+            del stream
+            await asyncio.sleep(0)
+        assert (await other)["meta_info"]["finish_reason"] == "length"
+        await until(lambda: is_clean(engine))
+
+
+def test_an_exception_anywhere_in_reading_ends_the_stream_or_loses_nothing() -> None:
+    with fake_engine() as engine:
+        expected = engine.generate("a", LONG)["text"]  # type: ignore[call-overload,index]
+        num_places = num_left = 0
+        is_raised = True
+        while is_raised:
+            num_places += 1
+            stream = engine.generate("a", LONG, stream=True)
+            chunks: list[Chunk] = []
+            with RaiseAtCall(num_places, FRONTEND, SYNC) as injected, contextlib.suppress(KeyboardInterrupt):
+                for chunk in stream:
+                    chunks.append(chunk)
+                    if len(chunks) == 2:
+                        break
+            is_raised = injected.is_raised
+            if stream._reader.state == "left":
+                num_left += 1
+            else:
+                assert "".join(chunk["text"] for chunk in [*chunks, *stream]) == expected
+        assert num_left > 5
+        assert num_places > 20
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a coroutine that never began
+def test_an_exception_anywhere_in_a_control_call_leaves_the_next_one_working() -> None:
+    with fake_engine() as engine:
+        num_places, is_raised = 0, True
+        while is_raised:
+            num_places += 1
+            with RaiseAtCall(num_places, PORTAL) as injected, contextlib.suppress(KeyboardInterrupt):
+                engine.flush_cache()
+            is_raised = injected.is_raised
+            assert engine.flush_cache()
+            assert engine._portal._calls == {}
+        assert num_places > 5
+
+
+def test_a_shutdown_from_a_handler_that_interrupts_the_engine_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = fake_engine()
+    here, took = threading.get_ident(), list[float]()
+
+    def handler() -> None:
+        if threading.get_ident() == here:
+            begun_at = time.monotonic()
+            engine.shutdown()
+            took.append(time.monotonic() - begun_at)
+
+    interrupt = Interrupt(monkeypatch, Room, "use_place", handler)
+    with pytest.raises(EngineClosedError):
+        engine.generate("a", {"max_new_tokens": 2000})
+    assert (interrupt.num_calls, interrupt.errors) == (1, [])
+    assert took[0] < 4  # it took 16 seconds: three timeouts
+    with pytest.raises(EngineClosedError):
+        engine.generate("a")
 
 
 # ---------------------------------------------------------------- the slow readers' policy

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import time
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,11 +14,11 @@ import psutil
 import pytest
 
 from aioengine import plugins
-from aioengine.errors import EngineDeadError, EngineError
+from aioengine.errors import EngineClosedError, EngineDeadError, EngineError
 from aioengine.logs import log
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.supervision.tasks import EngineTask
-from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.processes.restart_kit import ANSWERS, ask_all, frontend_of, undisturbed, until
 
 if TYPE_CHECKING:
@@ -244,6 +245,45 @@ def test_the_end_of_asyncio_run_leaves_no_process() -> None:
     assert engine.health()["state"] == "dead"
     asyncio.run(until(lambda: not engine.get_all_child_pids()))
     asyncio.run(engine.shutdown())
+
+
+@process
+@pytest.mark.parametrize("moment", ["start", "recovery"])
+def test_a_loop_that_is_closed_without_an_end_of_its_tasks_leaves_no_process(moment: str) -> None:
+    engine, loop = fake_async_engine(ANSWERS, processes=True), asyncio.new_event_loop()
+    if moment == "start":
+        starting = loop.create_task(engine.start())
+        loop.run_until_complete(until(lambda: len(psutil.Process().children()) >= 2))
+        assert not starting.done()
+    else:
+        loop.run_until_complete(engine.start())
+        kill_scheduler(engine)
+        loop.run_until_complete(until(lambda: engine.health()["state"] == "recovering"))
+    children = psutil.Process().children()
+    loop.close()
+    asyncio.run(engine.shutdown())
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+    asyncio.run(engine.shutdown())
+
+
+@process
+def test_a_stream_that_is_read_in_a_fork_raises() -> None:
+    with fake_engine() as engine:
+        engine.pause_generation("in_place")
+        stream = engine.generate("a", stream=True)
+        pid = os.fork()
+        if not pid:
+            signal.alarm(20)
+            try:
+                next(stream)
+            except EngineClosedError:
+                os._exit(17 if engine.health()["state"] == "closed" and not engine.is_alive else 18)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
+        engine.continue_generation()
+        assert next(stream)["text"]
 
 
 @pytest.mark.parametrize("error", [None, KeyError("x"), asyncio.CancelledError()])

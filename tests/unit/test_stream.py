@@ -30,6 +30,9 @@ class Notes:
     def leave(self, output: CallOutput) -> None:
         self.asked.append("leave")
 
+    def check_waiting(self) -> None:
+        """This thread can be woken."""
+
     def drop(self, output: CallOutput) -> None:
         self.asked.append("drop")
 
