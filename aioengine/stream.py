@@ -110,8 +110,8 @@ class Generation(Coroutine[object, None, Result]):
                 chunk = reader.take()
             except EndOfOutput:
                 raise StopAsyncIteration from None
-            except BaseException:  # a signal handler's, in the midst of taking a chunk: it may be lost
-                reader.leave()
+            except BaseException as error:
+                reader.interrupted(error)
                 raise
             if chunk is not None:
                 return chunk

@@ -69,8 +69,8 @@ class ChunkIterator(Iterator["Chunk"]):
                 chunk = self._reader.take()
             except EndOfOutput:
                 raise StopIteration from None
-            except BaseException:  # a signal handler's, in the midst of taking a chunk: it may be lost
-                self._reader.leave()
+            except BaseException as error:
+                self._reader.interrupted(error)
                 raise
             if chunk is not None:
                 return chunk
@@ -184,7 +184,7 @@ class Engine:
             warnings.warn("an Engine was not shut down", ResourceWarning, stacklevel=1, source=self)
 
     def __repr__(self) -> str:
-        return info.described("Engine", self._model_name, info.state(self._frontend, is_forked=self._is_forked))
+        return info.described("Engine", self._model_name, self.health()["state"])
 
     if not TYPE_CHECKING:  # type checkers would take it for a sign that every attribute exists
 
@@ -194,13 +194,9 @@ class Engine:
     def __reduce__(self) -> NoReturn:
         raise TypeError("an engine cannot be pickled or copied: it owns processes; make one where it is needed")
 
-    @property
-    def _is_forked(self) -> bool:
-        return os.getpid() != self._pid
-
     def _running(self, *, blocks: bool = False) -> Frontend:
         """The frontend of the running engine; ``blocks``: for a call that waits for the engine's loop."""
-        if self._is_forked:
+        if os.getpid() != self._pid:
             raise calls.forked(self._pid)
         if not self._finalizer.alive:
             raise calls.closed()
@@ -384,7 +380,7 @@ class Engine:
     @property
     def is_alive(self) -> bool:
         """Whether the engine takes or finishes requests."""
-        return info.state(self._frontend, is_forked=self._is_forked) in info.ALIVE
+        return self.health()["state"] in info.ALIVE
 
     def stats(self) -> dict[str, int]:
         """Counters (README tells what each is), as the scheduler pushed them last."""
@@ -392,7 +388,7 @@ class Engine:
 
     def health(self) -> Health:
         """The state of the engine and of its processes; may be called at any time."""
-        return info.health(self._frontend, is_forked=self._is_forked)
+        return info.health(self._frontend, is_forked=os.getpid() != self._pid)
 
     def get_all_child_pids(self) -> list[int]:
         """The ids of the engine's processes that are alive."""

@@ -92,10 +92,8 @@ def described(kind: str, model: str, state: str) -> str:
     return f"<{' '.join(filter(None, (kind, model, state)))}>"
 
 
-def state(frontend: Frontend, *, is_forked: bool = False) -> str:
-    """The word for how the engine is; ``is_forked``: it is another process's."""
-    if is_forked:
-        return "closed"
+def state(frontend: Frontend) -> str:
+    """The word for how the engine is."""
     failure = frontend.failure
     if failure is None:
         if frontend.parts.processes.is_recovering:
@@ -107,9 +105,9 @@ def state(frontend: Frontend, *, is_forked: bool = False) -> str:
 
 
 def health(frontend: Frontend, *, is_forked: bool = False) -> Health:
-    """How the engine and each of its processes are."""
+    """How the engine and each of its processes are; ``is_forked``: they are another process's."""
     return {
-        "state": state(frontend, is_forked=is_forked),
+        "state": "closed" if is_forked else state(frontend),
         "processes": [
             {
                 "role": process.role,

@@ -428,6 +428,12 @@ class Reader:
         else:
             self.leave()
 
+    def interrupted(self, error: BaseException) -> None:
+        """Leave a stream in whose ``take`` this was raised, unless it is the stream's own: a chunk may be lost."""
+        output = self._output
+        if output.is_stream and error is not output.error:
+            self._calls.leave(output)
+
     @property
     def _can_be_left(self) -> bool:
         output = self._output

@@ -88,6 +88,13 @@ def _retrieve(work: asyncio.Future[tuple[Tokenizer, int | None]]) -> None:
         work.exception()
 
 
+async def _abandon(processes: Processes, error: BaseException) -> None:
+    """End processes of which the start failed."""
+    processes.kill_now()
+    if not isinstance(error, GeneratorExit):  # the loop was closed, and nothing can be awaited
+        await processes.stop(0.0)
+
+
 async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
     """Start an engine on the running loop. ``prepare`` reads files, and may download them, on a thread.
 
@@ -142,9 +149,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         log_start(blueprint.settings, facts, time.monotonic() - began_at)
     except BaseException as error:
         if processes is not None:
-            processes.kill_now()
-            if not isinstance(error, GeneratorExit):  # the loop was closed, and nothing can be awaited
-                await processes.stop(0.0)
+            await _abandon(processes, error)
         raise
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
