@@ -429,6 +429,7 @@ class Chaos:
         self.counts["signals handled"] = self._handler.num_calls
         self.counts["slow callbacks"] = len(watch.slow)
         self.counts["longest callback, us"] = round(watch.longest_s * 1e6)
+        self.counts["longest garbage collection, us"] = round(watch.longest_collection_s * 1e6)
         self.problems += watch.slow
 
     async def settle(self) -> None:

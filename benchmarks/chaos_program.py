@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import resource
 import signal
+import threading
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final
@@ -46,27 +48,43 @@ class PanickingTokenizer(Tokenizer):
 
 
 class CallbackWatch:
-    """Finds callbacks of this process's asyncio loops that use more than ``limit_s`` of their thread's CPU time."""
+    """Finds callbacks of this process's asyncio loops that use more than ``limit_s`` of their thread's CPU time.
+
+    Garbage collections, which may begin anywhere and go through all objects of the program, are measured apart.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self.slow: list[str] = []
         self.longest_s = 0.0
+        self.longest_collection_s = 0.0
         self._limit_s = limit_s
         self._plain = asyncio.events.Handle._run
+        self._collecting = threading.local()
 
     def __enter__(self) -> CallbackWatch:
         watch, plain = self, self._plain
 
         def run(handle: Handle) -> None:
+            watch._collecting.spent_s = 0.0
             begun_at = time.thread_time()
             plain(handle)
-            watch._note(handle, time.thread_time() - begun_at)
+            watch._note(handle, time.thread_time() - begun_at - watch._collecting.spent_s)
 
+        gc.callbacks.append(self._collect)
         asyncio.events.Handle._run = run  # type: ignore[attr-defined]
         return self
 
     def __exit__(self, *_: object) -> None:
         asyncio.events.Handle._run = self._plain  # type: ignore[attr-defined]
+        gc.callbacks.remove(self._collect)
+
+    def _collect(self, phase: str, info: object) -> None:
+        if phase == "start":
+            self._collecting.begun_at = time.thread_time()
+            return
+        spent_s = time.thread_time() - self._collecting.begun_at
+        self.longest_collection_s = max(self.longest_collection_s, spent_s)
+        self._collecting.spent_s = getattr(self._collecting, "spent_s", 0.0) + spent_s
 
     def _note(self, handle: Handle, spent_s: float) -> None:
         self.longest_s = max(self.longest_s, spent_s)

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import select
+import signal
 import time
 from collections import deque
 from typing import TYPE_CHECKING
@@ -31,6 +32,21 @@ if TYPE_CHECKING:
     from aioengine.transport.addresses import Listener
 
 Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def end_context(context: Context) -> None:
+    """Close a context and its sockets, without waiting for messages that were not sent.
+
+    pyzmq gives up a context whose end a signal interrupts, and its five descriptors stay open for ever; so this thread
+    takes no signal meanwhile.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        context.destroy(linger=0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 ZmqError = zmq.ZMQError
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER, Endpoints, 
 from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, listen
 from aioengine.transport.descriptors import SpareDescriptors
-from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError
+from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError, end_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,7 +121,7 @@ class ProcessLauncher:
         if self._context is not None:
             for end in self._ends:
                 end.close()
-            self._context.destroy(linger=0)  # also a socket that could not be opened as a whole
+            end_context(self._context)  # also a socket that could not be opened as a whole
             self._context = None
         self._close_listeners()
         self._spare.free()

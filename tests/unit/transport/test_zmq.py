@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import threading
 import time
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from aioengine.protocol.messages import Abort, Message
 from aioengine.transport import zmq as transport
 from aioengine.transport.addresses import Listener, listen
 from aioengine.transport.base import BacklogFullError
-from aioengine.transport.zmq import AsyncZmqReceiver, AsyncZmqSender, Context, ZmqReceiver, ZmqSender
+from aioengine.transport.zmq import AsyncZmqReceiver, AsyncZmqSender, Context, ZmqReceiver, ZmqSender, end_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -259,3 +260,18 @@ def test_descriptors_are_given_back(tmp_path: Path) -> None:
     for _ in range(5):
         once()
     assert num_open() <= before
+
+
+def test_a_signal_while_a_context_ends_leaves_no_descriptor_open() -> None:
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    num_open = len(os.listdir("/proc/self/fd"))
+    signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-4)
+    try:
+        for _ in range(100):
+            context = Context()
+            context.socket(zmq.PUSH).close(linger=0)
+            end_context(context)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(os.listdir("/proc/self/fd")) == num_open
