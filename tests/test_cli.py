@@ -142,6 +142,8 @@ def test_the_workload_of_a_benchmark() -> None:
         (["bench", "-m", "x", "--ctx-size", "5"], "-m (did you mean --model?), --ctx-size (did you mean --context-l"),
         (["bench", "--max-tokens", "5"], "--max-tokens (did you mean --output-tokens?)"),
         (["--json", "info"], "unrecognized arguments: --json (a flag of a command comes after the command)"),
+        (["generate", "x", "--seed", "9" * 5000], "9999... (50"),
+        (["generate", "x", f"--{'a' * 5000}"], "aaaa... (50"),
         (["explain"], "invalid choice: 'explain'"),
         ([], "the following arguments are required"),
     ],
@@ -312,6 +314,12 @@ def test_a_bench_of_prompts_that_do_not_fit_is_one_line_and_status_1() -> None:
     assert "the prompt has 5000 tokens" in done.stderr
 
 
+@pytest.mark.process
+def test_prompts_of_a_bench_that_do_not_fit_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.cli.benchmark._prompt", pytest.fail)
+    assert main(["bench", "--prompt-tokens", "99999999"]) == 1
+
+
 def start(argv: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "aioengine", *argv]
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
@@ -330,8 +338,9 @@ def test_an_answer_in_letters_that_the_output_has_not_is_printed(encoding: str) 
     program = f"""
 import sys
 from aioengine import cli
+from aioengine.cli import commands
 from aioengine.testing.fake_engine import fake_engine
-cli.Engine = type("", (), {{"from_config": staticmethod(lambda config: fake_engine({{"": {ODD!r}}}))}})
+commands.Engine = type("", (), {{"from_config": staticmethod(lambda config: fake_engine({{"": {ODD!r}}}))}})
 sys.exit(cli.main(sys.argv[1:]))
 """
     command = [sys.executable, "-c", program, "generate", "x", "--max-new-tokens", "90"]
@@ -343,9 +352,18 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.process
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_input_that_is_not_utf_8_is_named(command: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"PYTHONIOENCODING": "utf-8"},
+        {"LC_ALL": "C"},
+        {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"LC_ALL": "C.UTF-8"},
+    ],
+)
+def test_input_that_is_not_utf_8_is_named(command: str, settings: dict[str, str]) -> None:
     line = [sys.executable, "-m", "aioengine", command, "--no-progress"]
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    environment = {**os.environ, **settings}
     done = subprocess.run(
         line,
         cwd=ROOT,
@@ -364,10 +382,43 @@ def test_input_that_is_not_utf_8_is_named(command: str) -> None:
 
 @pytest.mark.parametrize(
     ("argv", "name"),
-    [(["generate", "caf\udce9"], "the prompt"), (["chat", "--system", "caf\udce9"], "--system")],
+    [
+        (["generate", "caf\udce9"], "the prompt"),
+        (["chat", "--system", "caf\udce9"], "--system"),
+        (["generate", "x", "--stop", "a", "--stop", "caf\udce9"], "--stop"),
+        (["chat", "--stop-regex", "caf\udce9"], "--stop-regex"),
+        (["generate", "x", "--chat-template", "{{ caf\udce9 }}"], "--chat-template"),
+    ],
 )
 def test_arguments_that_are_not_utf_8_are_named(argv: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert_fails(argv, 2, f"{name} is not utf-8: it has the byte 0xe9", capsys)
+
+
+INTERRUPTED_IMPORT = """
+import sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["aioengine", "info"]
+{start}
+"""
+STARTS = {
+    "module": "import runpy; runpy.run_module('aioengine', run_name='__main__', alter_sys=True)",
+    "script": "from aioengine.cli import main; sys.exit(main())",
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", STARTS)
+@pytest.mark.parametrize("module", ["argparse", "asyncio", "msgspec", "uvloop", "aioengine.cli.flags"])
+def test_ctrl_c_during_the_imports_ends_it_without_a_word(how: str, module: str) -> None:
+    program = INTERRUPTED_IMPORT.format(module=module, start=STARTS[how])
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 @pytest.mark.process

@@ -6,175 +6,32 @@ line is wrong, 1 where something failed. Ctrl-C and a reader that went away end 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import io
-import json
-import os
 import sys
 from typing import TYPE_CHECKING
 
-from aioengine.cli import benchmark, flags, report
-from aioengine.cli.flags import Arguments
-from aioengine.errors import EngineError, RequestTooLargeError
-from aioengine.frontend.progress import is_terminal
-from aioengine.sync import Engine
-from aioengine.transport.descriptors import hold_standard_descriptors
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Sequence
 
-FAILED, WRONG_USAGE = 1, 2
-INTERRUPTED, READER_GONE = 130, 141
-"""The statuses of programs that ended by SIGINT and SIGPIPE."""
+INTERRUPTED = 130
+"""The status of programs that ended by SIGINT."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its status."""
-    if not _has_output():
-        return _fail("standard output is closed: there is no place for an answer")
-    arguments = Arguments(flags.parser().parse_args(argv))
     try:
-        arguments.check()
-    except (TypeError, ValueError) as error:
-        return _fail(error, WRONG_USAGE)
-    commands: Mapping[str, Callable[[Arguments], int]] = {
-        "generate": generate,
-        "chat": chat,
-        "bench": bench,
-        "info": info,
-    }
-    try:
-        status = commands[arguments.command](arguments)
-        sys.stdout.flush()
+        from aioengine.cli.commands import run  # here: Ctrl-C may come during the imports
+
+        return run(argv)
     except KeyboardInterrupt:
         _end_line()
         return INTERRUPTED
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_GONE
-    except (EngineError, ValueError, TypeError, OSError) as error:
-        return _fail(error)
-    return status
-
-
-def _has_output() -> bool:
-    """Whether there is a place for answers. Closed standard input is empty, closed standard error is not read."""
-    hold_standard_descriptors()
-    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have letters that the encoding has not
-    return sys.stdout is not None
 
 
 def _end_line() -> None:
     """After Ctrl-C: what the shell prints next stands on a line of its own."""
     for stream in (sys.stdout, sys.stderr):
-        if is_terminal(stream):
-            print(file=stream, flush=True)
-            return
-
-
-def generate(arguments: Arguments) -> int:
-    """Stream the answer to one prompt; several answers come one below the other."""
-    prompt = _piped_prompt() if arguments.prompt in (None, "-") else arguments.prompt
-    if not prompt:
-        return _fail('give a prompt: aioengine generate "Once upon a time"', WRONG_USAGE)
-    with Engine.from_config(arguments.config()) as engine:
-        if arguments.num_samples != 1:
-            answers = engine.generate([prompt], {**arguments.sampling(), "n": arguments.num_samples})
-            print("\n\n".join(answers["text"]))
-            return 0
-        for chunk in engine.generate(prompt, arguments.sampling(), stream=True):
-            print(chunk["text"], end="", flush=True)
-        print(flush=True)
-    return 0
-
-
-def chat(arguments: Arguments) -> int:
-    """Hold a conversation: one line of the user, one answer, until the input ends."""
-    is_dialogue = is_terminal(sys.stdin)
-    opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    messages = list(opening)
-    with Engine.from_config(arguments.config()) as engine:
-        if is_dialogue:
-            print(
-                "Ctrl-C ends an answer; at the prompt, Ctrl-C and Ctrl-D end the conversation.",
-                file=sys.stderr,
-            )
-        while (line := _next_line(is_dialogue)) is not None:
-            if not line.strip():
-                continue
-            messages.append({"role": "user", "content": line})
-            pieces: list[str] = []
-            try:
-                _answer(engine, messages, arguments, pieces)
-            except KeyboardInterrupt:
-                print()
-            except RequestTooLargeError as error:
-                _fail(f"{error}; the conversation begins anew")
-                messages = list(opening)
-                continue
-            messages.append({"role": "assistant", "content": "".join(pieces)})
-    return 0
-
-
-def bench(arguments: Arguments) -> int:
-    """Measure throughput and latency with made-up prompts."""
-    figures = asyncio.run(benchmark.measure(arguments.workload(), arguments.config()))
-    print(json.dumps(figures, indent=2) if arguments.json else report.table(figures))
-    return 0
-
-
-def info(arguments: Arguments) -> int:
-    """Tell versions, devices, the facts of the model, and the settings that an engine would use."""
-    facts = report.facts(arguments.model, arguments.engine())
-    print(json.dumps(facts, indent=2) if arguments.json else report.outline(facts))
-    return 0
-
-
-def _answer(engine: Engine, messages: list[dict[str, str]], arguments: Arguments, pieces: list[str]) -> None:
-    """Stream one answer, and keep its pieces for the next turn; an interrupt ends the request."""
-    with engine.chat(messages, arguments.sampling(), stream=True) as stream:
-        for chunk in stream:
-            pieces.append(chunk["text"])
-            print(chunk["text"], end="", flush=True)
-    print(flush=True)
-
-
-def _next_line(is_dialogue: bool) -> str | None:
-    """The user's next line, None at the end of the input."""
-    try:
-        with _decoding():
-            return input("> " if is_dialogue else "")
-    except EOFError:
-        if is_dialogue:
-            print()
-        return None
-
-
-def _piped_prompt() -> str:
-    with _decoding():
-        return "" if is_terminal(sys.stdin) else sys.stdin.read()
-
-
-@contextlib.contextmanager
-def _decoding() -> Generator[None]:
-    """Raises ValueError where standard input is not in its encoding."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"standard input is not {error.encoding}: it has the byte 0x{error.object[error.start]:02x}; convert it "
-            f"first (iconv -f latin1 -t {error.encoding})"
-        ) from error
-
-
-def _fail(error: Exception | str, status: int = FAILED) -> int:
-    """Print the error on one line (less the traceback of a process, which it may hold), and give the status."""
-    words = str(error).partition("\nTraceback (most recent call last)")[0]
-    text = "; ".join(line.strip() for line in words.splitlines() if line.strip()) or type(error).__name__
-    print(f"aioengine: {text}", file=sys.stderr)
-    return status
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            if stream is not None and stream.isatty():
+                print(file=stream, flush=True)
+                return

@@ -50,7 +50,10 @@ async def measure(workload: Workload, config: EngineConfig) -> Figures:
     started_at = time.monotonic()
     async with AsyncEngine.from_config(config) as engine:
         ready_at = time.monotonic()
-        vocab_size = (await engine.get_model_info())["vocab_size"]
+        facts = await engine.get_model_info()
+        vocab_size, context_length = facts["vocab_size"], facts["context_length"]
+        if workload.prompt_tokens >= context_length:  # before they are made up, which may take minutes
+            raise ValueError(f"the prompt has {workload.prompt_tokens} tokens, and the context {context_length}")
         await _run(engine, _prompt(vocab_size, 16, seed=-1), num_tokens=2)  # the first request is never typical
         prompts = [_prompt(vocab_size, workload.prompt_tokens, seed=seed) for seed in range(workload.num_prompts)]
         begun_at = time.monotonic()

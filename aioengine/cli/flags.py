@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Final, NoReturn, cast
 
 from aioengine.args import ARGUMENTS, engine_config
+from aioengine.chat_template import is_text
 from aioengine.cli.benchmark import Workload
 from aioengine.frontend.info import __version__
 from aioengine.params import SamplingParams
@@ -74,12 +75,17 @@ class Arguments:
 
     def check(self) -> None:
         """Raise TypeError or ValueError where a value is wrong, whatever the model and the machine."""
+        template = self._values["chat_template"]
+        if isinstance(template, str) and is_text(template):  # else it is a path, which may be any bytes
+            _check_encoding("--chat-template", template)
         self.config()
         if self.command == "bench":
             self.workload()
         elif self.command != "info":
-            for name in ("prompt", "system"):
-                _check_encoding("--system" if name == "system" else "the prompt", self._values.get(name))
+            for name, words in _TEXTS.items():
+                given = self._values.get(name)
+                for text in given if isinstance(given, list) else [given]:
+                    _check_encoding(words, text)
             SamplingParams.parse({**self.sampling(), "n": self.num_samples})
 
     @property
@@ -125,6 +131,9 @@ class Arguments:
         return Workload(**{name: cast("int", self._values[name]) for name in names})
 
 
+_TEXTS: Final = {"prompt": "the prompt", "system": "--system", "stop": "--stop", "stop_regex": "--stop-regex"}
+"""Arguments that are text for the model or are found in its text, and their names in errors."""
+
 _FOREIGN: Final = {
     "--max-tokens": ("--max-new-tokens", "--output-tokens"),
     "--max-output-tokens": ("--max-new-tokens", "--output-tokens"),
@@ -156,10 +165,14 @@ _FOREIGN: Final = {
 """Flags of other programs -> the flag here, the first that the command has."""
 
 
+_LONG_WORD: Final = re.compile(r"\S{200,}")
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with the flags that were probably meant."""
 
     def error(self, message: str) -> NoReturn:
+        message = _LONG_WORD.sub(lambda word: f"{word[0][:100]}... ({len(word[0])} long)", message)
         print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 
