@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import json
 import time
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.errors import RequestError, RequestTooLargeError, describe
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, Prompt, RefusedPrompt, TextPrompt
+from aioengine.frontend.worker_thread import WorkerThread
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -162,8 +163,8 @@ class Lane:
         Raises RuntimeError: the thread cannot be started.
         """
         self._encode = encode
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"aioengine-{name}")
-        self._thread.submit(int)
+        self._thread = WorkerThread[_Timed](f"aioengine-{name}")
+        self._is_closed = False
         self._waiting: list[Job] = []
         self._num_bytes = 0  # of those that wait
         self._num_batches = 0
@@ -171,6 +172,9 @@ class Lane:
         self._is_due = False
 
     def add(self, job: Job) -> None:
+        if self._is_closed:
+            asyncio.get_running_loop().call_soon(job.done, job.failed(_shut_down()), 0.0)
+            return
         self._waiting.append(job)
         self._num_bytes += job.num_bytes
         if self._num_bytes >= BATCH_BYTES:
@@ -200,12 +204,7 @@ class Lane:
             raise
 
     def _submit(self, jobs: list[Job]) -> Future[_Timed]:
-        try:
-            return self._thread.submit(self._timed, jobs)
-        except RuntimeError:  # the main thread ended; other threads of the program go on, and no executor takes work
-            work: Future[_Timed] = Future()
-            work.set_result(self._timed(jobs))
-            return work
+        return self._thread.submit(partial(self._timed, jobs))
 
     def _timed(self, jobs: list[Job]) -> _Timed:
         begun_at = time.monotonic()
@@ -239,12 +238,17 @@ class Lane:
         jobs = [*chain.from_iterable(self._given.values()), *self._waiting]
         self._given.clear()
         self._waiting.clear()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        failure = RequestError("tokenize", "the engine was shut down")
+        self._is_closed = True
+        self._thread.close()
+        failure = _shut_down()
         with contextlib.suppress(RuntimeError):  # no loop runs any more, on which a job could be answered
             loop = asyncio.get_running_loop()
             for job in jobs:
                 loop.call_soon(job.done, job.failed(failure), 0.0)
+
+
+def _shut_down() -> RequestError:
+    return RequestError("tokenize", "the engine was shut down")
 
 
 def _failed_future(error: BaseException) -> Future[_Timed]:

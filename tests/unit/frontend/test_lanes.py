@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -210,3 +212,40 @@ async def test_every_mix_of_jobs_is_answered_once_and_in_order(jobs: list[list[s
             "bad" if "bad" in words else [*words.encode()] for words in texts
         ]
     answers.encoder.close()
+
+
+ENDLESS = """
+import asyncio, time
+from aioengine.frontend import worker_thread
+from aioengine.frontend.encoder import Encoder, Job
+from aioengine.frontend.prompts import TextPrompt
+
+worker_thread.MAX_EXIT_S = 0.1
+
+class Endless:
+    def encode_batch(self, texts, *, add_special_tokens=True):
+        while True:
+            time.sleep(0.01)
+
+async def main():
+    encoder = Encoder(Endless())
+    encoder.encode(Job([TextPrompt("text", 4)], lambda encoded, seconds: print(encoded), list))
+    await asyncio.sleep(0.1)
+    encoder.close()
+    await asyncio.sleep(0.1)
+
+asyncio.run(main())
+"""
+
+
+def test_work_without_an_end_does_not_keep_the_program_from_exiting() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=60, check=True)
+    assert "the engine was shut down" in ended.stdout
+
+
+async def test_a_job_that_comes_after_the_end_is_answered() -> None:
+    answers = Answers(Fragile())
+    answers.encoder.close()
+    answers.ask(text("late"))
+    [[refused]] = await answers.all()
+    assert "the engine was shut down" in str(refused)

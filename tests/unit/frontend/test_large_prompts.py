@@ -210,11 +210,11 @@ class Threads:
 @pytest.mark.parametrize(
     ("prompt", "lane"),
     [
-        (TextPrompt("a", 1), "aioengine-encode_0"),
-        (TextPrompt("a" * LONG_BYTES * 2, LONG_BYTES * 2), "aioengine-encode-long_0"),
-        (ChatPrompt([MESSAGE], 1), "aioengine-encode_0"),
-        (ChatPrompt([{"role": "user", "content": "a" * LONG_BYTES * 2}], LONG_BYTES * 2), "aioengine-encode-long_0"),
-        (chat(MANY_MESSAGES * 100).prompts[0], "aioengine-encode-long_0"),
+        (TextPrompt("a", 1), "aioengine-encode"),
+        (TextPrompt("a" * LONG_BYTES * 2, LONG_BYTES * 2), "aioengine-encode-long"),
+        (ChatPrompt([MESSAGE], 1), "aioengine-encode"),
+        (ChatPrompt([{"role": "user", "content": "a" * LONG_BYTES * 2}], LONG_BYTES * 2), "aioengine-encode-long"),
+        (chat(MANY_MESSAGES * 100).prompts[0], "aioengine-encode-long"),
     ],
     ids=["text", "long text", "chat", "long chat", "chat of many messages"],
 )
