@@ -97,7 +97,7 @@ def wait_for_news(reader: Reader) -> None:
     """Block this thread until there may be something new. A reader that is interrupted here leaves for good."""
     gate = threading.Lock()
     gate.acquire()
-    if not reader.wait(gate.release):
+    if not reader.wait(gate.release, blocks=True):
         return
     try:
         gate.acquire()

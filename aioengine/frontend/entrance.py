@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aioengine.frontend.interrupts import refuse_interrupting
+from aioengine.frontend.interrupts import refuse_interrupting, refuse_own_thread
 from aioengine.frontend.loops import running_loop
 from aioengine.frontend.outputs import resolve
 from aioengine.supervision.tasks import post
@@ -54,6 +54,7 @@ class Entrance:
 
     def wait_blocking(self) -> None:
         """The same for a thread without a loop."""
+        refuse_own_thread(self._loop)
         gate = threading.Lock()
         gate.acquire()
         place = self._enter(partial(_release, gate))

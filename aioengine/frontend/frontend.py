@@ -27,7 +27,14 @@ from aioengine.frontend.controls import Controls
 from aioengine.frontend.encoder import Encoder, TextSizes
 from aioengine.frontend.entrance import Entrance, this_caller
 from aioengine.frontend.feeder import PromptRules
-from aioengine.frontend.interrupts import is_deep_stack, is_interrupted, refuse_deep_stack, refuse_interrupting
+from aioengine.frontend.interrupts import (
+    is_deep_stack,
+    is_interrupted,
+    refuse_deep_stack,
+    refuse_interrupting,
+    refuse_own_thread,
+    runs_here,
+)
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.router import Router
 from aioengine.frontend.slow_readers import SlowReaders
@@ -158,9 +165,14 @@ class Frontend:
         """Whether this thread is in a handler or finalizer that interrupted the engine's own code."""
         return is_interrupted(self._lock)
 
-    def check_waiting(self) -> None:
-        """Raise what keeps the engine from ever waking this thread: it interrupted the engine, or is in a fork."""
+    def check_waiting(self, *, blocks: bool) -> None:
+        """Raise what keeps the engine from ever waking this thread: it interrupted the engine, or is in a fork.
+
+        ``blocks``: it does nothing else meanwhile, so it must not be the one that runs the engine's loop, either.
+        """
         self.refuse_interrupting()
+        if blocks:
+            refuse_own_thread(self.loop)
         if os.getpid() != self._pid:
             raise open_calls.forked(self._pid)
 
@@ -191,11 +203,7 @@ class Frontend:
 
     def _act(self, act: Callable[..., None], *arguments: object) -> None:
         """Do it now on the engine's own loop, else a moment later. Not for signal handlers and finalizers."""
-        try:
-            is_here = asyncio.get_running_loop() is self.loop
-        except RuntimeError:
-            is_here = False
-        if is_here and not is_deep_stack():
+        if runs_here(self.loop) and not is_deep_stack():
             act(*arguments)
         else:
             post(self.loop, act, *arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -43,4 +44,21 @@ def refuse_interrupting(lock: threading.RLock) -> None:
             "a signal handler or finalizer interrupted the engine on this thread, so it can neither start nor read a "
             "request here; abort_request(), abort(), close(), stats() and health() may be called, everything else "
             "must be handed to another thread or to the event loop (loop.call_soon_threadsafe)"
+        )
+
+
+def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this thread is just running ``loop``."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+def refuse_own_thread(loop: asyncio.AbstractEventLoop) -> None:
+    """Raise RuntimeError in a callback on the engine's loop: to block there is to wait for oneself."""
+    if runs_here(loop):
+        raise RuntimeError(
+            "a call from the engine's own thread would wait for itself; a log handler or another callback that runs "
+            "there must hand it to another thread"
         )

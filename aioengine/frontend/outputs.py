@@ -61,8 +61,8 @@ class Calls(Protocol):
         """End its rows; the reader gets what there is, with the reason."""
         ...
 
-    def check_waiting(self) -> None:
-        """Raise what keeps the engine from ever waking this thread."""
+    def check_waiting(self, *, blocks: bool) -> None:
+        """Raise what keeps the engine from ever waking this thread; ``blocks``: while it does nothing else."""
         ...
 
     def feed(self, output: CallOutput) -> None:
@@ -383,13 +383,13 @@ class Reader:
         self._result = batch if output.is_batch else batch[0]
         return self._result
 
-    def wait(self, wake: Callable[[], None], *, for_begin: bool = False) -> bool:
+    def wait(self, wake: Callable[[], None], *, for_begin: bool = False, blocks: bool = False) -> bool:
         """Have ``wake`` called, once and from the engine's thread, when something changes.
 
         False, and no call, where there is something to take already (or where the call is on its way, ``for_begin``).
         """
         output = self._output
-        self._calls.check_waiting()
+        self._calls.check_waiting(blocks=blocks)
         with self._lock:
             if output.ready or output.is_over or (for_begin and output.is_begun):
                 return False

@@ -174,6 +174,34 @@ def test_a_blocking_call_from_a_handler_that_interrupts_the_engine_is_refused(mo
         assert (interrupt.num_calls, interrupt.errors, found) == (1, [], [])
 
 
+def test_a_blocking_call_on_the_engine_s_own_thread_is_refused() -> None:
+    with fake_engine() as engine:
+        loop = engine._portal.loop
+        stream = engine.generate("c", GREEDY | {"max_new_tokens": 1500}, stream=True)
+        engine.generate("d", GREEDY | {"max_new_tokens": 1500}, stream=True, rid="d", resume_ttl=60).close()
+        refused: list[str] = []
+
+        def callback() -> None:
+            for call in (
+                lambda: engine.generate("b", GREEDY), lambda: engine.chat([{"role": "user", "content": "b"}], GREEDY),
+                lambda: list(engine.generate("b", GREEDY, stream=True)), lambda: list(stream),
+                lambda: list(engine.attach("d")), engine.flush_cache, engine.admit,
+            ):  # fmt: skip
+                try:
+                    call()
+                except RuntimeError as error:
+                    refused.append(str(error))
+            engine.abort_request(abort_all=True)
+            is_done.set()
+
+        is_done = threading.Event()
+        loop.call_soon_threadsafe(callback)
+        assert is_done.wait(20)
+        assert len(refused) == 7
+        assert all("from the engine's own thread would wait for itself" in text for text in refused)
+        assert len(engine.generate("a", GREEDY)["output_ids"]) == 5
+
+
 async def test_an_abort_hits_no_request_that_was_made_after_it() -> None:
     async with fake_async_engine() as engine:
         first = engine.async_generate("a", GREEDY, stream=True, rid="x")

@@ -30,7 +30,7 @@ class Notes:
     def leave(self, output: CallOutput) -> None:
         self.asked.append("leave")
 
-    def check_waiting(self) -> None:
+    def check_waiting(self, *, blocks: bool) -> None:
         """This thread can be woken."""
 
     def drop(self, output: CallOutput) -> None:
