@@ -76,7 +76,7 @@ def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
     if isinstance(value, bool) or not isinstance(value, int | SupportsIndex):  # int first: it is quick
         raise wrong_type(name, allowed, value)
     try:
-        found = int(value) if isinstance(value, int) else operator.index(value)
+        found = int(operator.index(value))
     except TypeError:  # an array that is no number, or no whole one
         raise wrong_type(name, allowed, value) from None
     if found > high:
@@ -110,9 +110,13 @@ def switch(name: str, value: object) -> bool:
 
 
 def text(name: str, value: object, *, max_bytes: int | None = None) -> str:
-    """A string that can be encoded (no lone surrogates) and has at most ``max_bytes`` bytes of UTF-8."""
+    """A string that can be encoded (no lone surrogates) and has at most ``max_bytes`` bytes of UTF-8.
+
+    Of a subclass of str, as numpy and enumerations have, it is the plain string: messages hold no others.
+    """
     if not isinstance(value, str):
         raise wrong_type(name, "a string", value)
+    value = value if type(value) is str else str.__str__(value)
     try:
         size = len(value) if value.isascii() else len(value.encode())
     except UnicodeEncodeError as error:

@@ -6,25 +6,21 @@ The pure functions below translate it into the parts of a ``Submit`` message, on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from msgspec import UNSET, Struct, StructMeta, UnsetType
 from msgspec.structs import astuple, fields, force_setattr, replace
 
-from aioengine import checks
+from aioengine import checks, sampling_values
 from aioengine.errors import RequestTooLargeError, UnknownParameterError
 from aioengine.foreign_names import our_way
 from aioengine.protocol.messages import Limits, Sampling, TextRules
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
-MAX_STOPS: Final = 32
-MAX_STOP_BYTES: Final = 4096
-MAX_STOP_TOKEN_IDS: Final = 1024
 MAX_SAMPLES: Final = 1024
-MAX_BIAS: Final = 1e6
 SEED_MASK: Final = 2**63 - 1
 GREEDY_BELOW: Final = 1e-6
 """Temperatures below this are greedy: dividing logits by less overflows, and means the same."""
@@ -46,10 +42,8 @@ _DEFAULT_LENGTH: Final = DefaultLength(DEFAULT_MAX_NEW_TOKENS)
 _UNCHANGING: Final = frozenset((int, float, bool, str, type(None), DefaultLength, UnsetType))
 """Types of values that make the same parameters each time."""
 
-_NUMBERS: Final = (
-    "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
-    "presence_penalty", "repetition_penalty", "n", "stream_interval", "sampling_seed",
-)  # fmt: skip
+_WHOLE_NUMBERS: Final = "max_new_tokens", "min_new_tokens", "top_k", "n", "stream_interval", "sampling_seed"
+_NUMBERS: Final = "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"
 
 _LISTS: Final = "stop", "stop_regex", "stop_token_ids", "logit_bias"
 """Fields whose values may be lists or dicts, which can change."""
@@ -167,13 +161,16 @@ class SamplingParams(
         values = astuple(self)
         if values[-len(_ALIASES) :] != _NO_ALIASES:
             _take_aliases(self)
+            values = astuple(self)
+        is_plain = _UNCHANGING.issuperset(map(type, values))
+        if not is_plain:
+            _keep_plain_numbers(self)
         _check_lengths(self)
         _check_numbers(self)
         _stops(self)
         _check_patterns(_patterns(self))
-        has_ids = self.stop_token_ids is not None or self.logit_bias is not None
-        if has_ids or not _UNCHANGING.issuperset(map(type, values)):
-            _keep_plain(self)
+        if not is_plain or self.stop_token_ids is not None or self.logit_bias is not None:
+            _keep_plain_lists(self)
         for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
             checks.switch(name, _field(self, name))
 
@@ -240,7 +237,7 @@ def sampling(params: SamplingParams, *, seed: int, vocab_size: int, eos_token_id
 
     Raises ValueError for ids outside the vocabulary.
     """
-    biases = _biases(params.logit_bias)
+    biases = sampling_values.biases(params.logit_bias)
     _check_vocabulary("logit_bias", biases, vocab_size)
     stops = stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     if params.min_new_tokens and len(stops) >= vocab_size:
@@ -306,7 +303,7 @@ def stop_ids(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence
 
     Raises ValueError for ids outside the vocabulary.
     """
-    own = _token_ids(params.stop_token_ids)
+    own = sampling_values.token_ids(params.stop_token_ids)
     _check_vocabulary("stop_token_ids", own, vocab_size)
     return () if params.ignore_eos else tuple(dict.fromkeys((*eos_token_ids, *own)))
 
@@ -340,26 +337,28 @@ def _take_aliases(params: SamplingParams) -> None:
         force_setattr(params, name, value)
 
 
-def _keep_plain(params: SamplingParams) -> None:
-    """Keep plain numbers, in lists and dicts, whatever was given: they can be compared, encoded and sent."""
-    for name in _NUMBERS:
-        value = _field(params, name)
+def _keep_plain_numbers(params: SamplingParams) -> None:
+    """Keep plain numbers, whatever kind of number was given: they can be compared, encoded and sent.
+
+    What is no number, or not of the kind that the field has, stays for the checks to refuse.
+    """
+    for name in (*_WHOLE_NUMBERS, *_NUMBERS):
+        value = checks.plain(_field(params, name))
         if type(value) not in _UNCHANGING:
-            force_setattr(params, name, checks.plain(value))
-    ids, biases = list(_token_ids(params.stop_token_ids)), _biases(params.logit_bias)
-    if params.stop_token_ids is not None and not _is_same(params.stop_token_ids, ids):
+            with suppress(TypeError, ValueError, OverflowError):
+                value = sampling_values.plain_number(value, is_whole=name in _WHOLE_NUMBERS)
+        force_setattr(params, name, value)
+
+
+def _keep_plain_lists(params: SamplingParams) -> None:
+    """Keep lists and dicts of plain values, whatever holds them and whatever kind they are."""
+    for name in ("stop", "stop_regex"):
+        force_setattr(params, name, sampling_values.kept_strings(name, _field(params, name)))
+    ids, biases = list(sampling_values.token_ids(params.stop_token_ids)), sampling_values.biases(params.logit_bias)
+    if params.stop_token_ids is not None and not sampling_values.is_plain_copy(params.stop_token_ids, ids):
         force_setattr(params, "stop_token_ids", ids)
-    if params.logit_bias is not None and not _is_same(params.logit_bias, biases):
+    if params.logit_bias is not None and not sampling_values.is_plain_copy(params.logit_bias, biases):
         force_setattr(params, "logit_bias", biases)
-
-
-def _is_same(given: object, kept: list[int] | dict[int, float]) -> bool:
-    """Whether this is a list of plain numbers, or a dict of them, that can be kept itself."""
-    if not isinstance(given, list | dict):
-        return False
-    found = cast("list[object] | dict[object, object]", given)
-    values = found if isinstance(found, list) else (*found, *found.values())
-    return _UNCHANGING.issuperset(map(type, values)) and found == kept
 
 
 _DEFAULTS: Final[dict[str, object]] = {field.name: field.default for field in fields(SamplingParams)}
@@ -433,18 +432,11 @@ def _check_numbers(params: SamplingParams) -> None:
 
 def _stops(params: SamplingParams) -> tuple[str, ...]:
     """The stop strings, without empty ones."""
-    return tuple(filter(None, _strings("stop", params.stop, MAX_STOP_BYTES)))
+    return tuple(filter(None, sampling_values.strings("stop", params.stop, sampling_values.MAX_STOP_BYTES)))
 
 
 def _patterns(params: SamplingParams) -> tuple[str, ...]:
-    return _strings("stop_regex", params.stop_regex, checks.MAX_PATTERN_BYTES)
-
-
-def _strings(name: str, value: str | Sequence[str] | None, max_bytes: int) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    given = [value] if isinstance(value, str) else checks.items(name, value, MAX_STOPS, allowed=checks.TEXTS)
-    return tuple(checks.text(name, entry, max_bytes=max_bytes) for entry in given)
+    return sampling_values.strings("stop_regex", params.stop_regex, checks.MAX_PATTERN_BYTES)
 
 
 def _check_patterns(patterns: tuple[str, ...]) -> None:
@@ -452,35 +444,6 @@ def _check_patterns(patterns: tuple[str, ...]) -> None:
         from aioengine.patterns import check_patterns  # slow to import, and most programs give no pattern
 
         check_patterns(patterns)
-
-
-def _token_ids(value: TokenIds | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    given = sorted(value, key=hash) if isinstance(value, Set) else value
-    found = checks.items("stop_token_ids", given, MAX_STOP_TOKEN_IDS, allowed="a list of token ids")
-    return tuple(checks.whole("stop_token_ids entries", entry, 0) for entry in found if entry is not None)
-
-
-def _biases(value: TokenBiases | None) -> dict[int, float]:
-    """Token id -> bias; keys may be strings of digits, as they are in JSON."""
-    if value is None:
-        return {}
-    if not isinstance(cast("object", value), Mapping):
-        raise checks.wrong_type("logit_bias", "a dict of token id to number", value)
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
-        token_id = checks.whole("logit_bias keys", int(key) if is_digits else key, 0)
-        if token_id in biases:
-            raise ValueError(f"logit_bias has token id {token_id} twice")
-        bias = -MAX_BIAS if _is_minus_infinity(bias) else bias
-        biases[token_id] = checks.number(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
-    return biases
-
-
-def _is_minus_infinity(value: object) -> bool:
-    return checks.plain(value) == -math.inf
 
 
 def _check_vocabulary(name: str, token_ids: Sequence[int] | Mapping[int, float], vocab_size: int) -> None:

@@ -26,7 +26,7 @@ FLOORS = {
     "0": Floor(
         (
             "resolve > model_folder > checkpoint, families, hub > machine > config",
-            "params > protocol, patterns",
+            "params > sampling_values, protocol, patterns",
             "plugins",
             "metrics",
             "checks > errors",

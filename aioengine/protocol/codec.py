@@ -49,6 +49,10 @@ class FrameTooLargeError(ValueError):
     """The messages of one frame are larger than a receiver would take."""
 
 
+class UnencodableError(ValueError):
+    """A message holds a value that no frame can carry; nothing of the frame is sent."""
+
+
 class FrameEncoder:
     """Encodes frames of one epoch into a buffer that it uses again."""
 
@@ -71,10 +75,14 @@ class FrameEncoder:
 
         Raises:
             FrameTooLargeError: it is over the limit; nothing is sent then.
+            UnencodableError: one of the messages cannot be encoded.
         """
         buffer = self._buffer if len(self._buffer) <= _KEPT_BUFFER_BYTES else bytearray(4096)
         self._buffer = buffer
-        self._encoder.encode_into(Frame(self._epoch, self._sender, self._number, messages), buffer, 1)
+        try:
+            self._encoder.encode_into(Frame(self._epoch, self._sender, self._number, messages), buffer, 1)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise UnencodableError(f"{type(error).__name__}: {error}") from error
         if len(buffer) > self._max_bytes:
             raise FrameTooLargeError(
                 f"a frame of {len(messages)} messages takes {len(buffer):,} bytes, the limit is {self._max_bytes:,}; "

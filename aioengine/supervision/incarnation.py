@@ -17,8 +17,22 @@ from msgspec import Struct
 
 from aioengine.errors import EngineDeadError, EngineError, EngineStalledError
 from aioengine.logs import log
-from aioengine.protocol.codec import LostFrameError
-from aioengine.protocol.messages import Failed, LogRecord, Message, Progress, Ready, Stats, TextChunks, ToFrontend
+from aioengine.protocol.codec import LostFrameError, UnencodableError
+from aioengine.protocol.messages import (
+    Control,
+    Failed,
+    FinishCode,
+    Finished,
+    LogRecord,
+    Message,
+    Progress,
+    Ready,
+    Reply,
+    Stats,
+    Submit,
+    TextChunks,
+    ToFrontend,
+)
 from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER
 from aioengine.supervision.family import Family
 from aioengine.supervision.handshake import Handshake
@@ -37,6 +51,9 @@ if TYPE_CHECKING:
 
 MEND_TIMEOUT_S: Final = 20.0
 """So long the scheduler may take to end its step, and then another detokenizer to start; else both are replaced."""
+
+
+_STAGE: Final = "submit"
 
 
 class ProcessState(Struct, frozen=True):
@@ -179,7 +196,7 @@ class Incarnation:
             return
         loop = asyncio.get_running_loop()
         try:
-            self._launcher.sender.send(messages)
+            self._send(messages)
         except BacklogFullError as error:
             stalled = EngineStalledError(f"the scheduler process does not take its messages: {error}")
             loop.call_soon(self._lose, SCHEDULER, stalled)
@@ -187,6 +204,22 @@ class Incarnation:
             failure = EngineError(f"messages for the scheduler could not be sent: {error!r}")
             failure.__cause__ = error
             loop.call_soon(partial(self._lose, None, failure, is_final=True))
+
+    def _send(self, messages: list[Message]) -> None:
+        """Send them as one frame, or one by one without those that cannot be encoded, which fail alone."""
+        try:
+            self._launcher.sender.send(messages)
+        except UnencodableError as error:
+            if len(messages) == 1:
+                asyncio.get_running_loop().call_soon(self._tell, _failure(messages[0], error))
+                return
+            for message in messages:
+                self._send([message])
+
+    def _tell(self, message: ToFrontend) -> None:
+        """Hand on what this process itself has found; what is lost until then comes again."""
+        if not self._is_ended and not self._is_broken:
+            self._on_messages([message])
 
     async def _run_pump(self) -> None:
         """The only reader of what the children say. It ends with the engine, or the engine ends with it."""
@@ -293,3 +326,16 @@ class Incarnation:
         self._heartbeats.give_up()
         if self._handshake is not None:
             self._handshake.give_up()
+
+
+def _failure(message: Message, error: UnencodableError) -> ToFrontend:
+    """The answer to a message that cannot be encoded, where there is one; else raises the error."""
+    words = f"it cannot be sent to the scheduler process: {error}"
+    match message:
+        case Submit(uid=uid):
+            end = Finished(uid, FinishCode.FAILED, stage=_STAGE, message=words, ended_at=time.monotonic())
+            return TextChunks([], [], [], [], [end])
+        case Control(call_id=call_id):
+            return Reply(call_id, False, words, stage=_STAGE)
+        case _:
+            raise error

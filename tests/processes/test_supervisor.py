@@ -20,7 +20,17 @@ import uvloop
 
 from aioengine.errors import EngineClosedError, EngineDeadError, EngineError, EngineStalledError, EngineStartupError
 from aioengine.processes import text_source
-from aioengine.protocol.messages import Abort, FinishCode, Limits, Progress, Sampling, TextChunks, TextRules
+from aioengine.protocol.messages import (
+    Abort,
+    Control,
+    FinishCode,
+    Limits,
+    Progress,
+    Reply,
+    Sampling,
+    TextChunks,
+    TextRules,
+)
 from aioengine.supervision import handshake
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, build, reference_output
 from aioengine.transport.base import BacklogFullError
@@ -234,6 +244,42 @@ async def test_a_failure_of_the_frontend_s_own_reading_is_an_error_and_no_silenc
         error = await frontend.failure()
         assert "could not be handled" in str(error)
         assert isinstance(error.__cause__, TypeError)
+
+
+class OtherStr(str):
+    """A string that messages cannot hold."""
+
+    __slots__ = ()
+
+
+@launchers
+async def test_a_message_that_cannot_be_encoded_fails_alone(launcher: str) -> None:
+    async with Frontend(launcher=launcher) as frontend:
+        frontend.submit(1)
+        frontend.submit(2, text=TextRules(stop=(OtherStr("a"),)))
+        frontend.submit(3, text=TextRules(stop=("\ud800",)))
+        frontend.supervisor.send([Control(7, "flush_cache", {"size": 2**70})])
+        frontend.submit(4)
+        for uid in (2, 3):
+            end = await frontend.finished(uid)
+            assert (end.code, end.stage) == (FinishCode.FAILED, "submit")
+            assert "it cannot be sent to the scheduler process" in end.message
+        for uid in (1, 4):
+            assert (await frontend.finished(uid)).code == FinishCode.LENGTH
+        reply = next(one for one in frontend.heard if isinstance(one, Reply))
+        assert (reply.call_id, reply.success, reply.stage) == (7, False, "submit")
+        assert frontend.supervisor._ledger.num_open == 0
+        assert frontend.failures == []
+
+
+async def test_an_error_of_the_sockets_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(own: object, messages: list[Message]) -> NoReturn:
+        raise TypeError("no socket")
+
+    async with Frontend(launcher="inline") as frontend:
+        monkeypatch.setattr(LocalSender, "send", fail)
+        frontend.submit(1)
+        assert "messages for the scheduler could not be sent" in str(await frontend.failure())
 
 
 async def test_a_scheduler_that_takes_no_messages_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

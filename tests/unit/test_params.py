@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import enum
 import inspect
 import json
 import math
 import pickle
 from array import array
+from decimal import Decimal
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -347,3 +350,63 @@ def test_limits_and_text_rules() -> None:
     assert (rules.stop, rules.stop_regex, rules.stream_interval) == (("a", "b"), ("c+",), 3)
     assert (rules.context_token_ids, rules.no_stop_trim, rules.stream) == ((1, 2), True, False)
     assert text_rules(SamplingParams(), context_token_ids=(), stream=True, stream_interval=2).stream_interval == 2
+
+
+class OtherStr(str):
+    """A string that is not a plain one, as those of numpy."""
+
+    __slots__ = ()
+
+
+class OtherInt(int):
+    pass
+
+
+class OtherFloat(float):
+    pass
+
+
+class Word(enum.StrEnum):
+    END = "end"
+
+
+class IndexOnly:
+    def __index__(self) -> int:
+        return 5
+
+
+class FloatOnly:
+    def __float__(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"stop": OtherStr("é")}, {"stop": "é"}),
+        ({"stop": [np.str_("a"), Word.END]}, {"stop": ["a", "end"]}),
+        ({"stop": np.array(["a", "b"])}, {"stop": ["a", "b"]}),
+        ({"stop": np.array("a")}, {"stop": "a"}),
+        ({"stop": ("a", "b")}, {"stop": ["a", "b"]}),
+        ({"stop_regex": OtherStr("a+")}, {"stop_regex": "a+"}),
+        ({"stop_regex": (np.str_("a+"), "b")}, {"stop_regex": ["a+", "b"]}),
+        ({"max_new_tokens": OtherInt(5), "n": IndexOnly()}, {"max_new_tokens": 5, "n": 5}),
+        ({"top_k": IndexOnly(), "stream_interval": OtherInt(2)}, {"top_k": 5, "stream_interval": 2}),
+        ({"temperature": Fraction(1, 2), "top_p": Decimal("0.5")}, {"temperature": 0.5, "top_p": 0.5}),
+        ({"min_p": np.longdouble(0.25), "top_p": FloatOnly()}, {"min_p": 0.25, "top_p": 0.5}),
+        ({"temperature": OtherFloat(0.5), "seed": OtherInt(3)}, {"temperature": 0.5, "seed": 3}),
+        ({"stop_token_ids": [OtherInt(4), IndexOnly()]}, {"stop_token_ids": [4, 5]}),
+        ({"logit_bias": {OtherInt(3): Fraction(1, 2)}}, {"logit_bias": {3: 0.5}}),
+        ({"logit_bias": {OtherStr("3"): OtherFloat(1)}}, {"logit_bias": {3: 1.0}}),
+    ],
+)
+def test_values_of_other_types_are_kept_as_plain_ones_that_can_be_sent(
+    given: dict[str, object], kept: dict[str, object]
+) -> None:
+    made, plain = SamplingParams.parse(given), SamplingParams.parse(kept)
+    assert made == plain
+    assert repr(made) == repr(plain)
+    assert msgspec.json.decode(msgspec.json.encode(made), type=SamplingParams) == plain
+    rules = text_rules(made, context_token_ids=(), stream=True, stream_interval=1)
+    assert {*map(type, (*rules.stop, *rules.stop_regex))} <= {str}
+    msgspec.msgpack.encode([rules, sampling(made, seed=1, vocab_size=100, eos_token_ids=())])

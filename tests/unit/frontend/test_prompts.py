@@ -7,6 +7,7 @@ from enum import IntEnum
 import numpy as np
 import pytest
 
+from aioengine.frontend.asks import to_generate
 from aioengine.frontend.prompts import IdsPrompt, ids_prompt
 
 
@@ -38,3 +39,12 @@ def test_the_callers_list_may_change_afterwards() -> None:
     given[0] = 9
     assert isinstance(prompt, IdsPrompt)
     assert prompt.token_ids == [1, 2, 3]
+
+
+def test_texts_of_a_subclass_of_str_are_kept_as_plain_ones() -> None:
+    class OtherStr(str):
+        __slots__ = ()
+
+    given = OtherStr("é")
+    ask = to_generate("a", None, None, stream=False, options={"tenant": given, "rid": given})
+    assert (type(ask.tenant), ask.tenant, type(ask.rid), ask.rid) == (str, "é", str, "é")
