@@ -34,8 +34,16 @@ LARGE_BYTES: Final = 131_072
 
 _EMPTY_SEARCH_S: Final = 0.003
 _PURGE_EVERY: Final = 1000
+_COMPILER_ERRORS: Final = LookupError, TypeError, AttributeError, AssertionError
+"""Errors of ``regex`` itself, which some patterns meet."""
+
 _LARGE: Final = {r"\R": 12, r"\X": 12}
 """Escapes that ``regex`` writes out as many parts: a line ending, a grapheme."""
+
+_FOLDED_PART: Final = 4
+_FOLDED_SET: Final = 5000
+"""Parts that count for each one, and beside that for each set, under full case folding: ``regex`` makes a set a choice
+between all sequences of characters that fold to the same as one of its members."""
 
 # White space and comments, which verbose patterns may have nearly anywhere, and what ``regex`` reads behind a "{".
 _SPACE = r"(?:\s|\#[^\n]*+\n)*+"
@@ -74,6 +82,9 @@ _FUZZY_ANYWHERE = re.compile(_FUZZY)
 _REPEAT_ANYWHERE = re.compile(
     rf"(?=\{{{_SPACE}(?P<least>(?:{_NUMBER})?){_SPACE}(?P<comma>,?){_SPACE}(?P<most>(?:{_NUMBER})?){_SPACE}\}})"
 )
+_FLAGS = rf"\({_SPACE}\?{_SPACE}(?:[A-Za-z0-9-]{_SPACE})*"
+_IGNORES_CASE = re.compile(_FLAGS + "i")
+_FOLDS_FULLY = re.compile(rf"{_FLAGS}(?:f|V{_SPACE}1)")
 _NO_DIGITS = re.compile(r"\#[^\n]*|[^0-9]")
 
 
@@ -131,6 +142,10 @@ def _compile_with_size(pattern: str) -> tuple[Pattern, int]:
         raise _refused(pattern, "takes too long on the empty text; write it without nested repetitions") from None
     except (regex.error, ValueError, OverflowError, RecursionError) as error:
         raise _refused(pattern, f"is not a valid pattern: {error}") from None
+    except _COMPILER_ERRORS as error:
+        raise _refused(
+            pattern, f"cannot be compiled by the regex package, which raises {error!r}; write it in another way"
+        ) from error
     finally:
         if next(_num_compiled) % _PURGE_EVERY == 0:
             regex.purge()  # it keeps a note of each pattern, cached or not
@@ -152,13 +167,20 @@ def expanded_size(pattern: str) -> int:
     """
     if len(pattern.encode()) > checks.MAX_PATTERN_BYTES:
         raise _refused(pattern, f"is longer than {checks.MAX_PATTERN_BYTES} bytes")
-    size = _size_at_most(pattern) if _OTHER_SYNTAX.search(pattern) else _Scan(pattern).size()
+    is_folded = bool(_IGNORES_CASE.search(pattern) and _FOLDS_FULLY.search(pattern))
+    scan = _size_at_most if _OTHER_SYNTAX.search(pattern) else _size
+    size = scan(pattern, is_folded=is_folded)
     if size > MAX_EXPANDED_SIZE:
         raise _refused(
             pattern,
-            f"has {size} parts when its repetitions are written out; at most {MAX_EXPANDED_SIZE} are allowed",
+            f"has {size} parts when its repetitions {'and case foldings ' * is_folded}are written out; at most "
+            f"{MAX_EXPANDED_SIZE} are allowed{'; leave full case folding (flag f, or i with V1) out' * is_folded}",
         )
     return size
+
+
+def _size(pattern: str, *, is_folded: bool) -> int:
+    return _Scan(pattern, is_folded=is_folded).size()
 
 
 class _Group:
@@ -189,8 +211,10 @@ class _Group:
 class _Scan:
     """One pass over a pattern."""
 
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, *, is_folded: bool) -> None:
         self._pattern = pattern
+        self._part = _FOLDED_PART if is_folded else 1
+        self._set = _FOLDED_SET if is_folded else 0
         self._groups = [_Group()]
 
     def size(self) -> int:
@@ -215,9 +239,9 @@ class _Scan:
         elif kind == "close" and len(self._groups) > 1:
             self._close()
         elif kind == "set":
-            group.add(1 + len(_SET_MEMBER.findall(text[1:-1])))
+            group.add(self._set + self._part * (1 + len(_SET_MEMBER.findall(text[1:-1]))))
         elif kind != "nothing":
-            group.add(_LARGE.get(text, 1))
+            group.add(self._part * _LARGE.get(text, 1))
 
     def _repeat(self, token: re.Match[str]) -> None:
         group = self._groups[-1]
@@ -231,13 +255,15 @@ class _Scan:
         self._groups[-1].add(group.size + 2, group.most)
 
 
-def _size_at_most(pattern: str) -> int:
+def _size_at_most(pattern: str, *, is_folded: bool) -> int:
     """The size if each part that looks like a repetition stands inside all others; needs no knowledge of groups."""
     if _CALL_ANYWHERE.search(pattern):
         raise _refused(pattern, _CALLS)
     if _FUZZY_ANYWHERE.search(pattern):
         raise _refused(pattern, _IS_FUZZY)
     size = len(pattern) + sum(size * pattern.count(escape) for escape, size in _LARGE.items())
+    if is_folded:
+        size = _FOLDED_PART * size + _FOLDED_SET * pattern.count("[")
     repeats = 1
     for found in _REPEAT_ANYWHERE.finditer(pattern):
         least, most = (int(_NO_DIGITS.sub("", number) or 0) for number in found.group("least", "most"))

@@ -59,6 +59,22 @@ REPEATS = [
     "(?:a{3}b{3}){3400}",
 ]
 SIZES = ["[a-z]{10000}[0-9]{9000}", "(?:[ab][cd]){5000}", "\\X{9000}", "\\R{2000}", "x{9000}y{9000}z{9000}"]
+FOLDED = [
+    r"(?if)[\w\d]{6000}x",
+    r"(?if)A" + r"[\w\d]*" * 30,
+    "(?if)" + "([[a]" * 40,
+    r"(?i)(?f)[\w\d]{4}",
+    r"(?i:(?f:[\w\d]{4}))",
+    r"(?fi-s:[\w\d]{4})",
+    r"(?x)(? i f ) [\w\d]{600}",
+    "(?x)(? i#a comment\n f : [\\w\\d]{600})",
+    r"(?V1i)[\w\d]{600}",
+    r"(?V1)(?i:[\w\d]{600}x)",
+    r"(?V1)(?i)[\w--[a-z]]{600}x",
+    "(?if)ß{9999}",
+    "(?if)\\xDF{9999}",
+    "(?if)(?:ﬃ){9999}",
+]
 CALLS = [
     "a(?R)?b",
     "(?R)",
@@ -94,7 +110,17 @@ PASSING = [
     "a{10000}",
     "(?:a{100}){100}",
     "[ab]{6000}",
-    "(?if:ss|ß){2000}x",
+    "(?if:ss|ß){1000}x",
+    "(?if)ß{4900}",
+    "(?if)\\xDF{4900}",
+    "(?if)" + r"[\w\d]" * 3,
+    r"(?uif)[[:alpha:]ß]{3}x",
+    r"(?if)(?:[\w\d]|[\x00-\U0010ffff])[ßﬃſ]",
+    r"(?V1i)[\w--[a-z]]",
+    r"(?if)(?<=[\w\d]{3})x",
+    r"(?i)[\w\d]{6000}x",
+    r"(?f)[\w\d]{6000}x",
+    r"(?V1)[\w\d]{6}x",
     "(?:a+?b+c*){1800}",
     "(?<!a)b?c" * 28,
     "a?" * 60 + "a" * 60,
@@ -142,6 +168,12 @@ COMMON = [
     "(?s-i:a.b)",
     "a(?#{e})b",
 ]
+
+
+@pytest.mark.parametrize("pattern", FOLDED)
+def test_sets_under_full_case_folding_are_bounded(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"stop_regex .*has \d+ parts .* leave full case folding"):
+        SamplingParams(stop_regex=pattern)
 
 
 @pytest.mark.parametrize("pattern", REPEATS + SIZES)
@@ -241,3 +273,8 @@ def test_checking_many_patterns_keeps_nothing() -> None:
     for index in range(3000):
         compile_pattern(f"never seen {index}")
     assert len(notes) <= 1000
+
+
+def test_an_error_of_the_compiler_itself_is_told_as_one_of_the_pattern() -> None:
+    with pytest.raises(ValueError, match="cannot be compiled by the regex package, which raises IndexError"):
+        compile_pattern(r"(?ifr)\Xİß")
