@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
+
+from aioengine import folder_files
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     Json = dict[str, Any]
+
+_JSON_NAMES: dict[type[object], str] = {
+    list: "a list",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
 
 CONFIG = "tokenizer_config.json"
 OLDER_CONFIG = "special_tokens_map.json"
@@ -21,14 +31,11 @@ def read_json(path: Path) -> Json:
     Raises:
         ValueError: the file cannot be read, is not JSON, or holds something else than an object.
     """
-    try:
-        value: object = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    value: object = folder_files.read_json(path, object)
+    if value is None and not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+        raise ValueError(f"{str(path)!r} must hold a JSON object, not {_JSON_NAMES[type(value)]}")
     return cast("Json", value)
 
 
@@ -55,6 +62,7 @@ def described_tokens(config: Json) -> list[tuple[str, dict[str, bool]]]:
         ValueError: an entry is not of the form {"id": {"content": text, ...}}.
     """
     described = cast("dict[str, Json]", config.get("added_tokens_decoder") or {})
+    form = f'added_tokens_decoder in {CONFIG} is not of the form {{"id": {{"content": text, ...}}}}'
     try:
         entries = [entry for _, entry in sorted(described.items(), key=lambda item: int(item[0]))]
         return [
@@ -62,9 +70,7 @@ def described_tokens(config: Json) -> list[tuple[str, dict[str, bool]]]:
             for entry in entries
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f'added_tokens_decoder in {CONFIG} is not of the form {{"id": {{"content": text, ...}}}}: {error!r}'
-        ) from error
+        raise ValueError(form) from error
 
 
 def special_tokens(config: Json, named: Mapping[str, str]) -> list[str]:

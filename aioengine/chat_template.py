@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
-from aioengine import checks
+import msgspec
+
+from aioengine import added_tokens, checks, folder_files
 
 if TYPE_CHECKING:
     from aioengine.template_language import Template
@@ -33,6 +35,11 @@ _MARKS: Final = ("{{", "{%", "{#")
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 """Names of what a model thought before its answer, in messages of several programs."""
 _END_OF_MESSAGE = "\ue000end of the last message\ue000"
+
+
+class _Named(msgspec.Struct):
+    name: str
+    template: str
 
 
 class ChatText(str):
@@ -167,22 +174,41 @@ def compiled(source: str) -> Template:
     return Template(source)
 
 
-def read_chat_templates(folder: Path, *configs: Json) -> dict[str, str]:
-    """The templates of a model folder by name; the parsed ``configs`` count less than files of their own."""
+def read_chat_templates(folder: Path) -> dict[str, str]:
+    """The templates of a model folder by name; those in JSON files count less than files of their own.
+
+    Raises:
+        ValueError: one of the files cannot be read, or has no template in the place of one.
+    """
     found: dict[str, str] = {}
-    for config in configs:
-        value = config.get("chat_template")
-        if isinstance(value, str):
-            found[DEFAULT] = value
-        elif isinstance(value, list):
-            named = cast("list[dict[str, str]]", value)
-            found.update((entry["name"], entry["template"]) for entry in named)
-    for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        found[path.stem] = path.read_text(encoding="utf-8")
-    main = folder / "chat_template.jinja"
-    if main.is_file():
-        found[DEFAULT] = main.read_text(encoding="utf-8")
+    for path in (folder / added_tokens.CONFIG, folder / "chat_template.json"):
+        found |= _templates_in(path)
+    files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    for name, path in {**files, DEFAULT: folder / "chat_template.jinja"}.items():
+        text = folder_files.read_text(path)
+        if text is not None:
+            found[name] = text
     return found
+
+
+def _templates_in(path: Path) -> dict[str, str]:
+    """The templates in a JSON file: one text, or a list of named ones."""
+    value = added_tokens.read_json(path).get("chat_template")
+    if value is None or isinstance(value, str):
+        return {} if value is None else {DEFAULT: value}
+    try:
+        named = msgspec.convert(value, list[_Named])
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"chat_template in {str(path)!r} must be a text, or a list of objects with name and template: {error}"
+        ) from error
+    return {entry.name: entry.template for entry in named}
+
+
+def check_files(folder: Path) -> None:
+    """Look at the files beside tokenizer.json before anything is started. Raises ValueError, naming what is wrong."""
+    added_tokens.added_texts(folder)
+    read_chat_templates(folder)
 
 
 # ---------------------------------------------------------------- checks

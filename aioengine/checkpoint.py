@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import Struct
+
+from aioengine import folder_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,6 @@ DTYPE_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 _INDEX: Final = "model.safetensors.index.json"
 _FOREIGN_SUFFIXES: Final = (".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
-_LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 _MAX_HEADER_BYTES: Final = 100_000_000
 """The safetensors library takes no more, either."""
 _MAX_PROBLEMS: Final = 8
@@ -39,23 +39,18 @@ class Entry(Struct, frozen=True):
         return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
 
 
+class _Index(Struct):
+    weight_map: dict[str, str]
+
+
+class _DamagedError(ValueError):
+    """What is wrong with a file, without its name."""
+
+
 class _Described(Struct):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
-
-
-def is_lfs_pointer(path: Path) -> bool:
-    """Whether the file is what Git LFS puts in place of a file that was not fetched."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_LFS_POINTER)) == _LFS_POINTER
-    except OSError:
-        return False
-
-
-def lfs_pointer(path: Path) -> ValueError:
-    return ValueError(f"{str(path)!r} is a Git LFS pointer, not the file: run `git lfs pull` in its folder")
 
 
 def check_folder(
@@ -114,13 +109,12 @@ def _paths(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    if is_lfs_pointer(index):
-        raise lfs_pointer(index)
-    try:
-        named = cast("dict[str, str]", json.loads(index.read_bytes())["weight_map"]).values()
-        paths = [folder / name for name in sorted(set(named))]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"cannot read {index}: {error!r}; it must be JSON with an object weight_map") from error
+    found = folder_files.read_json(index, _Index)
+    names = sorted(set(found.weight_map.values())) if found is not None else []
+    for name in names:
+        if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
+            raise ValueError(f"cannot read {index}: it names {name!r}, which is not in the model folder")
+    paths = [folder / name for name in names]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -143,41 +137,41 @@ def _nothing_usable(folder: Path) -> str:
 
 def _read_header(path: Path) -> list[Entry]:
     """The tensors of a file, in the order of their bytes: 8 bytes of length, a JSON header, and the tensors."""
-    if is_lfs_pointer(path):
-        raise lfs_pointer(path)
     try:
-        with path.open("rb") as file:
+        with folder_files.open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             described = _described(file, size)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except _DamagedError as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     tensors = sorted(described.items(), key=lambda item: item[1].data_offsets)
     return [Entry(name, path, tensor.shape, tensor.dtype) for name, tensor in tensors]
 
 
 def _described(file: BinaryIO, size: int) -> dict[str, _Described]:
-    """Raises ValueError where the header or the file does not have its length, before anything of it is allocated."""
+    """Raises _DamagedError where the header or the file has another length, before anything of it is allocated."""
     num_header_bytes = int.from_bytes(file.read(8), "little")
     start = 8 + num_header_bytes
     if num_header_bytes > _MAX_HEADER_BYTES or size < start:
-        raise ValueError(f"it is truncated or no safetensors file ({size} bytes, a header of {num_header_bytes})")
+        raise _DamagedError(f"it is truncated or no safetensors file ({size} bytes, a header of {num_header_bytes})")
     try:
         header = msgspec.json.decode(file.read(num_header_bytes), type=dict[str, msgspec.Raw])
-        header.pop("__metadata__", None)
+        msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
         described = {name: msgspec.json.decode(raw, type=_Described) for name, raw in header.items()}
+    except RecursionError as error:
+        raise _DamagedError("its header is damaged: it is nested too deeply") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ValueError(f"its header is damaged: {error}") from error
+        raise _DamagedError(f"its header is damaged: {error}") from error
     for name, tensor in described.items():
         begin, end = tensor.data_offsets
         num_bytes = DTYPE_BYTES.get(tensor.dtype, 0) * math.prod(tensor.shape)
         if begin < 0 or min(tensor.shape, default=0) < 0 or (num_bytes and end - begin != num_bytes):
-            raise ValueError(f"its header is damaged: {name} has shape {list(tensor.shape)} in {end - begin} bytes")
+            raise _DamagedError(f"its header is damaged: {name} has shape {list(tensor.shape)} in {end - begin} bytes")
     expected = start + max((tensor.data_offsets[1] for tensor in described.values()), default=0)
     if size != expected:
         state = "truncated" if size < expected else "damaged"
-        raise ValueError(f"it is {state}: it has {size} bytes of {expected}; fetch it again")
+        raise _DamagedError(f"it is {state}: it has {size} bytes of {expected}; fetch it again")
     return described
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import Struct
 
-from aioengine import checkpoint, hub, plugins
+from aioengine import checkpoint, folder_files, hub, plugins
 from aioengine.families._tensors import is_ignored, tensor_shapes
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ DEMO_MODEL: Final = PACKAGE / "demo"
 
 _DTYPES: Final = ("bfloat16", "float16", "float32")
 _UNREADABLE_WEIGHTS: Final = ("*.bin", "*.pt", "*.pth", "*.gguf")
-
-File = TypeVar("File")
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
@@ -179,8 +177,8 @@ def find_facts(wishes: ModelConfig, *, progress: bool = False) -> ModelFacts:
     decoder = _read_family(Path(path), facts.model_type)
     if wishes.load_format != "dummy" and not facts.missing_weights:
         checkpoint.check_folder(Path(path), tensor_shapes(decoder), is_ignored=partial(is_ignored, decoder))
-    if facts.tokenizer_path and checkpoint.is_lfs_pointer(tokenizer := Path(facts.tokenizer_path) / "tokenizer.json"):
-        raise checkpoint.lfs_pointer(tokenizer)
+    if facts.tokenizer_path:
+        folder_files.check_is_whole(Path(facts.tokenizer_path) / "tokenizer.json")
     return msgspec.structs.replace(facts, sliding_window=decoder.sliding_window)
 
 
@@ -189,7 +187,7 @@ def _read_family(folder: Path, model_type: str) -> DecoderConfig:
     file = folder / "config.json"
     try:
         read: ReadConfig = plugins.load("families", model_type)
-        return read(msgspec.json.decode(file.read_bytes(), type=dict[str, object]))
+        return read(folder_files.read_json(file, dict[str, object]) or {})
     except ValueError as error:
         raise ValueError(f"{str(file)!r}: {error}") from error
 
@@ -201,12 +199,12 @@ def read_facts(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         ValueError: the folder cannot be served; the message tells what could be.
     """
     folder = Path(path)
-    config = _decoded(folder / "config.json", _ConfigFile)
+    config = folder_files.read_json(folder / "config.json", _ConfigFile)
     if config is None:
         raise ValueError(f"{path!r} is no model folder: {_what_instead(folder)}")
     _check_supported(config, path)
     words = Path(tokenizer_path) if tokenizer_path else folder
-    generation = _decoded(folder / "generation_config.json", _GenerationFile) or _GenerationFile()
+    generation = folder_files.read_json(folder / "generation_config.json", _GenerationFile) or _GenerationFile()
     eos = (*_ids(generation.eos_token_id), *_ids(config.eos_token_id), *_ids(_tokenizer_eos(words)))
     return ModelFacts(
         path=path,
@@ -223,25 +221,13 @@ def read_facts(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         missing_weights=_missing_weights(folder),
         eos_token_ids=tuple(token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < config.vocab_size),
         bos_token_id=next(iter((*_ids(generation.bos_token_id), *_ids(config.bos_token_id))), None),
-        tokenizer_path=str(words) if (words / "tokenizer.json").is_file() else None,
+        tokenizer_path=str(words) if (words / "tokenizer.json").exists() else None,
     )
 
 
 def supported_model_types() -> tuple[str, ...]:
     """The families that have a file in ``models/``; the name of the file is the ``model_type``."""
     return tuple(sorted(file.stem for file in (PACKAGE / "models").glob("[a-z]*.py")))
-
-
-def _decoded(file: Path, form: type[File]) -> File | None:
-    """The contents of a JSON file, or None where there is no such file."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=form)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        if checkpoint.is_lfs_pointer(file):
-            raise checkpoint.lfs_pointer(file) from error
-        raise ValueError(f"{str(file)!r} cannot be read: {error}") from error
 
 
 def _what_instead(folder: Path) -> str:
@@ -308,12 +294,12 @@ def _ids(value: int | list[int] | None) -> list[int]:
 
 def _tokenizer_eos(folder: Path) -> int | None:
     """The id of the end-of-text token that tokenizer_config.json names by its text."""
-    config = _decoded(folder / "tokenizer_config.json", _TokenizerConfigFile)
+    config = folder_files.read_json(folder / "tokenizer_config.json", _TokenizerConfigFile)
     if config is None or config.eos_token is None:
         return None
     text = config.eos_token if isinstance(config.eos_token, str) else config.eos_token.content
     known = {token.content: token_id for token_id, token in config.added_tokens_decoder.items()}
     if text not in known:
-        tokenizer = _decoded(folder / "tokenizer.json", _TokenizerFile) or _TokenizerFile()
+        tokenizer = folder_files.read_json(folder / "tokenizer.json", _TokenizerFile) or _TokenizerFile()
         known = {token.content: token.id for token in tokenizer.added_tokens}
     return known.get(text)

@@ -69,8 +69,7 @@ class Tokenizer:
         """The text of the special tokens by name, as chat templates know them: ``bos_token``, ``eos_token``..."""
         with _panics_as_errors:
             _add_tokens(self._fast, self._config, self.special_tokens)
-        older_template = read_json(self.folder / "chat_template.json")
-        own = read_chat_templates(self.folder, self._config, older_template)
+        own = read_chat_templates(self.folder)
         self._chats = ChatTemplates(own if chat_template is None else {DEFAULT: chat_template}, self.special_tokens)
 
     def __repr__(self) -> str:

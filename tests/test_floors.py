@@ -32,7 +32,7 @@ FLOORS = {
             "checks > errors",
             "logs",
             "foreign_names",
-            "added_tokens",
+            "added_tokens > folder_files",
         ),
         "0",
         "msgspec regex",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from aioengine import machine, model_folder
-from aioengine.chat_template import checked_template
+from aioengine.chat_template import check_files, checked_template
 from aioengine.frontend.progress import is_wanted
 from aioengine.frontend.startup import Blueprint
 from aioengine.resolve import resolve
@@ -62,6 +63,8 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     settings = resolve(config, facts, machine.device_facts())
     tokenizer_path = settings.text.tokenizer_path
     chat_template = _chat_template(config)
+    if tokenizer_path is not None:
+        check_files(Path(tokenizer_path))
 
     def make_processes(events: Events) -> Processes:
         return Supervisor(settings, config.supervision, launcher="process", events=events)

@@ -116,12 +116,45 @@ def with_config(**changes: object) -> Break:
     return lambda folder: write_config(folder, **changes)
 
 
+def with_text(name: str, text: str | bytes) -> Break:
+    return lambda folder: (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def with_header(header: dict[str, object]) -> Break:
+    text = json.dumps(header).encode()
+    return with_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def with_link(name: str, to: str) -> Break:
+    def link(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(to)
+
+    return link
+
+
+def with_pipe(name: str) -> Break:
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return make
+
+
+def with_folder(name: str) -> Break:
+    def make(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return make
+
+
 BREAKS: dict[str, tuple[Break, str]] = {
     "missing shard": (
         without_shard,
         "model-2.safetensors: model.safetensors.index.json names it, and it is missing; fetch the whole model",
     ),
-    "broken index": (with_index("[]"), "cannot read .*model.safetensors.index.json: .* object weight_map"),
+    "broken index": (with_index("[]"), "model.safetensors.index.json' cannot be read: Expected `object`"),
     "pointer for the index": (
         with_index(POINTER),
         "index.json' is a Git LFS pointer, not the file: run `git lfs pull`",
@@ -154,6 +187,45 @@ BREAKS: dict[str, tuple[Break, str]] = {
         "pytorch_model.bin, which is not read; convert",
     ),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "holds no weights"),
+    "index without a map": (with_index("{}"), "index.json' cannot be read: .* missing required field `weight_map`"),
+    "map of numbers": (with_index('{"weight_map": {"a": 5}}'), "index.json' cannot be read: Expected `str`, got `int`"),
+    "absolute name": (with_index('{"weight_map": {"a": "/x.safetensors"}}'), "names '/x.safetensors', which is not in"),
+    "name above": (with_index('{"weight_map": {"a": "../x.safetensors"}}'), "names '../x.saf.*', which is not in"),
+    "odd name": (with_index('{"weight_map": {"a": "x\\u0000"}}'), "which is not in the model folder"),
+    "deep index": (with_index('{"weight_map": ' + "[" * 10**5), "index.json' cannot be read"),
+    "odd metadata": (with_header({"__metadata__": {"format": 5}}), "its header is damaged: Expected `str`, got `int`"),
+    "pipe for weights": (with_pipe(WEIGHTS), "model.safetensors' is a pipe, socket or device, not a file"),
+    "pipe for config": (with_pipe("config.json"), "config.json' is a pipe, socket or device, not a file"),
+    "pipe for tokenizer": (with_pipe("tokenizer.json"), "tokenizer.json' is a pipe, socket or device, not a file"),
+    "pipe for tokenizer config": (with_pipe("tokenizer_config.json"), "tokenizer_config.json' is a pipe, socket"),
+    "device for config": (with_link("config.json", "/dev/zero"), "config.json' is a pipe, socket or device"),
+    "folder for config": (with_folder("config.json"), "config.json' is a folder, not a file"),
+    "loop for config": (with_link("config.json", "config.json"), "config.json' cannot be read: Too many levels"),
+    "deep config": (with_text("config.json", '{"x": ' + "[" * 10**5), "config.json' cannot be read"),
+    **{
+        f"{why} {name}": (with_text(name, text), f"{name}' {message}")
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
+        for why, text, message in (
+            ("empty", "", "cannot be read: Input data was truncated"),
+            ("broken", "{", "cannot be read: "),
+            ("list for", "[]", "(must hold a JSON object, not a list|cannot be read: Expected `object`)"),
+            ("null for", "null", "(must hold a JSON object, not null|cannot be read: Expected `object`)"),
+            ("Latin", b'{"a": "caf\xe9"}', "cannot be read: .*(utf-8|UTF-8)"),
+            ("pointer for", POINTER, "is a Git LFS pointer"),
+            ("deep", '{"x": ' + "[" * 10**5, "cannot be read: "),
+        )
+    },
+    "Latin template": (with_text("chat_template.jinja", b"caf\xe9"), "chat_template.jinja' cannot be read: 'utf-8'"),
+    "pointer for template": (with_pointer("chat_template.jinja"), "chat_template.jinja' is a Git LFS pointer"),
+    "template without text": (
+        with_text("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}'),
+        "chat_template in '.*tokenizer_config.json' must be a text.* missing required field `template`",
+    ),
+    "number for template": (with_text("chat_template.json", '{"chat_template": 5}'), "chat_template.json' must be a"),
+    "odd added tokens": (
+        with_text("tokenizer_config.json", '{"added_tokens_decoder": {"5": {}}}'),
+        "tokenizer_config.json' cannot be read: .* missing required field `content`|added_tokens_decoder in",
+    ),
     "missing key": (with_config(intermediate_size=None), "config.json': .*intermediate_size"),
     "wrong value": (with_config(hidden_act="gelu"), "config.json': .*hidden_act"),
     "missing number of the rope": (

@@ -359,9 +359,9 @@ def test_a_folder_without_tokenizer(llama: Sample, tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(llama: Sample, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer that this version"):
         Tokenizer(write_folder(tmp_path, llama, tokenizer__json="{}"))
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json' cannot be read"):
         Tokenizer(write_folder(tmp_path, llama, tokenizer_config__json="{"))
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json must hold a JSON object, not a list"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json' must hold a JSON object, not a list"):
         Tokenizer(write_folder(tmp_path, llama, tokenizer_config__json="[]"))
 
 
