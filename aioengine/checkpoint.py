@@ -54,14 +54,27 @@ class _Described(Struct):
 
 
 def check_folder(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], *, is_ignored: Callable[[str], bool] = lambda _: False
+    folder: Path,
+    make_shapes: Callable[[], Mapping[str, tuple[int, ...]]],
+    *,
+    num_layers: int,
+    is_ignored: Callable[[str], bool] = lambda _: False,
 ) -> None:
     """Look whether the folder has these tensors, and no others but those that are ignored.
+
+    ``make_shapes``: the tensors by name; not called for more layers than there are tensors, which may be millions.
 
     Raises:
         ValueError: a file is missing or damaged, or the tensors are not those.
     """
-    entries = [entry for entry in read_headers(folder) if entry.name in shapes or not is_ignored(entry.name)]
+    found = read_headers(folder)
+    if num_layers > len(found):
+        raise ValueError(
+            f"the weights in {folder} do not fit the model (config.json): they are {len(found)} tensors, for "
+            f"num_hidden_layers={num_layers}"
+        )
+    shapes = make_shapes()
+    entries = [entry for entry in found if entry.name in shapes or not is_ignored(entry.name)]
     check_entries(entries, shapes, folder)
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import Struct
 
-from aioengine import checkpoint, folder_files, hub, plugins
+from aioengine import checkpoint, checks, folder_files, hub, plugins
+from aioengine.families._config import MAX_SIZES
 from aioengine.families._tensors import is_ignored, tensor_shapes
 
 if TYPE_CHECKING:
@@ -176,7 +177,12 @@ def find_facts(wishes: ModelConfig, *, progress: bool = False) -> ModelFacts:
     facts = read_facts(path, words)
     decoder = _read_family(Path(path), facts.model_type)
     if wishes.load_format != "dummy" and not facts.missing_weights:
-        checkpoint.check_folder(Path(path), tensor_shapes(decoder), is_ignored=partial(is_ignored, decoder))
+        checkpoint.check_folder(
+            Path(path),
+            partial(tensor_shapes, decoder),
+            num_layers=decoder.num_layers,
+            is_ignored=partial(is_ignored, decoder),
+        )
     if facts.tokenizer_path:
         folder_files.check_is_whole(Path(facts.tokenizer_path) / "tokenizer.json")
     return msgspec.structs.replace(facts, sliding_window=decoder.sliding_window)
@@ -210,7 +216,7 @@ def read_facts(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         path=path,
         architecture=(config.architectures or [""])[0],
         model_type=config.model_type or "",
-        context_length=_context_length(config),
+        context_length=_context_length(config, path),
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
@@ -262,21 +268,33 @@ def _check_supported(config: _ConfigFile, path: str) -> None:
     if config.quantization_config is not None:
         method = config.quantization_config.quant_method
         raise ValueError(f"{path!r} holds quantized weights ({method}), which are not read; give the original model")
-    for name in ("max_position_embeddings", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        if msgspec.structs.asdict(config)[name] < 1:
+    for name, most in MAX_SIZES.items():
+        value = getattr(config, name, None)
+        if value is not None and value < 1:
             raise ValueError(f"config.json of {path!r} has no {name}, or one below 1")
+        if value is not None and value > most:
+            raise ValueError(f"config.json of {path!r} has {name} {checks.shown(value)}; at most {most} works")
 
 
-def _context_length(config: _ConfigFile) -> int:
+def _context_length(config: _ConfigFile, path: str) -> int:
+    length = _stretched_length(config)
+    if not 1 <= length <= MAX_SIZES["max_position_embeddings"]:
+        raise ValueError(
+            f"config.json of {path!r}: rope_scaling makes {length:g} positions of {config.max_position_embeddings}"
+        )
+    return int(length)
+
+
+def _stretched_length(config: _ConfigFile) -> float:
     """Positions with rope scaling: llama3 has stretched max_position_embeddings itself, the others name a factor."""
     length, rope = config.max_position_embeddings, config.rope_scaling or config.rope_parameters
     if rope is None or not rope.factor:
         return length
     kind = rope.rope_type or rope.type
     if kind in {"linear", "dynamic"}:
-        return int(length * rope.factor)
+        return length * rope.factor
     if kind == "yarn":
-        return max(length, int((rope.original_max_position_embeddings or length) * rope.factor))
+        return max(length, (rope.original_max_position_embeddings or length) * rope.factor)
     return length
 
 

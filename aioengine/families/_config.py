@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, NoReturn, TypeVar
 
 import msgspec
+
+from aioengine.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
+
+MAX_SIZES: Final = {
+    "max_position_embeddings": 2**31 - 1,
+    "vocab_size": 2**27,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_hidden_layers": 2**14,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+}
+"""Far beyond all models: a larger one is a mistake, which would cost hours and memory before it shows."""
+
+_POSITIVE: Final = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+)
+_MIN_POSITIVE, _MAX_POSITIVE = 1e-9, 1e12
+"""With numbers in this range, all angles are finite."""
 
 _NEEDED = {
     "linear": ("factor",),
@@ -43,6 +70,23 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
             if given[field] is None:
                 message = f"rope_parameters.{field} is missing in config.json; rope_type {self.rope_type!r} needs it"
                 raise ValueError(message)
+        for field in _POSITIVE:
+            if given[field] is not None and not _MIN_POSITIVE <= given[field] <= _MAX_POSITIVE:
+                not_implemented(f"rope_parameters.{field}", given[field], f"{_MIN_POSITIVE:g} to {_MAX_POSITIVE:g}")
+        if self.rope_type == "yarn":
+            self._check_yarn()
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.rope_type == "llama3" and low is not None and high is not None and high <= low:
+            not_implemented("rope_parameters.high_freq_factor", high, f"more than low_freq_factor, which is {low}")
+
+    def _check_yarn(self) -> None:
+        if self.factor is not None and self.factor < 1:
+            not_implemented("rope_parameters.factor", self.factor, "at least 1 with rope_type 'yarn'")
+        if self.rope_theta <= 1:
+            not_implemented("rope_parameters.rope_theta", self.rope_theta, "more than 1 with rope_type 'yarn'")
+        for field, value in (("mscale", self.mscale), ("mscale_all_dim", self.mscale_all_dim)):
+            if value is not None and not 0 <= value <= _MAX_POSITIVE:
+                not_implemented(f"rope_parameters.{field}", value, f"0 to {_MAX_POSITIVE:g}")
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,14 +133,31 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
     partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        self._check_sizes()
         if self.partial_rotary_factor != 1.0:
             not_implemented("partial_rotary_factor", self.partial_rotary_factor, "1.0")
+        if not 0 < self.rms_norm_eps <= 1:
+            not_implemented("rms_norm_eps", self.rms_norm_eps, "more than 0, at most 1")
         if self.num_attention_heads % self.num_kv_heads:
             not_implemented("num_key_value_heads", self.num_kv_heads, f"a divisor of {self.num_attention_heads} heads")
-        if self.head_size % 2:
+        if self.head_size % 2 or not self.head_size:
             not_implemented("head_dim", self.head_size, "an even number")
+        if self.window is not None and self.window < 1:
+            not_implemented("sliding_window", self.window, "at least 1 position, or null")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            not_implemented(
+                "layer_types",
+                f"of {len(self.layer_types)} layers",
+                f"one for each of the {self.num_hidden_layers} layers",
+            )
         if self.window is None and "sliding_attention" in (self.layer_types or ()):
             not_implemented("layer_types", self.layer_types, "full_attention alone, where there is no sliding window")
+
+    def _check_sizes(self) -> None:
+        given = msgspec.structs.asdict(self)
+        for name, most in MAX_SIZES.items():
+            if given[name] is not None and not 1 <= given[name] <= most:
+                not_implemented(name, given[name], f"1 to {most}")
 
     @property
     def num_kv_heads(self) -> int:
@@ -129,7 +190,7 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def not_implemented(field: str, value: object, implemented: str) -> NoReturn:
-    message = f"{field} {value!r} is not implemented; what works: {implemented}"
+    message = f"{field} {shown(value)} is not implemented; what works: {implemented}"
     raise ValueError(message)
 
 
@@ -158,6 +219,7 @@ def read_rope(raw: Mapping[str, object]) -> RopeConfig:
     if not isinstance(given, dict):
         message = f"rope_parameters {given!r} in config.json is not an object"
         raise ValueError(message)
-    fields: dict[str, object] = {"rope_theta": raw.get("rope_theta") or RopeConfig().rope_theta}
+    theta = raw.get("rope_theta")
+    fields: dict[str, object] = {"rope_theta": RopeConfig().rope_theta if theta is None else theta}
     fields |= {"rope_type": given.get("type", "default"), **given}
     return decode_config({**fields, "model_type": raw.get("model_type")}, RopeConfig)

@@ -227,6 +227,49 @@ BREAKS: dict[str, tuple[Break, str]] = {
         "tokenizer_config.json' cannot be read: .* missing required field `content`|added_tokens_decoder in",
     ),
     "missing key": (with_config(intermediate_size=None), "config.json': .*intermediate_size"),
+    "many layers": (
+        with_config(num_hidden_layers=10_000),
+        "they are 21 tensors, for num_hidden_layers=10000",
+    ),
+    "a million layers": (with_config(num_hidden_layers=10**6), "num_hidden_layers 1000000; at most 16384 works"),
+    "a negative number of heads": (with_config(num_key_value_heads=-2), "num_key_value_heads.* one below 1"),
+    **{
+        f"{name} of {value:.0e}": (with_config(**{name: value}), f"{name}.* (at most|1 to|one below 1)")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+        for value in (10**12, 10**30, -5)
+    },
+    **{
+        f"{name} of {value}": (
+            with_config(**{name: value}),
+            f"config.json.*{name}.* (is not implemented; what works|one below 1)",
+        )
+        for name, value in (
+            ("rope_theta", 0),
+            ("rope_theta", -1e4),
+            ("rms_norm_eps", -1e-6),
+            ("rms_norm_eps", 0),
+            ("head_dim", -4),
+            ("sliding_window", 0),
+            ("layer_types", ["full_attention"]),
+        )
+    },
+    **{
+        f"rope of {changes}": (
+            with_config(rope_scaling={"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | changes),
+            f"{list(changes)[-1]} .* is not implemented; what works|config.json.*: rope_scaling makes",
+        )
+        for changes in (
+            {"rope_type": "yarn", "factor": 0.5},
+            {"rope_type": "linear", "factor": -2.0},
+            {"rope_type": "linear", "factor": 1e300},
+            {"rope_type": "linear", "factor": 0},
+            {"rope_type": "yarn", "rope_theta": 1},
+            {"rope_type": "yarn", "beta_fast": 0},
+            {"rope_type": "yarn", "original_max_position_embeddings": -4},
+            {"rope_type": "yarn", "mscale_all_dim": -10.0},
+            {"rope_type": "llama3", "high_freq_factor": 1.0},
+        )
+    },
     "wrong value": (with_config(hidden_act="gelu"), "config.json': .*hidden_act"),
     "missing number of the rope": (
         with_config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
