@@ -39,13 +39,14 @@ def shown(value: object) -> str:
         return f"{value[:MAX_SHOWN_CHARACTERS]!r}... ({len(value)} long)"
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
-    if not isinstance(value, str | bytes) and (num_items := _num_items(value)) > MAX_SHOWN_CHARACTERS:
-        return f"a {type(value).__name__} of {num_items} items"
+    if not isinstance(value, str | bytes) and (size := num_items(value)) > MAX_SHOWN_CHARACTERS:
+        return f"a {type(value).__name__} of {size} items"
     shortened = repr(value)
     return shortened if len(shortened) <= MAX_SHOWN_CHARACTERS else f"{shortened[:MAX_SHOWN_CHARACTERS]}..."
 
 
-def _num_items(value: object) -> int:
+def num_items(value: object) -> int:
+    """Of a list, an array and the like; 0 for all else."""
     try:
         return len(value) if isinstance(value, Sized) else 0
     except TypeError:  # an array of no dimension

@@ -48,6 +48,9 @@ _NUMBERS: Final = "temperature", "top_p", "min_p", "frequency_penalty", "presenc
 _LISTS: Final = "stop", "stop_regex", "stop_token_ids", "logit_bias"
 """Fields whose values may be lists or dicts, which can change."""
 
+_COSTLY: Final = frozenset(("stop_token_ids", "logit_bias", "stop_regex"))
+"""Fields whose checks may take long."""
+
 _ALIASES: Final = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -120,7 +123,7 @@ class SamplingParams(
     skip_special_tokens: leave them out of the text. spaces_between_special_tokens: no effect, for text is exact.
     no_stop_trim: keep the stop string or stop token in the text.
     stream_interval: output tokens between two chunks of a stream; None: the engine's.
-    logit_bias: token id -> number added to its logit.
+    logit_bias: token id -> number added to its logit; up to 4,096 entries.
     sampling_seed: the same seed gives the same tokens; None: one is drawn and reported.
 
     None stands for the default in every other field too. Token ids may be arrays, and ``stop_token_ids`` a set. A bias
@@ -239,7 +242,7 @@ def sampling(params: SamplingParams, *, seed: int, vocab_size: int, eos_token_id
     """
     biases = sampling_values.biases(params.logit_bias)
     _check_vocabulary("logit_bias", biases, vocab_size)
-    stops = stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    stops = stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids) if params.min_new_tokens else ()
     if params.min_new_tokens and len(stops) >= vocab_size:
         raise ValueError(
             f"min_new_tokens={params.min_new_tokens} cannot be kept: all {vocab_size} tokens of the vocabulary are "
@@ -257,7 +260,7 @@ def sampling(params: SamplingParams, *, seed: int, vocab_size: int, eos_token_id
         bias_token_ids=tuple(biases),
         logit_bias=tuple(biases.values()),
         min_new_tokens=int(params.min_new_tokens),
-        suppressed_token_ids=stops if params.min_new_tokens else (),
+        suppressed_token_ids=stops,
     )
 
 
@@ -306,6 +309,34 @@ def stop_ids(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence
     own = sampling_values.token_ids(params.stop_token_ids)
     _check_vocabulary("stop_token_ids", own, vocab_size)
     return () if params.ignore_eos else tuple(dict.fromkeys((*eos_token_ids, *own)))
+
+
+def check_together(entries: Sequence[object]) -> None:
+    """Refuse parameters of one call that take too long to look at together: one call does it without a pause.
+
+    Raises:
+        ValueError: they have too many stop token ids, biases or patterns.
+    """
+    costly = {id(entry): entry for entry in entries if _is_costly(entry)}
+    num_ids = 0
+    patterns: dict[str, None] = {}
+    for entry in costly.values():
+        ids, biases, given = (_given(entry, name) for name in ("stop_token_ids", "logit_bias", "stop_regex"))
+        num_ids += checks.num_items(ids) + checks.num_items(biases)
+        if isinstance(given, str) and not isinstance(entry, SamplingParams):  # which was checked when it was made
+            patterns[given] = None
+        elif isinstance(given, list | tuple):
+            patterns.update((each, None) for each in cast("Sequence[object]", given) if isinstance(each, str))
+    if num_ids > sampling_values.MAX_ENTRIES_OF_CALL:
+        raise ValueError(
+            f"the sampling_params of one call have {num_ids} stop_token_ids and logit_bias entries together; at most "
+            f"{sampling_values.MAX_ENTRIES_OF_CALL} are allowed; give rows that share them the same object, or make "
+            "several calls"
+        )
+    if patterns:
+        from aioengine.patterns import check_patterns_of_call  # slow to import, and most programs give no pattern
+
+        check_patterns_of_call(patterns)
 
 
 @lru_cache(maxsize=64, typed=True)
@@ -401,6 +432,18 @@ def _unknown(key: object) -> UnknownParameterError:
     return UnknownParameterError(f"unknown sampling parameter {checks.shown(key)}{hint}")
 
 
+def _is_costly(entry: object) -> bool:
+    if isinstance(entry, Mapping):
+        return not _COSTLY.isdisjoint(cast("Mapping[object, object]", entry))
+    return isinstance(entry, SamplingParams)
+
+
+def _given(entry: object, name: str) -> object:
+    if isinstance(entry, Mapping):
+        return cast("Mapping[str, object]", entry).get(name)
+    return _field(entry, name) if isinstance(entry, SamplingParams) else None
+
+
 def _field(params: SamplingParams, name: str) -> object:
     value: object = getattr(params, name)
     return value
@@ -447,6 +490,6 @@ def _check_patterns(patterns: tuple[str, ...]) -> None:
 
 
 def _check_vocabulary(name: str, token_ids: Sequence[int] | Mapping[int, float], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if token_id >= vocab_size:
-            raise checks.wrong_value(name, f"token ids from 0 to {vocab_size - 1}", token_id)
+    if token_ids and max(token_ids) >= vocab_size:
+        wrong = next(token_id for token_id in token_ids if token_id >= vocab_size)
+        raise checks.wrong_value(name, f"token ids from 0 to {vocab_size - 1}", wrong)

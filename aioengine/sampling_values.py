@@ -5,16 +5,27 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Set
-from typing import Final, SupportsFloat, SupportsIndex, TypeGuard, cast
+from contextlib import suppress
+from typing import Annotated, Final, SupportsFloat, SupportsIndex, TypeGuard, cast
+
+from msgspec import Meta, ValidationError, convert
 
 from aioengine import checks
 
 MAX_STOPS: Final = 32
 MAX_STOP_BYTES: Final = 4096
 MAX_STOP_TOKEN_IDS: Final = 1024
+MAX_ENTRIES_OF_CALL: Final = 65_536
+"""Stop token ids and biases in all parameters of a call, which are looked at together."""
 MAX_BIAS: Final = 1e6
+MAX_BIASES: Final = 4096
+"""Entries of a ``logit_bias``: each is looked at at the call, sent, and added in every step."""
 
 _PLAIN: Final = frozenset((int, float, str))
+_TokenId = Annotated[int, Meta(ge=0, le=checks.MAX_COUNT)]
+_PlainIds = list[_TokenId]
+_PlainBiases = dict[_TokenId, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]]
+"""What nearly everybody gives is checked in one pass."""
 
 
 def plain_number(value: object, *, is_whole: bool) -> object:
@@ -46,6 +57,15 @@ def kept_strings(name: str, value: object) -> object:
 def token_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
+    if (size := checks.num_items(value)) > MAX_STOP_TOKEN_IDS and not isinstance(value, str | bytes):
+        raise ValueError(f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} entries, got {size}")
+    if isinstance(value, list | tuple):
+        with suppress(ValidationError):
+            return tuple(convert(cast("object", value), _PlainIds))
+    return _any_token_ids(value)
+
+
+def _any_token_ids(value: object) -> tuple[int, ...]:
     given = sorted(cast("Set[object]", value), key=hash) if isinstance(value, Set) else value
     found = checks.items("stop_token_ids", given, MAX_STOP_TOKEN_IDS, allowed="a list of token ids")
     return tuple(checks.whole("stop_token_ids entries", entry, 0) for entry in found if entry is not None)
@@ -57,8 +77,17 @@ def biases(value: object) -> dict[int, float]:
         return {}
     if not isinstance(value, Mapping):
         raise checks.wrong_type("logit_bias", "a dict of token id to number", value)
+    given = cast("Mapping[object, object]", value)
+    if len(given) > MAX_BIASES:
+        raise ValueError(f"logit_bias must have at most {MAX_BIASES} entries, got {len(given)}")
+    with suppress(ValidationError):
+        return convert(given, _PlainBiases)
+    return _any_biases(given)
+
+
+def _any_biases(value: Mapping[object, object]) -> dict[int, float]:
     found: dict[int, float] = {}
-    for key, bias in cast("Mapping[object, object]", value).items():
+    for key, bias in value.items():
         token_id = checks.whole("logit_bias keys", int(key) if _is_digits(key) else key, 0)
         if token_id in found:
             raise ValueError(f"logit_bias has token id {token_id} twice")

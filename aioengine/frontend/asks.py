@@ -32,7 +32,7 @@ from aioengine.frontend.prompts import (
     later_text,
     text_prompt,
 )
-from aioengine.params import SamplingParams, is_sampling_parameter
+from aioengine.params import SamplingParams, check_together, is_sampling_parameter
 
 Sampled = SamplingParams | Mapping[str, object]
 """Sampling parameters as callers write them."""
@@ -348,10 +348,12 @@ def _params(value: object, prompts: Rows, *, is_batch: bool, fails_alone: bool) 
         raise TypeError("sampling_params is a list, but there is one prompt; give a list of prompts, or one dict")
     if len(given) != len(prompts):
         raise ValueError(f"sampling_params has {len(given)} entries for {len(prompts)} prompts; give one for each")
+    check_together(given)
     found: dict[int, SamplingParams] = {}
+    made: dict[int, SamplingParams] = {}  # by the identity of what was given: many rows may share it
     for place, entry in enumerate(given):
         try:
-            found[place] = SamplingParams.parse(entry)
+            found[place] = made[id(entry)] = made.get(id(entry)) or SamplingParams.parse(entry)
         except (TypeError, ValueError) as error:
             if not fails_alone:
                 raise

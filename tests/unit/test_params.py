@@ -41,8 +41,15 @@ OUTSIDE = {
     "sampling_seed": [2**63, -(2**63) - 1],
     "stop": [["x"] * 33, "x" * 5000, "\ud800"],
     "stop_regex": [["x"] * 33, "é" * 129, "(", "[a", "*", "", ["a", ""]],
-    "stop_token_ids": [[-1], [HUGE], [0] * 2000, {-1}, np.array([-1])],
-    "logit_bias": [{-1: 1.0}, {1: math.nan}, {1: math.inf}, {1: 1e7}, {1: 0.5, "1": 0.5}],
+    "stop_token_ids": [[-1], [HUGE], [0] * 2000, set(range(2000)), {-1}, np.array([-1])],
+    "logit_bias": [
+        {-1: 1.0},
+        {1: math.nan},
+        {1: math.inf},
+        {1: 1e7},
+        {1: 0.5, "1": 0.5},
+        dict.fromkeys(range(4097), 1.0),
+    ],
 }
 
 WRONG_TYPES = {
@@ -410,3 +417,9 @@ def test_values_of_other_types_are_kept_as_plain_ones_that_can_be_sent(
     rules = text_rules(made, context_token_ids=(), stream=True, stream_interval=1)
     assert {*map(type, (*rules.stop, *rules.stop_regex))} <= {str}
     msgspec.msgpack.encode([rules, sampling(made, seed=1, vocab_size=100, eos_token_ids=())])
+
+
+def test_a_logit_bias_of_many_entries_is_refused_before_they_are_looked_at() -> None:
+    with pytest.raises(ValueError, match="logit_bias must have at most 4096 entries, got 100000"):
+        SamplingParams(logit_bias=dict.fromkeys(range(100_000), "no number"))  # type: ignore[arg-type]
+    assert SamplingParams(logit_bias=dict.fromkeys(range(4096), 1.0)).logit_bias is not None

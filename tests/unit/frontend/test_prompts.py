@@ -9,6 +9,7 @@ import pytest
 
 from aioengine.frontend.asks import to_generate
 from aioengine.frontend.prompts import IdsPrompt, ids_prompt
+from aioengine.params import SamplingParams
 
 
 class Letter(IntEnum):
@@ -48,3 +49,42 @@ def test_texts_of_a_subclass_of_str_are_kept_as_plain_ones() -> None:
     given = OtherStr("é")
     ask = to_generate("a", None, None, stream=False, options={"tenant": given, "rid": given})
     assert (type(ask.tenant), ask.tenant, type(ask.rid), ask.rid) == (str, "é", str, "é")
+
+
+IDS = list(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ([{"stop_token_ids": [*IDS]} for _ in range(66)], "have 66000 stop_token_ids and logit_bias entries together"),
+        ([SamplingParams(stop_token_ids=IDS) for _ in range(66)], "have 66000 stop_token_ids"),
+        ([{"logit_bias": dict.fromkeys(IDS, 1.0)} for _ in range(66)], "give rows that share them the same object"),
+        ([{"stop_regex": f"q{place}(a|b){{100}}"} for place in range(5000)], "the 5000 different patterns of one call"),
+        ([{"stop_regex": [f"{place}a", f"{place}b"]} for place in range(200)], "the 400 different patterns"),
+    ],
+)
+def test_parameters_that_take_too_long_together_are_refused(params: list[object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        to_generate(["a"] * len(params), params, None, stream=False, options={})
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        [{"stop_token_ids": IDS, "stop_regex": ["a", "b"]}] * 2000,
+        [{"stop_token_ids": [1, 2], "stop_regex": "[0-9]+x"} for _ in range(2000)],
+        [SamplingParams(stop_regex=f"{place}x") for place in range(1000)],
+        [{"stop_regex": f"{place}x"} for place in range(300)],
+    ],
+)
+def test_parameters_that_are_shared_or_were_checked_before_are_taken(params: list[object]) -> None:
+    ask = to_generate(["a"] * len(params), params, None, stream=False, options={})
+    assert len(ask.params) == len(params)
+
+
+def test_rows_that_share_their_parameters_share_them_on() -> None:
+    shared: dict[str, object] = {"stop": ["a"]}
+    ask = to_generate(["a", "b", "c"], [shared, {"stop": ["a"]}, shared], None, stream=False, options={})
+    assert ask.params[0] is ask.params[2]
+    assert ask.params[0] == ask.params[1]
