@@ -22,7 +22,12 @@ All of them can be pickled and copied, with their attributes, notes and causes.
 
 from __future__ import annotations
 
+import sys
+from contextvars import ContextVar
 from typing import Any
+
+_is_trial = ContextVar("_is_trial", default=False)
+"""Errors in a value that is pickled as a trial are taken as they are: trials in trials would take exponential time."""
 
 
 def _reduce(self: object) -> tuple[Any, ...]:
@@ -31,13 +36,49 @@ def _reduce(self: object) -> tuple[Any, ...]:
     Python would call the class with ``args``, which hold the message and not the arguments of the constructor.
     """
     assert isinstance(self, Exception)
-    return _rebuild, (type(self), self.args), _state(self, _portable(self.__cause__))
+    if _is_trial.get():
+        return _rebuild, (type(self), self.args), _state(self, self.__cause__)
+    known = _importable(type(self))
+    notes = [] if known is type(self) else [f"It was of the class {type(self).__qualname__}, which cannot be imported."]
+    args = tuple(_portable(value, "An argument", notes) for value in self.args)
+    state = {name: _portable(value, name, notes) for name, value in _state(self, self.__cause__).items()}
+    if notes:
+        state["__notes__"] = [*getattr(self, "__notes__", ()), *notes]
+    return _rebuild, (known, args), state
 
 
 def _copy(error: Exception) -> Exception:
     copied = _rebuild(type(error), error.args)
     copied.__setstate__(_state(error, error.__cause__))
     return copied
+
+
+def _deepcopy(error: Exception, memo: dict[int, object]) -> Exception:
+    """A copy that shares with ``error`` whatever cannot be copied."""
+    from copy import deepcopy  # imported already where this is called
+
+    def copy_of(value: object) -> object:
+        try:
+            return deepcopy(value, memo)
+        except Exception:
+            return value
+
+    copied = memo[id(error)] = _rebuild(type(error), error.args)
+    copied.args = tuple(copy_of(value) for value in error.args)
+    copied.__setstate__({name: copy_of(value) for name, value in _state(error, error.__cause__).items()})
+    return copied
+
+
+def _importable(error_type: type[Exception]) -> type[Exception]:
+    """The class, or where it was made in a function, the nearest of its bases that another process can import."""
+    return next(base for base in error_type.__mro__ if issubclass(base, _OWN) and _can_be_found(base))
+
+
+def _can_be_found(error_type: type) -> bool:
+    found: object = sys.modules.get(error_type.__module__)
+    for name in error_type.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is error_type
 
 
 def _rebuild(error_type: type[Exception], args: tuple[object, ...]) -> Exception:
@@ -49,19 +90,32 @@ def _state(error: Exception, cause: BaseException | None) -> dict[str, Any]:
     return {**vars(error), "__cause__": cause, "__suppress_context__": is_suppressed}  # the latter is set by the former
 
 
-def _portable(cause: BaseException | None) -> BaseException | None:
-    """``cause``, or its text where it cannot be pickled: an answer that cannot be read breaks a whole process pool."""
-    if cause is None or isinstance(cause, _OWN):
-        return cause
+def _portable(value: object, name: str, notes: list[str]) -> object:
+    """``value``, or its text where it cannot be pickled: an answer that cannot be read breaks a whole process pool."""
+    if value is None or type(value) in (str, int, float, bool) or isinstance(value, _OWN):
+        return value
     import pickle  # imported already wherever an error is pickled
 
+    token = _is_trial.set(True)
     try:
-        pickle.loads(pickle.dumps(cause))
+        pickle.loads(pickle.dumps(value))
     except Exception as error:
-        stand_in = EngineError(describe(cause))
+        if not isinstance(value, BaseException):
+            notes.append(f"{name} cannot be pickled: {describe(error)}")
+            return _shown(value)
+        stand_in = EngineError(describe(value))
         stand_in.add_note(f"The exception itself cannot be pickled: {describe(error)}")
         return stand_in
-    return cause
+    finally:
+        _is_trial.reset(token)
+    return value
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 def describe(error: BaseException) -> str:
@@ -77,6 +131,7 @@ class RequestTooLargeError(ValueError):
 
     __reduce__ = _reduce
     __copy__ = _copy
+    __deepcopy__ = _deepcopy
 
 
 class UnknownParameterError(TypeError, ValueError):
@@ -84,6 +139,7 @@ class UnknownParameterError(TypeError, ValueError):
 
     __reduce__ = _reduce
     __copy__ = _copy
+    __deepcopy__ = _deepcopy
 
 
 class UnsupportedSchemaError(ValueError):
@@ -91,6 +147,7 @@ class UnsupportedSchemaError(ValueError):
 
     __reduce__ = _reduce
     __copy__ = _copy
+    __deepcopy__ = _deepcopy
 
 
 class EngineError(RuntimeError):
@@ -98,6 +155,7 @@ class EngineError(RuntimeError):
 
     __reduce__ = _reduce
     __copy__ = _copy
+    __deepcopy__ = _deepcopy
 
 
 class EngineStartupError(EngineError):
