@@ -57,15 +57,20 @@ def _deepcopy(error: Exception, memo: dict[int, object]) -> Exception:
     """A copy that shares with ``error`` whatever cannot be copied."""
     from copy import deepcopy  # imported already where this is called
 
+    notes: list[str] = []
+
     def copy_of(value: object) -> object:
         try:
             return deepcopy(value, memo)
-        except Exception:
+        except Exception as nested:
+            notes.append(f"It shares a {type(value).__name__}, which cannot be copied: {describe(nested)}")
             return value
 
     copied = memo[id(error)] = _rebuild(type(error), error.args)
     copied.args = tuple(copy_of(value) for value in error.args)
     copied.__setstate__({name: copy_of(value) for name, value in _state(error, error.__cause__).items()})
+    for note in notes:
+        copied.add_note(note)
     return copied
 
 
@@ -114,8 +119,8 @@ def _portable(value: object, name: str, notes: list[str]) -> object:
 def _shown(value: object) -> str:
     try:
         return repr(value)
-    except Exception:
-        return f"<{type(value).__name__}>"
+    except Exception as error:
+        return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
 
 
 def describe(error: BaseException) -> str:
