@@ -231,8 +231,9 @@ class RequestError(EngineError):
     """One request failed; the engine and all other requests go on.
 
     ``stage`` is the part of the engine that failed it (``tokenize``, ``schedule``, ``forward``, ``sample``,
-    ``detokenize``; ``crash``: it killed a process of the engine, again and again, or it is a control call, which is not
-    tried again, and was on its way when one was lost), ``cause`` what happened there.
+    ``detokenize``; ``control``: a control call failed in the runner; ``crash``: it killed a process of the engine,
+    again and again, or it is a control call, which is not tried again, and was on its way when one was lost), ``cause``
+    what happened there.
     """
 
     def __init__(self, stage: str, cause: str) -> None:

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 from aioengine.config import SchedulerSettings
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.scheduler.core import SchedulerCore
-from aioengine.scheduler.plan import Plan, StepResult
+from aioengine.scheduler.plan import Plan, StepResult, UnknownOrderError
 from aioengine.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from aioengine.protocol.messages import Control, Reply
 
 PROMPT_TOKENS = 48
 PAGE_SIZE = 16
@@ -41,6 +43,9 @@ class NullRunner:
 
     def collect(self, ticket: StepResult) -> StepResult:
         return ticket
+
+    def control(self, order: Control) -> Reply:
+        raise UnknownOrderError(order.name)
 
     def close(self) -> None:
         return

@@ -6,16 +6,15 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import EngineStalledError, RequestError
-from aioengine.protocol.messages import Control, Reply
+from aioengine.protocol.messages import MAX_PAYLOAD_BYTES, Control, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.errors import EngineError
+    from aioengine.protocol.messages import Argument
 
 CONTROL_TIMEOUT_S: Final = 60.0
-
-Value = str | int | float | bool | None
 
 
 class Controls:
@@ -28,23 +27,34 @@ class Controls:
         self._failure: EngineError | None = None
 
     async def ask(
-        self, name: str, arguments: dict[str, Value] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S
+        self,
+        name: str,
+        arguments: dict[str, Argument] | None = None,
+        *,
+        payload: bytes = b"",
+        timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> Reply:
-        """Ask, and wait for the answer.
+        """Ask, and wait for the answer. ``payload``: bytes for the runner, up to ``MAX_PAYLOAD_BYTES``.
 
         Raises:
-            RequestError: a process died before it came, and is replaced.
+            ValueError: the payload is too large.
+            RequestError: the runner failed to do it, or a process died before the answer came, and is replaced.
             EngineStalledError: none came in time.
             EngineError: the engine died, or was shut down, before it came.
         """
         if self._failure is not None:
             raise self._failure.with_traceback(None)
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise ValueError(
+                f"the payload of {name!r} has {len(payload):,} bytes, the limit is {MAX_PAYLOAD_BYTES:,}; "
+                "write it to a file and give the file's path"
+            )
         self._num_asked += 1
         call_id = self._num_asked
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = answer
         try:
-            self._send([Control(call_id, name, arguments or {})])
+            self._send([Control(call_id, name, arguments or {}, payload)])
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:

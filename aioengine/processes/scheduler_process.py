@@ -15,7 +15,9 @@ from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import keep_freed_memory, limit_kernel_cache, limit_threads
 from aioengine.processes.profile import Profile
 from aioengine.processes.told_runner import ToldRunner
+from aioengine.processes.uplink import encodable
 from aioengine.protocol.messages import (
+    MAX_PAYLOAD_BYTES,
     Abort,
     Control,
     Ended,
@@ -32,6 +34,7 @@ from aioengine.protocol.messages import (
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.scheduler.core import RunnerFactory, SchedulerCore
 from aioengine.scheduler.lifecycle import UidInUseError
+from aioengine.scheduler.plan import UnknownOrderError
 from aioengine.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Facts = dict[str, str | int | float | bool]
+
+_CONTROL_STAGE = "control"
 
 
 class SchedulerService:
@@ -87,7 +92,7 @@ class SchedulerService:
                 case Suspend():
                     self._core.suspend(message.uids, is_over=message.is_over)
                 case Control():
-                    self._replies.append(self._control(message, now))
+                    self._control(message, now)
                 case NewEpoch():
                     self._core.abort(None)
                 case _:
@@ -156,19 +161,39 @@ class SchedulerService:
 
     # ------------------------------------------------------------ control calls: success, message, data
 
-    def _control(self, control: Control, now: float) -> Reply:
-        action = self._controls.get(control.name)
-        if action is None:
-            known = ", ".join(self._controls)
-            return Reply(control.call_id, False, f"unknown control call {control.name!r}; there are {known}")
-        try:
-            success, message, data = action(**control.arguments)
-        except Exception as error:  # an order that fails is answered so; the requests go on
-            logger.warning("the order %r failed", control.name, exc_info=True)
-            success, message, data = False, f"{control.name} failed: {type(error).__name__}: {error}", ""
-        self._stats_sent_at = min(self._stats_sent_at, now - HEARTBEAT_S)  # what it changed is seen with its reply
+    def _control(self, control: Control, now: float) -> None:
+        """Answer a call of the scheduler at once, and an order to the runner at the next step border."""
+        if control.name in self._controls:
+            self._answer(self._scheduler_reply(control), now)
+        else:
+            self._core.call_at_border(lambda: self._answer(self._runner_reply(control), now))
+
+    def _answer(self, reply: Reply, now: float) -> None:
+        """Queue a reply, and statistics with it: they show what the call changed. ``now``: when the call came."""
+        self._stats_sent_at = min(self._stats_sent_at, now - HEARTBEAT_S)
         self._is_asked = True
+        reply.message = encodable(reply.message)
+        self._replies.append(reply)
+
+    def _scheduler_reply(self, control: Control) -> Reply:
+        try:
+            success, message, data = self._controls[control.name](**control.arguments)
+        except Exception as error:  # a call that fails is answered so; the requests go on
+            return Reply(control.call_id, False, _failure_of(control, error))
         return Reply(control.call_id, success, message, data)
+
+    def _runner_reply(self, order: Control) -> Reply:
+        try:
+            reply = self._runner.control(order)
+            num_bytes = len(reply.data) + len(reply.payload)
+            if num_bytes > MAX_PAYLOAD_BYTES:  # it could not be sent, which would end this process
+                raise ValueError(f"its reply has {num_bytes:,} bytes, the limit is {MAX_PAYLOAD_BYTES:,}")
+        except UnknownOrderError as error:
+            known = ", ".join([*self._controls, *error.known])
+            return Reply(order.call_id, False, f"unknown control call {order.name!r}; there are {known}")
+        except Exception as error:  # an order that fails is answered so; the requests go on
+            return Reply(order.call_id, False, _failure_of(order, error), stage=_CONTROL_STAGE)
+        return reply
 
     def _flush_cache(self) -> tuple[bool, str, str]:
         stats = self._core.stats(0.0)
@@ -195,6 +220,12 @@ class SchedulerService:
         gc.collect()
         gc.freeze()
         return True, f"{gc.get_freeze_count()} objects frozen", ""
+
+
+def _failure_of(control: Control, error: Exception) -> str:
+    """The message of the reply to a call that raised ``error``, which is logged, too."""
+    logger.warning("the order %r failed", control.name, exc_info=error)
+    return f"{control.name} failed: {type(error).__name__}: {error}"
 
 
 def build_service(

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aioengine.protocol.board import StepBoard
+    from aioengine.protocol.messages import Control, Reply
     from aioengine.scheduler.core import Runner
     from aioengine.scheduler.plan import Plan, StepResult
 
@@ -39,6 +40,10 @@ class ToldRunner(Generic[Ticket]):
             return self._runner.collect(ticket)
         finally:
             self._board.end()
+
+    def control(self, order: Control) -> Reply:
+        """No step is in flight and the board is empty: no request is suspected when the process dies here."""
+        return self._runner.control(order)
 
     def close(self) -> None:
         self._runner.close()

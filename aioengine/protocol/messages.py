@@ -158,16 +158,24 @@ class Suspend(Struct, tag="suspend", array_like=True, gc=False):
     is_over: bool = False
 
 
+Argument = str | int | float | bool | list[str] | None
+MAX_PAYLOAD_BYTES = 32 * 1024 * 1024
+"""Of one ``Control`` or ``Reply``: it fits into a frame, and a process waits for its reader only briefly."""
+
+
 class Control(Struct, tag="control", array_like=True, gc=False):
     """A question or an order to the scheduler process, answered by one ``Reply`` with the same ``call_id``.
 
-    ``name``: "flush_cache", "pause", "continue", "server_info", "freeze_gc", "start_profile",
-    "stop_profile". ``arguments`` are those of what does it: only "start_profile" has some.
+    ``name``: "flush_cache", "pause", "continue", "server_info", "freeze_gc", "start_profile" or "stop_profile"; any
+    other is an order to the runner, which carries it out between two steps. ``arguments``: keyword arguments; paths of
+    files are among them. ``payload``: bytes that the order needs, up to ``MAX_PAYLOAD_BYTES``; larger data goes through
+    a file.
     """
 
     call_id: int
     name: str
-    arguments: dict[str, str | int | float | bool | None] = {}
+    arguments: dict[str, Argument] = {}
+    payload: bytes = b""
 
 
 class NewEpoch(Struct, tag="new_epoch", array_like=True, gc=False):
@@ -289,9 +297,10 @@ class Stats(Struct, tag="stats", array_like=True, gc=False):
 
 
 class Reply(Struct, tag="reply", array_like=True, gc=False):
-    """The answer to a ``Control``. ``data`` is JSON text (empty: nothing to tell).
+    """The answer to a ``Control``. ``data`` is JSON text, ``payload`` bytes; both may be empty.
 
-    ``stage``: where it was lost, so that nobody can answer it; raised as RequestError.
+    ``stage``: where the call failed ("crash": its process died; "control": the runner raised an exception); empty for a
+    success and for a refusal. A reply with a stage is raised as RequestError.
     """
 
     call_id: int
@@ -299,6 +308,7 @@ class Reply(Struct, tag="reply", array_like=True, gc=False):
     message: str = ""
     data: str = ""
     stage: str = ""
+    payload: bytes = b""
 
 
 class Ready(Struct, tag="ready", array_like=True, gc=False):

@@ -27,7 +27,7 @@ from aioengine.runner.rows import RowTable
 from aioengine.runner.sampler import FAILED, Sampler
 from aioengine.runner.start_times import StartTimes
 from aioengine.runner.vocabulary import sampled_vocab_size
-from aioengine.scheduler.plan import StepResult
+from aioengine.scheduler.plan import StepResult, UnknownOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionBackend, AttentionShape, ForwardBatch
     from aioengine.config import Settings
     from aioengine.models._base import Model
-    from aioengine.protocol.messages import Progress
+    from aioengine.protocol.messages import Control, Progress, Reply
     from aioengine.runner.graphs import DecodeGraphs
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.logits import LogitsProcessor
@@ -179,6 +179,14 @@ class ModelRunner:
             self._poisoned.add(uid)
         failed = {**ticket.failed, **dict.fromkeys(bad, _NOT_FINITE)}
         return StepResult([value_of.get(uid, FAILED) for uid in ticket.wanted], failed)
+
+    def control(self, order: Control) -> Reply:
+        """It implements no order yet.
+
+        Raises:
+            UnknownOrderError: always.
+        """
+        raise UnknownOrderError(order.name)
 
     def close(self) -> None:
         """Give the memory of the pool back. May be called twice; nothing can be launched after it."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from aioengine.config import Settings
-    from aioengine.protocol.messages import Progress, Stats, StepOutput, Submit
+    from aioengine.protocol.messages import Control, Progress, Reply, Stats, StepOutput, Submit
     from aioengine.scheduler.plan import Plan, StepResult
     from aioengine.scheduler.scheduler import Scheduler
 
@@ -42,6 +42,18 @@ class Runner(Protocol[Ticket]):
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for the step and give its tokens."""
+        ...
+
+    def control(self, order: Control) -> Reply:
+        """Carry out an order that is no step, such as to load weights or an adapter, or to free memory.
+
+        Called between steps: every launched plan has been collected. The reply has the ``call_id`` of the order. An
+        order can come a second time, when the detokenizer process was replaced before the reply arrived.
+
+        Raises:
+            UnknownOrderError: the runner does not implement it.
+            Exception: the order failed. This is its answer; requests go on, so the runner must be as it was before.
+        """
         ...
 
     def close(self) -> None: ...
@@ -103,6 +115,7 @@ class SchedulerCore(Generic[Ticket]):
         self._clock = clock
         self._trace: Trace = NoTrace() if trace is None else trace
         self._in_flight: deque[tuple[Plan, Ticket]] = deque()
+        self._border_calls: list[Callable[[], None]] = []
         self._num_launched = 0
         self._num_failures = 0
         self._is_paused = False
@@ -113,6 +126,8 @@ class SchedulerCore(Generic[Ticket]):
 
         Raises what the runner raised when it has failed ``MAX_FAILURES`` times in a row.
         """
+        if self._border_calls and not self._in_flight:
+            self._run_border_calls()
         plan = self._plan(now)
         if plan is not None:
             self._launch(plan)
@@ -125,7 +140,7 @@ class SchedulerCore(Generic[Ticket]):
     @property
     def has_work(self) -> bool:
         """Whether calling ``step`` now does anything. False: nothing to do before a message or ``next_deadline``."""
-        if self._in_flight or self._scheduler.has_events:
+        if self._in_flight or self._scheduler.has_events or self._border_calls:
             return True
         return self._scheduler.has_requests and not self._is_paused
 
@@ -139,10 +154,13 @@ class SchedulerCore(Generic[Ticket]):
     def abort(self, uids: Iterable[int] | None, code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
         """End requests in whatever state; their pages are free at once. Unknown uids are ignored.
 
-        None: all, as if they had never been; nobody is told, nor of what else happened. They may come again.
+        None: all, as if they had never been; nobody is told, nor of what else happened. They may come again. Calls that
+        wait for a step border are dropped, too.
 
         With STOP the frontend knows already and nothing is said; else the next ``step`` gives one ``Ended`` for each.
         """
+        if uids is None:
+            self._border_calls.clear()
         self._scheduler.abort(uids, code, message)
 
     def suspend(self, uids: Iterable[int], *, is_over: bool = False) -> None:
@@ -160,6 +178,14 @@ class SchedulerCore(Generic[Ticket]):
     def resume(self) -> None:
         self._is_paused = False
 
+    def call_at_border(self, call: Callable[[], None]) -> None:
+        """Run ``call`` at the next step border: in ``step``, before it plans, once no step is in flight.
+
+        Nothing is launched until then; what is in flight is collected, deadlines and aborts still act. An exception of
+        ``call`` is raised by ``step``.
+        """
+        self._border_calls.append(call)
+
     def flush_cache(self) -> bool:
         """Drop all cached pages that no request uses. True when none is left, False when requests still use some."""
         cache = self._scheduler.cache
@@ -174,8 +200,13 @@ class SchedulerCore(Generic[Ticket]):
         """Raises RuntimeError unless every page is accounted for; cheap enough to be called on going idle."""
         self._scheduler.check_integrity()
 
+    def _run_border_calls(self) -> None:
+        calls, self._border_calls = self._border_calls, []
+        for call in calls:
+            call()
+
     def _plan(self, now: float) -> Plan | None:
-        if self._is_paused:
+        if self._is_paused or self._border_calls:
             self._scheduler.expire(now)
             return None
         with self._trace.part("schedule"):

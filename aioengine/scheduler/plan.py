@@ -8,9 +8,14 @@ it: ``token_ids`` then ends one short, and the runner takes the token that it ho
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from msgspec import Struct
 
 from aioengine.protocol.messages import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 class Row(Struct, array_like=True, gc=False):
@@ -72,3 +77,15 @@ class StepResult(Struct, array_like=True, gc=False):
 
     token_ids: list[int]
     failed: dict[int, str] = {}
+
+
+class UnknownOrderError(ValueError):
+    """Raised by ``Runner.control`` for an order that the runner does not implement.
+
+    Attributes:
+        known: names of the orders that it implements.
+    """
+
+    def __init__(self, name: str, known: Collection[str] = ()) -> None:
+        super().__init__(f"the runner does not implement the order {name!r}")
+        self.known = known

@@ -115,8 +115,8 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
         if self.processes is not None:
             return self.processes
         faults = self.faults or Faults()
-        kills = faults.kill_at or faults.exit_at or faults.stall_at or faults.poison_token_id >= 0 or faults.start_s
-        return bool(kills or self.step_time_s)
+        kills = faults.kill_at or faults.exit_at or faults.poison_token_id >= 0 or faults.kill_order
+        return bool(kills or faults.stall_at or faults.start_s or self.step_time_s)
 
     def settings(self) -> Settings:
         """The settings of such an engine."""

@@ -15,19 +15,22 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from aioengine.scheduler.plan import StepResult
+from aioengine.protocol.messages import Reply
+from aioengine.scheduler.plan import StepResult, UnknownOrderError
 from aioengine.testing.faults import Faults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from aioengine.config import Settings
-    from aioengine.protocol.messages import Limits, Progress, Sampling
+    from aioengine.protocol.messages import Control, Limits, Progress, Sampling
     from aioengine.scheduler.plan import OpenedRow, Plan, Row
 
 MASK = (1 << 64) - 1
 UNWRITTEN = -1
 DEFAULT_NUM_PAGES = 4096
+ECHO = "echo"
+"""The one order that fake runners implement."""
 PRINTABLE = "abcdefghijklmnopqrstuvwxyz etaoin. "  # an alphabet whose texts look a little like text
 
 
@@ -138,6 +141,7 @@ class FakeRunner:
         self._bytes = memoryview(self._slots).cast("B")
         self._rows: dict[int, _FakeRow] = {}
         self._step = 0
+        self._num_in_flight = 0
         self._busy_until = 0.0
 
     @property
@@ -165,15 +169,32 @@ class FakeRunner:
         for opened in plan.opened:
             self._rows[opened.uid] = _FakeRow(opened)
         token_ids = [token_id for row in plan.rows if (token_id := self._compute(row)) is not None]
-        return FakeTicket(self._step, self._result(plan, token_ids), self._done_at(plan))
+        ticket = FakeTicket(self._step, self._result(plan, token_ids), self._done_at(plan))
+        self._num_in_flight += 1
+        return ticket
 
     def collect(self, ticket: FakeTicket) -> StepResult:
         """Wait until the simulated device is done."""
+        self._num_in_flight -= 1
         if ticket.done_at:
             time.sleep(max(0.0, ticket.done_at - time.monotonic()))
         if self._faults is not None:
             self._faults.on_collect(ticket.step)
         return ticket.result
+
+    def control(self, order: Control) -> Reply:
+        """For "echo": its arguments and payload, how many steps were launched and how many of them are in flight.
+
+        Raises:
+            UnknownOrderError: it is another order.
+            InjectedFault: as demanded by the faults.
+        """
+        if self._faults is not None:
+            self._faults.on_order(order.name)
+        if order.name != ECHO:
+            raise UnknownOrderError(order.name, [ECHO])
+        data = {"arguments": order.arguments, "num_steps": self._step, "num_in_flight": self._num_in_flight}
+        return Reply(order.call_id, True, data=msgspec.json.encode(data).decode(), payload=order.payload)
 
     def close(self) -> None:
         self._rows.clear()

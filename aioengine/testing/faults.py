@@ -20,6 +20,7 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fail_row_at: the first sampled row of the step fails alone.
     stall_at, stall_s: the step takes so much longer. exit_at, exit_code: the process exits without a word.
     kill_at: the process dies by SIGKILL. poison_token_id: so it does when a step computes this token (-1: never).
+    raise_order, kill_order: ``control`` raises, or the process dies by SIGKILL, for an order of this name.
     once: the path of a file that does not exist. Stalls, exits and deaths make it, and do not happen where it is: so
     the process that replaces the first one lives.
     start_error: building the runner fails with this message. start_s: building it takes so long.
@@ -35,6 +36,8 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     exit_code: int = 1
     kill_at: int = 0
     poison_token_id: int = -1
+    raise_order: str = ""
+    kill_order: str = ""
     once: str = ""
     start_error: str = ""
     start_s: float = 0.0
@@ -65,6 +68,13 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             time.sleep(self.stall_s)
         if 0 < self.collect_raise_at <= step < self.collect_raise_at + self.raise_times:
             raise InjectedFault(f"collection of step {step}, as asked for by collect_raise_at={self.collect_raise_at}")
+
+    def on_order(self, name: str) -> None:
+        """Called for each order to the runner."""
+        if name == self.kill_order and self._happens():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name == self.raise_order:
+            raise InjectedFault(f"order {name!r}, as asked for by raise_order")
 
     def _happens(self) -> bool:
         if not self.once:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from aioengine.config import Settings
-    from aioengine.protocol.messages import Progress
+    from aioengine.protocol.messages import Control, Progress, Reply
     from aioengine.scheduler.plan import OpenedRow, Plan, Row
     from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 
@@ -57,6 +57,10 @@ class ScriptedRunner:
     def collect(self, ticket: FakeTicket) -> StepResult:
         """Wait until the simulated device is done."""
         return self._inner.collect(ticket)
+
+    def control(self, order: Control) -> Reply:
+        """As of ``FakeRunner``."""
+        return self._inner.control(order)
 
     def close(self) -> None:
         self._rows.clear()

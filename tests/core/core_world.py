@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable
 
+    from aioengine.protocol.messages import Control, Reply
     from aioengine.scheduler.plan import Plan, Row, StepResult
     from aioengine.testing.faults import Faults
 
@@ -57,6 +58,9 @@ class WatchedRunner:
 
     def collect(self, ticket: FakeTicket) -> StepResult:
         return self._runner.collect(ticket)
+
+    def control(self, order: Control) -> Reply:
+        return self._runner.control(order)
 
     def close(self) -> None:
         self._runner.close()

@@ -6,9 +6,9 @@ import pytest
 
 from aioengine.processes.told_runner import ToldRunner
 from aioengine.protocol.board import StepBoard, blank_board, read_board
-from aioengine.protocol.messages import Sampling
+from aioengine.protocol.messages import Control, Reply, Sampling
 from aioengine.scheduler.plan import OpenedRow, Plan, Row
-from aioengine.testing.fake_runner import FakeModel, FakeRunner
+from aioengine.testing.fake_runner import ECHO, FakeModel, FakeRunner
 from aioengine.testing.faults import Faults, InjectedFault
 
 
@@ -46,3 +46,10 @@ def test_steps_that_fail_are_not_told_any_more() -> None:
     with pytest.raises(InjectedFault):
         runner.collect(ticket)
     assert read_board(memory) == {}
+
+
+def test_orders_are_passed_to_the_runner() -> None:
+    runner, memory = told_runner()
+    reply = runner.control(Control(3, ECHO, payload=b"ab"))
+    assert isinstance(reply, Reply)
+    assert (reply.call_id, reply.payload, read_board(memory)) == (3, b"ab", {})

@@ -1,0 +1,109 @@
+"""Orders to the runner, from the frontend to the runner and back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aioengine.errors import RequestError
+from aioengine.frontend.controls import Controls
+from aioengine.protocol.messages import MAX_PAYLOAD_BYTES, Reply
+from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.testing.fake_runner import ECHO, FakeRunner
+from aioengine.testing.faults import Faults
+from tests.processes.restart_kit import ANSWERS, ask_all, frontend_of, undisturbed, until, until_idle, until_restarted
+from tests.processes.test_scheduler_service import Loop, submit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aioengine.engine import AsyncEngine
+
+BYTES = bytes(range(256)) * 1000
+FILES = ["/models/one.safetensors", "/models/two.safetensors"]
+
+
+def controls_of(engine: AsyncEngine) -> Controls:
+    return frontend_of(engine).controls
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("has_answers", [True, False])
+async def test_orders_are_answered_while_requests_run_with_equal_output(has_answers: bool) -> None:
+    """With the scripted runner and with the fake one."""
+    answers = ANSWERS if has_answers else None
+    async with fake_async_engine(answers, processes=True, step_time_s=0.002) as engine:
+        asking = asyncio.create_task(ask_all(engine, stream=True))
+        replies: list[Reply] = []
+        while not asking.done():
+            num_before = engine.stats()["output_tokens"]
+            replies.append(await controls_of(engine).ask(ECHO, {"files": list(FILES), "rank": 8}, payload=BYTES))
+            await until(lambda: asking.done() or engine.stats()["output_tokens"] > num_before)  # noqa: B023
+        assert await asking == await undisturbed(has_answers)
+        await until_idle(engine)
+    assert {reply.payload for reply in replies} == {BYTES}
+    facts = [json.loads(reply.data) for reply in replies]
+    assert [fact["arguments"] for fact in facts] == [{"files": FILES, "rank": 8}] * len(replies)
+    assert {fact["num_in_flight"] for fact in facts} == {0}
+    assert len({fact["num_steps"] for fact in facts}) > 3
+
+
+@pytest.mark.process
+async def test_an_order_that_is_lost_with_its_process_fails_alone(tmp_path: Path) -> None:
+    faults = Faults(kill_order=ECHO, once=str(tmp_path / "once"))
+    async with fake_async_engine(ANSWERS, faults=faults, step_time_s=0.002) as engine:
+        asking = asyncio.create_task(ask_all(engine, stream=True))
+        await until(lambda: engine.stats()["output_tokens"] > 3)
+        with pytest.raises(RequestError, match="by signal 9 before it had answered 'echo', which was not") as caught:
+            await controls_of(engine).ask(ECHO)
+        assert caught.value.stage == "crash"
+        await until_restarted(engine, 1)
+        assert await asking == await undisturbed(has_answers=True)
+        assert (await controls_of(engine).ask(ECHO)).success
+        await until_idle(engine)
+
+
+@pytest.mark.process
+async def test_an_order_that_raises_fails_alone() -> None:
+    async with fake_async_engine(ANSWERS, processes=True, faults=Faults(raise_order="load")) as engine:
+        with pytest.raises(RequestError, match="load failed: InjectedFault: order 'load', as asked for") as caught:
+            await controls_of(engine).ask("load")
+        assert caught.value.stage == "control"
+        assert await ask_all(engine, stream=False) == await undisturbed(has_answers=True)
+        assert engine.stats()["num_restarts"] == 0
+
+
+async def test_a_payload_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    sent: list[str] = []
+    controls = Controls(lambda messages: sent.extend(message.name for message in messages))
+    with pytest.raises(ValueError, match=r"the payload of 'echo' has 33,554,433 bytes.* write it to a file"):
+        await controls.ask(ECHO, payload=bytes(MAX_PAYLOAD_BYTES + 1))
+    assert sent == []
+
+
+def test_an_unknown_order_is_refused_with_the_known_names() -> None:
+    reply = Loop().call("load_adaptor")
+    assert (reply.success, reply.stage) == (False, "")
+    assert reply.message.startswith("unknown control call 'load_adaptor'; there are flush_cache, pause, continue, ")
+    assert reply.message.endswith("stop_profile, echo")
+
+
+def test_a_failed_order_is_a_reply_with_stage_and_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(raise_order="load")
+    reply = loop.call("load")
+    assert (reply.success, reply.stage) == (False, "control")
+    assert reply.message == "load failed: InjectedFault: order 'load', as asked for by raise_order"
+    answers = [
+        (lambda: Reply(0, True, payload=bytes(MAX_PAYLOAD_BYTES + 1)), "ValueError: its reply has 33,554,433 bytes"),
+        (lambda: None, "AttributeError"),
+        (lambda: Reply(0, False, "no file /a\udc80"), "no file /a\\udc80"),
+    ]
+    for answer, words in answers:
+        monkeypatch.setattr(FakeRunner, "control", lambda _self, _order, answer=answer: answer())
+        assert words in loop.call("load").message
+    loop.give(1.0, submit(1))
+    loop.run(1.0)
+    assert loop.ends().keys() == {1}
