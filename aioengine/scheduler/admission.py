@@ -40,7 +40,7 @@ class Admission:
         if num_partial >= MAX_PARTIAL and request.num_tokens > left:
             return Refusal.LATER
         match = self._cache.match(request.token_ids)
-        request.waits_for = match.pending
+        request.wait_for(match.pending)
         if match.pending is not None:
             return Refusal.LATER
         return match if self._fits(request, match, running) else Refusal.FULL

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from aioengine.protocol.messages import FinishCode
+from aioengine.scheduler.gates import Gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -164,8 +165,22 @@ class SchedulerCore(Generic[Ticket]):
         self._scheduler.abort(uids, code, message)
 
     def suspend(self, uids: Iterable[int], *, is_over: bool = False) -> None:
-        """Compute nothing more of these requests, or (``is_over``) go on with them."""
-        self._scheduler.suspend(uids, is_over=is_over)
+        """Compute nothing more of these requests, or (``is_over``) go on with them: the gate ``SUSPENDED``."""
+        change = self.open_gate if is_over else self.close_gate
+        change(uids, Gate.SUSPENDED)
+
+    def close_gate(self, uids: Iterable[int], gate: Gate) -> None:
+        """Give these requests no row in any later plan until ``open_gate``. Unknown uids are ignored.
+
+        A running request keeps its pages unless ``gate.keeps_pages`` is False; rows in flight still give their tokens
+        while it keeps them. A gate that is to hold a new request is closed right after ``submit``. Raises ValueError
+        for ``Gate.PREFIX``.
+        """
+        self._scheduler.close_gate(uids, gate)
+
+    def open_gate(self, uids: Iterable[int], gate: Gate) -> None:
+        """Go on with these requests, unless another gate is closed. Unknown uids and open gates are ignored."""
+        self._scheduler.open_gate(uids, gate)
 
     def next_deadline(self) -> float | None:
         """When ``step`` should be called at the latest; None: no request has a deadline."""

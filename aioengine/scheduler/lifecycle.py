@@ -4,7 +4,8 @@ submit ──> WAITING ── admit ──> RUNNING ── end ──> ENDED
               ^  │                 │
               │  └── end ──> ENDED │
               └──── preempt ───────┘
-(Either may be SUSPENDED, which gives its pages back, and then waits again.)
+A request with a closed gate leaves the queue and is GATED until the gate opens. A running one stays RUNNING, unless it
+is preempted or the gate does not keep pages; then it is GATED too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from aioengine.memory.prefix_cache import PrefixCache
 from aioengine.protocol.messages import FinishCode
 from aioengine.scheduler.deadlines import Deadlines
 from aioengine.scheduler.forecast import Pace, refusal_of_late
+from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.outbox import Outbox
 from aioengine.scheduler.preemption import add_running, next_victim, remove_running
 from aioengine.scheduler.request import Request, State
@@ -42,7 +44,9 @@ class UidInUseError(ValueError):
 class Lifecycle:
     """Keeps the queue and the running requests, and their pages.
 
-    waiting: sorted by ``order``, running: sorted by ``rank``, suspended: by uid; all three are for reading.
+    waiting: the queue, sorted by ``order``. running: sorted by ``rank``. gated: by uid, those beside the queue. All
+    three are for reading.
+    is_stalled: nothing can be computed until a gate opens or a request comes or goes; set by ``Scheduler.schedule``.
     closed: uids that the runner knows and need not know any more, for the next plan.
     """
 
@@ -51,7 +55,8 @@ class Lifecycle:
         self.outbox = Outbox()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.suspended: dict[int, Request] = {}
+        self.gated: dict[int, Request] = {}
+        self.is_stalled = False
         self.closed: list[int] = []
         self._tenants = Tenants(settings.tenant_weights)
         self.pace = Pace(settings.chunk_tokens)
@@ -63,9 +68,9 @@ class Lifecycle:
         self._num_submitted = 0
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nobody to compute."""
-        return not self.waiting and not self.running
+    def is_idle(self) -> bool:
+        """Whether no request waits in the queue or runs, or none of them can go on for now."""
+        return self.is_stalled or not (self.waiting or self.running)
 
     def candidates(self) -> Iterable[Request]:
         """The waiting requests as of now, in the order in which they are to be asked; whom to ask next may depend on
@@ -95,6 +100,7 @@ class Lifecycle:
         self._requests[request.uid] = request
         self._tenants.enter(submit.tenant)
         insort(self.waiting, request, key=_order)
+        self.is_stalled = False
         self._deadlines.add(request.uid, submit.limits)
         if submit.resumed is not None:
             self.outbox.resume(request, submit.resumed)
@@ -144,23 +150,27 @@ class Lifecycle:
             request.marks.num_cached = num_cached
 
     def preempt(self) -> Request:
-        """Take the pages of the last running request and put it back into the queue; returns it."""
+        """Take the pages of the last running request and put it back into the queue, or beside it; returns it."""
         request = next_victim(self.running)
-        self._take_out(request, State.WAITING)
-        insort(self.waiting, request, key=_order)
+        self._let_wait(request)
         self.outbox.preempt(request)
         return request
 
-    def suspend(self, request: Request) -> None:
-        """Compute nothing more of it; what it had stays in the prefix cache while there is room."""
-        self._take_out(request, State.SUSPENDED)
-        self.suspended[request.uid] = request
+    def close_gate(self, request: Request, gate: Gate) -> None:
+        """Compute nothing more of it in new steps; its rows in flight are not late if it keeps its pages.
 
-    def resume(self, request: Request) -> None:
-        """Go on with it, where it was suspended."""
-        if request.state is State.SUSPENDED:
-            self._take_out(request, State.WAITING)
-            insort(self.waiting, request, key=_order)
+        Pages that it does not keep stay in the prefix cache while there is room.
+        """
+        request.close_gate(gate)
+        if request.state is State.WAITING or not (request.state is State.GATED or gate.keeps_pages):
+            self._let_wait(request)
+
+    def open_gate(self, request: Request, gate: Gate) -> None:
+        """Go on with it, unless another gate is closed."""
+        request.open_gate(gate)
+        self.is_stalled = False
+        if request.state is State.GATED and not request.gates:
+            self._let_wait(request)
 
     def end(self, request: Request, finish: Finish | None, *, silently: bool = False, is_spoilt: bool = False) -> None:
         """A request is over, whatever its state. Its pages are free at once; its rows in flight are late.
@@ -177,14 +187,24 @@ class Lifecycle:
         if finish is not None:
             self.outbox.end(request.uid, finish, silently=silently)
 
+    def _let_wait(self, request: Request) -> None:
+        """Move it into the queue, or beside it while a gate is closed."""
+        is_gated = bool(request.gates - {Gate.PREFIX})
+        self._take_out(request, State.GATED if is_gated else State.WAITING)
+        if is_gated:
+            self.gated[request.uid] = request
+        else:
+            insort(self.waiting, request, key=_order)
+
     def _take_out(self, request: Request, state: State, *, is_spoilt: bool = False) -> None:
         """Out of the list in which it stands now."""
+        self.is_stalled = False
         if request.state is State.RUNNING:
             remove_running(self.running, request)
             self.cache.unlock(request.hold, is_spoilt=is_spoilt)
             self.closed.append(request.uid)
-        elif request.state is State.SUSPENDED:
-            del self.suspended[request.uid]
+        elif request.state is State.GATED:
+            del self.gated[request.uid]
         else:
             del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
         request.stop(state)

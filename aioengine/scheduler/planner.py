@@ -46,6 +46,7 @@ class Flight:
         if row.samples:
             request.num_tokens += 1
             request.holds_last = True
+            request.decodes = True
 
 
 class Planner:
@@ -69,15 +70,18 @@ class Planner:
         self._place_prompts(flight, self._place_decodes(flight), now)
 
     def _place_decodes(self, flight: Flight) -> list[Request]:
-        """One row for each request whose newest token the runner holds; returns the other running ones.
+        """One row for each request that decodes; returns the running requests that compute their prompts.
+
+        One with a closed gate gets no row in this step.
 
         Pages are taken from the last of the running; so nobody who has a row already loses them.
         """
         prompts: list[Request] = []
         rows, requests, holds = flight.plan.rows, flight.requests, flight.holds
         for request in self._life.running:
-            if not request.holds_last:
-                prompts.append(request)
+            if not request.decodes:
+                if not request.gates:
+                    prompts.append(request)
                 continue
             start = request.num_computed
             if start + 1 >= request.max_tokens:
@@ -133,12 +137,13 @@ class Planner:
             return
         num_later = 0
         for request in self._life.candidates():
-            if request.waits_for_prefix:
+            if request.gates and request.waits_for_prefix:  # any other gate has taken it out of the queue
                 continue
             answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial)
             if answer is Refusal.LATER:
                 num_later += request.waits_for_prefix
                 if num_later == MAX_LATER:
+                    self._life.is_stalled = False  # the next step asks the others
                     return
                 continue
             if isinstance(answer, Refusal):

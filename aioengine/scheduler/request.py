@@ -11,6 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from aioengine.memory.prefix_cache import Hold
+from aioengine.scheduler.gates import ALL_OPEN, Gate
 
 if TYPE_CHECKING:
     from aioengine.memory.radix import Node
@@ -20,13 +21,13 @@ NOTHING_HELD = Hold()  # what a request that is not running holds; never changed
 
 
 class State(Enum):
-    """WAITING: has no pages. RUNNING: has pages for all its known positions. SUSPENDED: waits, and may not be let in.
-    ENDED: nobody computes it any more.
+    """WAITING: in the queue, without pages. RUNNING: has pages for all its known positions. GATED: beside the queue,
+    without pages, until its gates are open. ENDED: over.
     """
 
     WAITING = 0
     RUNNING = 1
-    SUSPENDED = 2
+    GATED = 2
     ENDED = 3
 
 
@@ -47,17 +48,23 @@ class Marks:
 
 
 class Request:
-    """One request. Who changes what: ``Scheduler`` and nobody else.
+    """One request, changed by ``Scheduler`` alone.
 
-    order: its place in the queue (smaller is sooner), unique; set by the policy. rank: its place among the running
-    requests, the last of whom is preempted first. max_tokens: prompt and output together. token_ids: prompt and
-    output, as far as known here. holds_last: whether the runner holds the newest token, so that a row need not carry
-    it. hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption, so a row of a plan
-    is late when its request has another hold than at the launch. waits_for: the last page of its prefix that another
-    request is computing.
+    order: its place in the queue (smaller is sooner), unique; set by the policy.
+    rank: its place among the running requests, the last of whom is preempted first.
+    max_tokens: prompt and output together.
+    token_ids: prompt and output, as far as known here.
+    holds_last: whether the runner holds the newest token, so that a row need not carry it.
+    gates: the closed gates.
+    decodes: whether its next row is a decode: the runner holds the newest token, and all gates are open.
+    hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption, so a row of a plan is
+        late when its request has another hold than at the launch.
+    waits_for: the last page of its prefix that another request is computing.
     """
 
     __slots__ = (
+        "decodes",
+        "gates",
         "hold",
         "holds_last",
         "marks",
@@ -91,6 +98,8 @@ class Request:
         self.rank = (-submit.priority, number)
         self.hold = NOTHING_HELD
         self.holds_last = False
+        self.decodes = False
+        self.gates = ALL_OPEN
         self.waits_for: Node | None = None
         self.marks = Marks()
 
@@ -113,13 +122,30 @@ class Request:
         self.hold = hold
         self.num_computed = num_cached
         self.state = State.RUNNING
-        self.waits_for = None
+        self.wait_for(None)
 
     def stop(self, state: State) -> None:
         """Run no longer: forget the pages (the caller frees them) and all tokens that are still in flight."""
         self.hold = NOTHING_HELD
         self.holds_last = False
+        self.decodes = False
         self.num_computed = 0
         self.num_tokens = len(self.token_ids)
-        self.waits_for = None
+        self.wait_for(None)
         self.state = state
+
+    def wait_for(self, node: Node | None) -> None:
+        """Wait for the prefix up to ``node``, which another request is computing; None: for no prefix."""
+        self.waits_for = node
+        if node is not None:
+            self.close_gate(Gate.PREFIX)
+        elif self.gates:
+            self.open_gate(Gate.PREFIX)
+
+    def close_gate(self, gate: Gate) -> None:
+        self.gates |= {gate}
+        self.decodes = False
+
+    def open_gate(self, gate: Gate) -> None:
+        self.gates -= {gate}
+        self.decodes = self.holds_last and not self.gates

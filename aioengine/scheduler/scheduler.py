@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import FinishCode, Stats, StepOutput
+from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.lifecycle import Lifecycle
 from aioengine.scheduler.planner import Flight, Planner
 from aioengine.scheduler.stopping import Finish, finish_of
@@ -38,8 +39,8 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request waits or runs."""
-        return not self._life.is_empty
+        """Whether ``schedule`` may have something to compute: a request waits or runs, and its gates are open."""
+        return not self._life.is_idle
 
     @property
     def has_events(self) -> bool:
@@ -60,13 +61,22 @@ class Scheduler:
         """
         self._life.abort(uids, code, message)
 
-    def suspend(self, uids: Iterable[int], *, is_over: bool = False) -> None:
-        """Compute nothing more of these, or (``is_over``) go on with them: each is queued where it would have been.
-
-        Deadlines and aborts act meanwhile. Unknown uids are ignored.
-        """
+    def close_gate(self, uids: Iterable[int], gate: Gate) -> None:
+        """As ``SchedulerCore.close_gate``."""
+        self._check_gate(gate)
         for request in self._life.living(uids):
-            (self._life.resume if is_over else self._life.suspend)(request)
+            self._life.close_gate(request, gate)
+
+    def open_gate(self, uids: Iterable[int], gate: Gate) -> None:
+        """As ``SchedulerCore.open_gate``."""
+        self._check_gate(gate)
+        for request in self._life.living(uids):
+            self._life.open_gate(request, gate)
+
+    @staticmethod
+    def _check_gate(gate: Gate) -> None:
+        if gate is Gate.PREFIX:
+            raise ValueError("Gate.PREFIX belongs to admission; a call can open and close every other gate")
 
     def expire(self, now: float) -> None:
         """End the requests whose deadline has passed; ``schedule`` does it too."""
@@ -85,9 +95,11 @@ class Scheduler:
         """
         self._life.expire(now)
         flight = Flight(now)
+        self._life.is_stalled = not self._flights  # until the planner or a change of the requests says otherwise
         self._planner.fill(flight, now)
         if not flight.requests:
             return None
+        self._life.is_stalled = False
         flight.plan.closed = self._life.closed
         self._life.closed = []
         self._flights.append(flight)
@@ -168,7 +180,7 @@ class Scheduler:
         return Stats(
             sent_at=now,
             num_running=len(self._life.running),
-            num_waiting=len(self._life.waiting) + len(self._life.suspended),
+            num_waiting=len(self._life.waiting) + len(self._life.gated),
             num_pages=self.cache.num_pages,
             num_free_pages=self.cache.num_free,
             num_cached_pages=self.cache.num_cached,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from aioengine.config import SchedulerSettings
 from aioengine.protocol.messages import Ended, FinishCode, Limits, Opened, Sampling, StepOutput, Submit, TextRules
 from aioengine.scheduler.core import SchedulerCore
+from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket, reference_output
 
@@ -38,12 +39,16 @@ def submit_of(
 
 
 class WatchedRunner:
-    """A FakeRunner that keeps the plans, and checks that no running decode is left out of a plan."""
+    """A FakeRunner that keeps the plans, and checks that no running decode is left out of a plan.
+
+    gates: the closed gates of each request; one with a closed gate must not be in a plan.
+    """
 
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner
         self.plans: list[Plan] = []
         self.max_new: dict[int, int] = {}
+        self.gates: dict[int, set[Gate]] = {}
         self._must_advance: list[int] = []
         self._num_sampled: dict[int, int] = {}
 
@@ -73,7 +78,10 @@ class WatchedRunner:
             counts[opened.uid] = len(opened.token_ids) - opened.num_prompt
         uids = [row.uid for row in plan.rows]
         assert len(uids) == len(set(uids))
+        assert not [uid for uid in uids if self.gates.get(uid)]
         for uid in self._must_advance:
+            if self.gates.get(uid):
+                continue
             assert uid in uids or uid in plan.closed or counts[uid] >= self.max_new[uid], f"{uid} stands still"
         for row in plan.rows:
             counts[row.uid] += row.samples
@@ -118,6 +126,18 @@ class World:
             uids = [uid for uid in uids if uid in self.opened and uid not in self.ended]
             self.stopped.update(uids)
         self.core.abort(uids, code)
+
+    def close_gate(self, uids: Iterable[int], gate: Gate) -> None:
+        uids = list(uids)
+        for uid in self.submitted.keys() & uids:
+            self.runner.gates.setdefault(uid, set()).add(gate)
+        self.core.close_gate(uids, gate)
+
+    def open_gate(self, uids: Iterable[int], gate: Gate) -> None:
+        uids = list(uids)
+        for uid in uids:
+            self.runner.gates.get(uid, set()).discard(gate)
+        self.core.open_gate(uids, gate)
 
     def forget_all(self) -> None:
         """Whoever heard of the requests is gone; those that have not ended may come again."""

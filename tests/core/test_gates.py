@@ -1,0 +1,275 @@
+"""Requests with a closed gate get no rows, lose nothing, and end like all others when they are aborted."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.protocol.messages import FinishCode, Limits, Submit
+from aioengine.scheduler.gates import Gate
+from aioengine.scheduler.planner import MAX_LATER
+from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
+NAMED = [gate for gate in Gate if gate is not Gate.PREFIX]
+KEEPING = [gate for gate in NAMED if gate.keeps_pages]
+
+
+def world_of(depth: int = 0, num_pages: int = 64, **settings: int | bool) -> World:
+    return World(settings_of(depth=depth, **settings), num_pages=num_pages, page_size=4, model=NO_EOS)
+
+
+def gates_of(world: World, uid: int) -> frozenset[Gate]:
+    (request,) = world.scheduler._life.living([uid])
+    return request.gates
+
+
+@DEPTHS
+@pytest.mark.parametrize("gate", NAMED)
+def test_a_gate_closed_at_submission_holds_a_request_until_it_opens(depth: int, gate: Gate) -> None:
+    world = world_of(depth)
+    world.submit(submit_of(1, [1, 2, 3]), submit_of(2, [4, 5]))
+    world.close_gate([1], gate)
+    world.run()
+    stats = world.core.stats(world.now)
+    assert set(world.ended) == {2}
+    assert (stats.num_running, stats.num_waiting) == (0, 1)
+    assert stats.num_free_pages == stats.num_pages
+    assert not world.core.has_work
+    world.open_gate([1], gate)
+    assert world.core.has_work
+    world.run()
+    world.check_all_over()
+
+
+@DEPTHS
+@pytest.mark.parametrize("num_steps", range(1, 8))
+def test_a_running_request_keeps_its_pages_and_goes_on_where_it_was(depth: int, num_steps: int) -> None:
+    """From the middle of its prompt (three chunks) to the middle of its output."""
+    world = world_of(depth, chunk_tokens=8)
+    world.submit(submit_of(1, list(range(20))))
+    for _ in range(num_steps):
+        world.step()
+    world.close_gate([1], Gate.LAST_TOKEN)
+    num_plans = len(world.runner.plans)
+    world.run()
+    stats = world.core.stats(world.now)
+    assert (stats.num_running, stats.num_waiting, world.core.has_work) == (1, 0, False)
+    assert stats.num_free_pages < stats.num_pages
+    assert len(world.runner.plans) == num_plans
+    world.open_gate([1], Gate.LAST_TOKEN)
+    world.run()
+    assert world.core.stats(world.now).num_preemptions == 0
+    assert sum(row.count for plan in world.runner.plans for row in plan.rows) == 20 + 7
+    world.check_all_over()
+
+
+def test_the_pages_stay_unless_the_gate_gives_them_back() -> None:
+    for gate in NAMED:
+        world = world_of()
+        world.submit(submit_of(1, list(range(20))))
+        world.step()
+        world.close_gate([1], gate)
+        stats = world.core.stats(world.now)
+        assert (stats.num_running, stats.num_waiting) == ((1, 0) if gate.keeps_pages else (0, 1))
+        assert (stats.num_free_pages == stats.num_pages) is not gate.keeps_pages
+        world.open_gate([1], gate)
+        world.run()
+        world.check_all_over()
+
+
+@DEPTHS
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_all_gates_must_be_open(depth: int, num_steps: int) -> None:
+    world = world_of(depth)
+    world.submit(submit_of(1, list(range(10))))
+    for _ in range(num_steps):
+        world.step()
+    for gate in NAMED:
+        world.close_gate([1, 99], gate)
+    assert gates_of(world, 1) == set(NAMED)
+    for gate in NAMED:
+        world.run()
+        assert not world.ended
+        world.open_gate([1, 1, 99], gate)
+    world.run()
+    world.check_all_over()
+
+
+def test_opening_a_gate_that_is_open_changes_nothing() -> None:
+    world = world_of()
+    world.submit(submit_of(1, list(range(10))))
+    for gate in NAMED:
+        world.open_gate([1], gate)
+        world.step()
+    assert gates_of(world, 1) == frozenset()
+    world.run()
+    world.check_all_over()
+
+
+@DEPTHS
+@pytest.mark.parametrize("gate", KEEPING)
+def test_a_preempted_request_waits_until_its_gate_opens(depth: int, gate: Gate) -> None:
+    world = world_of(depth, num_pages=12)
+    world.submit(submit_of(1, [1] * 8, limits=Limits(max_new_tokens=36)), submit_of(2, [2] * 4))
+    for _ in range(3):
+        world.step()
+    world.close_gate([2], gate)
+    world.run()
+    assert set(world.ended) == {1}
+    assert world.core.stats(world.now).num_preemptions == 1
+    assert (gates_of(world, 2), world.core.stats(world.now).num_running) == ({gate}, 0)
+    world.open_gate([2], gate)
+    world.run()
+    world.check_all_over()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+@pytest.mark.parametrize("gate", NAMED)
+def test_aborts_and_deadlines_end_requests_with_a_closed_gate(num_steps: int, gate: Gate) -> None:
+    world = world_of(chunk_tokens=8)
+    late = submit_of(2, list(range(20)), limits=Limits(max_new_tokens=30, deadline=9.5))
+    world.submit(submit_of(1, list(range(20, 40))), late)
+    for _ in range(num_steps):
+        world.step()
+    world.close_gate([1, 2], gate)
+    world.run()
+    world.abort([1])
+    assert world.core.next_deadline() == 9.5
+    world.now = 10.0
+    world.step()
+    world.run()
+    assert {uid: end.code for uid, end in world.ended.items()} == {1: FinishCode.ABORT, 2: FinishCode.DEADLINE}
+    world.open_gate([1, 2], gate)
+    world.run()
+    world.check_all_over()
+
+
+def test_a_held_request_that_has_all_pages_stalls_the_others_without_work() -> None:
+    world = world_of(1, num_pages=8)
+    world.submit(submit_of(1, list(range(24))))
+    world.step()
+    world.close_gate([1], Gate.GRAMMAR)
+    late = Limits(max_new_tokens=8, queue_deadline=300.0)
+    world.submit(submit_of(2, [40] * 20, limits=late), submit_of(3, [41] * 20))
+    world.run()
+    stats = world.core.stats(world.now)
+    assert (stats.num_running, stats.num_waiting, world.core.has_work) == (1, 2, False)
+    world.abort([3])
+    world.run()
+    world.now = 300.0
+    world.step()
+    world.run()
+    assert world.ended[2].matched == "queue"
+    world.open_gate([1], Gate.GRAMMAR)
+    world.run()
+    world.check_all_over()
+
+
+def test_those_who_wait_for_the_prefix_of_a_held_request_do_not_stop_others() -> None:
+    world = world_of(num_pages=1024, chunk_tokens=16)
+    prefix = [(7 * index) % 50 for index in range(64)]
+    count = MAX_LATER + 9
+    world.submit(*[submit_of(uid, [*prefix, uid % 50, uid // 50], arrived_at=0.0) for uid in range(count)])
+    world.step()
+    world.close_gate([0], Gate.MEDIA)
+    world.submit(submit_of(500, [1, 2], arrived_at=100.0))
+    world.run()
+    assert set(world.ended) == {500}
+    assert [gates_of(world, uid) for uid in range(1, count)] == [frozenset({Gate.PREFIX})] * (count - 1)
+    world.open_gate([0], Gate.MEDIA)
+    world.run()
+    world.check_all_over()
+
+
+def test_the_gate_of_the_prefix_is_not_for_calls() -> None:
+    world = world_of()
+    world.submit(submit_of(1, [1]))
+    for change in (world.core.close_gate, world.core.open_gate):
+        with pytest.raises(ValueError, match=r"Gate\.PREFIX"):
+            change([1], Gate.PREFIX)
+    world.run()
+    world.check_all_over()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_that_needs_its_last_token_stays_out_of_overlapped_steps(depth: int) -> None:
+    """Its gate closes with each launch and opens with each token; the other request is in every step."""
+    world = world_of(depth)
+    world.submit(submit_of(1, [1, 2, 3]), submit_of(2, [4, 5], limits=Limits(max_new_tokens=40)))
+    steps_of: dict[int, list[int]] = {1: [], 2: []}
+    while world.core.has_work:
+        num_plans = len(world.runner.plans)
+        output = world.step()
+        for row in world.rows_of(num_plans + 1):
+            steps_of[row.uid].append(num_plans)
+            if row.uid == 1:
+                world.close_gate([1], Gate.LAST_TOKEN)
+        if output is not None and 1 in output.uids:
+            world.open_gate([1], Gate.LAST_TOKEN)
+    assert steps_of[2] == list(range(40))
+    assert steps_of[1] == list(range(0, 8 * (depth + 1), depth + 1))
+    world.check_all_over()
+
+
+@dataclass(frozen=True)
+class GateStorm:
+    """The size of a world, and how often its gates move."""
+
+    seed: int
+    num_pages: int
+    max_running: int
+    chunk_tokens: int
+    prefix_cache: bool
+    share_closed: float
+
+
+storms = st.builds(
+    GateStorm,
+    seed=st.integers(0, 2**32),
+    num_pages=st.sampled_from([16, 24, 64]),
+    max_running=st.sampled_from([1, 4, 16]),
+    chunk_tokens=st.sampled_from([1, 7, 64]),
+    prefix_cache=st.booleans(),
+    share_closed=st.sampled_from([0.2, 0.5, 0.9]),
+)
+
+
+@DEPTHS
+@given(storm=storms)
+def test_random_gates_and_aborts_change_no_token_and_lose_no_page(depth: int, storm: GateStorm) -> None:
+    rng = random.Random(storm.seed)
+    world = world_of(
+        depth,
+        storm.num_pages,
+        max_running=storm.max_running,
+        chunk_tokens=storm.chunk_tokens,
+        prefix_cache=storm.prefix_cache,
+        context_length=storm.num_pages * 4,
+    )
+    waiting = [_maybe_late(submit, rng) for submit in random_requests(rng, count=20, max_prompt=32, max_output=16)]
+    for _ in range(120):
+        if waiting and rng.random() < 0.5:
+            world.submit(waiting.pop())
+        change = world.close_gate if rng.random() < storm.share_closed else world.open_gate
+        change(rng.sample(range(20), 3), rng.choice(NAMED))
+        if rng.random() < 0.1 and world.submitted:
+            uids = rng.sample(sorted(world.submitted), 1)
+            world.abort(uids, rng.choice([FinishCode.ABORT, FinishCode.STOP]))
+        world.step()
+    world.submit(*waiting)
+    for gate in NAMED:
+        world.open_gate(range(20), gate)
+    world.run()
+    world.check_all_over()
+
+
+def _maybe_late(submit: Submit, rng: random.Random) -> Submit:
+    if rng.random() < 0.8:
+        return submit
+    return msgspec.structs.replace(submit, limits=msgspec.structs.replace(submit.limits, deadline=rng.uniform(0, 150)))
