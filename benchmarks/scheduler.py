@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from aioengine.config import SchedulerSettings
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.scheduler.core import SchedulerCore
-from aioengine.scheduler.plan import Plan, StepResult, UnknownOrderError
+from aioengine.scheduler.plan import TOKENS, Plan, StepResult, UnknownOrderError
 from aioengine.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class NullRunner:
         return {}
 
     def launch(self, plan: Plan) -> StepResult:
-        return StepResult([1 + row.uid % 1000 for row in plan.rows if row.samples])
+        return StepResult([1 + row.uid % 1000 for row in plan.rows if row.gives & TOKENS])
 
     def collect(self, ticket: StepResult) -> StepResult:
         return ticket

@@ -22,7 +22,7 @@ from msgspec import Struct
 class FinishCode(IntEnum):
     """Why a request ended; the public words are made of these in ``answers``."""
 
-    STOP = 0  # a stop token, a stop string or a stop pattern; ``matched`` says which
+    STOP = 0  # a stop token, a stop string or a stop pattern, ``matched`` says which; or the vector of POOL was given
     LENGTH = 1
     ABORT = 2
     DEADLINE = 3  # ``matched`` is "total", "queue" or "first_token"
@@ -30,6 +30,13 @@ class FinishCode(IntEnum):
     TOO_LARGE = 5  # refused: can never fit; raised as RequestTooLargeError
     FAILED = 6  # this request alone failed; ``stage`` and ``message``; raised as RequestError
     REFUSED = 7  # it would miss its deadline; ``matched``: by how many milliseconds; raised as EngineOverloadedError
+
+
+class RequestKind(IntEnum):
+    """What a request asks for."""
+
+    GENERATE = 0  # tokens, until a stop or a limit
+    POOL = 1  # one vector for its whole prompt, which ends it with STOP; ``max_new_tokens`` does not apply
 
 
 # ---------------------------------------------------------------- the parts of a request
@@ -134,6 +141,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     arrived_at: float = 0.0
     resumed: Resumed | None = None
     tenant: str = ""
+    kind: RequestKind = RequestKind.GENERATE
 
 
 class Abort(Struct, tag="abort", array_like=True, gc=False):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aioengine.attention._base import ForwardBatch
+from aioengine.scheduler.plan import TOKENS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,7 +29,7 @@ class StepRows:
     """The rows of a step as columns of length R, and the tokens that the plan names, one after the other.
 
     token_ends: where the tokens of a row end among those of the step. num_known: tokens that the plan names of a row:
-    ``counts``, or one less where only the device knows the last.
+    ``counts``, or one less where only the device knows the last. samples: whether a row gives TOKENS.
     """
 
     requests: list[RequestRow]
@@ -60,7 +61,7 @@ class InputBuilder:
             np.array([row.start for row in rows], dtype=np.int64),
             counts,
             counts.cumsum(),
-            np.array([row.samples for row in rows], dtype=np.bool_),
+            np.array([row.gives & TOKENS for row in rows], dtype=np.bool_),
             np.array(num_known, dtype=np.int64),
             np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, sum(num_known)),
         )

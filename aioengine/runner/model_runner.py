@@ -27,7 +27,7 @@ from aioengine.runner.rows import RowTable
 from aioengine.runner.sampler import FAILED, Sampler
 from aioengine.runner.start_times import StartTimes
 from aioengine.runner.vocabulary import sampled_vocab_size
-from aioengine.scheduler.plan import StepResult, UnknownOrderError
+from aioengine.scheduler.plan import TOKENS, StepResult, UnknownOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,7 +149,7 @@ class ModelRunner:
         with part("prepare"):
             self._change_requests(plan)
             rows = self._read(plan.rows)
-        wanted = [row.uid for row in plan.rows if row.samples]
+        wanted = [row.uid for row in plan.rows if row.gives & TOKENS]
         broken = self._broken
         failed = {row.uid: broken[row.uid] for row in plan.rows if row.uid in broken} if broken else {}
         if not rows.requests:

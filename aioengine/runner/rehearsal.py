@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioengine.protocol.messages import Progress, Sampling
-from aioengine.scheduler.plan import OpenedRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, OpenedRow, Plan, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,22 +73,22 @@ def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
     for samplings in (_PLAIN, _MIXED):
         picked = list(islice(cycle(samplings), size))
         opened = [OpenedRow(uid, picked[uid], 1, [_TOKEN], pages[uid]) for uid in uids]
-        yield Plan([Row(uid, 0, 1, True, [_TOKEN]) for uid in uids], opened)
-        yield Plan([Row(uid, 1, 1, True) for uid in uids])
+        yield Plan([Row(uid, 0, 1, TOKENS, [_TOKEN]) for uid in uids], opened)
+        yield Plan([Row(uid, 1, 1, TOKENS) for uid in uids])
         late = uids[size // 2 :]  # these begin anew, with three tokens
         opened = [OpenedRow(uid, picked[uid], 3, [_TOKEN] * 3, pages[uid]) for uid in late]
         decoding = uids[: size // 2]
-        prompts = [Row(uid, 0, 3, True, [_TOKEN] * 3) for uid in late]
-        yield Plan([*(Row(uid, 2, 1, True) for uid in decoding), *prompts], opened, closed=late)
-        chunks = [Row(uid, 3, 2, False, [_TOKEN] * 2) for uid in late]
-        yield Plan([*(Row(uid, 3, 1, True) for uid in decoding), *chunks])
+        prompts = [Row(uid, 0, 3, TOKENS, [_TOKEN] * 3) for uid in late]
+        yield Plan([*(Row(uid, 2, 1, TOKENS) for uid in decoding), *prompts], opened, closed=late)
+        chunks = [Row(uid, 3, 2, NOTHING, [_TOKEN] * 2) for uid in late]
+        yield Plan([*(Row(uid, 3, 1, TOKENS) for uid in decoding), *chunks])
         yield Plan([], closed=uids)
 
 
 def _one_prompt(size: int, page_size: int) -> Iterator[Plan]:
     ids = [_TOKEN] * size
     yield Plan(
-        [Row(0, 0, size, True, ids)], [OpenedRow(0, _PLAIN[0], size, ids, [*range(-(-(size + 1) // page_size))])]
+        [Row(0, 0, size, TOKENS, ids)], [OpenedRow(0, _PLAIN[0], size, ids, [*range(-(-(size + 1) // page_size))])]
     )
     yield Plan([], closed=[0])
 
@@ -102,5 +102,5 @@ def _full_step(limits: Limits, page_size: int) -> Iterator[Plan]:
     ids, num_pages = [_TOKEN] * size, -(-size // page_size)
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in range(num_rows)]
     opened = [OpenedRow(uid, _PLAIN[0], size, ids, pages[uid]) for uid in range(num_rows)]
-    yield Plan([Row(uid, 0, size, True, ids) for uid in range(num_rows)], opened)
+    yield Plan([Row(uid, 0, size, TOKENS, ids) for uid in range(num_rows)], opened)
     yield Plan([], closed=list(range(num_rows)))

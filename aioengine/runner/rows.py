@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from aioengine.protocol.messages import RequestKind
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
 from aioengine.runner.truncation import TOP_K_OFF
 from aioengine.runner.upload import upload_to
@@ -177,6 +178,9 @@ class RowTable:
 
     def _check(self, opened: OpenedRow) -> None:
         sampling = opened.sampling
+        if opened.kind is not RequestKind.GENERATE:
+            message = f"the runner implements requests of kind GENERATE, and this one is {opened.kind.name}"
+            raise ValueError(message)
         if len(sampling.bias_token_ids) != len(sampling.logit_bias):
             message = f"{len(sampling.bias_token_ids)} bias_token_ids, but {len(sampling.logit_bias)} values"
             raise ValueError(message)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.protocol.messages import FinishCode
+from aioengine.protocol.messages import FinishCode, RequestKind
 from aioengine.scheduler.stopping import Finish
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ def refusal_of_late(submit: Submit, pace: Pace, now: float, *, num_ahead: int, n
 
 
 def _least_output(submit: Submit) -> int:
-    """Output tokens that come in any case."""
+    """Output tokens that come in any case; a vector counts as one."""
+    if submit.kind is RequestKind.POOL:
+        return 1
     text, limits = submit.text, submit.limits
     can_stop = limits.stop_token_ids or text.stop or text.stop_regex
     return max(1, limits.min_new_tokens if can_stop else limits.max_new_tokens)

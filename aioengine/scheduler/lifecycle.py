@@ -23,7 +23,7 @@ from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.outbox import Outbox
 from aioengine.scheduler.preemption import add_running, next_victim, remove_running
 from aioengine.scheduler.request import Request, State
-from aioengine.scheduler.stopping import Finish, refusal_of
+from aioengine.scheduler.stopping import Finish, num_wanted, refusal_of
 from aioengine.scheduler.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -90,9 +90,9 @@ class Lifecycle:
         if refusal is not None:
             self.outbox.end(submit.uid, refusal)
             return
-        wanted = len(submit.prompt_token_ids) + submit.limits.max_new_tokens
         self._num_submitted += 1
-        request = Request(submit, number=self._num_submitted, max_tokens=min(wanted, self._context_length, pool_tokens))
+        max_tokens = min(num_wanted(submit), self._context_length, pool_tokens)
+        request = Request(submit, number=self._num_submitted, max_tokens=max_tokens)
         request.order = (*self._policy.key(request), self._num_submitted)
         if submit.limits.refuses_late and (late := self._refusal_of_late(request, now)) is not None:
             self.outbox.end(submit.uid, late)

@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from aioengine.protocol.messages import Sampling
+from aioengine.protocol.messages import RequestKind, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+
+NOTHING = 0
+TOKENS = 1
+VECTOR = 2
+"""Bits of ``Row.gives``; plain integers, for they are read once for each row of each step."""
 
 
 class Row(Struct, array_like=True, gc=False):
@@ -26,14 +32,15 @@ class Row(Struct, array_like=True, gc=False):
     token_ids: ids at positions ``start`` ... ``start + count - 1``; a decode row carries none (the runner holds the
         token that it sampled last for this request).
     count: positions to compute, at least 1.
-    samples: whether the logits of the last position give a new token, at position ``start + count``.
+    gives: bits. TOKENS: the logits of the last position give a new token, at position ``start + count``. VECTOR: the
+        hidden states of the request give its pooled vector. NOTHING: the row writes KV only, as a chunk of a prompt.
     new_pages: pages appended to the request's page table since its last row.
     """
 
     uid: int
     start: int
     count: int
-    samples: bool
+    gives: int
     token_ids: list[int] = []
     new_pages: list[int] = []
 
@@ -44,6 +51,7 @@ class OpenedRow(Struct, array_like=True, gc=False):
     token_ids: all tokens known so far, prompt then output: for penalties, and for counting output tokens.
     pages: its page table so far, with place for all of ``token_ids``; the first of them may be a prefix hit, which its
         first row then leaves out.
+    kind: a POOL request gets no row with TOKENS, and its last row has VECTOR.
     """
 
     uid: int
@@ -51,6 +59,7 @@ class OpenedRow(Struct, array_like=True, gc=False):
     num_prompt: int
     token_ids: list[int]
     pages: list[int] = []
+    kind: RequestKind = RequestKind.GENERATE
 
 
 class Plan(Struct, array_like=True, gc=False):
@@ -69,14 +78,16 @@ class Plan(Struct, array_like=True, gc=False):
 
 
 class StepResult(Struct, array_like=True, gc=False):
-    """The sampled ids, one for each row with ``samples``, in the order of the plan.
+    """The sampled ids, one for each row that gives TOKENS, in the order of the plan.
 
-    ``failed`` maps the uid of a row that could not be computed or sampled to what happened (its token id, if it
-    samples, is -1): that request ends alone, and what stands in its pages is of no use to others.
+    ``failed`` maps the uid of a row that could not be computed or sampled to what happened (its token id, if it gives
+    TOKENS, is -1): that request ends alone, and what stands in its pages is of no use to others.
+    ``vectors`` maps the uid of each other row with VECTOR to its vector, bytes that the scheduler does not read.
     """
 
     token_ids: list[int]
     failed: dict[int, str] = {}
+    vectors: dict[int, bytes] = {}
 
 
 class UnknownOrderError(ValueError):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aioengine.protocol.messages import RequestKind
 from aioengine.scheduler.admission import Admission, Refusal
 from aioengine.scheduler.budget import TokenBudget
-from aioengine.scheduler.plan import OpenedRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, OpenedRow, Plan, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +44,7 @@ class Flight:
         self.requests.append(request)
         self.holds.append(request.hold)
         request.num_computed += row.count
-        if row.samples:
+        if row.gives & TOKENS:
             request.num_tokens += 1
             request.holds_last = True
             request.decodes = True
@@ -80,7 +81,7 @@ class Planner:
         rows, requests, holds = flight.plan.rows, flight.requests, flight.holds
         for request in self._life.running:
             if not request.decodes:
-                if not request.gates:
+                if request.num_missing and not request.gates:  # else a pooled one whose vector is on its way
                     prompts.append(request)
                 continue
             start = request.num_computed
@@ -88,12 +89,12 @@ class Planner:
                 continue  # its last token is on its way
             hold = request.hold
             if start < hold.room:
-                row = Row(request.uid, start, 1, True)
+                row = Row(request.uid, start, 1, TOKENS)
             else:
                 page = self._grow(request)
                 if page is None:
                     continue
-                row = Row(request.uid, start, 1, True, [], [page])
+                row = Row(request.uid, start, 1, TOKENS, [], [page])
             rows.append(row)
             requests.append(request)
             holds.append(hold)
@@ -163,10 +164,13 @@ def _opened_row(request: Request) -> OpenedRow:
         request.num_prompt,
         request.token_ids.copy(),
         request.hold.pages.copy(),
+        request.kind,
     )
 
 
 def _prompt_row(request: Request, count: int) -> Row:
     start = request.num_computed
-    samples = start + count == request.num_tokens
-    return Row(request.uid, start, count, samples, request.token_ids[start : start + count])
+    gives = NOTHING
+    if start + count == request.num_tokens:
+        gives = VECTOR if request.kind is RequestKind.POOL else TOKENS
+    return Row(request.uid, start, count, gives, request.token_ids[start : start + count])

@@ -1,4 +1,4 @@
-"""Request: one call to generate, as the scheduler sees it.
+"""Request: one prompt to continue or to pool, as the scheduler sees it.
 
 It has ``num_tokens`` positions that are known or on their way and ``num_computed`` positions that have KV or will have
 it by the steps launched so far. Scheduling is letting the second number catch up with the first; a prompt, a chunk of
@@ -55,6 +55,7 @@ class Request:
     max_tokens: prompt and output together.
     token_ids: prompt and output, as far as known here.
     holds_last: whether the runner holds the newest token, so that a row need not carry it.
+    kind: POOL ends when its vector was given, and never has output tokens.
     gates: the closed gates.
     decodes: whether its next row is a decode: the runner holds the newest token, and all gates are open.
     hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption, so a row of a plan is
@@ -67,6 +68,7 @@ class Request:
         "gates",
         "hold",
         "holds_last",
+        "kind",
         "marks",
         "max_tokens",
         "num_computed",
@@ -85,6 +87,7 @@ class Request:
     def __init__(self, submit: Submit, *, number: int, max_tokens: int) -> None:
         self.submit = submit
         self.uid = submit.uid
+        self.kind = submit.kind
         self.token_ids = list(submit.prompt_token_ids)
         self.num_prompt = len(self.token_ids)
         if submit.resumed is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from aioengine.protocol.messages import FinishCode, Stats, StepOutput
 from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.lifecycle import Lifecycle
+from aioengine.scheduler.plan import TOKENS, VECTOR
 from aioengine.scheduler.planner import Flight, Planner
 from aioengine.scheduler.stopping import Finish, finish_of
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
     from aioengine.config import SchedulerSettings
     from aioengine.protocol.messages import Submit
-    from aioengine.scheduler.plan import Plan, StepResult
+    from aioengine.scheduler.plan import Plan, Row, StepResult
+    from aioengine.scheduler.request import Request
 
 
 class Scheduler:
@@ -117,17 +119,20 @@ class Scheduler:
         sampled = iter(result.token_ids)
         cache = self.cache
         for row, request, hold in zip(plan.rows, flight.requests, flight.holds, strict=True):
-            token_id = next(sampled, -1) if row.samples else -1
+            gives = row.gives
+            token_id = next(sampled, -1) if gives & TOKENS else -1
             if request.hold is not hold:
                 continue  # late
-            if row.uid in result.failed or (row.samples and token_id < 0):
-                message = result.failed.get(row.uid, "the runner gave no token")
+            if row.uid in result.failed or (token_id < 0 and gives and not _has_vector(row, result)):
+                message = result.failed.get(row.uid, f"the runner gave no {'vector' if gives & VECTOR else 'token'}")
                 self._life.end(request, Finish(FinishCode.FAILED, stage="sample", message=message), is_spoilt=True)
                 continue
             end = row.start + row.count
             if end >= hold.border:
                 cache.insert(hold, request.token_ids, end)
-            if not row.samples:
+            if token_id < 0:
+                if gives:  # and the vector is there
+                    self._end_pooled(request, now)
                 continue
             known = request.token_ids
             known.append(token_id)
@@ -142,6 +147,11 @@ class Scheduler:
         self._outbox.totals.num_steps += 1
         self._outbox.totals.output_tokens += len(uids)
         return self._outbox.take(uids, token_ids)
+
+    def _end_pooled(self, request: Request, now: float) -> None:
+        """Its vector was given, which is all that it asked for."""
+        self._outbox.open(request, now)
+        self._life.end(request, Finish(FinishCode.STOP))
 
     def fail(self, plan: Plan, message: str) -> None:
         """A plan in flight gave nothing: its requests end, all others go on.
@@ -197,3 +207,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free, cached and owned pages add up. Cheap when nothing runs."""
         self.cache.check_integrity(request.hold for request in self._life.running)
+
+
+def _has_vector(row: Row, result: StepResult) -> bool:
+    """Whether ``row`` asked for a vector alone, and it is there."""
+    return row.gives == VECTOR and row.uid in result.vectors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from aioengine.protocol.messages import FinishCode
+from aioengine.protocol.messages import FinishCode, RequestKind
 
 if TYPE_CHECKING:
     from aioengine.protocol.messages import Submit
@@ -33,20 +33,28 @@ def finish_of(request: Request) -> Finish | None:
     return None
 
 
+def num_wanted(submit: Submit) -> int:
+    """The most tokens that a request asks for, prompt and output together."""
+    num_output = 0 if submit.kind is RequestKind.POOL else submit.limits.max_new_tokens
+    return len(submit.prompt_token_ids) + num_output
+
+
 def refusal_of(submit: Submit, *, context_length: int, pool_tokens: int) -> Finish | None:
     """Whether a request ends before it begins: it cannot fit, asks for nothing, or has nothing to go on."""
     num_prompt = len(submit.prompt_token_ids)
     if num_prompt == 0:
         return Finish(FinishCode.FAILED, stage="schedule", message="the prompt has no tokens; give at least one")
-    if submit.limits.max_new_tokens <= 0:
+    is_pooled = submit.kind is RequestKind.POOL
+    if submit.limits.max_new_tokens <= 0 and not is_pooled:
         return Finish(FinishCode.LENGTH)
-    if num_prompt >= context_length:
+    least = num_prompt if is_pooled else num_prompt + 1
+    if least > context_length:
         return Finish(
             FinishCode.TOO_LARGE,
             message=f"the prompt has {num_prompt} tokens, the context holds {context_length} with the output; "
             "shorten it",
         )
-    if num_prompt >= pool_tokens:
+    if least > pool_tokens:
         return Finish(
             FinishCode.TOO_LARGE,
             message=f"the prompt has {num_prompt} tokens, the KV pool holds {pool_tokens} with the output; "

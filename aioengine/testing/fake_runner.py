@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from aioengine.protocol.messages import Reply
-from aioengine.scheduler.plan import StepResult, UnknownOrderError
+from aioengine.protocol.messages import Reply, RequestKind
+from aioengine.scheduler.plan import TOKENS, VECTOR, StepResult, UnknownOrderError
 from aioengine.testing.faults import Faults
 
 if TYPE_CHECKING:
@@ -105,13 +105,19 @@ def reference_output(prompt_token_ids: list[int], sampling: Sampling, limits: Li
     return token_ids[len(prompt_token_ids) :]
 
 
+def reference_vector(prompt_token_ids: list[int]) -> bytes:
+    """The vector of a pooled request, from the definition: a checksum of its prompt."""
+    return zlib.crc32(array("q", prompt_token_ids)).to_bytes(4, "little")
+
+
 class _FakeRow:
     """What the runner keeps of a request between steps."""
 
-    __slots__ = ("last_token", "num_prompt", "pages", "sampling")
+    __slots__ = ("kind", "last_token", "num_prompt", "pages", "sampling")
 
     def __init__(self, opened: OpenedRow) -> None:
         self.sampling = opened.sampling
+        self.kind = opened.kind
         self.num_prompt = opened.num_prompt
         self.pages = list(opened.pages)
         self.last_token: int | None = None
@@ -168,8 +174,11 @@ class FakeRunner:
             self._rows.pop(uid, None)
         for opened in plan.opened:
             self._rows[opened.uid] = _FakeRow(opened)
-        token_ids = [token_id for row in plan.rows if (token_id := self._compute(row)) is not None]
-        ticket = FakeTicket(self._step, self._result(plan, token_ids), self._done_at(plan))
+        result = StepResult([])
+        for row in plan.rows:
+            self._compute(row, result)
+        self._fail_row(plan, result)
+        ticket = FakeTicket(self._step, result, self._done_at(plan))
         self._num_in_flight += 1
         return ticket
 
@@ -199,18 +208,25 @@ class FakeRunner:
     def close(self) -> None:
         self._rows.clear()
 
-    def _compute(self, row: Row) -> int | None:
-        """Write the row's tokens to its slots; the sampled token, if it samples."""
+    def _compute(self, row: Row, result: StepResult) -> None:
+        """Write the row's tokens to its slots, and add to ``result`` the token or the vector that it gives."""
         held = self._rows.get(row.uid)
         if held is None:
             raise RuntimeError(f"row of request {row.uid}, which was never opened")
         held.pages += row.new_pages
         self._write(row, held)
-        if not row.samples:
-            return None
+        if not row.gives:
+            return
+        is_pooled = held.kind is RequestKind.POOL
+        if row.gives != (VECTOR if is_pooled else TOKENS):
+            raise RuntimeError(f"request {row.uid} of kind {held.kind.name} has a row that gives {row.gives}")
         end = row.start + row.count
-        held.last_token = self._next_token(self._checksum(held.pages, end), end, held.num_prompt, held.sampling)
-        return held.last_token
+        checksum = self._checksum(held.pages, end)
+        if is_pooled:
+            result.vectors[row.uid] = checksum.to_bytes(4, "little")
+        else:
+            held.last_token = self._next_token(checksum, end, held.num_prompt, held.sampling)
+            result.token_ids.append(held.last_token)
 
     def _write(self, row: Row, held: _FakeRow) -> None:
         token_ids = row.token_ids
@@ -239,11 +255,17 @@ class FakeRunner:
             left -= page_bytes
         return checksum
 
-    def _result(self, plan: Plan, token_ids: list[int]) -> StepResult:
-        if self._faults is None or self._faults.fail_row_at != self._step or not token_ids:
-            return StepResult(token_ids)
-        uid = next(row.uid for row in plan.rows if row.samples)
-        return StepResult([-1, *token_ids[1:]], {uid: f"as asked for by fail_row_at={self._step}"})
+    def _fail_row(self, plan: Plan, result: StepResult) -> None:
+        """Fail the first row that gives anything, in the step that the faults name."""
+        if self._faults is None or self._faults.fail_row_at != self._step:
+            return
+        row = next((row for row in plan.rows if row.gives), None)
+        if row is None:
+            return
+        if row.gives & TOKENS:
+            result.token_ids[0] = -1
+        result.vectors.pop(row.uid, None)
+        result.failed[row.uid] = f"as asked for by fail_row_at={self._step}"
 
     def _done_at(self, plan: Plan) -> float:
         """Absolute time; 0.0 where the device takes no time."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aioengine.scheduler.plan import StepResult
+from aioengine.scheduler.plan import TOKENS
 from aioengine.testing import fake_runner
 from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, NUM_BYTES
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from aioengine.config import Settings
     from aioengine.protocol.messages import Control, Progress, Reply
-    from aioengine.scheduler.plan import OpenedRow, Plan, Row
+    from aioengine.scheduler.plan import OpenedRow, Plan, Row, StepResult
     from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 
 ANSWERS_OPTION = "answers"
@@ -46,12 +46,12 @@ class ScriptedRunner:
         for opened in plan.opened:
             self._rows[opened.uid] = (opened.num_prompt, self._answer(opened))
         ticket = self._inner.launch(plan)
-        sampling = [row for row in plan.rows if row.samples]
+        sampling = [row for row in plan.rows if row.gives & TOKENS]
         token_ids = [
             token_id if row.uid in ticket.result.failed else self._token(row)
             for row, token_id in zip(sampling, ticket.result.token_ids, strict=True)
         ]
-        ticket.result = StepResult(token_ids, ticket.result.failed)
+        ticket.result = msgspec.structs.replace(ticket.result, token_ids=token_ids)
         return ticket
 
     def collect(self, ticket: FakeTicket) -> StepResult:

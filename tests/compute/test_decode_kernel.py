@@ -21,7 +21,7 @@ from aioengine.runner.graphs import DecodeGraphs
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sharing import SharedPrefixes
-from aioengine.scheduler.plan import OpenedRow, Row
+from aioengine.scheduler.plan import TOKENS, OpenedRow, Row
 from tests.compute.test_sharing import part_of
 
 # no form is compiled here, and there is no device to be asked
@@ -47,7 +47,7 @@ lengths = [49, 17 * 16 + 1, 1, 17 * 16 + 200, 64, 17 * 16 + 16, 700, 17 * 16 + 1
 for uid, (begin, length) in enumerate(zip(beginnings, lengths)):
     own = [order.pop() for _ in range(-(-length // PAGE_SIZE) - len(begin))]
     table.open(OpenedRow(uid, Sampling(uid), length, [1] * length, [*begin, *own]))
-rows = inputs.read([Row(uid, length - 1, 1, True) for uid, length in enumerate(lengths)])
+rows = inputs.read([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
 num_rows = len(lengths)
 sampled = table.sampled(rows.requests, rows.slots, rows.starts + rows.counts)
 batch = inputs.build(rows)

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from aioengine.protocol.messages import FinishCode, Sampling
+from aioengine.protocol.messages import FinishCode, RequestKind, Sampling
 from aioengine.runner.model_runner import build
-from aioengine.scheduler.plan import OpenedRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, OpenedRow, Plan, Row
 from tests.compute.runner_world import CONTEXT_LENGTH, FAMILIES, VOCAB_SIZE, World, make_settings, save_model
 
 if TYPE_CHECKING:
@@ -169,18 +169,18 @@ def test_a_row_without_room_fails_alone(qwen: Path) -> None:
     runner = build(make_settings(qwen), lambda _: None)
     greedy = Sampling(0, temperature=0.0)
     opened = [OpenedRow(uid, greedy, 3, [1, 2, 3], [uid]) for uid in (1, 2, 3, 4)]
-    good = runner.collect(runner.launch(Plan([Row(1, 0, 3, True, [1, 2, 3])], opened)))
+    good = runner.collect(runner.launch(Plan([Row(1, 0, 3, TOKENS, [1, 2, 3])], opened)))
     rows = [
-        Row(2, 0, 5, True, [1, 2, 3, 4, 5]),  # two positions more than its page
-        Row(1, 0, 3, True, [1, 2, 3]),
-        Row(3, 0, 3, True, [1, 2, 3], [10_000]),  # no such page
-        Row(4, 0, 3, True, [1]),  # two tokens are nowhere
-        Row(5, 0, 1, True, [1]),  # never opened
+        Row(2, 0, 5, TOKENS, [1, 2, 3, 4, 5]),  # two positions more than its page
+        Row(1, 0, 3, TOKENS, [1, 2, 3]),
+        Row(3, 0, 3, TOKENS, [1, 2, 3], [10_000]),  # no such page
+        Row(4, 0, 3, TOKENS, [1]),  # two tokens are nowhere
+        Row(5, 0, 1, TOKENS, [1]),  # never opened
     ]
     result = runner.collect(runner.launch(Plan(rows)))
     assert result.token_ids == [-1, *good.token_ids, -1, -1, -1]
     assert set(result.failed) == {2, 3, 4, 5}
-    again = runner.collect(runner.launch(Plan([Row(1, 0, 3, True, [1, 2, 3])], closed=[2, 3, 4, 5, 99])))
+    again = runner.collect(runner.launch(Plan([Row(1, 0, 3, TOKENS, [1, 2, 3])], closed=[2, 3, 4, 5, 99])))
     assert again.token_ids == good.token_ids
     assert again.failed == {}
 
@@ -190,18 +190,29 @@ def test_a_row_that_went_bad_after_its_request_was_closed_is_forgotten(tmp_path:
     model.model.embed_tokens.weight[77] = torch.nan
     model.save_pretrained(tmp_path)
     runner = build(make_settings(tmp_path), lambda _: None)
-    plan = Plan([Row(1, 0, 2, True, [5, 77])], [OpenedRow(1, Sampling(0), 2, [5, 77], [0])])
+    plan = Plan([Row(1, 0, 2, TOKENS, [5, 77])], [OpenedRow(1, Sampling(0), 2, [5, 77], [0])])
     in_flight = runner.launch(plan)
     runner.launch(Plan([], closed=[1]))
     assert "not finite" in runner.collect(in_flight).failed[1]
-    later = runner.collect(runner.launch(Plan([Row(1, 2, 1, True)])))
+    later = runner.collect(runner.launch(Plan([Row(1, 2, 1, TOKENS)])))
     assert "does not know" in later.failed[1]
 
 
-@pytest.mark.parametrize("samples", [True, False])
-def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_owner(
-    tmp_path: Path, samples: bool
-) -> None:
+def test_a_pooled_request_fails_alone(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    runner = build(make_settings(tmp_path), lambda _: None)
+    greedy = Sampling(0, temperature=0.0)
+    opened = [OpenedRow(1, greedy, 2, [5, 6], [0]), OpenedRow(2, greedy, 2, [5, 6], [1], RequestKind.POOL)]
+    rows = [Row(2, 0, 2, VECTOR, [5, 6]), Row(1, 0, 2, TOKENS, [5, 6])]
+    result = runner.collect(runner.launch(Plan(rows, opened)))
+    assert len(result.token_ids) == 1
+    assert result.token_ids[0] >= 0
+    assert result.failed.keys() == {2}
+    assert "this one is POOL" in result.failed[2]
+
+
+@pytest.mark.parametrize("gives", [TOKENS, NOTHING])
+def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_owner(tmp_path: Path, gives: int) -> None:
     """These are given away while nobody can know of it yet."""
     model = save_model("llama", tmp_path)
     model.model.embed_tokens.weight[77] = torch.nan
@@ -209,14 +220,14 @@ def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_own
     runner = build(make_settings(tmp_path), lambda _: None)
     greedy = Sampling(0, temperature=0.0)
     expected = runner.collect(
-        runner.launch(Plan([Row(4, 0, 2, True, [5, 6])], [OpenedRow(4, greedy, 2, [5, 6], [9])]))
+        runner.launch(Plan([Row(4, 0, 2, TOKENS, [5, 6])], [OpenedRow(4, greedy, 2, [5, 6], [9])]))
     ).token_ids
     opened = [OpenedRow(uid, greedy, 3, [5, 77, 6], [uid]) for uid in (1, 2)]
-    bad = [Row(1, 0, 3, samples, [5, 77, 6]), Row(2, 0, 1, True, [5])]
+    bad = [Row(1, 0, 3, gives, [5, 77, 6]), Row(2, 0, 1, TOKENS, [5])]
     in_flight = runner.launch(Plan(bad, opened, closed=[4]))
     before = runner._kv_pool.tensor[:, :, 1 + 2].clone()
     opened = [OpenedRow(3, greedy, 2, [5, 6], [1])]  # two of the four places of the page
-    next_one = runner.launch(Plan([Row(3, 0, 2, True, [5, 6])], opened, closed=[1, 2]))
+    next_one = runner.launch(Plan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
     assert "not finite" in runner.collect(in_flight).failed[1]
     result = runner.collect(next_one)
     assert (result.token_ids, result.failed) == (expected, {})

@@ -10,7 +10,7 @@ import pytest
 from aioengine.protocol.messages import Progress
 from aioengine.runner.model_runner import ModelRunner, Ticket
 from aioengine.runner.rehearsal import Limits, rehearse
-from aioengine.scheduler.plan import Plan, StepResult
+from aioengine.scheduler.plan import NOTHING, TOKENS, Plan, StepResult
 from tests.compute.runner_world import World, make_settings, save_model
 
 
@@ -49,8 +49,8 @@ def test_every_form_is_computed_and_nothing_fails(world: World, monkeypatch: pyt
     shapes = {tuple(row.count for row in plan.rows) for plan in watch.plans}
     for size in (1, 2, 16, 17, 32, 33, 64):
         assert {(1,) * size, (size,), (1,) * (size // 2) + (3,) * (size - size // 2)} <= shapes
-    silent = {tuple(row.samples for row in plan.rows) for plan in watch.plans}
-    assert {(False,), (True, False), (True,) * 32 + (False,) * 32} <= silent
+    silent = {tuple(row.gives for row in plan.rows) for plan in watch.plans}
+    assert {(NOTHING,), (TOKENS, NOTHING), (TOKENS,) * 32 + (NOTHING,) * 32} <= silent
     assert (256 // 64,) * 64 in shapes
     assert max(len(plan.rows) for plan in watch.plans) == 64
     assert all(plan.num_tokens <= 256 for plan in watch.plans)

@@ -14,7 +14,7 @@ from aioengine.protocol.messages import Sampling
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sharing import Group, SharedPrefixes, find_groups
-from aioengine.scheduler.plan import OpenedRow, Row
+from aioengine.scheduler.plan import TOKENS, OpenedRow, Row
 from tests.compute.stepping import make_batch
 
 WORTH = Sharable(min_rows=2, min_spared=3, max_groups=4)
@@ -105,7 +105,7 @@ def test_the_rows_of_a_step_in_their_new_order() -> None:
     for uid, row in pages.items():
         table.open(OpenedRow(uid, Sampling(uid), 60, [1] * 60, row))
     inputs = InputBuilder(table, page_size=16, num_embeddings=100)
-    rows = inputs.read([Row(uid, 60, 1, True) for uid in pages])
+    rows = inputs.read([Row(uid, 60, 1, TOKENS) for uid in pages])
     prefixes = SharedPrefixes(table, WORTH, page_size=16)
     found = prefixes.find(rows)
     assert found is not None
@@ -115,12 +115,12 @@ def test_the_rows_of_a_step_in_their_new_order() -> None:
     assert found.pages.row_ends.tolist() == [3]
     assert found.pages.num_pages.tolist() == [3]
     assert found.pages.page_ids.tolist() == [2, 3, 4]  # in the pool, behind the padding page
-    later = inputs.read([Row(uid, 61, 1, True) for uid in pages])
+    later = inputs.read([Row(uid, 61, 1, TOKENS) for uid in pages])
     assert prefixes.find(later) is found, "not looked for again as long as the rows are the same"
-    assert prefixes.find(inputs.read([Row(uid, 61, 1, True) for uid in (1, 4)])) is None
+    assert prefixes.find(inputs.read([Row(uid, 61, 1, TOKENS) for uid in (1, 4)])) is None
     table.close(0)
     table.open(OpenedRow(9, Sampling(9), 60, [1] * 60, [30, 31, 32, 33]))  # in the same slot
-    changed = prefixes.find(inputs.read([Row(uid, 61, 1, True) for uid in (9, 1, 2, 3, 4)]))
+    changed = prefixes.find(inputs.read([Row(uid, 61, 1, TOKENS) for uid in (9, 1, 2, 3, 4)]))
     assert changed is not None
     assert changed.num_shared.tolist() == [3, 3, 0, 0, 0]
 

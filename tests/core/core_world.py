@@ -6,11 +6,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aioengine.config import SchedulerSettings
-from aioengine.protocol.messages import Ended, FinishCode, Limits, Opened, Sampling, StepOutput, Submit, TextRules
+from aioengine.protocol.messages import (
+    Ended,
+    FinishCode,
+    Limits,
+    Opened,
+    RequestKind,
+    Sampling,
+    StepOutput,
+    Submit,
+    TextRules,
+)
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.gates import Gate
+from aioengine.scheduler.plan import TOKENS
 from aioengine.scheduler.scheduler import Scheduler
-from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket, reference_output
+from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket, reference_output, reference_vector
 
 if TYPE_CHECKING:
     import random
@@ -42,6 +53,7 @@ class WatchedRunner:
     """A FakeRunner that keeps the plans, and checks that no running decode is left out of a plan.
 
     gates: the closed gates of each request; one with a closed gate must not be in a plan.
+    vectors: those of all results.
     """
 
     def __init__(self, runner: FakeRunner) -> None:
@@ -49,6 +61,7 @@ class WatchedRunner:
         self.plans: list[Plan] = []
         self.max_new: dict[int, int] = {}
         self.gates: dict[int, set[Gate]] = {}
+        self.vectors: dict[int, bytes] = {}
         self._must_advance: list[int] = []
         self._num_sampled: dict[int, int] = {}
 
@@ -62,7 +75,9 @@ class WatchedRunner:
         return self._runner.launch(plan)
 
     def collect(self, ticket: FakeTicket) -> StepResult:
-        return self._runner.collect(ticket)
+        result = self._runner.collect(ticket)
+        self.vectors.update(result.vectors)
+        return result
 
     def control(self, order: Control) -> Reply:
         return self._runner.control(order)
@@ -84,9 +99,9 @@ class WatchedRunner:
                 continue
             assert uid in uids or uid in plan.closed or counts[uid] >= self.max_new[uid], f"{uid} stands still"
         for row in plan.rows:
-            counts[row.uid] += row.samples
+            counts[row.uid] += row.gives == TOKENS
             assert counts[row.uid] <= self.max_new[row.uid], f"{row.uid} runs beyond its end"
-        self._must_advance = [row.uid for row in plan.rows if row.samples]
+        self._must_advance = [row.uid for row in plan.rows if row.gives == TOKENS]
 
 
 @dataclass
@@ -181,6 +196,8 @@ class World:
 
     def reference(self, uid: int) -> list[int]:
         submit = self.submitted[uid]
+        if submit.kind is RequestKind.POOL:
+            return []
         return reference_output(submit.prompt_token_ids, submit.sampling, submit.limits, self.model)
 
     def rows_of(self, step: int) -> list[Row]:
@@ -188,7 +205,7 @@ class World:
         return self.runner.plans[step - 1].rows if step <= len(self.runner.plans) else []
 
     def check_all_over(self) -> None:
-        """Nothing is left, nothing leaked, every request ended once, every token is the reference's."""
+        """Nothing is left, nothing leaked, every request ended once, every token and vector is the reference's."""
         stats = self.core.stats(self.now)
         assert not self.core.has_work
         assert (stats.num_running, stats.num_waiting) == (0, 0)
@@ -202,6 +219,8 @@ class World:
                 assert output == expected
             else:
                 assert output == expected[: len(output)]
+        for uid, vector in self.runner.vectors.items():
+            assert vector == reference_vector(self.submitted[uid].prompt_token_ids)
         assert self.core.flush_cache()
 
 

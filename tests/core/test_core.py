@@ -9,7 +9,7 @@ from aioengine.config import SchedulerSettings
 from aioengine.protocol.messages import Ended, FinishCode, Limits, StepOutput
 from aioengine.scheduler.core import MAX_FAILURES, SchedulerCore
 from aioengine.scheduler.deadlines import SPARE_ENTRIES
-from aioengine.scheduler.plan import Plan
+from aioengine.scheduler.plan import NOTHING, TOKENS, Plan
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 from aioengine.testing.faults import Faults, InjectedFault
@@ -117,8 +117,8 @@ def test_decode_rows_come_first_and_carry_no_tokens() -> None:
     for _ in range(10):
         world.step()
         first, second = world.runner.plans[-1].rows
-        assert (first.uid, first.count, first.token_ids, first.samples) == (1, 1, [], True)
-        assert (second.uid, second.count, second.samples) == (2, 7, False)
+        assert (first.uid, first.count, first.token_ids, first.gives) == (1, 1, [], TOKENS)
+        assert (second.uid, second.count, second.gives) == (2, 7, NOTHING)
 
 
 def test_decode_rows_may_count_as_several_tokens() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from aioengine.processes.child import GC_THRESHOLDS
 from aioengine.protocol.messages import Limits, Submit
-from aioengine.scheduler.plan import StepResult
+from aioengine.scheduler.plan import TOKENS, StepResult
 from aioengine.scheduler.scheduler import Scheduler
 from tests.core.core_world import settings_of, submit_of
 
@@ -21,7 +21,7 @@ def run(scheduler: Scheduler, submits: list[Submit]) -> None:
     while scheduler.has_requests:
         plan = scheduler.schedule(0.0)
         assert plan is not None
-        scheduler.apply(plan, StepResult([5] * sum(row.samples for row in plan.rows)), 0.0)
+        scheduler.apply(plan, StepResult([5] * sum(row.gives == TOKENS for row in plan.rows)), 0.0)
 
 
 def family(first: int) -> list[Submit]:

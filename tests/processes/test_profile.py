@@ -13,7 +13,7 @@ import pytest
 
 from aioengine import AsyncEngine, Engine
 from aioengine.processes.profile import Profile
-from aioengine.scheduler.plan import Plan, Row
+from aioengine.scheduler.plan import TOKENS, Plan, Row
 
 PROMPT = "Once upon a time"
 
@@ -93,7 +93,7 @@ async def test_wrong_arguments_and_the_asynchronous_face(tmp_path: Path) -> None
 def test_without_a_profile_nothing_is_marked() -> None:
     profile = Profile()
     nothing = profile.part("schedule")
-    assert profile.launch(1, Plan([Row(1, 0, 1, True)])) is nothing
+    assert profile.launch(1, Plan([Row(1, 0, 1, TOKENS)])) is nothing
 
 
 def test_what_went_wrong_with_a_profile_that_ended_by_itself_is_told_by_its_stop(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_what_went_wrong_with_a_profile_that_ended_by_itself_is_told_by_its_stop
     )
     assert started == (True, "", "")
     for number in (1, 2):
-        with profile.launch(number, Plan([Row(1, 0, 1, True)])):
+        with profile.launch(number, Plan([Row(1, 0, 1, TOKENS)])):
             shutil.rmtree(tmp_path / "gone", ignore_errors=True)
     success, message, _ = profile.stop()
     assert not success

@@ -7,7 +7,7 @@ import pytest
 from aioengine.processes.told_runner import ToldRunner
 from aioengine.protocol.board import StepBoard, blank_board, read_board
 from aioengine.protocol.messages import Control, Reply, Sampling
-from aioengine.scheduler.plan import OpenedRow, Plan, Row
+from aioengine.scheduler.plan import TOKENS, OpenedRow, Plan, Row
 from aioengine.testing.fake_runner import ECHO, FakeModel, FakeRunner
 from aioengine.testing.faults import Faults, InjectedFault
 
@@ -19,8 +19,8 @@ def told_runner(faults: Faults | None = None) -> tuple[ToldRunner[object], bytea
 
 
 OPENED = OpenedRow(7, Sampling(seed=1), 3, [1, 2, 3], [0])
-PROMPT = Plan([Row(7, 0, 3, True, [1, 2, 3])], [OPENED])
-DECODE = Plan([Row(7, 3, 1, True)])
+PROMPT = Plan([Row(7, 0, 3, TOKENS, [1, 2, 3])], [OPENED])
+DECODE = Plan([Row(7, 3, 1, TOKENS)])
 
 
 def test_a_step_is_told_from_its_launch_to_its_collection() -> None:

@@ -32,6 +32,7 @@ from aioengine.protocol.messages import (
     Progress,
     Ready,
     Reply,
+    RequestKind,
     Resumed,
     Sampling,
     Stats,
@@ -47,6 +48,7 @@ EPOCH = 2**62 + 11
 MESSAGES: list[Message] = [
     Submit(1, [5, 6], Sampling(seed=2**63), Limits(7, stop_token_ids=(1,)), TextRules(stop=("\n",)), arrived_at=1.5),
     Submit(2, [5], Sampling(seed=1), Limits(7), TextRules(), resumed=Resumed(Begun(2, 0, 1.0, 2.0), [7])),
+    Submit(3, [5], Sampling(seed=1), Limits(0), TextRules(), kind=RequestKind.POOL),
     Abort([1, 2], FinishCode.STOP, "why"),
     Suspend([1, 2], True),
     Control(3, "flush_cache", {"a": None, "b": 1.5, "c": "d", "e": True, "f": ["g", "h"]}, b"\x00\xff"),
@@ -202,7 +204,8 @@ def test_a_large_frame_does_not_keep_its_buffer() -> None:
 
 def test_sizes_are_limited_at_both_ends() -> None:
     frame = bytes(FrameEncoder(EPOCH).encode(MESSAGES))
-    with pytest.raises(FrameTooLargeError, match=rf"14 messages takes {len(frame)} bytes, the limit is 100"):
+    message = rf"{len(MESSAGES)} messages takes {len(frame)} bytes, the limit is 100"
+    with pytest.raises(FrameTooLargeError, match=message):
         FrameEncoder(EPOCH, max_bytes=100).encode(MESSAGES)
     with pytest.raises(BadFrameError, match="its size is not within 2 and 100"):
         FrameDecoder(EPOCH, max_bytes=100).decode(frame)
@@ -259,7 +262,7 @@ def test_the_fingerprint_knows_each_field_of_each_struct(monkeypatch: pytest.Mon
     lines: dict[str, str] = {}
     codec._describe(codec.Frame, lines)
     names = {type(message).__name__ for message in MESSAGES} | {"Frame", "Sampling", "Limits", "TextRules"}
-    assert set(lines) == names | {"Begun", "Resumed", "Opened", "Ended", "Finished", "FinishCode"}
+    assert set(lines) == names | {"Begun", "Resumed", "Opened", "Ended", "Finished", "FinishCode", "RequestKind"}
     assert "queue_deadline:float | None:False" in lines["Limits"]
     assert "('DEADLINE', 3)" in lines["FinishCode"]
     first = fingerprint()

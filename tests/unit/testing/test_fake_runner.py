@@ -18,7 +18,7 @@ from aioengine.config import (
     TextSettings,
 )
 from aioengine.protocol.messages import Limits, Progress, Sampling
-from aioengine.scheduler.plan import OpenedRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, OpenedRow, Plan, Row
 from aioengine.testing import fake_runner
 from aioengine.testing.fake_runner import PRINTABLE, FakeModel, FakeRunner, build, reference_output
 from aioengine.testing.faults import Faults, InjectedFault
@@ -39,14 +39,14 @@ def give(
 
 def first_token(runner: FakeRunner, prompt: list[int], pages: list[int], sampling: Sampling = GREEDY) -> int:
     opened = OpenedRow(1, sampling, len(prompt), prompt, pages)
-    return give(runner, Row(1, 0, len(prompt), True, prompt), opened=[opened])[0]
+    return give(runner, Row(1, 0, len(prompt), TOKENS, prompt), opened=[opened])[0]
 
 
 def test_it_continues_as_the_reference_says() -> None:
     runner, prompt = runner_with(), [5, 6, 7]
     output = [first_token(runner, prompt, [3])]
-    output += give(runner, Row(1, 3, 1, True))
-    output += give(runner, Row(1, 4, 1, True, [], [0]))
+    output += give(runner, Row(1, 3, 1, TOKENS))
+    output += give(runner, Row(1, 4, 1, TOKENS, [], [0]))
     assert output == reference_output(prompt, GREEDY, Limits(max_new_tokens=3), MODEL)
 
 
@@ -54,16 +54,16 @@ def test_chunks_and_pages_make_no_difference() -> None:
     prompt = list(range(10))
     runner = runner_with()
     opened = OpenedRow(1, GREEDY, 10, prompt, [7, 2])
-    assert give(runner, Row(1, 0, 3, False, prompt[:3]), opened=[opened]) == []
-    token_ids = give(runner, Row(1, 3, 7, True, prompt[3:], [5]))
+    assert give(runner, Row(1, 0, 3, NOTHING, prompt[:3]), opened=[opened]) == []
+    token_ids = give(runner, Row(1, 3, 7, TOKENS, prompt[3:], [5]))
     assert token_ids == [first_token(runner_with(), prompt, [0, 1, 2])]
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        Row(1, 3, 1, True),  # a position left out: slot 2 was never written
-        Row(1, 1, 1, True),  # a position computed twice
+        Row(1, 3, 1, TOKENS),  # a position left out: slot 2 was never written
+        Row(1, 1, 1, TOKENS),  # a position computed twice
     ],
 )
 def test_a_wrong_position_changes_what_follows(row: Row) -> None:
@@ -75,8 +75,8 @@ def test_a_wrong_position_changes_what_follows(row: Row) -> None:
 def test_a_page_in_two_hands_changes_what_follows() -> None:
     runner = runner_with()
     first = first_token(runner, [5, 6], [3])
-    give(runner, Row(2, 0, 2, True, [8, 9]), opened=[OpenedRow(2, GREEDY, 2, [8, 9], [3])])
-    assert [first, *give(runner, Row(1, 2, 1, True))] != reference_output(
+    give(runner, Row(2, 0, 2, TOKENS, [8, 9]), opened=[OpenedRow(2, GREEDY, 2, [8, 9], [3])])
+    assert [first, *give(runner, Row(1, 2, 1, TOKENS))] != reference_output(
         [5, 6], GREEDY, Limits(max_new_tokens=2), MODEL
     )
 
@@ -84,9 +84,9 @@ def test_a_page_in_two_hands_changes_what_follows() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (Row(9, 0, 1, True, [1]), "request 9, which was never opened"),
-        (Row(1, 2, 4, True, [1, 2, 3, 4]), "1 pages for 6 positions"),
-        (Row(1, 2, 3, True, [1]), "1 of 3 tokens"),
+        (Row(9, 0, 1, TOKENS, [1]), "request 9, which was never opened"),
+        (Row(1, 2, 4, TOKENS, [1, 2, 3, 4]), "1 pages for 6 positions"),
+        (Row(1, 2, 3, TOKENS, [1]), "1 of 3 tokens"),
     ],
 )
 def test_an_impossible_plan_is_an_error(row: Row, words: str) -> None:
@@ -101,7 +101,7 @@ def test_after_a_close_nothing_is_held() -> None:
     first_token(runner, [5, 6], [3])
     opened = OpenedRow(1, GREEDY, 2, [5, 6], [3])
     with pytest.raises(RuntimeError, match="none is held"):
-        runner.launch(Plan([Row(1, 2, 1, True)], [opened], [1, 77]))
+        runner.launch(Plan([Row(1, 2, 1, TOKENS)], [opened], [1, 77]))
 
 
 def test_seeds_matter_unless_greedy() -> None:
@@ -150,7 +150,7 @@ def test_the_device_takes_its_time_once_for_each_step(monkeypatch: pytest.Monkey
     monkeypatch.setattr(fake_runner, "time", clock)
     runner = runner_with(FakeModel(vocab_size=100, step_time_s=0.1))
     opened = OpenedRow(1, GREEDY, 1, [1], [0])
-    tickets = [runner.launch(Plan([Row(1, 0, 1, True, [1])], [opened])), runner.launch(Plan([Row(1, 1, 1, True)]))]
+    tickets = [runner.launch(Plan([Row(1, 0, 1, TOKENS, [1])], [opened])), runner.launch(Plan([Row(1, 1, 1, TOKENS)]))]
     assert clock.now == 0.0
     for num_steps, ticket in enumerate(tickets, 1):
         runner.collect(ticket)
@@ -194,8 +194,8 @@ def test_the_factory_reads_the_settings() -> None:
     runner = build(settings_with(eos_token_id=5, raise_at=3), ignore)
     assert (runner.facts["num_pages"], runner.facts["page_size"], runner.facts["max_total_tokens"]) == (6, 4, 24)
     opened = OpenedRow(1, GREEDY, 1, [1], [0])
-    assert give(runner, Row(1, 0, 1, True, [1]), opened=[opened])[0] < 77
-    give(runner, Row(1, 1, 1, True))
+    assert give(runner, Row(1, 0, 1, TOKENS, [1]), opened=[opened])[0] < 77
+    give(runner, Row(1, 1, 1, TOKENS))
     with pytest.raises(InjectedFault, match="launch of step 3"):
         runner.launch(Plan([]))
     runner.close()
@@ -217,7 +217,7 @@ def test_steps_fail_where_asked() -> None:
     seconds: list[float] = []
     for _ in range(6):
         started = time.monotonic()
-        ticket = runner.launch(Plan([Row(1, 0, 1, True, [1])], [OpenedRow(1, GREEDY, 1, [1], [0])]))
+        ticket = runner.launch(Plan([Row(1, 0, 1, TOKENS, [1])], [OpenedRow(1, GREEDY, 1, [1], [0])]))
         try:
             result = runner.collect(ticket)
         except InjectedFault:
@@ -237,6 +237,6 @@ def test_a_process_dies_where_asked(fault: str, exit_code: int) -> None:
         "from aioengine.testing.fake_runner import *; from aioengine.scheduler.plan import *; "
         "from aioengine.protocol.messages import Sampling; "
         f"runner = FakeRunner(FakeModel(), num_pages=2, page_size=4, faults=Faults({fault})); "
-        "runner.launch(Plan([Row(1, 0, 1, True, [1])], [OpenedRow(1, Sampling(0), 1, [1], [0])]))"
+        "runner.launch(Plan([Row(1, 0, 1, TOKENS, [1])], [OpenedRow(1, Sampling(0), 1, [1], [0])]))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == exit_code

@@ -1,0 +1,169 @@
+"""Pooled requests: their prompts go through the same plans as all others, and they end when their vector was given."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit
+from aioengine.scheduler.gates import Gate
+from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, OpenedRow, Plan, Row
+from aioengine.testing.fake_runner import FakeRunner
+from aioengine.testing.faults import Faults
+from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
+
+
+def world_of(depth: int = 0, num_pages: int = 64, *, faults: Faults | None = None, **settings: int | bool) -> World:
+    return World(settings_of(depth=depth, **settings), num_pages, page_size=4, model=NO_EOS, faults=faults)
+
+
+def pooled(submit: Submit, *, max_new: int = 0) -> Submit:
+    limits = msgspec.structs.replace(submit.limits, max_new_tokens=max_new)
+    return msgspec.structs.replace(submit, kind=RequestKind.POOL, limits=limits)
+
+
+@DEPTHS
+@pytest.mark.parametrize("max_new", [0, 8])
+def test_it_ends_with_its_vector_and_without_a_token(depth: int, max_new: int) -> None:
+    world = world_of(depth)
+    world.submit(pooled(submit_of(1, list(range(10))), max_new=max_new))
+    world.run()
+    assert [row.gives for plan in world.runner.plans for row in plan.rows] == [VECTOR]
+    assert (world.ended[1].code, world.ended[1].matched, world.outputs[1]) == (FinishCode.STOP, None, [])
+    assert set(world.runner.vectors) == {1}
+    stats = world.core.stats(world.now)
+    assert (stats.prompt_tokens, stats.output_tokens, stats.num_finished) == (10, 0, 1)
+    world.check_all_over()
+
+
+@DEPTHS
+def test_only_the_last_chunk_of_its_prompt_gives_the_vector(depth: int) -> None:
+    world = world_of(depth, chunk_tokens=8)
+    world.submit(pooled(submit_of(1, list(range(30)))))
+    world.run()
+    rows = [row for plan in world.runner.plans for row in plan.rows]
+    assert [(row.count, row.gives) for row in rows] == [(8, NOTHING)] * 3 + [(6, VECTOR)]
+    world.check_all_over()
+
+
+@DEPTHS
+def test_it_runs_beside_generating_requests_and_shares_their_prefix(depth: int) -> None:
+    world = world_of(depth, chunk_tokens=16)
+    prompt = list(range(24))
+    world.submit(submit_of(1, prompt), pooled(submit_of(2, prompt)), submit_of(3, [7, 8]), pooled(submit_of(4, [7, 9])))
+    world.run()
+    assert any({row.gives for row in plan.rows} >= {TOKENS, VECTOR} for plan in world.runner.plans)
+    assert world.opened[2].num_cached == 20
+    assert set(world.runner.vectors) == {2, 4}
+    world.check_all_over()
+
+
+@DEPTHS
+def test_it_may_fill_the_context_and_the_pool_for_it_has_no_output(depth: int) -> None:
+    for num_pages, context_length in [(64, 32), (8, 4096)]:
+        world = world_of(depth, num_pages, context_length=context_length)
+        world.submit(*[pooled(submit_of(uid, list(range(size)))) for uid, size in [(1, 32), (2, 33)]])
+        world.run()
+        assert {uid: end.code for uid, end in world.ended.items()} == {1: FinishCode.STOP, 2: FinishCode.TOO_LARGE}
+        world.check_all_over()
+
+
+@DEPTHS
+def test_preempted_in_the_middle_of_its_prompt_it_still_gives_its_vector(depth: int) -> None:
+    world = world_of(depth, num_pages=20, chunk_tokens=16)
+    world.submit(submit_of(1, [1] * 4, limits=Limits(max_new_tokens=50)))
+    world.step()
+    world.submit(pooled(submit_of(2, [2] * 40)))
+    world.step()
+    world.close_gate([2], Gate.MEDIA)
+    world.run()
+    assert world.core.stats(world.now).num_preemptions == 1
+    world.open_gate([2], Gate.MEDIA)
+    world.run()
+    world.check_all_over()
+
+
+@DEPTHS
+@pytest.mark.parametrize("num_steps", range(6))
+def test_a_gate_or_an_abort_at_any_time_loses_no_page(depth: int, num_steps: int) -> None:
+    world = world_of(depth, chunk_tokens=8)
+    world.submit(pooled(submit_of(1, list(range(20)))), pooled(submit_of(2, list(range(5, 25)))))
+    for _ in range(num_steps):
+        world.step()
+    world.close_gate([1], Gate.ADAPTER)
+    world.abort([2])
+    world.run()
+    world.open_gate([1], Gate.ADAPTER)
+    world.run()
+    assert world.ended[1].code is FinishCode.STOP
+    world.check_all_over()
+
+
+def test_a_row_whose_vector_is_missing_ends_its_request_alone() -> None:
+    world = world_of(faults=Faults(fail_row_at=1))
+    world.submit(pooled(submit_of(1, [1, 2])), pooled(submit_of(2, [3, 4])))
+    world.run()
+    assert {uid: end.code for uid, end in world.ended.items()} == {1: FinishCode.FAILED, 2: FinishCode.STOP}
+    assert "fail_row_at=1" in world.ended[1].message
+    world.check_all_over()
+
+
+def test_a_runner_that_forgets_a_vector_is_an_error_of_that_request() -> None:
+    world = world_of()
+    world.submit(pooled(submit_of(1, [1, 2])))
+    plan = world.scheduler.schedule(0.0)
+    assert plan is not None
+    output = world.scheduler.apply(plan, msgspec.structs.replace(world.runner.launch(plan).result, vectors={}), 0.0)
+    (ended,) = output.ended
+    assert (ended.code, ended.message) == (FinishCode.FAILED, "the runner gave no vector")
+    world.core.check_integrity()
+
+
+def test_the_fake_runner_refuses_rows_of_the_other_kind() -> None:
+    runner = FakeRunner(NO_EOS, num_pages=8, page_size=4)
+    for uid, (kind, gives) in enumerate([(RequestKind.POOL, TOKENS), (RequestKind.GENERATE, VECTOR)]):
+        opened = OpenedRow(uid, Sampling(0), 1, [1], [uid], kind)
+        with pytest.raises(RuntimeError, match=f"of kind {kind.name} has a row that gives {gives}"):
+            runner.launch(Plan([Row(uid, 0, 1, gives, [1])], [opened]))
+
+
+@DEPTHS
+@given(
+    seed=st.integers(0, 2**32),
+    num_pages=st.sampled_from([16, 24, 256]),
+    max_running=st.sampled_from([1, 4, 16]),
+    chunk_tokens=st.sampled_from([1, 7, 32]),
+    prefix_cache=st.booleans(),
+)
+def test_random_mixes_of_both_kinds_give_the_reference(
+    depth: int, *, seed: int, num_pages: int, max_running: int, chunk_tokens: int, prefix_cache: bool
+) -> None:
+    rng = random.Random(seed)
+    world = world_of(
+        depth,
+        num_pages,
+        max_running=max_running,
+        chunk_tokens=chunk_tokens,
+        prefix_cache=prefix_cache,
+        context_length=4 * num_pages,
+    )
+    plain = random_requests(rng, count=20, max_prompt=32, max_output=20)
+    waiting = [pooled(submit) if rng.random() < 0.5 else submit for submit in plain]
+    aborted: set[int] = set()
+    while waiting or world.core.has_work:
+        if waiting and rng.random() < 0.4:
+            world.submit(waiting.pop())
+        if rng.random() < 0.05 and world.submitted:
+            uid = rng.choice(sorted(world.submitted))
+            aborted.add(uid)
+            world.abort([uid])
+        world.step()
+    world.check_all_over()
+    expected = {uid for uid, submit in world.submitted.items() if submit.kind is RequestKind.POOL}
+    assert expected - aborted <= world.runner.vectors.keys() <= expected
