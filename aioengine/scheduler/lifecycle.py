@@ -169,7 +169,7 @@ class Lifecycle:
         """Go on with it, unless another gate is closed."""
         request.open_gate(gate)
         self.is_stalled = False
-        if request.state is State.GATED and not request.gates:
+        if request.state is State.GATED:
             self._let_wait(request)
 
     def end(self, request: Request, finish: Finish | None, *, silently: bool = False, is_spoilt: bool = False) -> None:

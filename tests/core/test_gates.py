@@ -171,6 +171,48 @@ def test_a_held_request_that_has_all_pages_stalls_the_others_without_work() -> N
     world.check_all_over()
 
 
+def test_the_stalled_go_on_when_the_held_request_ends_without_an_event() -> None:
+    world = world_of(num_pages=8)
+    world.submit(submit_of(1, list(range(24))))
+    world.step()
+    world.close_gate([1], Gate.GRAMMAR)
+    world.submit(submit_of(2, [40] * 20))
+    world.run()
+    world.abort([1], FinishCode.STOP)
+    world.run()
+    assert set(world.ended) == {2}
+    world.check_all_over()
+
+
+def test_a_new_request_runs_although_all_others_are_held() -> None:
+    world = world_of()
+    world.submit(submit_of(1, [1, 2, 3]))
+    world.step()
+    world.close_gate([1], Gate.GRAMMAR)
+    world.run()
+    world.submit(submit_of(2, [4, 5, 6]))
+    world.run()
+    assert set(world.ended) == {2}
+    world.open_gate([1], Gate.GRAMMAR)
+    world.run()
+    world.check_all_over()
+
+
+@DEPTHS
+def test_a_prefix_in_flight_is_there_for_others_when_its_request_is_held(depth: int) -> None:
+    world = world_of(depth)
+    prompt = list(range(20))
+    world.submit(submit_of(1, prompt), submit_of(2, [*prompt, 7]))
+    world.step()
+    world.close_gate([1], Gate.LAST_TOKEN)
+    world.run()
+    assert set(world.ended) == {2}
+    assert world.opened[2].num_cached == 20
+    world.open_gate([1], Gate.LAST_TOKEN)
+    world.run()
+    world.check_all_over()
+
+
 def test_those_who_wait_for_the_prefix_of_a_held_request_do_not_stop_others() -> None:
     world = world_of(num_pages=1024, chunk_tokens=16)
     prefix = [(7 * index) % 50 for index in range(64)]

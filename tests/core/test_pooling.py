@@ -64,6 +64,17 @@ def test_it_runs_beside_generating_requests_and_shares_their_prefix(depth: int) 
     world.check_all_over()
 
 
+def test_while_its_vector_is_on_its_way_it_is_not_the_first_of_the_prompts() -> None:
+    world = world_of(1, chunk_tokens=32)
+    world.submit(pooled(submit_of(1, [1] * 4)), submit_of(2, [2] * 80), submit_of(3, [3] * 50))
+    world.step()
+    world.step()
+    assert [row.uid for row in world.rows_of(1)] == [1, 2, 3]
+    assert [row.uid for row in world.rows_of(2)] == [2, 3]
+    world.run()
+    world.check_all_over()
+
+
 @DEPTHS
 def test_it_may_fill_the_context_and_the_pool_for_it_has_no_output(depth: int) -> None:
     for num_pages, context_length in [(64, 32), (8, 4096)]:

@@ -375,3 +375,11 @@ def test_many_requests_leave_nothing_behind() -> None:
 def test_a_missing_tokenizer_is_told_by_its_place(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=str(tmp_path)):
         build_service(fake_settings(tokenizer_path=str(tmp_path)))
+
+
+def test_a_request_that_ends_without_a_token_has_its_times_and_no_chunk() -> None:
+    """As a pooled request ends: opened and ended by the same message."""
+    steps = Steps()
+    steps.give(StepOutput([], [], [Opened(1, TextRules(), 3, 1.0, 2.0)], ended=[Ended(1, FinishCode.STOP)]))
+    assert steps.end(1) == Finished(1, FinishCode.STOP, num_cached=3, admitted_at=1.0, first_token_at=2.0, ended_at=NOW)
+    assert (steps.ids(1), steps.text(1)) == ([], "")

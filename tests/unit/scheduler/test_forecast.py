@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.protocol.messages import Begun, FinishCode, Limits, Resumed, Sampling, Submit, TextRules
+from aioengine.protocol.messages import Begun, FinishCode, Limits, RequestKind, Resumed, Sampling, Submit, TextRules
 from aioengine.scheduler.forecast import Pace, refusal_of_late
 
 CHUNK = 100
@@ -48,6 +48,11 @@ def test_an_output_that_may_stop_counts_as_its_least() -> None:
     assert is_refused(submit_of(100, deadline=15.0, stop_ids=(3,), min_new=80), pace())
     with_stop = msgspec.structs.replace(submit_of(100, deadline=15.0), text=TextRules(stop=("x",)))
     assert not is_refused(with_stop, pace())
+
+
+def test_a_vector_counts_as_one_token() -> None:
+    pooled = msgspec.structs.replace(submit_of(100, deadline=15.0), kind=RequestKind.POOL)
+    assert not is_refused(pooled, pace())
 
 
 def test_the_end_says_by_how_much() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from aioengine.protocol.messages import FinishCode, Limits, Sampling, Submit, TextRules
+from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit, TextRules
 from aioengine.scheduler.request import Request
-from aioengine.scheduler.stopping import Finish, finish_of, refusal_of
+from aioengine.scheduler.stopping import Finish, finish_of, num_wanted, refusal_of
 
 
 def request_with(output: list[int], limits: Limits) -> Request:
@@ -51,3 +51,8 @@ def test_what_cannot_begin_is_refused(num_prompt: int, max_new: int, code: Finis
     refusal = refusal_of(submit, context_length=16, pool_tokens=8)
     assert (refusal.code if refusal else None) == code
     assert words in (refusal.message if refusal else "")
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [(RequestKind.GENERATE, 10), (RequestKind.POOL, 2)])
+def test_a_pooled_request_wants_no_output(kind: RequestKind, wanted: int) -> None:
+    assert num_wanted(Submit(1, [10, 11], Sampling(seed=0), Limits(8), TextRules(), kind=kind)) == wanted
