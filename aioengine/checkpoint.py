@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import BinaryIO
 
-DTYPE_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The types of tensors that are read."""
+_FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Types that are converted to one another."""
+_OTHER_BYTES: Final = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+DTYPE_BYTES: Final = _FLOAT_BYTES | _OTHER_BYTES
+"""The types of tensors that can be read."""
 
 _INDEX: Final = "model.safetensors.index.json"
 _FOREIGN_SUFFIXES: Final = (".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
@@ -78,8 +82,17 @@ def check_folder(
     check_entries(entries, shapes, folder)
 
 
-def check_entries(entries: list[Entry], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raises ValueError, naming them, for tensors that are missing, unexpected, or of another shape or type."""
+def check_entries(
+    entries: list[Entry],
+    shapes: Mapping[str, tuple[int, ...]],
+    folder: Path,
+    *,
+    types: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raises ValueError, naming them, for tensors that are missing, unexpected, or of another shape or type.
+
+    ``types``: of the tensors that must be of one type; all others are floating-point numbers of 16 bits or more.
+    """
     found = {entry.name for entry in entries}
     problems = [
         *_listed("missing", sorted(shapes.keys() - found)),
@@ -87,10 +100,11 @@ def check_entries(entries: list[Entry], shapes: Mapping[str, tuple[int, ...]], f
     ]
     for entry in entries:
         wanted = shapes.get(entry.name)
+        allowed = [types[entry.name]] if entry.name in types else list(_FLOAT_BYTES)
         if wanted is not None and wanted != entry.shape:
             problems.append(f"{entry.name} has shape {list(entry.shape)}, the model wants {list(wanted)}")
-        elif entry.dtype not in DTYPE_BYTES:
-            problems.append(f"{entry.name} is of type {entry.dtype}; what works: {', '.join(DTYPE_BYTES)}")
+        elif entry.dtype not in allowed:
+            problems.append(f"{entry.name} is of type {entry.dtype}; what works: {', '.join(allowed)}")
     if problems:
         more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
         listed = "; ".join(problems[:_MAX_PROBLEMS])

@@ -56,12 +56,6 @@ class Product(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-class Prepare(Protocol):
-    """Weight and bias -> what is computed with them."""
-
-    def __call__(self, weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Product: ...
-
-
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(x, weight, bias)
 
@@ -73,8 +67,23 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def pack(weight: Tensor, *, has_bias: bool = False) -> Tensor:
+    """The weight [O, I] in the form of oneDNN where that is taken, else itself."""
+    if weight.is_mkldnn or not packs(weight.dtype, weight.device):
+        return weight
+    out_features, in_features = weight.shape
+    packing = choose_packing(out_features, in_features, weight.dtype, torch.get_num_threads(), has_bias=has_bias)
+    return _pack(weight, packing.for_rows)
+
+
+def unpack(weight: Tensor) -> Tensor:
+    """The weight [O, I] that was given to ``pack``: an equal one if it was packed, else itself."""
+    return weight.to_dense() if weight.is_mkldnn else weight
+
+
 def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Product:
-    """The product with this weight in the fastest form there is; the weight may be copied and is needed no more.
+    """The product with this weight in the fastest form there is. The weight may be packed already, by ``pack``; if not,
+    it may be copied and is needed no more.
 
     ``batch_invariant``: of the forms for a GPU, one whose rows do not depend on their number.
     """
@@ -179,9 +188,14 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Product:
     return lambda x: functional.linear(x, weight, bias)
 
 
+def _pack(weight: Tensor, for_rows: int | None) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), for_rows)
+
+
 def _packed(weight: Tensor, bias: Tensor | None, for_rows: int | None) -> Product:
+    """``weight``: packed already, or a plain one."""
     operation = torch.ops.mkldnn._linear_pointwise.default
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), for_rows)
+    packed = weight if weight.is_mkldnn else _pack(weight, for_rows)
     return lambda x: operation(x, packed, bias, "none", [], "")
 
 

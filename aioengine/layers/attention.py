@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend, AttentionShape
-    from aioengine.layers.placement import Placement
+    from aioengine.layers.placement import Placement, Target
 
 
 class SelfAttention:
@@ -42,7 +42,7 @@ class SelfAttention:
             key_norm = self._key_norm = RMSNorm(shape.head_size, head_norm, placement)
             self._norms = query_norm.weight, key_norm.weight, query_norm.epsilon
 
-    def weights(self, prefix: str) -> dict[str, Tensor]:
+    def weights(self, prefix: str) -> dict[str, Target]:
         found = self._qkv.weights(prefix) | self._output.weights(prefix)
         if self._query_norm and self._key_norm:
             found |= self._query_norm.weights(f"{prefix}q_norm") | self._key_norm.weights(f"{prefix}k_norm")
@@ -51,6 +51,10 @@ class SelfAttention:
     def finish_loading(self) -> None:
         self._qkv.finish_loading()
         self._output.finish_loading()
+
+    def open_for_loading(self) -> None:
+        self._qkv.open_for_loading()
+        self._output.open_for_loading()
 
     def __call__(
         self,

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.kernels import linear
+from aioengine.layers.placement import Target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from aioengine.kernels.linear import Prepare, Product
+    from aioengine.kernels.linear import Product
     from aioengine.layers.placement import Placement
 
 
 class Linear:
     """[T, D] -> [T, O], where O is made of ``parts``: name in the checkpoint -> output size, in order.
 
-    ``prepare``: what makes of the weight what is computed with it; of a product alone if left out.
+    ``is_gated``: the first half of O are gates; the result is silu(gates) * others, [T, O / 2].
     """
 
     def __init__(
@@ -28,32 +28,44 @@ class Linear:
         placement: Placement,
         *,
         bias: bool = False,
-        prepare: Prepare = linear.prepare,
+        is_gated: bool = False,
     ) -> None:
-        out_features = sum(parts.values())
-        self._parts = dict(parts)
-        self._prepare = prepare
+        self._sizes = dict(parts)
+        self._format = placement.linear_format
+        self._is_gated = is_gated
         self._batch_invariant = placement.batch_invariant
-        self._weight: Tensor | None = placement.empty(out_features, in_features)
-        self._bias = placement.empty(out_features) if bias else None
+        self._tensors = self._format.empty(
+            in_features, list(parts.values()), has_bias=bias, dtype=placement.dtype, device=placement.device
+        )
+        self._is_open = True
         self._product: Product | None = None
 
-    def weights(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint name -> the part of the fused tensor that it fills."""
-        assert self._weight is not None, "the weights were packed already"
-        sizes = list(self._parts.values())
-        tensors = {"weight": self._weight} if self._bias is None else {"weight": self._weight, "bias": self._bias}
+    def weights(self, prefix: str) -> dict[str, Target]:
+        """Checkpoint name -> the part of the fused tensor that it fills. Only while the layer is open for loading."""
+        assert self._is_open, "the layer is not open for loading"
+        sizes = list(self._sizes.values())
         return {
-            f"{prefix}{part}.{kind}": piece
-            for kind, tensor in tensors.items()
-            for part, piece in zip(self._parts, tensor.split(sizes), strict=True)
+            f"{prefix}{part}.{name}": Target(piece)
+            for name, tensor in self._tensors.items()
+            for part, piece in zip(self._sizes, self._format.split(name, tensor, sizes), strict=True)
         }
 
     def finish_loading(self) -> None:
-        """Bring the weight into the kernel's form and let go of the plain one."""
-        assert self._weight is not None, "the weights were packed already"
-        self._product = self._prepare(self._weight, self._bias, batch_invariant=self._batch_invariant)
-        self._weight = None
+        """Prepare the product. Tensors that it does not read are freed."""
+        assert self._is_open, "the layer is not open for loading"
+        self._is_open = False
+        if self._product is None:
+            self._product, self._tensors = self._format.prepare(
+                self._tensors, is_gated=self._is_gated, batch_invariant=self._batch_invariant
+            )
+
+    def open_for_loading(self) -> None:
+        """Make ``weights`` valid again, with the present values. A product that reads these very tensors stays."""
+        assert not self._is_open, "the layer is open for loading already"
+        self._is_open = True
+        prepared, self._tensors = self._tensors, self._format.restore(self._tensors)
+        if any(self._tensors.get(name) is not tensor for name, tensor in prepared.items()):
+            self._product = None
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self._product is not None, "finish_loading was not called"

@@ -8,6 +8,7 @@ import torch
 
 from aioengine.kernels.add_rms_norm import add_rms_norm
 from aioengine.kernels.rms_norm import rms_norm
+from aioengine.layers.placement import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +23,8 @@ class RMSNorm:
         self.weight = placement.empty(size)
         self.epsilon = torch.tensor(epsilon, dtype=torch.float32, device=placement.device)
 
-    def weights(self, name: str) -> dict[str, Tensor]:
-        return {f"{name}.weight": self.weight}
+    def weights(self, name: str) -> dict[str, Target]:
+        return {f"{name}.weight": Target(self.weight)}
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.epsilon)

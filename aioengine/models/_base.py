@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from aioengine.quantization.plain import PLAIN
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -12,18 +14,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend, AttentionShape
+    from aioengine.layers.placement import Target
+    from aioengine.quantization._base import LinearFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     """How to build a model. ``max_positions``: the longest request that will run (rotary tables are made for it).
     ``batch_invariant``: on a GPU, the numbers of a token must not depend on how many others there are.
+    ``linear_format``: how linear layers store and multiply their weights.
     """
 
     dtype: torch.dtype
     device: torch.device
     max_positions: int
     batch_invariant: bool = False
+    linear_format: LinearFormat = PLAIN
 
 
 class Model(Protocol):
@@ -34,10 +40,10 @@ class Model(Protocol):
     vocab_size: int
     hidden_size: int
 
-    def weights(self) -> dict[str, Tensor]:
-        """Name in the checkpoint -> the tensor to copy it into (often a part of a fused one), same shape.
+    def weights(self) -> dict[str, Target]:
+        """Name in the checkpoint -> where it goes: a tensor, often a part of a fused one.
 
-        Every name must be filled exactly once before ``finish_loading``.
+        Every name must be filled before the first ``finish_loading``.
         """
         ...
 
@@ -47,6 +53,14 @@ class Model(Protocol):
 
     def finish_loading(self) -> None:
         """Bring the weights into the form in which the kernels want them; ``weights()`` ends to be valid."""
+        ...
+
+    def open_for_loading(self) -> None:
+        """After ``finish_loading``: make ``weights()`` valid again, with the present values, to replace some or all.
+
+        Nothing is computed until ``finish_loading`` is called again. The KV of positions computed before is that of the
+        old weights.
+        """
         ...
 
     def forward(

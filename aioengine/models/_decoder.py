@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionBackend
     from aioengine.families._config import DecoderConfig
     from aioengine.kernels.linear import Product
+    from aioengine.layers.placement import Target
     from aioengine.models._base import ModelOptions
 
 
@@ -53,7 +54,7 @@ class _Block:
         self._mlp_norm = RMSNorm(config.hidden_size, config.epsilon, placement)
         self._mlp = GatedMLP(config.hidden_size, config.intermediate_size, placement, bias=config.mlp_bias)
 
-    def weights(self, prefix: str) -> dict[str, Tensor]:
+    def weights(self, prefix: str) -> dict[str, Target]:
         return (
             self._attention_norm.weights(f"{prefix}input_layernorm")
             | self._attention.weights(f"{prefix}self_attn.")
@@ -64,6 +65,10 @@ class _Block:
     def finish_loading(self) -> None:
         self._attention.finish_loading()
         self._mlp.finish_loading()
+
+    def open_for_loading(self) -> None:
+        self._attention.open_for_loading()
+        self._mlp.open_for_loading()
 
     def __call__(
         self, x: Tensor, delta: Tensor | None, step: _Step, layer: int, *, wanted: Tensor | None
@@ -88,7 +93,12 @@ class Decoder:
         if window is not None and window < options.max_positions:
             not_implemented("sliding_window", window, f"null, or at least the context of {options.max_positions}")
         self._config = config
-        placement = Placement(dtype=options.dtype, device=options.device, batch_invariant=options.batch_invariant)
+        placement = Placement(
+            dtype=options.dtype,
+            device=options.device,
+            linear_format=options.linear_format,
+            batch_invariant=options.batch_invariant,
+        )
         self.attention_shape = AttentionShape(
             num_layers=config.num_layers,
             num_heads=config.num_heads,
@@ -112,7 +122,7 @@ class Decoder:
         self._head = None if config.tied else Linear(config.hidden_size, {"lm_head": config.vocab_size}, placement)
         self._logits: Product | None = self._head
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Target]:
         found = self._embedding.weights("model.embed_tokens") | self._norm.weights("model.norm")
         for index, block in enumerate(self._blocks):
             found |= block.weights(f"model.layers.{index}.")
@@ -128,6 +138,12 @@ class Decoder:
             self._logits = self._embedding.as_head()
         else:
             self._head.finish_loading()
+
+    def open_for_loading(self) -> None:
+        for block in self._blocks:
+            block.open_for_loading()
+        if self._head is not None:
+            self._head.open_for_loading()
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None

@@ -42,7 +42,7 @@ def load_model(
     if dtype == torch.float32:
         advice += "; dtype='bfloat16' takes half"
     outline = _model(settings, dtype, torch.device("meta"))
-    need = sum(target.nbytes for target in outline.weights().values())
+    need = sum(target.tensor.nbytes for target in outline.weights().values())
     with memory.take("the weights", advice=advice, need=need), torch.no_grad():
         model = _model(settings, dtype, memory.device)
         if memory.device.type == "cuda" and is_installed():

@@ -1,12 +1,13 @@
 """Checkpoint tensors into the model's parameters.
 
-Safetensors files are mapped, not read: each tensor is copied from the map straight to its place, which may be a part
-of a fused parameter of another dtype. A map is let go every 128 MiB, so that a shard never stands in memory a second
-time. All names and shapes are checked before the first byte is copied.
+Safetensors files are mapped, not read: each tensor, or the part of it that is wanted, is copied from the map straight
+to its place, which may be a part of a fused parameter of another dtype. A map is let go every 128 MiB, so that a shard
+never stands in memory a second time. All names, shapes and types are checked before the first byte is copied.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import zlib
@@ -25,12 +26,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.checkpoint import Entry
+    from aioengine.layers.placement import Target
     from aioengine.models._base import Model
 
     Report = Callable[[int, int], None]
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
+_EXACT_TYPES = {
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 _MAP_BYTES = 128 << 20
 _DUMMY_BLOCK = 1_048_573  # a prime: rows of a matrix never repeat one another
 
@@ -58,23 +69,32 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
         fill_dummy(targets, seed=seed)
     else:
         entries = [entry for entry in read_headers(folder) if entry.name in targets or not model.is_ignored(entry.name)]
-        check_entries(entries, {name: tuple(target.shape) for name, target in targets.items()}, folder)
+        shapes = {name: target.shape for name, target in targets.items()}
+        check_entries(entries, shapes, folder, types=_exact_types(targets))
         _copy(entries, targets, report)
-    return sum(target.nbytes for target in targets.values())
+    return sum(target.tensor.nbytes for target in targets.values())
 
 
-def fill_dummy(targets: dict[str, Tensor], *, seed: int) -> None:
+def _exact_types(targets: dict[str, Target]) -> dict[str, str]:
+    """The type, as safetensors names it, of the tensors that no other type can be converted to."""
+    return {
+        name: _EXACT_TYPES[kind] for name, target in targets.items() if (kind := target.tensor.dtype) in _EXACT_TYPES
+    }
+
+
+def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
     """Random weights that depend on the seed, the name and the shape alone, sized so that activations stay tame."""
     generator = torch.Generator().manual_seed(seed)
-    device = next(iter(targets.values())).device
+    device = next(iter(targets.values())).tensor.device
     block = torch.randn(_DUMMY_BLOCK, generator=generator).to(device)
     for name, target in targets.items():
-        if target.ndim == 1 and not name.endswith("bias"):
-            target.fill_(1.0)  # a norm
+        shape = target.shape
+        if len(shape) == 1 and not name.endswith("bias"):
+            target.tensor.fill_(1.0)  # a norm
             continue
-        scale = 0.02 if target.ndim == 1 else target.shape[-1] ** -0.5
+        scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
         values = block.roll(zlib.crc32(name.encode()) % _DUMMY_BLOCK) * scale
-        target.copy_(_repeated(values, target.numel()).view(target.shape))
+        target.tensor.copy_(_repeated(values, math.prod(shape)).view(shape)[target.index])
 
 
 def _repeated(values: Tensor, size: int) -> Tensor:
@@ -96,16 +116,25 @@ def _opened(path: Path) -> Iterator[safe_open]:
         os.close(fd)
 
 
-def _copy(entries: list[Entry], targets: dict[str, Tensor], report: Report) -> None:
+def _copy(entries: list[Entry], targets: dict[str, Target], report: Report) -> None:
     total = sum(entry.num_bytes for entry in entries)
     done = 0
     report(done, total)
     for part in _parts(entries):
         with _opened(part[0].path) as file:
             for entry in part:
-                targets[entry.name].copy_(file.get_tensor(entry.name))
+                target = targets[entry.name]
+                target.tensor.copy_(_read(file, entry.name, target))
                 done += entry.num_bytes
                 report(done, total)
+
+
+def _read(file: safe_open, name: str, target: Target) -> Tensor:
+    """The tensor of this name, or the part of it that the target wants."""
+    if target.source is None:
+        return file.get_tensor(name)
+    part: Tensor = file.get_slice(name)[target.index]
+    return part
 
 
 def _parts(entries: list[Entry]) -> Iterator[list[Entry]]:

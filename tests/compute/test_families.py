@@ -72,7 +72,7 @@ def pair(config: PreTrainedConfig) -> tuple[PreTrainedModel, Model]:
     weights = ours.weights()
     for name, tensor in theirs.state_dict().items():
         if name in weights:
-            weights.pop(name).copy_(tensor)
+            weights.pop(name).tensor.copy_(tensor)
         else:
             assert ours.is_ignored(name), name
     assert not weights
@@ -110,8 +110,8 @@ def test_older_configs_name_the_scaling_in_rope_scaling() -> None:
     parameters = raw.pop("rope_parameters")
     raw |= {"rope_theta": parameters["rope_theta"], "rope_scaling": {"type": "linear", "factor": 4.0}}
     older = models.build(raw, options())
-    for name, tensor in older.weights().items():
-        tensor.copy_(pair(newer)[0].state_dict()[name])
+    for name, target in older.weights().items():
+        target.tensor.copy_(pair(newer)[0].state_dict()[name])
     older.finish_loading()
     token_ids = list(range(40))
     assert torch.equal(Stepper(older).run(token_ids, [40]), Stepper(ours).run(token_ids, [40]))

@@ -265,8 +265,8 @@ def random_model(dtype: torch.dtype, head_size: int) -> models.Model:
     )  # fmt: skip
     model = models.build(config.to_dict(), options(dtype, max_positions=800))
     generator = torch.Generator().manual_seed(0)
-    for tensor in model.weights().values():
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+    for target in model.weights().values():
+        target.tensor.copy_(torch.randn(target.shape, generator=generator) * 0.2)
     model.finish_loading()
     return model
 
@@ -322,8 +322,8 @@ def test_tied_head_is_independent_too() -> None:
         num_key_value_heads=4, tie_word_embeddings=True,
     )  # fmt: skip
     model = models.build(config.to_dict(), options())
-    for tensor in model.weights().values():
-        tensor.copy_(torch.randn(tensor.shape) * 0.2)
+    for target in model.weights().values():
+        target.tensor.copy_(torch.randn(target.shape) * 0.2)
     model.finish_loading()
     hidden = torch.randn(20, 64)
     logits = model.compute_logits(hidden)

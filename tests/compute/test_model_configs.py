@@ -90,7 +90,7 @@ def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(
     config = config_of(model_type, **fields)
     model = models.build(config, options())
     decoder = plugins.load("families", model_type)(config)
-    assert tensor_shapes(decoder) == {name: tuple(tensor.shape) for name, tensor in model.weights().items()}
+    assert tensor_shapes(decoder) == {name: target.shape for name, target in model.weights().items()}
     for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"):
         assert is_ignored(decoder, name) == model.is_ignored(name)
 

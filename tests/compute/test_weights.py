@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from aioengine import models
+from aioengine.layers.placement import Slice, Target
 from aioengine.runner import weights
 from tests.compute.runner_world import CONTEXT_LENGTH, World, make_settings, save_model
 from tests.compute.stepping import options
@@ -32,8 +33,9 @@ class FakeModel:
         self.norm = torch.zeros(4, dtype=dtype)
         self.is_finished = False
 
-    def weights(self) -> dict[str, Tensor]:
-        return {"up.weight": self.fused[:2], "down.weight": self.fused[2:], "norm.weight": self.norm}
+    def weights(self) -> dict[str, Target]:
+        parts = {"up.weight": self.fused[:2], "down.weight": self.fused[2:], "norm.weight": self.norm}
+        return {name: Target(tensor) for name, tensor in parts.items()}
 
     def is_ignored(self, name: str) -> bool:
         return name.endswith("inv_freq")
@@ -158,7 +160,7 @@ def test_dummy_weights_depend_on_seed_and_name_alone() -> None:
     assert not torch.equal(first.fused, other.fused)
     assert torch.equal(first.norm, torch.ones(4))
     large = torch.zeros(1500, 1024)
-    weights.fill_dummy({"w": large}, seed=3)
+    weights.fill_dummy({"w": Target(large)}, seed=3)
     assert large.unique(dim=0).shape == large.shape
     assert large.std() == pytest.approx(1024**-0.5, rel=0.02)
 
@@ -201,6 +203,36 @@ def test_every_name_of_a_real_model_is_filled(tmp_path: Path) -> None:
     model = models.build(config, options())
     targets = model.weights()
     for target in targets.values():
-        target.fill_(torch.nan)
+        target.tensor.fill_(torch.nan)
     weights.load(model, tmp_path, load_format="safetensors", seed=0, report=lambda done, total: None)
-    assert all(target.isfinite().all() for target in targets.values())
+    assert all(target.tensor.isfinite().all() for target in targets.values())
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_a_part_of_a_tensor_is_loaded_along_any_dimension(load_format: str, tmp_path: Path) -> None:
+    """As of two devices that have half of a model each."""
+
+    class Whole(FakeModel):
+        def weights(self) -> dict[str, Target]:
+            return {"up.weight": Target(self.fused[:2]), "down.weight": Target(self.fused[2:])}
+
+    class Half(Whole):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.up, self.down, self.rank = torch.zeros(1, 4), torch.zeros(4, 2), rank
+
+        def weights(self) -> dict[str, Target]:
+            up = Target(self.up, Slice(dim=0, start=self.rank, total=2))
+            return {"up.weight": up, "down.weight": Target(self.down, Slice(dim=1, start=2 * self.rank, total=4))}
+
+    given = tensors()
+    del given["norm.weight"]
+    save_file(given, tmp_path / "model.safetensors")
+    whole, halves = Whole(), [Half(0), Half(1)]
+    for model in (whole, *halves):
+        load(model, tmp_path, load_format)
+    assert torch.equal(torch.cat([half.up for half in halves]), whole.fused[:2])
+    assert torch.equal(torch.cat([half.down for half in halves], dim=1), whole.fused[2:])
+    save_file({**given, "up.weight": torch.ones(1, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"up\.weight has shape \[1, 4\], the model wants \[2, 4\]"):
+        load(Half(1), tmp_path)

@@ -1,0 +1,184 @@
+"""A weight format other than plain: layers, models and checkpoints take it as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+from aioengine import models
+from aioengine.kernels.linear import Product
+from aioengine.kernels.silu_and_mul import silu_and_mul
+from aioengine.layers.linear import Linear
+from aioengine.layers.placement import Placement
+from aioengine.models._base import Model, ModelOptions
+from aioengine.quantization._base import LinearFormat, Prepared, Tensors
+from aioengine.quantization.plain import PLAIN
+from aioengine.runner import weights
+from tests.compute.runner_world import save_model
+from tests.compute.stepping import Stepper
+
+CPU = torch.device("cpu")
+PROMPT = [5, 9, 200, 31, 7, 8, 150]
+IS_LINEAR = ("proj.weight", "lm_head.weight")
+
+
+class Int8Format:
+    """Weight [O, D] in int8 with a scale [O] for each output. Dequantized at every call."""
+
+    def empty(
+        self, in_features: int, sizes: Sequence[int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> Tensors:
+        tensors = {
+            "weight": torch.empty(sum(sizes), in_features, dtype=torch.int8, device=device),
+            "weight_scale": torch.empty(sum(sizes), dtype=torch.float32, device=device),
+        }
+        return tensors | ({"bias": torch.empty(sum(sizes), dtype=dtype, device=device)} if has_bias else {})
+
+    def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        return tensor.split(list(sizes))
+
+    def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
+        def product(x: Tensor) -> Tensor:
+            weight = tensors["weight"].to(x.dtype) * tensors["weight_scale"].to(x.dtype).unsqueeze(1)
+            return functional.linear(x, weight, tensors.get("bias"))
+
+        return Prepared(gated(product) if is_gated else product, tensors)
+
+    def restore(self, tensors: Tensors) -> Tensors:
+        return tensors
+
+
+class TransposedFormat:
+    """Weight [D, O], split along its last dimension. The product reads another tensor: twice the weight."""
+
+    def empty(
+        self, in_features: int, sizes: Sequence[int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> Tensors:
+        tensors = {"weight": torch.empty(in_features, sum(sizes), dtype=dtype, device=device)}
+        return tensors | ({"bias": torch.empty(sum(sizes), dtype=dtype, device=device)} if has_bias else {})
+
+    def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        return tensor.split(list(sizes), dim=-1)
+
+    def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
+        doubled, bias = tensors["weight"] * 2, tensors.get("bias")
+
+        def product(x: Tensor) -> Tensor:
+            return x @ doubled * 0.5 if bias is None else x @ doubled * 0.5 + bias
+
+        return Prepared(gated(product) if is_gated else product, {**tensors, "weight": doubled})
+
+    def restore(self, tensors: Tensors) -> Tensors:
+        return {**tensors, "weight": tensors["weight"] / 2}
+
+
+def gated(product: Product) -> Product:
+    return lambda x: silu_and_mul(product(x))
+
+
+def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint for ``Int8Format`` of a plain one."""
+    quantized: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(IS_LINEAR):
+            quantized[name] = tensor
+            continue
+        scale = tensor.abs().amax(1) / 127
+        quantized[name] = (tensor / scale.unsqueeze(1)).round().to(torch.int8)
+        quantized[f"{name}_scale"] = scale
+    return quantized
+
+
+def dequantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The plain checkpoint with the values that the int8 weights stand for."""
+    return {
+        name: tensor.float() * tensors[f"{name}_scale"].unsqueeze(1) if name.endswith(IS_LINEAR) else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith("_scale")
+    }
+
+
+def transpose(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint for ``TransposedFormat`` of a plain one."""
+    return {name: tensor.T.contiguous() if name.endswith(IS_LINEAR) else tensor for name, tensor in tensors.items()}
+
+
+def loaded(folder: Path, tensors: dict[str, Tensor], linear_format: LinearFormat) -> Model:
+    """The model of the config in this folder, with these weights."""
+    for old in folder.glob("*.safetensors"):
+        old.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, linear_format=linear_format)
+    model = models.build(json.loads((folder / "config.json").read_text()), options)
+    weights.load(model, folder, load_format="auto", seed=0, report=lambda done, total: None)
+    return model
+
+
+def logits_of(model: Model) -> Tensor:
+    return Stepper(model).run(PROMPT, [4, 2])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_a_model_with_int8_weights_gives_the_logits_of_their_values(family: str, tmp_path: Path) -> None:
+    save_model(family, tmp_path, tie_word_embeddings=False)
+    quantized = quantize(load_file(tmp_path / "model.safetensors"))
+    assert sum(tensor.dtype == torch.int8 for tensor in quantized.values()) == 2 * 7 + 1
+    expected = logits_of(loaded(tmp_path, dequantize(quantized), PLAIN))
+    model = loaded(tmp_path, quantized, Int8Format())
+    torch.testing.assert_close(logits_of(model), expected, atol=3e-5, rtol=1e-5)
+
+
+def test_a_model_with_transposed_weights_gives_the_logits_of_the_plain_one(tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path, tie_word_embeddings=False)
+    plain = load_file(tmp_path / "model.safetensors")
+    expected = logits_of(loaded(tmp_path, plain, PLAIN))
+    model = loaded(tmp_path, transpose(plain), TransposedFormat())
+    torch.testing.assert_close(logits_of(model), expected, atol=3e-5, rtol=1e-5)
+
+
+def test_int8_tensors_must_be_int8(tmp_path: Path) -> None:
+    save_model("llama", tmp_path, tie_word_embeddings=False)
+    plain = load_file(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"is of type F32; what works: I8"):
+        loaded(tmp_path, quantize(plain) | {"lm_head.weight": plain["lm_head.weight"]}, Int8Format())
+
+
+@pytest.mark.parametrize("linear_format", [PLAIN, Int8Format(), TransposedFormat()])
+def test_a_layer_opened_again_has_its_values_and_takes_others(linear_format: LinearFormat) -> None:
+    placement = Placement(dtype=torch.float32, device=CPU, linear_format=linear_format)
+    layer = Linear(16, {"a": 8, "b": 24}, placement, bias=True)
+    torch.manual_seed(0)
+    first = {name: torch.randint(-9, 9, target.shape) for name, target in layer.weights("").items()}
+    assert {"a.weight", "b.weight", "a.bias", "b.bias"} <= first.keys()
+    for name, target in layer.weights("").items():
+        target.tensor.copy_(first[name])
+    layer.finish_loading()
+    x = torch.randn(3, 16)
+    before = layer(x)
+    layer.open_for_loading()
+    for name, target in layer.weights("").items():
+        assert torch.equal(target.tensor, first[name].to(target.tensor.dtype)), name
+    layer.finish_loading()
+    assert torch.equal(layer(x), before)
+    layer.open_for_loading()
+    layer.weights("")["b.bias"].tensor.add_(2)
+    layer.finish_loading()
+    torch.testing.assert_close(layer(x), before + torch.tensor([0.0] * 8 + [2.0] * 24), atol=1e-4, rtol=1e-5)
+
+
+def test_a_product_of_the_very_tensors_stays_when_a_layer_is_opened() -> None:
+    """CUDA graphs hold its addresses."""
+    layer = Linear(16, {"a": 8}, Placement(dtype=torch.float32, device=CPU, linear_format=Int8Format()))
+    layer.finish_loading()
+    product, weight = layer._product, layer._tensors["weight"]
+    layer.open_for_loading()
+    layer.finish_loading()
+    assert layer._product is product
+    assert layer._tensors["weight"] is weight

@@ -1,0 +1,88 @@
+"""New weights in a model that runs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from aioengine.models._base import Model
+from aioengine.runner import weights
+from tests.compute.runner_world import World, make_settings, save_model
+from tests.compute.stepping import Stepper
+
+PROMPTS = [[5, 9, 200, 31, 7], [1, 2, 3], list(range(20, 60))]
+
+
+def save_pair(folder: Path, family: str, *, dtype: torch.dtype, tied: bool) -> tuple[Path, Path]:
+    """Two checkpoints of one config; the second has the weights of the first in another order and scale."""
+    first, second = folder / "first", folder / "second"
+    save_model(family, first, dtype=dtype, tie_word_embeddings=tied)
+    shutil.copytree(first, second)
+    tensors = load_file(second / "model.safetensors")
+    changed = {name: (tensor.flip(0) * 1.5).contiguous() for name, tensor in tensors.items()}
+    save_file(changed, second / "model.safetensors", metadata={"format": "pt"})
+    return first, second
+
+
+def reload(model: Model, folder: Path) -> None:
+    """What an update of weights will do."""
+    model.open_for_loading()
+    try:
+        weights.load(model, folder, load_format="auto", seed=0, report=lambda done, total: None)
+    except ValueError:
+        model.finish_loading()
+        raise
+
+
+def logits_of(model: Model) -> Tensor:
+    return Stepper(model).run(PROMPTS[2], [30, 1, 3])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False), ("llama", False)])
+def test_a_running_model_gets_new_weights_between_two_steps(
+    family: str, tied: bool, dtype: str, tmp_path: Path
+) -> None:
+    first, second = save_pair(tmp_path, family, dtype=getattr(torch, dtype), tied=tied)
+    old, new = (World(make_settings(folder, dtype=dtype)) for folder in (first, second))
+    old_logits, new_logits = logits_of(old.runner._model), logits_of(new.runner._model)
+    assert not torch.equal(old_logits, new_logits)
+    world = World(make_settings(first, dtype=dtype, depth=1))
+    assert world.answers(PROMPTS) == old.answers(PROMPTS)
+    world.submit(PROMPTS[0], max_new_tokens=30)
+    for _ in range(5):
+        world.step()
+    world.core.call_at_border(lambda: reload(world.runner._model, second))
+    world.run()
+    assert world.core.flush_cache()
+    assert torch.equal(logits_of(world.runner._model), new_logits)
+    assert world.answers(PROMPTS) == new.answers(PROMPTS)
+    assert {ended.message for ended in world.ended.values()} == {""}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_refused_leave_the_model_as_it_was(dtype: str, tmp_path: Path) -> None:
+    first, second = save_pair(tmp_path, "qwen2", dtype=getattr(torch, dtype), tied=False)
+    model = World(make_settings(first, dtype=dtype)).runner._model
+    expected = logits_of(model)
+    tensors = load_file(second / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, second / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: model\.norm\.weight"):
+        reload(model, second)
+    assert torch.equal(logits_of(model), expected)
+
+
+def test_some_of_the_weights_can_be_replaced(tmp_path: Path) -> None:
+    first, second = save_pair(tmp_path, "qwen2", dtype=torch.float32, tied=False)
+    model = World(make_settings(first)).runner._model
+    for name, tensor in load_file(second / "model.safetensors").items():
+        model.open_for_loading()
+        model.weights()[name].tensor.copy_(tensor)
+        model.finish_loading()
+    assert torch.equal(logits_of(model), logits_of(World(make_settings(second)).runner._model))
