@@ -9,10 +9,13 @@ import warnings
 
 
 def log(logger: logging.Logger, level: int, message: str, *arguments: object) -> None:
-    """Log ``message % arguments``. What a handler raises is printed to stderr, as ``logging`` does for its own."""
+    """Log ``message % arguments``. What a handler raises is printed to stderr, as ``logging`` does for its own.
+
+    Also SystemExit and the like: in a task of the engine they would end it, and not the program.
+    """
     try:
         logger.log(level, message, *arguments)
-    except Exception as error:
+    except BaseException as error:
         cause = (type(error), error, error.__traceback__)
         record = logger.makeRecord(logger.name, level, __file__, 0, message, arguments, cause)
         with contextlib.suppress(Exception):  # stderr is closed, or an object of another kind

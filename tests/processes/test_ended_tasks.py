@@ -43,13 +43,17 @@ def kill_scheduler(engine: AsyncEngine) -> None:
 class RaisingHandler(logging.Handler):
     """A log handler of the program that fails."""
 
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self._error = error
+
     def emit(self, record: logging.LogRecord) -> NoReturn:
-        raise OSError("the log is full")
+        raise self._error("the log is full")
 
 
 @contextlib.contextmanager
-def raising_log_handler(name: str) -> Iterator[None]:
-    handler, logger = RaisingHandler(), logging.getLogger(name)
+def raising_log_handler(name: str, error: type[BaseException]) -> Iterator[None]:
+    handler, logger = RaisingHandler(error), logging.getLogger(name)
     logger.addHandler(handler)
     try:
         yield
@@ -140,9 +144,15 @@ async def test_a_loss_that_cannot_be_noted_ends_every_call(monkeypatch: pytest.M
         assert isinstance(raised.value.__cause__, MemoryError)
 
 
-async def test_a_log_handler_that_raises_does_not_stop_a_replacement(capsys: pytest.CaptureFixture[str]) -> None:
+RAISED = pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+
+
+@RAISED
+async def test_a_log_handler_that_raises_does_not_stop_a_replacement(
+    error: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = await undisturbed(has_answers=True)
-    with raising_log_handler("aioengine.supervision"):
+    with raising_log_handler("aioengine.supervision", error):
         async with fake_async_engine(ANSWERS) as engine:
             asking = asyncio.create_task(ask_all(engine, stream=True))
             await until(lambda: engine.stats()["num_streams"])
@@ -151,11 +161,12 @@ async def test_a_log_handler_that_raises_does_not_stop_a_replacement(capsys: pyt
     assert "the log is full" in capsys.readouterr().err
 
 
-def test_what_a_log_handler_raises_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with raising_log_handler("aioengine.testing"):
+@RAISED
+def test_what_a_log_handler_raises_is_printed(error: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
+    with raising_log_handler("aioengine.testing", error):
         log(logging.getLogger("aioengine.testing"), logging.ERROR, "%d of %d", 1, 2)
     printed = capsys.readouterr().err
-    assert "OSError: the log is full" in printed
+    assert f"{error.__name__}: the log is full" in printed
     assert "Message: '%d of %d'" in printed
 
 
