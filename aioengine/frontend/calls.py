@@ -43,7 +43,7 @@ class Call:
         deadlines: absolute times, by the words that name them in a finish reason.
         aborted: positions that were aborted before they were begun.
         ending: what all rows end with that are not begun yet; None while they may begin.
-        is_encoding: a part of its prompts is on the tokenizer's thread.
+        is_encoding: a part of its prompts is on the tokenizer's thread, or its rows begin in the next turns.
     """
 
     __slots__ = (

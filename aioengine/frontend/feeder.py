@@ -22,7 +22,7 @@ from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from aioengine.answers import RowError
     from aioengine.frontend.asks import Ask
@@ -39,6 +39,9 @@ MAX_ROWS_AT_ONCE: Final = 64
 
 MAX_ROWS_ENDED_AT_ONCE: Final = 512
 """Rows that are ended in one turn of the loop without having begun. Each takes up to 10 microseconds."""
+
+MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
+"""What such rows take as messages: every row, also every sample of one prompt, is sent with its ids and its stops."""
 
 SEED_MASK: Final = (1 << 63) - 1
 DRAWN_SEED_BITS: Final = 52
@@ -74,6 +77,24 @@ class Ending(NamedTuple):
     error: RowError | None = None
 
 
+class _IdCheck:
+    """Refuses ids outside the vocabulary with ValueError."""
+
+    def __init__(self, rules: PromptRules) -> None:
+        self._rules = rules
+        self._vocabulary = list[Annotated[int, Meta(ge=0, lt=rules.vocab_size)]]  # checked in one pass
+
+    def __call__(self, token_ids: list[int]) -> None:
+        size = self._rules.vocab_size
+        if len(token_ids) >= self._rules.context_length:
+            return  # refused anyway, and may be very long
+        try:
+            convert(token_ids, self._vocabulary)
+        except ValidationError:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
+            raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {size - 1}") from None
+
+
 class Feeder:
     """Begins the rows of calls, and ends those that will not begin. Belongs to the engine's loop, except ``check``."""
 
@@ -90,7 +111,7 @@ class Feeder:
     ) -> None:
         """``settle`` is told of every call after rows of it were begun; it may be over already."""
         self._rules = rules
-        self._vocabulary = list[Annotated[int, Meta(ge=0, lt=rules.vocab_size)]]  # checked in one pass
+        self._check_ids = _IdCheck(rules)
         self._encoder = encoder
         self._lock = lock
         self._calls = calls
@@ -146,18 +167,6 @@ class Feeder:
             wire.text_rules(params, context_token_ids=(), stream=True, stream_interval=rules.stream_interval),
         )
 
-    def _check_ids(self, token_ids: list[int]) -> None:
-        if len(token_ids) < self._rules.context_length:  # others are refused anyway, and may be very long
-            self._check_vocabulary(token_ids)
-
-    def _check_vocabulary(self, token_ids: list[int]) -> None:
-        try:
-            convert(token_ids, self._vocabulary)
-        except ValidationError:
-            size = self._rules.vocab_size
-            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
-            raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {size - 1}") from None
-
     def feed(self, call: Call) -> None:
         """Begin as many rows of the call as may be in flight: some now, more in the next turns of the loop.
 
@@ -190,7 +199,7 @@ class Feeder:
         ready = [self._ids_if_known(prompt) for prompt in prompts]
         known = [entry for entry in ready if entry is not None]
         if len(known) == len(ready):
-            self._begin(call, known, 0.0)
+            self._begin(call, _rows_of(call, known), 0.0)
             if call.num_begun < ask.num_rows and not output.is_over:
                 asyncio.get_running_loop().call_soon(self.feed, call)
         elif self._encoder is not None:
@@ -225,23 +234,35 @@ class Feeder:
             self._encoder.sizes.check_bytes(prompt.num_bytes)
 
     def _encoded(self, call: Call, ready: list[Encoded | None], encoded: list[Encoded], seconds: float) -> None:
+        known = [new if old is None else old for old, new in zip(ready, encoded, strict=True)]
+        self._go_on(call, _rows_of(call, known), seconds)
+
+    def _go_on(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
+        """Begin rows whose ids are known, and those behind them."""
         call.is_encoding = False
         if call.ending is not None or call.output.is_over:
             return
         try:
-            self._begin(call, [new if old is None else old for old, new in zip(ready, encoded, strict=True)], seconds)
+            self._begin(call, rows, tokenize_s)
         except BaseException as error:
             self._fail(call, error)
             raise
         self.feed(call)
 
-    def _begin(self, call: Call, encoded: Sequence[Encoded], tokenize_s: float) -> None:
+    def _begin(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
+        """Begin these rows; where they are large, some of them in the next turns of the loop."""
         submits: list[Submit] = []
+        num_bytes = 0
         with self._lock:
-            for ids in encoded:
-                for _ in range(call.ask.num_samples):
-                    if not call.output.is_over:
-                        self._begin_row(call, ids, tokenize_s, submits)
+            for ids in rows:
+                if call.output.is_over:
+                    break
+                self._begin_row(call, ids, tokenize_s, submits)
+                num_bytes += _size(submits[-1]) if submits else 0
+                if num_bytes >= MAX_BYTES_AT_ONCE:
+                    call.is_encoding = True
+                    asyncio.get_running_loop().call_soon(self._go_on, call, rows, tokenize_s)
+                    break
             if not call.ask.refuses_late or not submits:  # else its first chunk says that it was not refused
                 call.output.begin()
         if submits:
@@ -397,6 +418,19 @@ def _end(row: RowStream, code: FinishCode, matched: str | None = None, error: Ro
     message = "" if error is None else str(error)
     finished = Finished(uid=-1, code=code, matched=matched, stage="tokenize", message=message, ended_at=now)
     row.output.end_row(row, finished, now, error)
+
+
+def _rows_of(call: Call, encoded: Sequence[Encoded]) -> Iterator[Encoded]:
+    """The ids of every row, in order."""
+    return (ids for ids in encoded for _ in range(call.ask.num_samples))
+
+
+def _size(submit: Submit) -> int:
+    """About how many bytes it has as a message."""
+    num_ids = len(submit.prompt_token_ids) + len(submit.limits.stop_token_ids)
+    sampling, text = submit.sampling, submit.text
+    num_ids += 3 * len(sampling.logit_bias) + len(sampling.suppressed_token_ids)
+    return 4 * num_ids + sum(map(len, text.stop)) + sum(map(len, text.stop_regex))
 
 
 def _is_text(prompt: Prompt) -> bool:

@@ -1,0 +1,83 @@
+"""Rows that are large as messages begin over many turns of the loop, in order and each once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import pytest
+
+from aioengine.errors import EngineDeadError
+from aioengine.frontend import feeder
+from aioengine.protocol.messages import Message, Submit
+from aioengine.supervision.outgoing import Outgoing
+from aioengine.testing.fake_engine import fake_async_engine
+
+NUM_SAMPLES = 64
+STOPS = [f"{number:04}" * 1000 for number in range(32)]
+LARGE = {"n": NUM_SAMPLES, "stop": STOPS, "max_new_tokens": 3, "temperature": 1}
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[Submit]]:
+    """The rows that began in each turn."""
+    found: list[list[Submit]] = []
+    plain = Outgoing.add
+
+    def add(own: Outgoing, messages: Iterable[Message]) -> None:
+        messages = list(messages)
+        if submits := [message for message in messages if isinstance(message, Submit)]:
+            found.append(submits)
+        plain(own, messages)
+
+    monkeypatch.setattr(Outgoing, "add", add)
+    return found
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+async def test_samples_with_large_stop_strings_begin_in_parts(
+    sent: list[list[Submit]], prompt: str | list[str]
+) -> None:
+    async with fake_async_engine(processes=False) as engine:
+        answers = await engine.async_generate(prompt, LARGE)
+        small = await engine.async_generate(prompt, {**LARGE, "stop": None, "seed": 1})
+    num_rows = NUM_SAMPLES * len(prompt)
+    assert len(list(answers)) == len(list(small)) == num_rows
+    parts = sent[:-1] if prompt == "a" else [part for part in sent if part[0].text.stop]
+    assert [submit.uid for part in parts for submit in part] == list(range(num_rows))
+    for part in parts:
+        assert sum(map(feeder._size, part[:-1])) < feeder.MAX_BYTES_AT_ONCE
+
+
+async def test_samples_of_a_long_prompt_begin_in_parts(
+    sent: list[list[Submit]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeder, "MAX_BYTES_AT_ONCE", 4000)
+    async with fake_async_engine(processes=False) as engine:
+        answers = await engine.async_generate(input_ids=[7] * 300, sampling_params={"n": 20, "max_new_tokens": 3})
+    assert len(list(answers)) == 20
+    assert [len(part) for part in sent] == [4] * 5
+
+
+@pytest.mark.parametrize("ends_by", ["abort", "timeout", "death"])
+async def test_a_call_whose_rows_have_begun_in_part_ends_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, ends_by: str
+) -> None:
+    monkeypatch.setattr(feeder, "MAX_BYTES_AT_ONCE", 1)
+    async with fake_async_engine(processes=False) as engine:
+        params = {"n": 500, "max_new_tokens": 300}
+        stream = engine.async_generate("a", params, timeout=0.02 if ends_by == "timeout" else None)
+        answers = asyncio.ensure_future(stream)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        if ends_by == "abort":
+            engine.abort_request(abort_all=True)
+        if ends_by == "death":
+            engine._running().fail(EngineDeadError("it died"))
+            with pytest.raises(EngineDeadError):
+                await answers
+            return
+        found = list(await answers)
+        assert len(found) == 500
+        reason = {"abort": "abort", "timeout": "deadline"}[ends_by]
+        assert {answer["meta_info"]["finish_reason"]["type"] for answer in found} == {reason}
