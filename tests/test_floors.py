@@ -40,7 +40,7 @@ FLOORS = {
     ),
     "1": Floor(("scheduler > memory", "text"), "0", "msgspec regex", CLOCK_AND_LOOP),
     "1'": Floor(("media",), "0", "numpy PIL"),
-    "2t": Floor(("tokenizer > chat_template > template_language",), "0", "tokenizers jinja2 msgspec"),
+    "2t": Floor(("tokenizer > chat_template > template_language > template_limits",), "0", "tokenizers jinja2 msgspec"),
     "2'": Floor(("transport",), "0", "zmq msgspec"),
     "2": Floor(
         ("runner > models > layers > attention > quantization > kernels > parallel",),
