@@ -62,7 +62,7 @@ def token_ids(value: object) -> tuple[int, ...]:
     if isinstance(value, list | tuple):
         with suppress(ValidationError):
             return tuple(convert(cast("object", value), _PlainIds))
-    return _any_token_ids(value)
+    return _any_token_ids(cast("object", value))
 
 
 def _any_token_ids(value: object) -> tuple[int, ...]:
