@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, Undefined, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import make_attrgetter
+from jinja2.filters import do_trim, make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -275,7 +275,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(**options)
         filters: dict[str, Callable[..., Any]] = self.filters  # pyright: ignore[reportUnknownMemberType]
         bounded = {name: _bounded_filter(name, each) for name, each in filters.items() if name not in _SIMPLE_FILTERS}
-        self.filters = {**filters, **bounded, "tojson": _bounded_filter("tojson", _tojson)}
+        self.filters = {**filters, **bounded, "trim": _trim, "tojson": _bounded_filter("tojson", _tojson)}
         tests: dict[str, Callable[..., Any]] = self.tests  # pyright: ignore[reportUnknownMemberType]
         self.tests = {name: each if name in _SIMPLE_TESTS else _timed(each) for name, each in tests.items()}
 
@@ -318,7 +318,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return checked
 
 
-_SIMPLE_FILTERS = frozenset(("capitalize", "count", "d", "default", "first", "length", "lower", "trim", "upper"))
+_SIMPLE_FILTERS = frozenset(("capitalize", "count", "d", "default", "first", "length", "lower", "upper"))
 """Their result is about as large as their value at most, and made at once."""
 
 _Write = Callable[[Any, Frame], None]
@@ -431,6 +431,12 @@ _CHECKS: dict[str, Callable[..., None]] = {
     "slice": _check_slice,
 }
 """By filter: raises TemplateLimitError where its result would be too large. The arguments are those of the filter."""
+
+
+def _trim(value: Any, chars: str | None = None) -> str:
+    if chars is not None:
+        limits.check_search(str(value), chars)
+    return do_trim(value, chars)
 
 
 def _join(environment: Environment, value: Any, d: Any = "", attribute: Any = None) -> tuple[Any, ...]:

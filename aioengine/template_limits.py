@@ -39,6 +39,10 @@ NODE: Final = 16
 
 Found = TypeVar("Found")
 
+MAX_COMPARISONS: Final = 2**28
+"""Of characters, in the methods of text that may compare each with each."""
+
+_SEARCHES = frozenset(("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"))
 _WIDTH = re.compile(r"\d+")
 _WIDTH_FROM_ARGUMENT = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*\*|\{[^{}]*\{")
 
@@ -240,7 +244,9 @@ def _check_integers(operator: str, left: int, right: int) -> None:
 
 def _repeated_size(left: object, right: object) -> int:
     value, times = (right, left) if isinstance(left, int) else (left, right)
-    return measured(value) * max(times, 0) if isinstance(times, int) else 0
+    if not isinstance(times, int):
+        return 0  # an error, which the operator raises
+    return (len(value) if isinstance(value, str | bytes) else measured(value)) * max(times, 0)
 
 
 def formatted_size(form: str | bytes, mark: str, values: object) -> int:
@@ -295,6 +301,8 @@ def method_size(value: str | bytes | int, name: str, given: Sequence[object]) ->
     if isinstance(value, int):
         return max((each for each in given if isinstance(each, int)), default=0) if name == "to_bytes" else 0
     size = len(value)
+    if name in _SEARCHES:
+        check_search(value, *given)
     if name == "join" and given and isinstance(given[0], list):
         return joined_size(value, cast("list[object]", given[0]))
     if name == "replace":
@@ -305,6 +313,13 @@ def method_size(value: str | bytes | int, name: str, given: Sequence[object]) ->
     if name == "translate":
         return size * (1 + measured(given))
     return size
+
+
+def check_search(text: str | bytes, *given: object) -> None:
+    """Raise TemplateLimitError where each character of a text may be compared with a long argument."""
+    longest = max((len(each) for each in given if isinstance(each, str | bytes)), default=0)
+    if len(text) * longest > MAX_COMPARISONS:
+        raise TemplateLimitError(f"a search for {longest} characters in a text of {len(text)} would take too long")
 
 
 def _has_tabs(value: str | bytes) -> bool:

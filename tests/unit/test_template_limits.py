@@ -90,6 +90,9 @@ LARGE = {
     "output": "{% set x = 'x' * 999999 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
     "output of lists": "{% set x = ['x' * 9999] * 99 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
     "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "search from the end": "{{ ('a' * 2000000).rfind('ab' ~ 'a' * 1000000) }}",
+    "strip": "{{ ('a' * 2000000).strip('b' * 1000000 ~ 'a')|length }}",
+    "trim": "{{ ('a' * 2000000)|trim('b' * 1000000 ~ 'a')|length }}",
     "deep nesting": "{{ " + "(" * 9999 + ")" * 9999 + " }}",
     "constants": "{{ 'a'|center(9999) }}" * 9999,
 }
@@ -172,6 +175,7 @@ def test_long_chats_may_look_at_their_messages_again_and_again() -> None:
             "{% set n = namespace(a=[]) %}{% for i in range(3) %}{% set n.a = n.a + [i] %}{% endfor %}{{ n.a }}",
             "[0, 1, 2]",
         ),
+        ("{{ ' a '|trim }}{{ 'xax'|trim('x') }}{{ 'a b c'.rsplit(' ', 1) }}{{ 'xa'.strip('x') }}", "aa['a b', 'c']a"),
         ("{% autoescape true %}{{ '<' ~ '>' }}{% endautoescape %}", "&lt;&gt;"),
         ("{{ messages|map(attribute='role')|select('in', ['user'])|list }}", "['user']"),
     ],
