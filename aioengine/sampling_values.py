@@ -57,12 +57,18 @@ def kept_strings(name: str, value: object) -> object:
 def token_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
+    found = _plain_ids(value)
+    return _any_token_ids(value) if found is None else found
+
+
+def _plain_ids(value: object) -> tuple[int, ...] | None:
+    """The ids of a list of nothing but plain integers; None for all else."""
     if (size := checks.num_items(value)) > MAX_STOP_TOKEN_IDS and not isinstance(value, str | bytes):
         raise ValueError(f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} entries, got {size}")
     if isinstance(value, list | tuple):
         with suppress(ValidationError):
             return tuple(convert(cast("object", value), _PlainIds))
-    return _any_token_ids(cast("object", value))
+    return None
 
 
 def _any_token_ids(value: object) -> tuple[int, ...]:
