@@ -105,7 +105,7 @@ class _GenerationBlock(Extension):
 class _Timing(Extension):
     """Every token of a template that is compiled asks for the time."""
 
-    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:  # type: ignore[override]  # as documented there
+    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
         for token in stream:
             limits.tick()
             yield token
@@ -217,7 +217,7 @@ class _CodeGenerator(CodeGenerator):
         self._written |= {id(child) for child in node.nodes}
         super().visit_Output(node, frame)
 
-    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
         """Text is put together in most templates at most places: as one step, which is looked at when it is done.
 
         What is written out at once is looked at there.
@@ -276,7 +276,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         filters: dict[str, Callable[..., Any]] = self.filters  # pyright: ignore[reportUnknownMemberType]
         bounded = {name: _bounded_filter(name, each) for name, each in filters.items() if name not in _SIMPLE_FILTERS}
         self.filters = {**filters, **bounded, "trim": _trim, "tojson": _bounded_filter("tojson", _tojson)}
-        tests: dict[str, Callable[..., Any]] = self.tests  # pyright: ignore[reportUnknownMemberType]
+        tests = cast("Mapping[str, Callable[..., Any]]", self.tests)  # pyright: ignore[reportUnknownMemberType]
         self.tests = {name: each if name in _SIMPLE_TESTS else _timed(each) for name, each in tests.items()}
 
     @staticmethod

@@ -205,13 +205,17 @@ def built(value: object) -> object:
 
 def copied(value: object) -> object:
     """A value with parts of others, each of them at most as often as there: all that is in it cannot be too large."""
+    _spend_copy(value)
+    return value
+
+
+def _spend_copy(value: object) -> None:
     if isinstance(value, str | bytes):
         spend(len(value))
     elif isinstance(value, list | tuple | dict):
         spend(NODE * len(cast("Sequence[object]", value)))
     elif isinstance(value, int):
         _int_size(value)
-    return cast("object", value)
 
 
 # ---------------------------------------------------------------- results that may be far larger than their parts
