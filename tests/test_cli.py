@@ -497,8 +497,12 @@ def test_chat_on_a_terminal_survives_ctrl_c_and_leaves_with_ctrl_d() -> None:
 def test_ctrl_c_at_the_prompt_ends_the_chat_and_the_line() -> None:
     terminal = Terminal("chat", *ENDLESS, "--no-progress")
     terminal.wait_for("> ")
-    time.sleep(0.5)  # Python's input() notices no signal between the prompt and the read
-    os.kill(terminal.process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    for _ in range(5):  # Python's input() misses a signal that comes between its prompt and its read
+        os.kill(terminal.process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            terminal.process.wait(5)
+            break
     terminal.wait_for("\r\n")
     assert terminal.close() == 130
     assert "Traceback" not in terminal.seen
