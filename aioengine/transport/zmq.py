@@ -32,21 +32,6 @@ if TYPE_CHECKING:
     from aioengine.transport.addresses import Listener
 
 Context = zmq.Context[zmq.Socket[bytes]]
-
-
-def end_context(context: Context) -> None:
-    """Close a context and its sockets, without waiting for messages that were not sent.
-
-    pyzmq gives up a context whose end a signal interrupts, and its five descriptors stay open for ever; so this thread
-    takes no signal meanwhile.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        context.destroy(linger=0)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 ZmqError = zmq.ZMQError
 
 logger = logging.getLogger(__name__)
@@ -61,6 +46,19 @@ _MAX_ACCEPT_S = 1.0
 _RETRY_ACCEPT_S = 0.05
 # More frames than this wait for the next call, so that a flood does not keep the caller from its other work.
 _MAX_FRAMES_AT_ONCE = 256
+
+
+def end_context(context: Context) -> None:
+    """Close a context and its sockets, without waiting for messages that were not sent.
+
+    pyzmq gives up a context whose end a signal interrupts, and its five descriptors stay open for ever; so this thread
+    takes no signal meanwhile.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        context.destroy(linger=0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class ZmqSender:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioengine.config import (
@@ -21,7 +23,7 @@ from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Re
 from aioengine.supervision.supervisor import Events
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from aioengine.protocol.messages import ToScheduler
 
@@ -261,3 +263,14 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  # what is waited for has no event
             await asyncio.sleep(0.001)
+
+
+@contextmanager
+def rapid_switches() -> Iterator[None]:
+    """Threads take turns after every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from aioengine.errors import EngineClosedError
 from aioengine.frontend import attachments
 from aioengine.frontend.replay import Replay
 from aioengine.sync import ChunkIterator, Engine
-from tests.engine.engine_double import World, expected_text
+from tests.engine.engine_double import World, expected_text, rapid_switches
 
 LIMIT_S = 20.0
 """No reader needs so long; one that waits for ever fails the test."""
@@ -34,17 +33,6 @@ def engine(step_s: float = 0.001) -> Iterator[Engine]:
     with Engine.from_blueprint(world.blueprint) as llm:
         world.double.step_s = step_s
         yield llm
-
-
-@contextmanager
-def rapid_switches() -> Iterator[None]:
-    """Threads take turns after every few instructions."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def together(*acts: Callable[[], object]) -> list[object]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 
@@ -18,23 +16,13 @@ from aioengine.errors import EngineClosedError, RequestError
 from aioengine.portal import Portal
 from aioengine.sync import Engine
 from aioengine.testing.fake_engine import fake_engine
+from tests.engine.engine_double import rapid_switches
 
 ROUNDS = 60
 LIMIT_S = 20.0
 """No call needs so long; one that waits for ever fails the test."""
 SHORT = {"max_new_tokens": 3}
 LONG = {"max_new_tokens": 1500}
-
-
-@contextmanager
-def rapid_switches() -> Iterator[None]:
-    """Threads take turns after every few instructions."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def stream(llm: Engine) -> None:
