@@ -1,0 +1,26 @@
+"""The way of a plain request through the package stays short: the files that it touches until its first chunk."""
+
+from __future__ import annotations
+
+from benchmarks.host import walk
+
+WALK_FILES = 58
+"""The most files. This may only shrink, to 42: take a file out of the way of a request, then lower it."""
+
+
+async def test_a_request_touches_few_files_until_its_first_chunk() -> None:
+    found = await walk.measure()
+    assert len(found) <= WALK_FILES, f"the files: {', '.join(found)}"
+
+
+async def test_the_walk_goes_all_the_way() -> None:
+    found = await walk.measure()
+    files = list(found)
+    assert (files[0], found["engine.py"][0]) == ("engine.py", "AsyncEngine.async_generate")
+    assert {"tokenizer.py", "scheduler/core.py", "memory/prefix_cache.py", "text/pipeline.py", "answers.py"} <= {*files}
+    assert [file for file in files if file.startswith(walk.STAND_INS)] == []
+
+
+async def test_the_list_can_be_printed() -> None:
+    printed = list(walk.lines({"a.py": ["A.f", "A.g", "A.f"], "b.py": ["h"]}, with_functions=True))
+    assert [line.strip() for line in printed] == ["3  a.py", "A.f", "A.g", "1  b.py", "h", "4 calls in 2 files"]
