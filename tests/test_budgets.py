@@ -12,7 +12,7 @@ import pytest
 
 from tests.source import ROOT, Function, Module, classes, decorators, functions, imports, module, modules
 
-FILE_LINES, DENSE_FILE_LINES = 500, 600
+FILE_LINES, DENSE_FILE_LINES, LEAST_FILE_LINES = 600, 700, 40
 FUNCTION_LINES, LONG_FUNCTION_LINES, LONG_SHARE = 60, 40, 0.04
 COMPLEXITY = 12
 CLASS_LINES, CLASS_ATTRIBUTES, CLASS_METHODS = 300, 20, 20
@@ -33,6 +33,23 @@ EXCEPTIONS: dict[tuple[str, str], int] = {
     ("methods", "sync.py:Engine"): 31,
 }
 """(rule, place) -> the size that is put up with."""
+
+SMALL_FILES = {
+    "frontend/loops.py",
+    "frontend/progress_bar.py",
+    "frontend/start_report.py",
+    "green_threads.py",
+    "layers/embedding.py",
+    "layers/mlp.py",
+    "layers/norm.py",
+    "memory/pages.py",
+    "plugins.py",
+    "runner/ranges.py",
+    "runner/readback.py",
+    "runner/start_times.py",
+    "scheduler/budget.py",
+}
+"""Files under 40 lines that are put up with: each is one more stop for the reader. This may only shrink."""
 
 DECISIONS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
 
@@ -166,6 +183,33 @@ def test_nothing_is_over_its_budget_but_the_exceptions() -> None:
     assert EXCEPTIONS.keys() - found.keys() == set(), "no longer needed: take these out of EXCEPTIONS"
 
 
+def is_small(of: Module) -> bool:
+    """Whether a file should be part of another: not a plug-in, an operation, or a package's own file."""
+    is_package_file = of.place.rpartition("/")[2].startswith("__")
+    is_part = "\nPLUGIN = " in of.text or of.place.startswith("kernels/") or is_package_file
+    return of.num_lines < LEAST_FILE_LINES and not is_part
+
+
+def test_no_new_file_is_too_small_to_be_one() -> None:
+    found = {of.place for of in modules() if is_small(of)}
+    assert found - SMALL_FILES == set(), "under 40 lines: make it a part of another file"
+    assert SMALL_FILES - found == set(), "no longer small: take these out of SMALL_FILES"
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "is_found"),
+    [
+        ("text/x.py", "x = 1\n" * 39, True),
+        ("text/x.py", "x = 1\n" * 40, False),
+        ("text/x.py", "x = 1\nPLUGIN = x\n", False),
+        ("kernels/x.py", "x = 1\n", False),
+        ("text/__init__.py", "", False),
+    ],
+)
+def test_a_file_that_is_too_small_is_found(place: str, text: str, is_found: bool) -> None:
+    assert is_small(module(place, text)) is is_found
+
+
 def test_few_functions_are_long() -> None:
     assert share_of_long_functions(modules()) <= LONG_SHARE
 
@@ -207,7 +251,7 @@ BRANCHES = "\n".join(f"    if a == {index}: return a" for index in range(12))
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("x = 1\n" * 501, "file lines"),
+        ("x = 1\n" * 601, "file lines"),
         ("def f() -> None:\n" + "    print()\n" * 60, "function lines"),
         (f"def f(a: int) -> int:\n{BRANCHES}\n    return 1", "complexity"),
         ("def f(a, b, c, d, e): ...", "positional parameters"),
