@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 
-from tests.source import ROOT, modules
+from tests.source import ROOT, imports, modules
 from tests.test_floors import FLOORS, floor_of
 
 HEAVY = "torch transformers numpy huggingface_hub pandas PIL fastapi aiohttp uvicorn multiprocessing".split()
 
 WAITING = "jinja2 tqdm regex tokenizers importlib.metadata".split()
+
+PACKAGE_NAMES = {"zmq": "pyzmq", "flashinfer": "flashinfer-python", "huggingface_hub": "huggingface-hub"}
+"""Module -> the name of its package, where the two differ."""
+
+NOT_IMPORTED_YET = {"transformers"}
+"""Declared for what is to come: the processors of images, and models that we have no file for."""
 
 HOST_STATE = """
 import asyncio, json, locale, logging, os, signal, sys, threading, warnings
@@ -70,3 +78,15 @@ def test_no_module_outside_the_torch_floors_imports_torch() -> None:
 
 def test_importing_the_package_changes_nothing_in_the_host() -> None:
     assert run(HOST_STATE) == []
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared, for_gpus = map(names_of, (project["dependencies"], project["optional-dependencies"]["cuda"]))
+    tops = {entry.target.split(".")[0] for of in modules() for entry in imports(of)}
+    imported = {PACKAGE_NAMES.get(name, name) for name in tops - sys.stdlib_module_names - {"aioengine"}}
+    assert imported - for_gpus - {"triton"} == declared - NOT_IMPORTED_YET  # triton comes with torch
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    return {match[0] for entry in requirements if (match := re.match(r"[\w-]+", entry))}
