@@ -1,6 +1,6 @@
 """The files and functions of the package that one request runs through until its first chunk.
 
-    python benchmarks/host/walk.py [--functions] [--json]
+    python -m benchmarks.host.walk [--functions] [--json]
 
 The whole engine runs in this process, without torch and without sockets (``aioengine.testing.fake_engine``). A first
 request warms it up; what every one of the next requests calls is the walk, in the order of the first calls. The files

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.scheduler import measure
+from benchmarks.host.scheduler import measure
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +18,6 @@ def test_a_figure_is_about_its_rows() -> None:
 
 
 def test_the_figures_can_be_had_as_json() -> None:
-    command = [sys.executable, "benchmarks/scheduler.py", "--rows", "1", "4", "--output", "40", "--json"]
-    answer = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "benchmarks.host.scheduler", "--rows", "1", "4", "--output", "40", "--json"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert [figure["rows"] for figure in json.loads(answer.stdout)["figures"]] == [1, 4]

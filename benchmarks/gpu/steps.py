@@ -1,6 +1,6 @@
 """Where the time of a decode step goes: scheduler and runner in one process, without wire and text.
 
-    python benchmarks/gpu_steps.py --models /tmp/bench-models --model a --batches 1 32 256 [--kernels]
+    python -m benchmarks.gpu.steps --models /tmp/bench-models --model a --batches 1 32 256 [--kernels]
 
 Prints, for each batch, milliseconds a step: wall, and of it what the host spends in schedule, launch, and collect
 (waiting for the device included) and apply. ``--kernels`` adds the device's time by kernel, from torch's profiler.
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from gpu_models import write_folder
 
 from aioengine.args import engine_config
 from aioengine.machine import device_facts
@@ -26,6 +25,7 @@ from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.resolve import resolve
 from aioengine.runner.model_runner import ModelRunner, build
 from aioengine.scheduler.scheduler import Scheduler
+from benchmarks.gpu.models import write_folder
 
 if TYPE_CHECKING:
     from aioengine.scheduler.plan import Plan, StepResult

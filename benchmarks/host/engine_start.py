@@ -1,6 +1,6 @@
 """What an engine costs before its first token and while it idles.
 
-    python benchmarks/startup.py            # a table; --json FILE for figures
+    python -m benchmarks.host.engine_start  # a table; --json FILE for figures
 
 import      ``import aioengine`` in a fresh interpreter, less the interpreter's own start
 start       ``Engine()`` with the demo model until it is ready

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from tokenizer_files import write_tokenizer
+from benchmarks.tokenizer_files import write_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,6 +1,6 @@
 """The scheduler core without a device: microseconds of one CPU core for each token, by number of decode rows.
 
-    python benchmarks/scheduler.py [--rows 1 64 256 1024] [--output 512] [--depth 1] [--json] [--profile]
+    python -m benchmarks.host.scheduler [--rows 1 64 256 1024] [--output 512] [--depth 1] [--json] [--profile]
 
 A null runner answers at once, so what is measured is planning, applying and emitting. Prompts are short and all run
 from the first step on; the steps that compute prompts are left out of the figure.

@@ -1,6 +1,6 @@
 """Starts of streams without a model: what one costs, and how soon many that start together have their first tokens.
 
-    python benchmarks/starts.py [--streams 256] [--repeats 5] [--json]
+    python -m benchmarks.host.first_tokens [--streams 256] [--repeats 5] [--json]
 
 Real processes with a fake runner whose steps take 12 ms each and up to 8,192 tokens, about what a GPU takes for a small
 model. Streams are started in one round of an event loop, from 128 token ids or as many bytes of text each; what a start

@@ -1,6 +1,6 @@
 """How long the event loop is held while the engine takes in large prompts.
 
-    python benchmarks/holds.py [--repeats 5] [--json]
+    python -m benchmarks.host.loop_holds [--repeats 5] [--json]
 
 A task that does nothing takes turns with the engine; its longest wait for a turn is the hold. Every prompt but those of
 the batches is refused as too large for the demo model, which is what becomes of most prompts of this size.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from tokenizer_files import write_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config
+
+from benchmarks.tokenizer_files import write_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,6 +1,6 @@
 """The wire and the streams without a model: what a token costs in each process, and what streaming costs in throughput.
 
-    python benchmarks/streams.py [--streams 1000] [--output 128] [--repeats 3] [--json]
+    python -m benchmarks.host.streams [--streams 1000] [--output 128] [--repeats 3] [--json]
 
 Real processes with a fake runner. First the steps are far enough apart that every stream reads every token by itself,
 and the CPU time of each process is divided by the tokens (the scheduler's holds the fake runner's own part). Then the

@@ -1,6 +1,6 @@
 """Chaos: random load on an engine whose processes are killed and stopped; readers leave, dawdle and come back.
 
-    python benchmarks/chaos.py [--minutes 20] [--workers 48] [--seed 1] [--no-kills] [--json]
+    python -m benchmarks.host.chaos [--minutes 20] [--workers 48] [--seed 1] [--no-kills] [--json]
 
 Real processes with a fake model, whose output is known, so every byte that anybody reads is compared. Beside the load:
 SIGKILL and SIGSTOP to the engine's processes, requests that kill the scheduler (one of them fails, nobody else),
@@ -33,16 +33,16 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import chaos_program
 import msgspec
 import psutil
 import zmq
-from chaos_program import AbortingFinalizer, AbortingSignalHandler, CallbackWatch, PanickingTokenizer
 
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineOverloadedError, RequestError
 from aioengine.testing.fake_engine import FakeSetup, tokenizer_folder
 from aioengine.testing.faults import Faults
+from benchmarks.host import chaos_program
+from benchmarks.host.chaos_program import AbortingFinalizer, AbortingSignalHandler, CallbackWatch, PanickingTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -1,9 +1,9 @@
 """GPU workloads W1 to W6 on random weights, through the public API, on this engine and on others that are installed.
 
-    python benchmarks/gpu.py --models /tmp/bench-models --json results.json          # everything
-    python benchmarks/gpu.py --models /tmp/bench-models --rows W3 W4 --model a
-    python benchmarks/gpu.py --models /tmp/bench-models --engines aioengine vllm sglang
-    python benchmarks/gpu.py --models /tmp/bench-models --model a --rows --profile   # only the split of a step
+    python -m benchmarks.gpu.workloads --models /tmp/bench-models --json results.json  # everything
+    python -m benchmarks.gpu.workloads --models /tmp/bench-models --rows W3 W4 --model a
+    python -m benchmarks.gpu.workloads --models /tmp/bench-models --engines aioengine vllm sglang
+    python -m benchmarks.gpu.workloads --models /tmp/bench-models --model a --rows --profile  # only the split of a step
 
 W1 / W2  256 requests, 100 to 1024 tokens in and out, temperature 0.6: output tokens per second (model a / b)
 W3       one stream, 128 in, 256 out, greedy: ms per token; wall time of one token after 1024 and 8192 new ones
@@ -29,11 +29,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import gpu_profile
 import psutil
 import uvloop
-from gpu_engines import ENGINES, AioEngine, Engine, Ids, Output, version
-from gpu_models import write_folder
+
+from benchmarks.gpu import step_profile
+from benchmarks.gpu.engines import ENGINES, AioEngine, Engine, Ids, Output, version
+from benchmarks.gpu.models import write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -214,10 +215,10 @@ async def measure(kind: str, name: str, folder: Path, options: argparse.Namespac
                 results[row] = await run(row, workload, Bench(engine))
         if options.profile and isinstance(engine, AioEngine):
             splits = {
-                rows: await gpu_profile.split(engine.engine, num_rows=rows, num_tokens=1500) for rows in (1, 32, 256)
+                rows: await step_profile.split(engine.engine, num_rows=rows, num_tokens=1500) for rows in (1, 32, 256)
             }
             results["step"] = splits
-            print(gpu_profile.table(splits), flush=True)
+            print(step_profile.table(splits), flush=True)
     finally:
         await engine.close()
     return results

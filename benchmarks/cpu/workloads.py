@@ -1,7 +1,7 @@
 """CPU workloads C1 to C5: this engine beside plain transformers, in the same run on the same weights.
 
-    python benchmarks/cpu.py --models /tmp/bench-models                    # all rows, a table and JSON
-    python benchmarks/cpu.py --models /tmp/bench-models --rows C1 C3 --repeat 5
+    python -m benchmarks.cpu.workloads --models /tmp/bench-models  # all rows, a table and JSON
+    python -m benchmarks.cpu.workloads --models /tmp/bench-models --rows C1 C3 --repeat 5
 
 C1  one stream: 128 tokens in, 64 out, greedy; decode tokens per second
 C2  32 concurrent requests: 64 to 256 in, 64 out; output tokens per second (transformers: one static batch)
@@ -25,11 +25,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from models import QWEN25_05B, TINY, write_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from aioengine import Engine
+from benchmarks.cpu.models import QWEN25_05B, TINY, write_model
 
 Ids = list[int]
 Measure = Callable[[int], float]
