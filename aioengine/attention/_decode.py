@@ -1,4 +1,4 @@
-"""Rows that compute one token on a GPU, for backends: what the kernel of ``kernels/_triton_decode.py`` is told.
+"""Rows that compute one token on a GPU, for backends: what the kernel of ``kernels/triton/decode.py`` is told.
 
 R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -11,9 +11,9 @@ import torch
 
 from aioengine.attention._pages import page_columns, pinned
 from aioengine.attention._parts import COLUMNS, num_places, share_out
-from aioengine.kernels._triton_decode import DecodeRows, decode
-from aioengine.kernels._triton_heads import write_pages
 from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.triton.decode import DecodeRows, decode
+from aioengine.kernels.triton.heads import write_pages
 
 if TYPE_CHECKING:
     import numpy as np

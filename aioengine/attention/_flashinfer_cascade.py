@@ -16,8 +16,8 @@ from aioengine.attention._base import Sharable, SharedPages
 from aioengine.attention._decode import FixedDecodeRows
 from aioengine.attention._flashinfer_prefill import Pages, fixed_wrapper, plan_paged
 from aioengine.attention._pages import page_columns, pinned
-from aioengine.kernels._triton_decode import decode
-from aioengine.kernels._triton_heads import write_pages
+from aioengine.kernels.triton.decode import decode
+from aioengine.kernels.triton.heads import write_pages
 
 if TYPE_CHECKING:
     import numpy.typing as npt

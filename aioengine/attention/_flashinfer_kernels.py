@@ -13,7 +13,7 @@ from flashinfer.utils import determine_attention_backend
 from aioengine.attention._base import AttentionShape, BackendUnavailableError, kv_pool_shape
 from aioengine.attention._compilation import Compilation, CompilationTimeoutError
 from aioengine.attention.flashinfer import FlashInferAttention
-from aioengine.kernels._triton import only_compiled
+from aioengine.kernels.triton.launcher import only_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable

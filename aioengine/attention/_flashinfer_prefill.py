@@ -16,8 +16,8 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
 from aioengine.attention._pages import flat_pages, page_columns, pinned, starts_of
-from aioengine.kernels._triton_heads import write_pages
 from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.triton.heads import write_pages
 
 if TYPE_CHECKING:
     import numpy.typing as npt

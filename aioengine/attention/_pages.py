@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.kernels._triton_heads import flatten_pages
+from aioengine.kernels.triton.heads import flatten_pages
 
 if TYPE_CHECKING:
     import numpy.typing as npt

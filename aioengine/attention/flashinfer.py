@@ -1,7 +1,7 @@
 """Attention with FlashInfer's kernels on an NVIDIA GPU, and a kernel of our own for rows that compute one token.
 
 A step's plan is made once and serves all layers. The rows that compute one token and stand at the front of the batch
-go through ``kernels/_triton_decode.py``: FlashInfer's decode kernels take longer to begin with each row (on an H200,
+go through ``kernels/triton/decode.py``: FlashInfer's decode kernels take longer to begin with each row (on an H200,
 256 rows of 576 positions: 148 us a layer, its own 154 to 207), and its plan for them costs the host more. All others
 go through FlashInfer's prefill kernel.
 
@@ -25,16 +25,16 @@ from aioengine.attention._decode import FixedDecodeRows, decode_rows
 from aioengine.attention._flashinfer_cascade import FixedFlashInferCascade, sharable
 from aioengine.attention._flashinfer_prefill import FixedPrefill, PrefillRows, Shared
 from aioengine.attention._pages import flat_pages, page_columns
-from aioengine.kernels._triton_decode import decode
-from aioengine.kernels._triton_heads import write_pages
 from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.triton.decode import decode
+from aioengine.kernels.triton.heads import write_pages
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, DecodeBuffers, Sharable
-    from aioengine.kernels._triton_decode import DecodeRows
+    from aioengine.kernels.triton.decode import DecodeRows
 
     Ints = npt.NDArray[np.int32]
 

@@ -1,6 +1,6 @@
 """Attention on a GPU in Triton's kernels: any size of heads, any type of numbers, nothing to compile before.
 
-Every token's result is the same bits whatever it is computed with (``kernels/_triton_attention.py``); FlashInfer's is
+Every token's result is the same bits whatever it is computed with (``kernels/triton/attention.py``); FlashInfer's is
 faster, and not that.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, L layers, N pages of the pool, S page size.
@@ -16,7 +16,8 @@ import torch
 
 from aioengine.attention._base import ForwardBatch
 from aioengine.attention._pages import flat_pages, page_columns, pinned, starts_of
-from aioengine.kernels._triton_attention import (
+from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.triton.attention import (
     EVEN_PARTS,
     Parts,
     Rows,
@@ -25,8 +26,7 @@ from aioengine.kernels._triton_attention import (
     num_parts,
     tokens_of_tile,
 )
-from aioengine.kernels._triton_heads import write_pages
-from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.triton.heads import write_pages
 
 if TYPE_CHECKING:
     import numpy.typing as npt

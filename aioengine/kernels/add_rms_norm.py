@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.kernels import _triton
 from aioengine.kernels.rms_norm import rms_norm
+from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +19,8 @@ def reference(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) 
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
-    if not _triton.serves(residual):
+    if not launcher.serves(residual):
         return reference(delta, residual, weight, epsilon)
-    from aioengine.kernels import _triton_rows
+    from aioengine.kernels.triton import rows
 
-    return _triton_rows.add_rms_norm(delta, residual, weight, epsilon)
+    return rows.add_rms_norm(delta, residual, weight, epsilon)

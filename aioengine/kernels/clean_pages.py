@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.kernels import _triton
+from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,9 +24,9 @@ def clean_pages(pool: Tensor, marks: Tensor, rows: Tensor, page_ids: Tensor) -> 
     """rows [X, 3] int32: a place in ``marks`` [S] int64, whose number is negative where the pages are to be cleaned,
     where these begin in ``page_ids``, and how many they are.
     """
-    if not _triton.serves(pool):
+    if not launcher.serves(pool):
         reference(pool, marks, rows, page_ids)
         return
-    from aioengine.kernels import _triton_clean
+    from aioengine.kernels.triton.clean_pages import clean
 
-    _triton_clean.clean(pool, marks, rows, page_ids)
+    clean(pool, marks, rows, page_ids)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.kernels import _triton, linear, silu_and_mul
+from aioengine.kernels import linear, silu_and_mul
+from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,22 +31,23 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
 
     if batch_invariant or bias is not None or not _fits(weight):
         return apart
-    from aioengine.kernels import _triton_gated
+    from aioengine.kernels.triton.gated_linear import ask_for_forms, shape_of_programs
+    from aioengine.kernels.triton.gated_linear import product as gated_product
 
     num_outputs, size = weight.shape[0] // 2, weight.shape[1]
-    _triton_gated.ask_for_forms(weight)
+    ask_for_forms(weight)
 
     def together(x: Tensor) -> Tensor:
-        programs = _triton_gated.shape_of_programs(num_outputs, size, x.shape[0])
+        programs = shape_of_programs(num_outputs, size, x.shape[0])
         if programs is None or not x.is_contiguous() or x.data_ptr() % 16:
             return apart(x)
-        return _triton_gated.product(x, weight, programs)
+        return gated_product(x, weight, programs)
 
     return together
 
 
 def _fits(weight: Tensor) -> bool:
     """Whether there is a kernel that does both: for 16 bit numbers, on a GPU with a copy engine for tiles."""
-    if not _triton.serves(weight) or weight.dtype == torch.float32 or not _triton.has_dependent_launch():
+    if not launcher.serves(weight) or weight.dtype == torch.float32 or not launcher.has_dependent_launch():
         return False
     return weight.is_contiguous() and weight.data_ptr() % 16 == 0

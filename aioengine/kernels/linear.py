@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
-from aioengine.kernels import _triton
+from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,23 +201,23 @@ def _packed(weight: Tensor, bias: Tensor | None, for_rows: int | None) -> Produc
 
 def _on_device(weight: Tensor, bias: Tensor | None) -> Product:
     """One row and few rows go through kernels that read the weight at full speed, more through torch's library."""
-    if not _triton.serves(weight) or not weight.is_contiguous():
+    if not launcher.serves(weight) or not weight.is_contiguous():
         return lambda x: functional.linear(x, weight, bias)
-    from aioengine.kernels import _triton_skinny, _triton_vector
+    from aioengine.kernels.triton import skinny_linear, vector_linear
 
     num_outputs, size = weight.shape
     is_narrow = weight.dtype != torch.float32
-    num_done = torch.zeros(_triton_skinny.num_tiles(num_outputs), dtype=torch.int32, device=weight.device)
+    num_done = torch.zeros(skinny_linear.num_tiles(num_outputs), dtype=torch.int32, device=weight.device)
     by_library = _by_library(weight, bias)
 
     def product(x: Tensor) -> Tensor:
         num_rows = x.shape[0]
-        if num_rows <= _triton_skinny.MAX_ROWS and x.is_contiguous():
+        if num_rows <= skinny_linear.MAX_ROWS and x.is_contiguous():
             if num_rows == 1:
-                return _triton_vector.product(x, weight, bias)
-            programs = _triton_skinny.shape_of_programs(num_outputs, size, num_rows) if is_narrow else None
+                return vector_linear.product(x, weight, bias)
+            programs = skinny_linear.shape_of_programs(num_outputs, size, num_rows) if is_narrow else None
             if programs is not None:
-                return _triton_skinny.product(x, weight, bias, programs=programs, num_done=num_done)
+                return skinny_linear.product(x, weight, bias, programs=programs, num_done=num_done)
         return by_library(x)
 
     return product
@@ -234,9 +234,9 @@ def _by_library(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _invariant(weight: Tensor, bias: Tensor | None) -> Product:
-    from aioengine.kernels import _triton_invariant
+    from aioengine.kernels.triton import invariant_linear
 
-    invariant_product, whole = _triton_invariant.product, weight.contiguous()
+    invariant_product, whole = invariant_linear.product, weight.contiguous()
     return lambda x: invariant_product(x.contiguous(), whole, bias)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.kernels import _triton
+from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,10 +22,10 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     """The same in fewer operations, since at one token each costs as much as its work: a row's sum of squares is the
     square of its norm. ``epsilon`` is an fp32 scalar on the device of x.
     """
-    if x.ndim == 2 and _triton.serves(x):
-        from aioengine.kernels import _triton_rows
+    if x.ndim == 2 and launcher.serves(x):
+        from aioengine.kernels.triton import rows
 
-        return _triton_rows.add_rms_norm(None, x, weight, epsilon)
+        return rows.add_rms_norm(None, x, weight, epsilon)
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     inverse = torch.addcmul(epsilon, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.kernels import _triton
 from aioengine.kernels.rotate_heads import as_parts
 from aioengine.kernels.rotate_heads import reference as rotated
+from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,10 +46,10 @@ def reference(heads: Tensor, num_heads: int, tables: Tables, norms: Norms, *, ta
 
 def rotate_and_write(heads: Tensor, num_heads: int, tables: Tables, norms: Norms, *, target: KVTarget) -> Heads:
     """q, k and v; may use the memory of ``heads``."""
-    if not _triton.serves(heads):
+    if not launcher.serves(heads):
         return reference(heads, num_heads, tables, norms, target=target)
-    from aioengine.kernels import _triton_heads
+    from aioengine.kernels.triton.heads import rotate
 
     pages = target.slots, target.keys, target.values
-    _triton_heads.rotate(heads, num_heads, tables, norms, target=pages, out=target.heads)
+    rotate(heads, num_heads, tables, norms, target=pages, out=target.heads)
     return as_parts(heads if target.heads is None else target.heads, num_heads)

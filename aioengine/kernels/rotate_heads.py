@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.kernels import _triton
 from aioengine.kernels.rms_norm import rms_norm
 from aioengine.kernels.rope import rope
+from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,11 +33,11 @@ def reference(heads: Tensor, num_heads: int, tables: Tables, norms: Norms) -> He
 
 def rotate_heads(heads: Tensor, num_heads: int, tables: Tables, norms: Norms) -> Heads:
     """May use the memory of ``heads``."""
-    if not _triton.serves(heads):
+    if not launcher.serves(heads):
         return reference(heads, num_heads, tables, norms)
-    from aioengine.kernels import _triton_heads
+    from aioengine.kernels.triton.heads import rotate
 
-    _triton_heads.rotate(heads, num_heads, tables, norms)
+    rotate(heads, num_heads, tables, norms)
     return as_parts(heads, num_heads)
 
 

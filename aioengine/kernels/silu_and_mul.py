@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from aioengine.kernels import _triton
+from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,10 +22,10 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """torch's silu rounds the last few elements of a thread's share differently from the others in fp32, so which
     bits a token gets would depend on the batch; its exp does not. In bf16 all 65,536 inputs agree.
     """
-    if _triton.serves(x):
-        from aioengine.kernels import _triton_rows
+    if launcher.serves(x):
+        from aioengine.kernels.triton import rows
 
-        return _triton_rows.silu_and_mul(x)
+        return rows.silu_and_mul(x)
     gate, up = x.chunk(2, dim=-1)
     if x.dtype == torch.float32 and x.device.type == "cpu":
         return torch.div(gate, torch.neg(gate).exp_().add_(1.0)).mul_(up)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aioengine.kernels._triton import only_compiled
+from aioengine.kernels.triton.launcher import only_compiled
 from aioengine.runner.capacity import Room, free_memory, in_words
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.kernels._triton import only_compiled
-from aioengine.kernels._triton_sampling import NUM_COLUMNS, Draws, SamplingKernels
+from aioengine.kernels.triton.launcher import only_compiled
+from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.penalties import Penalties
@@ -31,7 +31,7 @@ _HIGH_SHIFT = np.uint64(32)
 
 
 def draw_words(rows: SampledRows, out: npt.NDArray[np.int32]) -> None:
-    """Fill ``kernels._triton_sampling.Draws.words`` [5, S] of these rows."""
+    """Fill ``kernels.triton.sampling.Draws.words`` [5, S] of these rows."""
     records = rows.records
     seeds, temperatures = records["seed"], records["temperature"]
     is_greedy = records["is_greedy"]

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import CascadeAttention, DecodeBuffers, FixedCascade
-from aioengine.kernels._triton import only_compiled
-from aioengine.kernels._triton_sampling import NUM_COLUMNS, Draws, SamplingKernels
+from aioengine.kernels.triton.launcher import only_compiled
+from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.device_sampler import draw_words, is_simple
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.ladder import cascade_ladder, ladder

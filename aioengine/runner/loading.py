@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from aioengine import models
-from aioengine.kernels._triton import is_installed
+from aioengine.kernels.triton.launcher import is_installed
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.runner import weights

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from aioengine.kernels._triton import compiled_in_threads
+from aioengine.kernels.triton.launcher import compiled_in_threads
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.capacity import Demand, fit_pages, kv_bytes_per_token
 from aioengine.runner.device_memory import DeviceMemory, LargestStep

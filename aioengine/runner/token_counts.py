@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.kernels._triton_penalties import IN_PROMPT, PenalizedRows, penalize
+from aioengine.kernels.triton.penalties import IN_PROMPT, PenalizedRows, penalize
 
 if TYPE_CHECKING:
     import numpy.typing as npt

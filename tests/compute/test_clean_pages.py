@@ -9,11 +9,12 @@ from tests.compute.interpreted import run_interpreted
 PROGRAM = """
 import torch
 
-from aioengine.kernels import _triton
+from aioengine.kernels.triton import launcher
 
-_triton.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
-from aioengine.kernels import _triton_clean, clean_pages
+from aioengine.kernels import clean_pages
+from aioengine.kernels.triton.clean_pages import clean
 
 torch.manual_seed(0)
 pool = torch.randn(3, 2, 9, 2, 16, 40)  # a page is no multiple of what a program takes at a time
@@ -24,7 +25,7 @@ marks = torch.tensor([5, -1, 0, -1])
 rows = torch.tensor([[1, 0, 2], [2, 2, 1], [3, 3, 0], [0, 3, 2]], dtype=torch.int32)
 page_ids = torch.tensor([4, 7, 1, 2, 3], dtype=torch.int32)
 clean_pages.reference(expected, marks, rows, page_ids)
-_triton_clean.clean(pool, marks, rows, page_ids)
+clean(pool, marks, rows, page_ids)
 assert torch.equal(pool.nan_to_num(nan=99.0), expected.nan_to_num(nan=99.0))
 assert pool[:, :, [4, 7]].isfinite().all()
 others = [0, 1, 2, 3, 5, 6, 8]

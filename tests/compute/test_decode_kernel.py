@@ -15,7 +15,7 @@ import torch
 from aioengine.attention._base import AttentionShape, Sharable, kv_pool_shape
 from aioengine.attention._parts import num_places, share_out
 from aioengine.attention.torch import TorchAttention
-from aioengine.kernels import _triton_decode
+from aioengine.kernels.triton import decode
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs import DecodeGraphs
 from aioengine.runner.inputs import InputBuilder
@@ -25,8 +25,8 @@ from aioengine.scheduler.plan import TOKENS, OpenedRow, Row
 from tests.compute.test_sharing import part_of
 
 # no form is compiled here, and there is no device to be asked
-_triton_decode.has_dependent_launch = lambda: False
-_triton_decode.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+decode.has_dependent_launch = lambda: False
+decode.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 torch.cuda.Event = SimpleNamespace
 
 PAGE_SIZE, NUM_PAGES, HEADS, KV_HEADS, HEAD_SIZE, SIZE = 16, 200, 4, 2, 64, 12
@@ -75,7 +75,7 @@ for sharing in (None, found):
     own_lengths = (np.diff(starts) - 1) * PAGE_SIZE + buffers.last_lengths.numpy()
     assert own_lengths[num_rows:].tolist() == [1] * (SIZE - num_rows)
     parts = torch.from_numpy(share_out(own_lengths, num_places(SIZE, KV_HEADS)))
-    step = _triton_decode.DecodeRows(
+    step = decode.DecodeRows(
         buffers.starts, buffers.page_ids, parts, torch.zeros(SIZE * KV_HEADS, dtype=torch.int32)
     )
     queries = torch.zeros(SIZE, HEADS, HEAD_SIZE)
@@ -93,7 +93,7 @@ for sharing in (None, found):
             first_page, first_row = first_page + count, end
     out = torch.empty_like(queries)
     for _ in range(2):
-        _triton_decode.decode(queries, (pool[0, 0], pool[0, 1]), step, scale=shape.scale, out=out, other=other)
+        decode.decode(queries, (pool[0, 0], pool[0, 1]), step, scale=shape.scale, out=out, other=other)
         assert not step.num_done.any()
     assert out.isfinite().all()
     attended = out[:num_rows].view(num_rows, -1)

@@ -13,13 +13,14 @@ from tests.compute.interpreted import run_interpreted
 PROGRAM = """
 import torch
 
-from aioengine.kernels import _triton
+from aioengine.kernels.triton import launcher
 
 # no form is compiled here, and there is no device to be asked
-_triton.has_dependent_launch = lambda: False
-_triton.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+launcher.has_dependent_launch = lambda: False
+launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
-from aioengine.kernels import _triton_gated, gated_linear
+from aioengine.kernels import gated_linear
+from aioengine.kernels.triton.gated_linear import product
 
 torch.manual_seed(0)
 for num_outputs, size, num_rows, programs in (
@@ -28,7 +29,7 @@ for num_outputs, size, num_rows, programs in (
     (40, 192, 16, (16, 0, 64, 128, 2, 4)),
 ):
     weight, x = torch.randn(2 * num_outputs, size), torch.randn(num_rows, size)
-    found = _triton_gated.product(x, weight, programs)
+    found = product(x, weight, programs)
     torch.testing.assert_close(found, gated_linear.reference(x, weight, None), rtol=1e-4, atol=1e-4)
 """
 
@@ -44,7 +45,7 @@ def test_against_the_reference(has_bias: bool) -> None:
 
 def test_programs_have_room_for_the_rows() -> None:
     pytest.importorskip("triton")
-    from aioengine.kernels._triton_gated import shape_of_programs
+    from aioengine.kernels.triton.gated_linear import shape_of_programs
 
     for num_outputs, size, num_rows in itertools.product((3072, 8192, 14_336), (1000, 1024, 4096), range(1, 300)):
         programs = shape_of_programs(num_outputs, size, num_rows)

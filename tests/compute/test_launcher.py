@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from aioengine.kernels import _triton
-from aioengine.kernels._triton import Launcher, compiled_in_threads, only_compiled
+from aioengine.kernels.triton import launcher
+from aioengine.kernels.triton.launcher import Launcher, compiled_in_threads, only_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor
 
-    from aioengine.kernels._triton import Form, Grid
+    from aioengine.kernels.triton.launcher import Form, Grid
 
 
 class Kernel:
@@ -74,6 +74,6 @@ def test_threads_compile_where_there_is_a_compiler(
             assert self.executor.submit(lambda: 5).result() == 5
 
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(AsyncCompileMode=Mode))  # type: ignore[arg-type]
-    monkeypatch.setattr(_triton, "is_installed", lambda: installed)
+    monkeypatch.setattr(launcher, "is_installed", lambda: installed)
     with compiled_in_threads(torch.device(device)):
         assert len(entered) == expected

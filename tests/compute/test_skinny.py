@@ -12,7 +12,7 @@ NUM_OUTPUTS = (64, 256, 1000, 1024, 4096, 14_336, 16_384, 28_672, 65_536, 151_93
 
 def test_programs_stay_within_their_share_of_the_inputs() -> None:
     pytest.importorskip("triton")
-    from aioengine.kernels._triton_skinny import MAX_ROWS, num_tiles, shape_of_programs
+    from aioengine.kernels.triton.skinny_linear import MAX_ROWS, num_tiles, shape_of_programs
 
     for num_outputs, size, num_rows in itertools.product(NUM_OUTPUTS, SIZES, (2, MAX_ROWS // 2, MAX_ROWS)):
         programs = shape_of_programs(num_outputs, size, num_rows)

@@ -9,11 +9,11 @@ from tests.compute.interpreted import run_interpreted
 PROGRAM = """
 import torch
 
-from aioengine.kernels import _triton
+from aioengine.kernels.triton import launcher
 
 # no form is compiled here, and there is no device to be asked
-_triton.has_dependent_launch = lambda: False
-_triton.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+launcher.has_dependent_launch = lambda: False
+launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 torch.Tensor.pin_memory = lambda self: self
 
 import triton.language as tl
@@ -22,12 +22,14 @@ from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.attention import triton as triton_attention
 from aioengine.attention.triton import TritonAttention
-from aioengine.kernels import _triton_attention, _triton_heads, rotate_and_write
+from aioengine.kernels import rotate_and_write
+from aioengine.kernels.triton import attention as attention_kernels
+from aioengine.kernels.triton.heads import rotate
 from tests.compute.stepping import make_batch
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 40, 16, 100
 # few even parts, so that short rows have some of all sizes here
-_triton_attention.PART, _triton_attention.EVEN_PARTS = tl.constexpr(64), tl.constexpr(4)
+attention_kernels.PART, attention_kernels.EVEN_PARTS = tl.constexpr(64), tl.constexpr(4)
 torch.manual_seed(0)
 
 
@@ -56,7 +58,7 @@ def check(rows, num_heads, num_kv_heads):
 
 starts = [0, 64, 128, 192, 256, 384, 512, 768, 1024, 1536]
 for length in range(1, 2049):
-    assert _triton_attention.num_parts(length) == sum(start < length for start in starts), length
+    assert attention_kernels.num_parts(length) == sum(start < length for start in starts), length
 # one program for a row and kv head where these are many and short, but not where one may be long
 shared = triton_attention._Shared(
     AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_size=128, scale=1.0), []
@@ -82,7 +84,7 @@ for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tenso
         found = given if elsewhere is None else elsewhere
         for pool in pools:
             pool.copy_(expected_pools[0] * 0 + 7)
-        _triton_heads.rotate(given, HEADS, tables, norms, target=(slots, *pools), out=elsewhere)
+        rotate(given, HEADS, tables, norms, target=(slots, *pools), out=elsewhere)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         is_written = torch.zeros(6, PAGE_SIZE, dtype=torch.bool)
         is_written.view(-1)[slots.long()] = True
@@ -92,7 +94,7 @@ for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tenso
             assert (pool[~is_written] == 7).all()
         assert elsewhere is None or torch.equal(given, heads)
     given = heads.clone()
-    _triton_heads.rotate(given, HEADS, tables, norms)
+    rotate(given, HEADS, tables, norms)
     torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
 """
 

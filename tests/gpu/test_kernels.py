@@ -126,7 +126,7 @@ def test_rotation_into_the_pool(
 
 
 def test_sampling() -> None:
-    from aioengine.kernels._triton_sampling import Draws, SamplingKernels
+    from aioengine.kernels.triton.sampling import Draws, SamplingKernels
 
     generator = np.random.default_rng(0)
     num_rows, vocab_size = 64, 151_936

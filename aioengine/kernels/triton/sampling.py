@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels._triton import Launcher, next_power_of_2
+from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor

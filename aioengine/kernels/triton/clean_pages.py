@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from aioengine.kernels._triton import Launcher
+from aioengine.kernels.triton.launcher import Launcher
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from aioengine.kernels._triton import Launcher, has_dependent_launch, only_compiled, options
+from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, only_compiled, options
 
 if TYPE_CHECKING:
     from torch import Tensor

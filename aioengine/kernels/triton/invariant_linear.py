@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels._triton import Launcher
+from aioengine.kernels.triton.launcher import Launcher
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels._triton import Launcher, has_dependent_launch, options
+from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, options
 
 if TYPE_CHECKING:
     from torch import Tensor
