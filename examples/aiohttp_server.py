@@ -1,60 +1,117 @@
-"""A streaming server with aiohttp: server-sent events, 429 when full, abort on disconnect, health, drain on SIGTERM.
+"""A streaming server with aiohttp (`pip install aiohttp`).
 
 python examples/aiohttp_server.py --port 8000
 curl -N localhost:8000/generate -d '{"prompt": "The capital of France is"}'
+
+POST /generate  answers with server-sent events, one for each chunk. A wrong request gets status 400, one that finds
+                the engine full gets 503 with Retry-After. A client that goes away aborts its request.
+GET /health     status 200 while the engine lives.
+
+A client that gives `rid` and `resume_ttl` may lose its connection: when it sends the same request again, with the id
+of the last event that it read as Last-Event-ID, the stream goes on behind that event.
+
+On SIGTERM open streams end by themselves, new ones get 503, then the server stops. When the engine dies, the server
+stops with status 1.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import signal
 from collections.abc import AsyncIterator, Awaitable
+from typing import Any
 
 from aiohttp import web
 
-from aioengine import AsyncEngine, EngineError, EngineOverloadedError
+from aioengine import AsyncEngine, EngineError, EngineOverloadedError, RequestError, Stream
 
-parser = argparse.ArgumentParser()
-for name in ("--port", "--max-running-requests", "--max-queued-requests"):
-    parser.add_argument(name, type=int)
-flags = vars(parser.parse_args())
-port, engine = flags.pop("port") or 8000, AsyncEngine(**flags)
+DRAIN_S = 30
+ENGINE = web.AppKey("engine", AsyncEngine)
+FIELDS = {"prompt", "input_ids", "sampling_params", "timeout", "rid", "resume_ttl"}
 
 
-async def run_engine(_: web.Application) -> AsyncIterator[None]:
+async def run_engine(app: web.Application) -> AsyncIterator[None]:
+    """The engine lives as long as the app."""
+    engine = app[ENGINE]
+
     async def stop_after(event: Awaitable[object]) -> None:
-        if await event is not None:  # it was not shut down
-            signal.raise_signal(signal.SIGINT)
+        if await event is not None:  # wait_failed() returns None when the engine was shut down
+            signal.raise_signal(signal.SIGINT)  # which ends web.run_app
 
-    async with engine:  # on SIGTERM open streams come to their ends and new ones get 503, then the server stops
-        tasks, loop = {asyncio.create_task(stop_after(engine.wait_failed()))}, asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, lambda: tasks.add(loop.create_task(stop_after(engine.drain(30)))))
+    async with engine:
+        loop = asyncio.get_running_loop()
+        tasks = {loop.create_task(stop_after(engine.wait_failed()))}
+        loop.add_signal_handler(signal.SIGTERM, lambda: tasks.add(loop.create_task(stop_after(engine.drain(DRAIN_S)))))
         yield
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    try:  # a request with rid and resume_ttl that comes again, with the last id that was read, goes on behind it
-        ask, at = await request.json(), int(request.headers.get("Last-Event-ID", -1))
-        stream = await (engine.attach(ask["rid"], at) if at >= 0 else engine.async_generate(**{**ask, "stream": True}))
-    except (KeyError, TypeError, ValueError, EngineError) as error:
-        retry = {"Retry-After": f"{error.retry_after + 1:.0f}"} if isinstance(error, EngineOverloadedError) else {}
-        status = 429 if retry else 503 if isinstance(error, EngineError) else 400
-        return web.Response(text=str(error), status=status, headers=retry)
+    try:
+        stream = await open_stream(request.app[ENGINE], await request.json(), request.headers.get("Last-Event-ID"))
+    except (TypeError, ValueError, EngineError) as error:
+        return refusal(error)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     async with stream:  # a client that goes away leaves this block, which aborts its request, or detaches it
         await response.prepare(request)
-        async for chunk in stream:
-            event = f"id: {chunk['text_offset'] + len(chunk['text'])}\ndata: {json.dumps(chunk)}\n\n"
+        async for event in events(stream):
             await response.write(event.encode())
     return response
 
 
-async def health(_: web.Request) -> web.Response:
+async def open_stream(engine: AsyncEngine, body: Any, last_event_id: str | None) -> Stream:
+    if not isinstance(body, dict):
+        raise TypeError(f"the body is a {type(body).__name__}, and must be a dictionary")
+    if unknown := body.keys() - FIELDS:
+        raise ValueError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(sorted(FIELDS))}")
+    if last_event_id is not None and "rid" in body:
+        return await engine.attach(body["rid"], int(last_event_id))
+    return await engine.async_generate(**body, stream=True)
+
+
+async def events(stream: Stream) -> AsyncIterator[str]:
+    """Server-sent events of the chunks; the id of an event is the number of characters up to its end."""
+    try:
+        async for chunk in stream:
+            yield f"id: {chunk['text_offset'] + len(chunk['text'])}\ndata: {json.dumps(chunk)}\n\n"
+    except EngineError as error:  # the status was sent long ago
+        yield f"event: error\ndata: {json.dumps({'message': str(error)})}\n\n"
+
+
+def refusal(error: Exception) -> web.Response:
+    """The answer to a request that was refused, or failed before its first chunk."""
+    if isinstance(error, EngineOverloadedError):
+        headers = {"Retry-After": str(math.ceil(error.retry_after))}
+        return web.Response(text=str(error), status=error.status_code, headers=headers)
+    if isinstance(error, EngineError):
+        return web.Response(text=str(error), status=500 if isinstance(error, RequestError) else 503)
+    return web.Response(text=str(error), status=400)
+
+
+async def health(request: web.Request) -> web.Response:
+    engine = request.app[ENGINE]
     return web.json_response({**engine.health(), "stats": engine.stats()}, status=200 if engine.is_alive else 503)
 
 
-app = web.Application()
-app.add_routes([web.post("/generate", generate), web.get("/health", health)])
-app.cleanup_ctx.append(run_engine)
-web.run_app(app, host="127.0.0.1", port=port, handler_cancellation=True)
-raise SystemExit(engine.health()["state"] in {"dead", "stalled"})
+def make_app(engine: AsyncEngine) -> web.Application:
+    app = web.Application()
+    app[ENGINE] = engine
+    app.add_routes([web.post("/generate", generate), web.get("/health", health)])
+    app.cleanup_ctx.append(run_engine)
+    return app
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-running-requests", type=int)
+    parser.add_argument("--max-queued-requests", type=int)
+    flags = vars(parser.parse_args())
+    port = flags.pop("port")
+    engine = AsyncEngine(**flags)
+    web.run_app(make_app(engine), host="127.0.0.1", port=port, handler_cancellation=True)
+    return int(engine.health()["state"] in {"dead", "stalled"})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,60 +1,120 @@
-"""A streaming server with FastAPI: server-sent events, 429 when full, abort on disconnect, health, drain on SIGTERM.
+"""A streaming server with FastAPI (`pip install fastapi uvicorn`).
 
 python examples/fastapi_server.py --port 8000
 curl -N localhost:8000/generate -H 'content-type: application/json' -d '{"prompt": "The capital of France is"}'
+
+POST /generate  answers with server-sent events, one for each chunk. A wrong request gets status 400 (or 422), one that
+                finds the engine full 503 with Retry-After. A client that goes away aborts its request.
+GET /health     status 200 while the engine lives.
+
+A client that gives `rid` and `resume_ttl` may lose its connection: when it sends the same request again, with the id
+of the last event that it read as Last-Event-ID, the stream goes on behind that event.
+
+On SIGTERM open streams end by themselves, new ones get 503, then the server stops. When the engine dies, the server
+stops with status 1.
 """
 
 import argparse
 import asyncio
-import contextlib
 import json
+import math
 import signal
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, Header, HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
 
-from aioengine import AsyncEngine, EngineError, EngineOverloadedError, Stream
+from aioengine import AsyncEngine, EngineError, EngineOverloadedError, RequestError, Stream
 
-parser = argparse.ArgumentParser()
-for name in ("--port", "--max-running-requests", "--max-queued-requests"):
-    parser.add_argument(name, type=int)
-flags = vars(parser.parse_args())
-port, engine = flags.pop("port") or 8000, AsyncEngine(**flags)
+DRAIN_S = 30
 
 
-@contextlib.asynccontextmanager
-async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-    async def stop_after(event: Awaitable[object]) -> None:
-        await event
-        server.should_exit = True
+class GenerateRequest(BaseModel, extra="forbid"):
+    prompt: str | None = None
+    input_ids: list[int] | None = None
+    sampling_params: dict[str, Any] | None = None
+    timeout: float | None = None
+    rid: str | None = None
+    resume_ttl: float | None = None
 
-    async with engine:  # on SIGTERM open streams come to their ends and new ones get 503, then the server stops
-        tasks, loop = {asyncio.create_task(stop_after(engine.wait_failed()))}, asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, lambda: tasks.add(loop.create_task(stop_after(engine.drain(30)))))
-        yield
+
+def make_app(engine: AsyncEngine, stop: Callable[[], None]) -> FastAPI:
+    """The app around an engine; `stop` is called when the server should end."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async def stop_after(event: Awaitable[object]) -> None:
+            await event
+            stop()
+
+        async with engine:
+            loop = asyncio.get_running_loop()
+            tasks = {loop.create_task(stop_after(engine.wait_failed()))}
+            loop.add_signal_handler(
+                signal.SIGTERM, lambda: tasks.add(loop.create_task(stop_after(engine.drain(DRAIN_S))))
+            )
+            yield
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.post("/generate")
+    async def generate(
+        request: GenerateRequest, last_event_id: Annotated[int | None, Header()] = None
+    ) -> StreamingResponse:
+        try:
+            if last_event_id is not None and request.rid is not None:
+                stream = await engine.attach(request.rid, last_event_id)
+            else:
+                stream = await engine.async_generate(**request.model_dump(), stream=True)
+        except (TypeError, ValueError, EngineError) as error:
+            raise refusal(error) from error
+        return StreamingResponse(events(stream), media_type="text/event-stream")
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        return JSONResponse({**engine.health(), "stats": engine.stats()}, 200 if engine.is_alive else 503)
+
+    return app
 
 
 async def events(stream: Stream) -> AsyncIterator[str]:
+    """Server-sent events of the chunks; the id of an event is the number of characters up to its end."""
     async with stream:  # a client that goes away leaves this block, which aborts its request, or detaches it
-        async for chunk in stream:
-            yield f"id: {chunk['text_offset'] + len(chunk['text'])}\ndata: {json.dumps(chunk)}\n\n"
+        try:
+            async for chunk in stream:
+                yield f"id: {chunk['text_offset'] + len(chunk['text'])}\ndata: {json.dumps(chunk)}\n\n"
+        except EngineError as error:  # the status was sent long ago
+            yield f"event: error\ndata: {json.dumps({'message': str(error)})}\n\n"
 
 
-async def generate(ask: dict[str, Any], at: Annotated[int, Header(alias="Last-Event-ID")] = -1) -> StreamingResponse:
-    try:  # a request with rid and resume_ttl that comes again, with the last id that was read, goes on behind it
-        stream = engine.attach(ask["rid"], at) if at >= 0 else engine.async_generate(**ask | {"stream": True})
-        return StreamingResponse(events(await stream), media_type="text/event-stream")
-    except EngineOverloadedError as error:
-        raise HTTPException(429, str(error), {"Retry-After": f"{error.retry_after + 1:.0f}"}) from error
-    except (KeyError, TypeError, ValueError, EngineError) as error:
-        raise HTTPException(503 if isinstance(error, EngineError) else 400, str(error)) from error
+def refusal(error: Exception) -> HTTPException:
+    """The answer to a request that was refused, or failed before its first chunk."""
+    if isinstance(error, EngineOverloadedError):
+        return HTTPException(error.status_code, str(error), {"Retry-After": str(math.ceil(error.retry_after))})
+    if isinstance(error, EngineError):
+        return HTTPException(500 if isinstance(error, RequestError) else 503, str(error))
+    return HTTPException(400, str(error))
 
 
-app = FastAPI(lifespan=lifespan)
-app.post("/generate")(generate)
-app.get("/health")(lambda: JSONResponse(engine.health() | {"stats": engine.stats()}, 200 if engine.is_alive else 503))
-(server := uvicorn.Server(uvicorn.Config(app, port=port))).run()
-raise SystemExit(engine.health()["state"] in {"dead", "stalled"})
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-running-requests", type=int)
+    parser.add_argument("--max-queued-requests", type=int)
+    flags = vars(parser.parse_args())
+    port, engine = flags.pop("port"), AsyncEngine(**flags)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    server = uvicorn.Server(uvicorn.Config(make_app(engine, stop), port=port))
+    server.run()
+    return int(engine.health()["state"] in {"dead", "stalled"})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -21,6 +22,8 @@ import psutil
 import pytest
 from starlette.testclient import TestClient
 
+from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.testing.faults import Faults
 from tests.source import ROOT
 
 pytestmark = pytest.mark.process
@@ -140,6 +143,7 @@ def test_the_first_chunk_arrives_long_before_the_last(server: Server) -> None:
         (ask("x", {"temperature": 3}), "temperature"),
         (ask("x", {"nonsense": 3}), "nonsense"),
         (ask("word " * 100_000), "tokens"),
+        ({}, "prompt"),
     ],
 )
 def test_bad_input_is_status_400_with_the_reason(server: Server, body: dict[str, object], word: str) -> None:
@@ -152,6 +156,12 @@ def test_a_body_that_is_no_object_is_refused_in_words(server: Server) -> None:
     response = server.client.post("/generate", json=[1])
     assert response.status_code in {400, 422}
     assert re.search("mapping|dictionary", response.text)
+
+
+def test_a_field_that_does_not_exist_is_refused_by_name(server: Server) -> None:
+    response = server.client.post("/generate", json=ask("x") | {"tenant": "gold"})
+    assert response.status_code in {400, 422}
+    assert "tenant" in response.text
 
 
 def test_a_client_that_goes_away_frees_its_request(server: Server) -> None:
@@ -180,14 +190,14 @@ def test_clients_that_go_away_at_any_moment_leave_nothing(server: Server) -> Non
     assert server.client.post("/generate", json=ask("Hi", {"max_new_tokens": 2})).status_code == 200
 
 
-def test_a_full_server_answers_429_with_retry_after(server: Server) -> None:
+def test_a_full_server_answers_503_with_retry_after(server: Server) -> None:
     body = ask("Once upon a time", LONG)
     with server.client.stream("POST", "/generate", json=body) as running:
         chunks = events(running)  # kept: a generator that is dropped closes the connection
         next(chunks)
         with server.client.stream("POST", "/generate", json=body):
             response = server.client.post("/generate", json=body)
-        assert response.status_code == 429
+        assert response.status_code == 503
         assert int(response.headers["retry-after"]) >= 1
     server.wait_until_idle()
     assert server.client.post("/generate", json=ask("Hi", {"max_new_tokens": 2})).status_code == 200
@@ -261,6 +271,26 @@ def test_a_client_that_comes_back_goes_on_behind_the_last_event(server: Server) 
     body["rid"] = "another"
     assert server.client.post("/generate", json=body, headers={"Last-Event-ID": "3"}).status_code == 400
     server.wait_until_idle()
+
+
+def module(name: str) -> Any:
+    """An example server, imported."""
+    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), ROOT / "examples" / name)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.parametrize("name", SERVERS)
+async def test_a_request_that_fails_in_its_midst_ends_in_an_event_that_says_why(name: str) -> None:
+    async with fake_async_engine(faults=Faults(fail_row_at=3)) as engine:
+        sent = [event async for event in module(name).events(engine.async_generate("a", LONG, stream=True))]
+    assert [event.partition(":")[0] for event in sent] == ["id", "id", "event"]
+    last = sent[-1].splitlines()
+    assert last[0] == "event: error"
+    assert "failed" in json.loads(last[1].removeprefix("data: "))["message"]
 
 
 def test_the_server_of_the_readme() -> None:
