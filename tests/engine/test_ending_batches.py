@@ -16,7 +16,9 @@ import pytest
 from aioengine.answers import BatchOutput
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineDeadError
+from aioengine.frontend.call_life import MAX_ROWS_FREED_AT_ONCE
 from aioengine.frontend.feeder import MAX_ROWS_ENDED_AT_ONCE
+from aioengine.frontend.outputs import RowStream
 from aioengine.stream import Generation, Stream
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World, until
@@ -75,10 +77,32 @@ def test_no_callback_that_ends_a_large_batch_is_long(
             with measured_callbacks(monkeypatch) as taken:
                 asyncio.get_running_loop().call_soon(act, engine)
                 await until(lambda: engine.stats()["num_streams"] == 0, 30)
-            await call.aclose()
-        return max(taken)
+                await call.aclose()  # also frees what was not read
+                await asyncio.sleep(0)
+                return max(taken)  # without this callback, in which garbage is collected again
 
     assert asyncio.run(longest_s()) < MAX_CALLBACK_S  # on asyncio's own loop: others do not run handles in Python
+
+
+def num_rows_in_memory() -> int:
+    return sum(type(each) is RowStream for each in gc.get_objects())
+
+
+async def test_unread_rows_are_freed_over_several_turns_of_the_loop() -> None:
+    num_rows = 2 * MAX_ROWS_FREED_AT_ONCE + 1
+    async with fake_async_engine(processes=False) as engine:
+        call: Any = engine.async_generate(["a"] * num_rows, LONG, stream=True, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        engine.abort_request(abort_all=True)
+        await until(lambda: engine.stats()["num_streams"] == 0, 30)
+        before = num_rows_in_memory()
+        await call.aclose()
+        counts = [num_rows_in_memory()]
+        for _ in range(3):
+            await asyncio.sleep(0)
+            counts.append(num_rows_in_memory())
+    freed = [last - count for last, count in pairwise([before, *counts])]
+    assert freed == [MAX_ROWS_FREED_AT_ONCE, MAX_ROWS_FREED_AT_ONCE, 1, 0]
 
 
 async def begun(world: World, **options: Any) -> Any:
