@@ -5,10 +5,10 @@ go through ``kernels/triton/decode.py``: FlashInfer's decode kernels take longer
 256 rows of 576 positions: 148 us a layer, its own 154 to 207), and its plan for them costs the host more. All others
 go through FlashInfer's prefill kernel.
 
-At the start ``_flashinfer_kernels`` sees to it that there are kernels for the types and sizes of the model, and that
+At the start ``_flashinfer_ready`` sees to it that there are kernels for the types and sizes of the model, and that
 they are compiled. FlashInfer's plans are written to pinned memory and copied from there; a plan must not be made before
-the copy of the one before it is over, for which ``Staging`` of ``_flashinfer_prefill`` waits. Pages that many rows
-share are read once for all of them by ``_flashinfer_cascade``.
+the copy of the one before it is over, for which ``Staging`` of ``_flashinfer`` waits. Pages that many rows
+share are read once for all of them by ``_flashinfer``.
 
 Shape letters: T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -21,10 +21,8 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import ForwardBatch
-from aioengine.attention._decode import FixedDecodeRows, decode_rows
-from aioengine.attention._flashinfer_cascade import FixedFlashInferCascade, sharable
-from aioengine.attention._flashinfer_prefill import FixedPrefill, PrefillRows, Shared
-from aioengine.attention._pages import flat_pages, page_columns
+from aioengine.attention._flashinfer import FixedFlashInferCascade, FixedPrefill, PrefillRows, Shared, sharable
+from aioengine.attention._gpu_rows import FixedDecodeRows, decode_rows, flat_pages, page_columns
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.decode import decode
 from aioengine.kernels.triton.heads import write_pages

@@ -22,13 +22,13 @@ import torch
 from torch.nn import functional
 
 from aioengine.attention._chunks import MASKED, combine_sums, round_up
-from aioengine.attention._paging import Paging, first_tokens
+from aioengine.attention._cpu import Paging, first_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, ForwardBatch
-    from aioengine.attention._paging import DecodeRows, Units
+    from aioengine.attention._cpu import DecodeRows, Units
 
 CHUNK = 512
 """Positions that the kernel itself takes at a time."""

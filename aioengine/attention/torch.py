@@ -8,7 +8,7 @@ zero), and a token's chunks are put together in an order that chunks without wei
 of a product are padded only as far as is needed for a row's result to depend on neither (``attention/_padding.py``,
 ``tests/compute/test_independence.py``).
 
-Decode rows go together (``attention/_paging.py``). Rows with more tokens go one by one, in blocks of tokens, since
+Decode rows go together (``attention/_cpu.py``). Rows with more tokens go one by one, in blocks of tokens, since
 their products are large.
 
 Shape letters: T packed tokens, R rows, H query heads, K kv heads, G query heads of a kv head, E head size, U units,
@@ -33,15 +33,15 @@ from aioengine.attention._chunks import (
     combine,
     round_up,
 )
+from aioengine.attention._cpu import Paging, first_tokens
 from aioengine.attention._padding import Padding, find_padding
-from aioengine.attention._paging import Paging, first_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, ForwardBatch
     from aioengine.attention._chunks import Part
-    from aioengine.attention._paging import DecodeRows, Units
+    from aioengine.attention._cpu import DecodeRows, Units
 
 BLOCK_SCORES = 1 << 19
 """Numbers that are worked on at a time: few enough to stay in the cache."""

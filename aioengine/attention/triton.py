@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import ForwardBatch
-from aioengine.attention._pages import flat_pages, page_columns, pinned, starts_of
+from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, starts_of
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.attention import (
     EVEN_PARTS,

@@ -87,7 +87,7 @@ def make_flashinfer_ready(
         BackendUnavailableError: one of these does not work.
     """
     try:
-        kernels = importlib.import_module(f"{attention.__name__}._flashinfer_kernels")
+        kernels = importlib.import_module(f"{attention.__name__}._flashinfer_ready")
     except ModuleNotFoundError as error:
         message = f"the package {error.name!r} is not installed; pip install 'aioengine[cuda]' brings FlashInfer"
         raise BackendUnavailableError(message) from error

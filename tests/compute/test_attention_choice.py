@@ -20,7 +20,7 @@ from aioengine.runner.attention_choice import AttentionChoice, choose_attention
 SHAPE = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=64, scale=0.125)
 EXPLICIT = RunnerSettings(factory="", device="cpu", attention_backend="flashinfer", num_threads=1)
 AUTOMATIC = msgspec.structs.replace(EXPLICIT, fallback_backend="triton")
-KERNELS = "aioengine.attention._flashinfer_kernels"
+KERNELS = "aioengine.attention._flashinfer_ready"
 
 
 def choose(settings: RunnerSettings) -> AttentionChoice:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import AttentionShape, Sharable, kv_pool_shape
-from aioengine.attention._parts import num_places, share_out
+from aioengine.attention._gpu_splits import num_places, share_out
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels.triton import decode
 from aioengine.protocol.messages import Sampling

@@ -1,8 +1,8 @@
 """Attention of rows that compute one token, over pages on a GPU.
 
-A row's positions are shared out in parts (``attention/_parts.py``), each for one program and kv head, which reads its
-keys and values once for all query heads of the kv head. What comes of the parts of a row is put together by the last
-program that is done with one, in the order of the parts, so that the sum is always the same.
+A row's positions are cut into splits (split-KV, ``attention/_gpu_splits.py``). One program computes a split for one kv
+head: it reads the keys and values once for all query heads of that kv head. The program that finishes last merges the
+splits of a row, always in their order, so that the sum is the same in every run.
 
 R rows, H query heads, K kv heads, G query heads of a kv head, E head size, N pages, S page size, X places for parts.
 """
@@ -32,8 +32,8 @@ LOWEST = tl.constexpr(-1.0e30)
 class DecodeRows:
     """Where the pages of R rows are, and their parts; all int32.
 
-    page_starts [R + 1]: their first pages in ``page_ids``. parts [5, X]: as ``attention/_parts.py`` makes them, X a
-    multiple of 16. num_done [R * K]: zeros; a kernel leaves them as zeros.
+    page_starts [R + 1]: their first pages in ``page_ids``. parts [5, X]: as ``attention/_gpu_splits.py`` makes them,
+    X a multiple of 16. num_done [R * K]: zeros; a kernel leaves them as zeros.
     """
 
     page_starts: Tensor

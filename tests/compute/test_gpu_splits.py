@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aioengine.attention._parts import MAX_PARTS, STEP, num_places, share_out
+from aioengine.attention._gpu_splits import MAX_PARTS, STEP, num_places, share_out
 
 ROWS = {
     "one short": [1],
