@@ -55,10 +55,10 @@ def merged(own: list[str], parents: list[str]) -> list[str]:
 
 
 def main() -> None:
-    role = sys.argv[1].removeprefix(PREFIX)
+    name, _, _rank = sys.argv[1].removeprefix(PREFIX).partition("-")
     sys.path[:] = merged(sys.path, read_import_path())
     load_package(Path(__file__).resolve().parents[1])
-    importlib.import_module(f"aioengine.processes.{role}_process").main()
+    importlib.import_module(f"aioengine.processes.{name}_process").main()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.protocol.messages import NewEpoch
+    from aioengine.protocol.messages import NewEpoch, Role
     from aioengine.protocol.service import Service
 
 GC_THRESHOLDS = (1_000_000, 20, 20)
@@ -44,12 +44,10 @@ class Child:
         self.settings = orders.settings
         self.board = StepBoard.open(Path(orders.board))
         self._context: Context = zmq.Context()
-        endpoint = orders.endpoints.scheduler if orders.role == "scheduler" else orders.endpoints.detokenizer
-        self.receiver = ZmqReceiver(
-            self._context, Listener(endpoint, orders.listener_fd), orders.epoch, wake_fd=wake_fd
-        )
+        listener = Listener(orders.endpoint(orders.role), orders.listener_fd)
+        self.receiver = ZmqReceiver(self._context, listener, orders.epoch, wake_fd=wake_fd)
         self._senders: list[ZmqSender] = []
-        self.uplink = Uplink(self._connect(orders.endpoints.frontend, "the frontend"))
+        self.uplink = Uplink(self._connect(orders.frontend, "the frontend"))
 
     def _connect(self, endpoint: str, reader: str) -> ZmqSender:
         sender = ZmqSender(self._context, endpoint, self.orders.epoch, reader=reader)
@@ -71,9 +69,9 @@ class Child:
         text = msgspec.json.encode(dict(facts)).decode()
         self.uplink.send([Ready(self.orders.role, os.getpid(), fingerprint(), text)])
 
-    def serve(self, service: Service, peer: str) -> None:
-        """Run ``service``, whose peer listens at ``peer``, until this process is asked to end or something fails."""
-        to_peer = self._connect(peer, "the other process of the engine")
+    def serve(self, service: Service, peer: Role) -> None:
+        """Run ``service``, whose peer has the role ``peer``, until this process is asked to end or something fails."""
+        to_peer = self._connect(self.orders.endpoint(peer), f"the {peer} process")
         self.tell_ready(service.facts)
         now = time.monotonic()
         try:
@@ -127,7 +125,7 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
     faulthandler.enable()
     wake_fd = handle_signals()
     orders = _read_orders()
-    name_process(f"aioengine:{orders.role[:5]}")
+    name_process(_process_name(orders.role))
     die_with_parent(orders.parent_pid)
     raise_descriptor_limit()
     child = Child(orders, wake_fd)
@@ -147,6 +145,11 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
     sys.stderr.flush()
     # Libraries with threads of their own may hang in the interpreter's orderly end; nothing is left to be tidied.
     os._exit(code)
+
+
+def _process_name(role: Role) -> str:
+    """Of at most 15 bytes: "aioengine:sched", "aioengine:sc-1"."""
+    return f"aioengine:{role.name[:2]}-{role.rank}" if role.rank else f"aioengine:{role.name[:5]}"
 
 
 def _read_orders() -> Orders:

@@ -13,6 +13,7 @@ from aioengine.processes.open_text import ChunkColumns, OpenText
 from aioengine.processes.text_source import TextSource
 from aioengine.protocol.board import NO_END
 from aioengine.protocol.messages import (
+    SCHEDULER,
     Abort,
     Begun,
     Ended,
@@ -240,7 +241,7 @@ def build_service(settings: Settings, board: StepBoard | None = None) -> Detoken
 
 def work(child: Child) -> None:
     limit_threads(1)
-    child.serve(build_service(child.settings, child.board), child.orders.endpoints.scheduler)
+    child.serve(build_service(child.settings, child.board), SCHEDULER)
 
 
 def main() -> NoReturn:

@@ -17,6 +17,7 @@ from aioengine.processes.profile import Profile
 from aioengine.processes.told_runner import ToldRunner
 from aioengine.processes.uplink import encodable
 from aioengine.protocol.messages import (
+    DETOKENIZER,
     MAX_PAYLOAD_BYTES,
     Abort,
     Control,
@@ -284,7 +285,7 @@ def work(child: Child) -> None:
     limit_kernel_cache()
     keep_freed_memory()
     service = build_service(child.settings, child.uplink.report, child.board)
-    child.serve(service, child.orders.endpoints.detokenizer)
+    child.serve(service, DETOKENIZER)
 
 
 def main() -> NoReturn:

@@ -19,6 +19,20 @@ from enum import IntEnum
 from msgspec import Struct
 
 
+class Role(Struct, frozen=True, array_like=True, gc=False):
+    """A child of a replica: what it does, and its rank among those that do this together."""
+
+    name: str
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.rank}" if self.rank else self.name
+
+
+SCHEDULER = Role("scheduler")
+DETOKENIZER = Role("detokenizer")
+
+
 class FinishCode(IntEnum):
     """Why a request ended; the public words are made of these in ``answers``."""
 
@@ -326,7 +340,7 @@ class Ready(Struct, tag="ready", array_like=True, gc=False):
     ``attention_backend``, ``weights_bytes``, ``kv_pool_bytes`` and ``load_s``.
     """
 
-    role: str
+    role: Role
     pid: int
     fingerprint: str
     facts: str = "{}"
@@ -335,7 +349,7 @@ class Ready(Struct, tag="ready", array_like=True, gc=False):
 class Failed(Struct, tag="failed", array_like=True, gc=False):
     """A child could not start, or its loop ended by an exception; its process exits after this."""
 
-    role: str
+    role: Role
     error_type: str
     message: str
     traceback: str = ""

@@ -11,36 +11,35 @@ import msgspec
 from msgspec import Struct
 
 from aioengine.config import Settings
+from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Role
 
-SCHEDULER = "scheduler"
-DETOKENIZER = "detokenizer"
 ROLES = (SCHEDULER, DETOKENIZER)
-
-
-class Endpoints(Struct, frozen=True, kw_only=True):
-    """Where each role listens."""
-
-    frontend: str  # one for each child
-    scheduler: str
-    detokenizer: str
+"""The children of a replica on one device."""
 
 
 class Orders(Struct, frozen=True, kw_only=True):
-    """Who the child is and whom it talks to.
+    """The child's role and the ends of its channels.
 
     epoch: a large random number that all frames of this start carry; a frame without it is nobody's we know.
+    frontend: the endpoint at which the frontend listens to this child alone.
+    endpoints: str(role) -> the endpoint at which the child of that role listens.
     listener_fd: the inherited descriptor on which the child's own endpoint listens.
     board: the file in which it tells what it computes.
     parent_pid: whose end is the child's end.
     """
 
-    role: str
+    role: Role
     epoch: int
-    endpoints: Endpoints
+    frontend: str
+    endpoints: dict[str, str]
     listener_fd: int
     board: str
     parent_pid: int
     settings: Settings
+
+    def endpoint(self, role: Role) -> str:
+        """Where the child of this role listens."""
+        return self.endpoints[str(role)]
 
 
 def encode_orders(orders: Orders) -> bytes:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from aioengine.protocol.messages import Role
     from aioengine.supervision.launchers._base import RunningChild
 
 KILL_WAIT_S = 1.0
@@ -24,7 +25,7 @@ class Family:
         self._exits: dict[RunningChild, asyncio.Event] = {}
         self._dismissed: RunningChild | None = None
 
-    def ended(self, roles: Collection[str]) -> list[RunningChild]:
+    def ended(self, roles: Collection[Role]) -> list[RunningChild]:
         """Those of these roles that have ended."""
         return [child for child in self.children if child.role in roles and not child.is_alive]
 
@@ -45,7 +46,7 @@ class Family:
         self.kill()
         await self._wait_for_exits(KILL_WAIT_S)
 
-    async def end_one(self, role: str) -> None:
+    async def end_one(self, role: Role) -> None:
         """Kill the child of this role; nobody is told of its end any more."""
         for child in self.children:
             if child.role == role:

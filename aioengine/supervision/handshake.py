@@ -15,6 +15,7 @@ from aioengine.protocol.messages import Failed, Progress, Ready
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from aioengine.protocol.messages import Role
     from aioengine.supervision.launchers._base import RunningChild
 
 # A child that fails says why just before it ends; its words may arrive after the news of its end.
@@ -24,7 +25,7 @@ _LAST_WORDS_S = 0.3
 class Handshake:
     """Waits for one ``Ready`` of each role; the first thing that goes wrong ends it."""
 
-    def __init__(self, roles: Iterable[str]) -> None:
+    def __init__(self, roles: Iterable[Role]) -> None:
         self._waiting_for = set(roles)
         self._facts: dict[str, object] = {}
         self._progress: dict[str, str] = {}
@@ -87,7 +88,7 @@ class Handshake:
             self._done.exception()  # may come when nobody waits any more
 
     def _describe_timeout(self, timeout_s: float) -> str:
-        roles = " and ".join(sorted(self._waiting_for))
+        roles = " and ".join(sorted(map(str, self._waiting_for)))
         were = "process was" if len(self._waiting_for) == 1 else "processes were"
         text = f"the {roles} {were} not ready within {timeout_s:g} seconds"
         if self._progress:

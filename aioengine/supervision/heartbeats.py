@@ -11,7 +11,9 @@ from aioengine.errors import EngineStalledError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    OnStall = Callable[[str, EngineStalledError], None]
+    from aioengine.protocol.messages import Role
+
+    OnStall = Callable[[Role, EngineStalledError], None]
 
 NUM_TICKS: Final = 8
 
@@ -25,22 +27,22 @@ class Heartbeats:
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._tick_s = stall_timeout_s / NUM_TICKS
-        self._heard_at: dict[str, float] = {}
-        self._num_silent: dict[str, int] = {}
+        self._heard_at: dict[Role, float] = {}
+        self._num_silent: dict[Role, int] = {}
         self._is_watching = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def hear(self, role: str, now: float) -> None:
+    def hear(self, role: Role, now: float) -> None:
         """The child shows that it lives: it answers, or a step of it has ended."""
         self._heard_at[role] = now
         self._num_silent[role] = 0
 
-    def age_s(self, role: str, now: float) -> float | None:
+    def age_s(self, role: Role, now: float) -> float | None:
         """Seconds since the child was last heard of; None: never."""
         heard_at = self._heard_at.get(role)
         return None if heard_at is None else now - heard_at
 
-    def watch(self, roles: Iterable[str], on_stall: OnStall) -> None:
+    def watch(self, roles: Iterable[Role], on_stall: OnStall) -> None:
         """Call ``on_stall`` once, with the role, when one of these is silent for longer than allowed."""
         self._num_silent = dict.fromkeys(roles, 0)
         self._is_watching = True
@@ -71,7 +73,7 @@ class Heartbeats:
                 return
         self._wait(on_stall)
 
-    def _describe(self, role: str) -> EngineStalledError:
+    def _describe(self, role: Role) -> EngineStalledError:
         silent_s = self.age_s(role, time.monotonic()) or 0.0
         return EngineStalledError(
             f"the {role} process lives, but nothing of it was heard and no step of it has ended for {silent_s:.1f} "

@@ -19,6 +19,8 @@ from aioengine.errors import EngineDeadError, EngineError, EngineStalledError
 from aioengine.logs import log
 from aioengine.protocol.codec import LostFrameError, UnencodableError
 from aioengine.protocol.messages import (
+    DETOKENIZER,
+    SCHEDULER,
     Control,
     Failed,
     FinishCode,
@@ -33,7 +35,6 @@ from aioengine.protocol.messages import (
     TextChunks,
     ToFrontend,
 )
-from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER
 from aioengine.supervision.family import Family
 from aioengine.supervision.handshake import Handshake
 from aioengine.supervision.heartbeats import Heartbeats
@@ -42,10 +43,10 @@ from aioengine.supervision.tasks import EngineTask
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from aioengine.config import Settings
-    from aioengine.protocol.messages import ToScheduler
+    from aioengine.protocol.messages import Role, ToScheduler
     from aioengine.supervision.launchers._base import Launcher, RunningChild
 
 
@@ -69,7 +70,8 @@ class ProcessState(Struct, frozen=True):
 class Loss(Struct, frozen=True):
     """Why an incarnation is over. ``rows``: what the lost child was computing, uid -> end of its row.
 
-    ``is_final``: nothing that another incarnation would mend. ``is_mendable``: the scheduler lives and can go on.
+    ``is_final``: nothing that another incarnation would mend. ``is_mendable``: all but the detokenizer live and can go
+    on.
     """
 
     error: EngineError
@@ -97,14 +99,16 @@ class Incarnation:
     def __init__(
         self,
         settings: Settings,
-        launcher: Launcher,
+        roles: Sequence[Role],
+        launcher_class: type[Launcher],
         *,
         timeouts: Timeouts,
         on_messages: Callable[[list[ToFrontend]], None],
         on_loss: Callable[[Loss], None],
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self._launcher = launcher
+        self._roles = roles
+        self._launcher = launcher_class(settings, roles)
         self._family = Family(self._launcher.children, self._child_ended)
         self._startup_timeout_s = timeouts.startup_s
         self._on_messages = on_messages
@@ -125,7 +129,7 @@ class Incarnation:
         Raises:
             EngineStartupError: with a child's own error, message and traceback; none is left running then.
         """
-        return await self._begin([(ROLES, self._launcher.launch)])
+        return await self._begin([(self._roles, self._launcher.launch)])
 
     async def mend(self) -> dict[str, object]:
         """Replace the detokenizer, after a loss that is mendable.
@@ -139,7 +143,7 @@ class Incarnation:
             [((SCHEDULER,), self._launcher.begin_epoch), ((DETOKENIZER,), self._launcher.launch_detokenizer)]
         )
 
-    async def _begin(self, stages: list[tuple[Collection[str], Callable[[], Awaitable[None]]]]) -> dict[str, object]:
+    async def _begin(self, stages: list[tuple[Collection[Role], Callable[[], Awaitable[None]]]]) -> dict[str, object]:
         """Do each of these, and wait until the children of these roles are ready."""
         facts: dict[str, object] = {}
         try:
@@ -153,8 +157,9 @@ class Incarnation:
                     self._handshake.child_ended(child)
                 facts |= await self._handshake.wait(self._startup_timeout_s)
             self._is_started, self._is_broken = True, False
-            self._heartbeats.watch(ROLES, self._lose)
-            for child in self._family.ended(ROLES):  # just now, which the handshake did not care about any more
+            # (Further ranks step together with the first, whose silence is theirs.)
+            self._heartbeats.watch([role for role in self._roles if role.rank == 0], self._lose)
+            for child in self._family.ended(self._roles):  # just now, which the handshake did not care about any more
                 asyncio.get_running_loop().call_soon(self._child_ended, child)
             return facts
         except GeneratorExit:  # the loop was closed, and nothing can be awaited
@@ -174,7 +179,7 @@ class Incarnation:
         step_s = now - self._step_ended_at if self._step_ended_at > 0 else None
         return [
             ProcessState(
-                role=child.role,
+                role=str(child.role),
                 pid=child.pid,
                 alive=child.is_alive,
                 last_heartbeat_s=self._heartbeats.age_s(child.role, now),
@@ -183,7 +188,7 @@ class Incarnation:
             for child in self._launcher.children
         ]
 
-    def rows_in_flight(self, role: str) -> dict[int, int]:
+    def rows_in_flight(self, role: Role) -> dict[int, int]:
         """What the child of this role computes, or was computing at its end: uid -> the end of its row."""
         found = [child.rows_in_flight() for child in self._launcher.children if child.role == role]
         return found[0] if found else {}
@@ -278,15 +283,16 @@ class Incarnation:
         if not self._is_started or self._is_broken:
             self._handshake.child_ended(child)
             return
-        error = EngineDeadError(child.role, pid=child.pid, exit_code=child.exit_code, log_lines=child.log_lines())
+        error = EngineDeadError(str(child.role), pid=child.pid, exit_code=child.exit_code, log_lines=child.log_lines())
         self._lose(child.role, error)
 
-    def _lose(self, role: str | None, error: EngineError, *, is_final: bool = False) -> None:
+    def _lose(self, role: Role | None, error: EngineError, *, is_final: bool = False) -> None:
         """It is over, or broken: end what cannot go on, and say why, once. ``role``: of the child that is lost."""
         if self._is_ended or self._is_broken or not self._is_started:
             return
         rows = self.rows_in_flight(role) if role is not None else {}
-        is_mendable = role == DETOKENIZER and not self._family.ended([SCHEDULER])
+        others = [other for other in self._roles if other != DETOKENIZER]
+        is_mendable = role == DETOKENIZER and not self._family.ended(others)
         loss = Loss(error, rows, is_final=is_final, is_mendable=is_mendable)
         if loss.is_mendable:
             self._is_broken = True

@@ -20,17 +20,17 @@ from msgspec import Struct
 from aioengine import plugins
 from aioengine.errors import EngineClosedError, EngineDeadError, EngineError
 from aioengine.logs import log, warn
-from aioengine.protocol.messages import Progress, Reply, Stats, TextChunks, ToFrontend
-from aioengine.protocol.orders import SCHEDULER
+from aioengine.protocol.messages import SCHEDULER, Progress, Reply, Stats, TextChunks, ToFrontend
+from aioengine.protocol.orders import ROLES
 from aioengine.supervision.incarnation import Incarnation, Loss, ProcessState, Timeouts
 from aioengine.supervision.recovery import Blame, Ledger, RestartWindow, Totals
 from aioengine.supervision.tasks import EngineTask
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from aioengine.config import Settings, SupervisionConfig
-    from aioengine.protocol.messages import ToScheduler
+    from aioengine.protocol.messages import Role, ToScheduler
     from aioengine.supervision.launchers._base import Launcher
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,18 @@ class Supervisor:
         num_restarts: how often the children were replaced.
     """
 
-    def __init__(self, settings: Settings, limits: SupervisionConfig, *, launcher: str, events: Events) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        limits: SupervisionConfig,
+        *,
+        launcher: str,
+        events: Events,
+        roles: Sequence[Role] = ROLES,
+    ) -> None:
+        """``roles``: of the children, one child each."""
         self._settings = settings
+        self._roles = roles
         self._limits = limits
         # Loaded now: at a replacement no file descriptor may be free to look for it, or the package may be gone.
         self._launcher_class: type[Launcher] = plugins.load("supervision/launchers", launcher)
@@ -163,7 +173,8 @@ class Supervisor:
     def _make(self, on_progress: Callable[[Progress], None]) -> Incarnation:
         return Incarnation(
             self._settings,
-            self._launcher_class(self._settings),
+            self._roles,
+            self._launcher_class,
             timeouts=Timeouts(self._startup_timeout_s, self._limits.stall_timeout_s),
             on_messages=self._hear,
             on_loss=self._lose,

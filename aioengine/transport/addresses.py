@@ -25,7 +25,7 @@ _BACKLOG = 64
 BOARD_SUFFIX = ".board"
 """Of the files beside the sockets and the logs in which the processes tell what they compute."""
 # What a socket's name adds to the directory's path, at most.
-_NAME_ROOM = len("/detokenizer")
+_NAME_ROOM = len("/detokenizer-99")
 
 
 class Listener(NamedTuple):

@@ -15,11 +15,13 @@ from aioengine.config import (
     TextSettings,
 )
 from aioengine.protocol.messages import (
+    SCHEDULER,
     Control,
     Finished,
     Limits,
     Progress,
     Reply,
+    Role,
     Sampling,
     Stats,
     Submit,
@@ -27,11 +29,11 @@ from aioengine.protocol.messages import (
     TextRules,
     ToFrontend,
 )
-from aioengine.protocol.orders import SCHEDULER, Endpoints, Orders
+from aioengine.protocol.orders import ROLES, Orders
 from aioengine.supervision.supervisor import Events, Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aioengine.errors import EngineError
 
@@ -64,7 +66,8 @@ def fake_orders(*, board: str) -> Orders:
     return Orders(
         role=SCHEDULER,
         epoch=2**61 + 1,
-        endpoints=Endpoints(frontend="ipc://a", scheduler="ipc://b", detokenizer="ipc://c"),
+        frontend="ipc://a",
+        endpoints={"scheduler": "ipc://b", "detokenizer": "ipc://c"},
         listener_fd=3,
         board=board,
         parent_pid=1,
@@ -83,6 +86,7 @@ class Frontend:
         startup_timeout_s: float = 30.0,
         stall_timeout_s: float = 60.0,
         max_restarts: int = 0,
+        roles: Sequence[Role] = ROLES,
     ) -> None:
         self.heard: list[ToFrontend] = []
         self.failures: list[EngineError] = []
@@ -96,6 +100,7 @@ class Frontend:
             limits,
             launcher=launcher,
             events=Events(self._on_messages, self._on_failure, self.progress.append),
+            roles=roles,
         )
 
     async def __aenter__(self) -> Frontend:

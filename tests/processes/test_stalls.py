@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aioengine.errors import EngineStalledError
+from aioengine.protocol.messages import Role
 from aioengine.supervision.heartbeats import NUM_TICKS, Heartbeats
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.faults import Faults
@@ -85,21 +86,24 @@ async def test_who_rests_is_paused_or_takes_long_steps_is_not_stalled() -> None:
         assert frontend.failures == []
 
 
+A, B = Role("a"), Role("b")
+
+
 class Watch:
     """Heartbeats and what they told."""
 
-    def __init__(self, stall_timeout_s: float, roles: Sequence[str]) -> None:
+    def __init__(self, stall_timeout_s: float, roles: Sequence[Role]) -> None:
         self.errors: list[EngineStalledError] = []
         self.heartbeats = Heartbeats(stall_timeout_s)
         self.heartbeats.watch(roles, lambda role, error: self.errors.append(error))
 
 
 async def test_silence_is_told_once_and_signs_of_life_put_it_off() -> None:
-    watch = Watch(0.08, ["a", "b"])
+    watch = Watch(0.08, [A, B])
     for _ in range(20):
         await asyncio.sleep(0.01)
-        watch.heartbeats.hear("a", time.monotonic())
-        watch.heartbeats.hear("b", time.monotonic())
+        watch.heartbeats.hear(A, time.monotonic())
+        watch.heartbeats.hear(B, time.monotonic())
     assert watch.errors == []
     await until(lambda: watch.errors)
     [error] = watch.errors
@@ -109,7 +113,7 @@ async def test_silence_is_told_once_and_signs_of_life_put_it_off() -> None:
 
 
 async def test_a_program_that_slept_itself_blames_nobody() -> None:
-    watch = Watch(0.08, ["a"])
+    watch = Watch(0.08, [A])
     time.sleep(0.2)  # noqa: ASYNC251  # the whole program, as when its terminal stops it
     await asyncio.sleep(0.02)
     assert watch.errors == []
@@ -118,7 +122,7 @@ async def test_a_program_that_slept_itself_blames_nobody() -> None:
 
 async def test_after_the_end_nobody_is_watched() -> None:
     for give_up in (Heartbeats.stop, Heartbeats.give_up):
-        watch = Watch(0.01 * NUM_TICKS, ["a"])
+        watch = Watch(0.01 * NUM_TICKS, [A])
         give_up(watch.heartbeats)
         await asyncio.sleep(0.03 * NUM_TICKS)
         assert watch.errors == []

@@ -27,16 +27,19 @@ from aioengine.protocol.messages import (
     Limits,
     Progress,
     Reply,
+    Role,
     Sampling,
     TextChunks,
     TextRules,
 )
+from aioengine.protocol.orders import ROLES
 from aioengine.supervision import handshake
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, build, reference_output
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.local import LocalSender
 from aioengine.transport.zmq import ZmqError
 from tests.processes.engine_kit import Frontend, fake_settings
+from tests.processes.restart_kit import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -171,6 +174,28 @@ async def test_prompts_that_fill_a_step_do_not_wait_for_the_end_of_the_round(mon
 
 
 # ---------------------------------------------------------------- death
+
+
+@process
+async def test_a_child_of_a_further_rank_lives_and_dies_with_its_replica() -> None:
+    async with Frontend(roles=[*ROLES, Role("detokenizer", 1)], max_restarts=1) as frontend:
+        frontend.submit(1)
+        assert (await frontend.finished(1)).code == FinishCode.LENGTH
+        states = frontend.supervisor.processes()
+        assert [state.role for state in states] == ["scheduler", "detokenizer", "detokenizer-1"]
+        assert [child.name() for child in children_of(frontend)] == [
+            "aioengine:sched",
+            "aioengine:detok",
+            "aioengine:de-1",
+        ]
+        os.kill(states[2].pid, signal.SIGKILL)
+        frontend.submit(2, num_tokens=30)
+        await until(lambda: frontend.supervisor.num_restarts == 1 and not frontend.supervisor.is_recovering)
+        await frontend.finished(2)
+        assert len(frontend.token_ids(2)) == 30
+        after = frontend.supervisor.processes()
+        assert [state.role for state in after] == [state.role for state in states]
+        assert {state.pid for state in states}.isdisjoint(state.pid for state in after)
 
 
 @process

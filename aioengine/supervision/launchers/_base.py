@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aioengine.config import Settings
+    from aioengine.protocol.messages import Role
     from aioengine.transport.base import AsyncReceiver, Sender
 
 
@@ -15,7 +16,7 @@ class RunningChild(Protocol):
     """One child after its start, running or ended."""
 
     @property
-    def role(self) -> str: ...
+    def role(self) -> Role: ...
 
     @property
     def pid(self) -> int: ...
@@ -56,7 +57,9 @@ class RunningChild(Protocol):
 class Launcher(Protocol):
     """Makes the channels and starts the children, on one loop; ``close`` comes after the children's end."""
 
-    def __init__(self, settings: Settings) -> None: ...
+    def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
+        """``roles``: of the children to start, one child each; SCHEDULER and DETOKENIZER are among them."""
+        ...
 
     @property
     def children(self) -> list[RunningChild]:

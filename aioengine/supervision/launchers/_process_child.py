@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from aioengine.protocol.messages import Role
     from aioengine.transport.descriptors import SpareDescriptors
 
 _NUM_LOG_LINES = 20
@@ -34,7 +35,7 @@ class ProcessChild:
     It is waited for here alone, and never through ``Popen``, which takes an unknown exit code for 0.
     """
 
-    def __init__(self, role: str, popen: subprocess.Popen[bytes], log_path: Path, spare: SpareDescriptors) -> None:
+    def __init__(self, role: Role, popen: subprocess.Popen[bytes], log_path: Path, spare: SpareDescriptors) -> None:
         """``log_path``: the file that it writes to; its board lies beside it. ``spare``: freed to read them."""
         self.role = role
         self.pid = popen.pid

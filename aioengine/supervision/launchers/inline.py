@@ -12,26 +12,24 @@ import os
 import secrets
 import time
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 
 from aioengine.protocol.codec import fingerprint
-from aioengine.protocol.messages import Failed, NewEpoch, Progress, Ready
-from aioengine.protocol.orders import DETOKENIZER, SCHEDULER
+from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Progress, Ready
 from aioengine.protocol.service import new_epoch_in
 from aioengine.transport.local import LocalChannel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aioengine.config import Settings
+    from aioengine.protocol.messages import Role
     from aioengine.protocol.service import Service
     from aioengine.supervision.launchers._base import RunningChild
     from aioengine.transport.local import LocalReceiver, LocalSender
-
-_SCHEDULER_MODULE = "aioengine.processes.scheduler_process"
-_DETOKENIZER_MODULE = "aioengine.processes.detokenizer_process"
 
 
 class _SchedulerModule(Protocol):
@@ -45,7 +43,7 @@ class _DetokenizerModule(Protocol):
 class InlineChild:
     """A service that runs as a task."""
 
-    def __init__(self, role: str, *, inbox: LocalReceiver, peer: LocalSender, frontend: LocalSender) -> None:
+    def __init__(self, role: Role, *, inbox: LocalReceiver, peer: LocalSender, frontend: LocalSender) -> None:
         self.role = role
         self.pid = os.getpid()
         self._inbox = inbox
@@ -138,60 +136,50 @@ class InlineChild:
 
 
 class InlineLauncher:
-    """Runs both services as tasks."""
+    """Runs the services as tasks."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._epoch = secrets.randbits(32)
+    def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
         self._settings = settings
+        self._epoch = secrets.randbits(32)
         self._to_frontend = LocalChannel(self._epoch)
-        self._to_scheduler = LocalChannel(self._epoch)
-        self._to_detokenizer = LocalChannel(self._epoch)
+        self._inboxes = {role: LocalChannel(self._epoch) for role in roles}
         self.children: list[RunningChild] = []
-        self.sender = self._to_scheduler.sender()
+        self.sender = self._inboxes[SCHEDULER].sender()
         self.receiver = self._to_frontend.receiver
 
     async def launch(self) -> None:
-        frontend = self._to_frontend.sender()
-        settings = self._settings
-
-        def report(progress: Progress) -> None:
-            frontend.send([progress])
-
-        def build_scheduler() -> Service:
-            module = cast("_SchedulerModule", importlib.import_module(_SCHEDULER_MODULE))
-            return module.build_service(settings, report)
-
-        scheduler = InlineChild(
-            SCHEDULER, inbox=self._to_scheduler.receiver, peer=self._to_detokenizer.sender(), frontend=frontend
-        )
-        self.children.append(scheduler)
-        scheduler.start(build_scheduler)
-        self._start_detokenizer(self._to_scheduler.sender(), self._to_frontend.sender())
+        for role in self._inboxes:
+            self._start(role)
 
     async def begin_epoch(self) -> None:
         self._epoch = secrets.randbits(32)
         self.sender.send([NewEpoch(self._epoch)])
-        for end in (self.sender, self.receiver, self._to_detokenizer.receiver):
+        for end in (self.sender, self.receiver, self._inboxes[DETOKENIZER].receiver):
             end.begin(self._epoch)
 
     async def launch_detokenizer(self) -> None:
-        peer, frontend = self._to_scheduler.sender(), self._to_frontend.sender()
+        self.children[:] = [child for child in self.children if child.role != DETOKENIZER]
+        self._start(DETOKENIZER)
+
+    def _start(self, role: Role) -> None:
+        peer = self._inboxes[SCHEDULER if role.name == DETOKENIZER.name else DETOKENIZER].sender()
+        frontend = self._to_frontend.sender()
         for end in (peer, frontend):
             end.begin(self._epoch)
-        self.children[:] = [child for child in self.children if child.role != DETOKENIZER]
-        self._start_detokenizer(peer, frontend)
+        child = InlineChild(role, inbox=self._inboxes[role].receiver, peer=peer, frontend=frontend)
+        self.children.append(child)
+        child.start(partial(self._build, role, frontend))
 
-    def _start_detokenizer(self, peer: LocalSender, frontend: LocalSender) -> None:
-        def build() -> Service:
-            module = cast("_DetokenizerModule", importlib.import_module(_DETOKENIZER_MODULE))
-            return module.build_service(self._settings)
-
-        detokenizer = InlineChild(DETOKENIZER, inbox=self._to_detokenizer.receiver, peer=peer, frontend=frontend)
-        self.children.append(detokenizer)
-        detokenizer.start(build)
+    def _build(self, role: Role, frontend: LocalSender) -> Service:
+        module = importlib.import_module(f"aioengine.processes.{role.name}_process")
+        if role.name == DETOKENIZER.name:
+            return cast("_DetokenizerModule", module).build_service(self._settings)
+        return cast("_SchedulerModule", module).build_service(
+            self._settings, lambda progress: frontend.send([progress])
+        )
 
     def close(self) -> None:
-        for channel in (self._to_frontend, self._to_scheduler, self._to_detokenizer):
+        for channel in (self._to_frontend, *self._inboxes.values()):
             channel.receiver.close()
 
 

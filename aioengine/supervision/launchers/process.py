@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 from aioengine.errors import EngineStartupError
 from aioengine.protocol.board import blank_board
-from aioengine.protocol.messages import NewEpoch
-from aioengine.protocol.orders import DETOKENIZER, ROLES, SCHEDULER, Endpoints, Orders, encode_orders
+from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
+from aioengine.protocol.orders import Orders, encode_orders
 from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, listen
 from aioengine.transport.descriptors import SpareDescriptors
 from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError, end_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aioengine.config import Settings
     from aioengine.supervision.launchers._base import RunningChild
@@ -36,27 +36,28 @@ _EPOCH_BITS = 62
 _JOIN_S = 1.0
 # Descriptors: those that a launcher uses when it runs, with those that it needs for a moment only, and those that it
 # holds back. With the latter and its own, it leaves enough for the launcher that follows it.
-_FOR_DIRECTORY = 3
+_FOR_DIRECTORY = 1
+_FOR_INBOX = 1
 _FOR_PROCESS, _FOR_PROCESS_ALONE = 2, 6
-_FOR_CHANNELS = 10
-_NEEDED = _FOR_DIRECTORY + 2 * _FOR_PROCESS + _FOR_CHANNELS + _FOR_PROCESS_ALONE + FREE_TO_ACCEPT
+_FOR_CHANNELS, _FOR_CHANNEL = 8, 1
 _HELD_BACK = 16
 
 
 class ProcessLauncher:
-    """Starts both children in processes of their own."""
+    """Starts each child in a process of its own."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
         self.children: list[RunningChild] = []
         self.sender: AsyncZmqSender
         self.receiver: AsyncZmqReceiver
         self._settings = settings
+        self._roles = roles
         self._epoch = secrets.randbits(_EPOCH_BITS)
         self._directory: PrivateDirectory | None = None
         self._context: Context | None = None
         self._ends: list[AsyncZmqSender | AsyncZmqReceiver] = []
-        self._inboxes: dict[str, str] = {}  # role -> the endpoint at which it listens
-        self._uplinks: dict[str, str] = {}  # role -> the endpoint at which the frontend listens to it
+        self._inboxes: dict[Role, str] = {}  # role -> the endpoint at which it listens
+        self._uplinks: dict[Role, str] = {}  # role -> the endpoint at which the frontend listens to it
         self._listeners: dict[str, Listener] = {}  # endpoint -> its listener, while this object owns that
         self._num_started = 0
         self._is_closed = False
@@ -64,14 +65,20 @@ class ProcessLauncher:
         self._thread = SpawnThread()
         self._spare = SpareDescriptors()
         # Now, when the launcher of lost processes has just closed its own; ``launch`` finds out whether they suffice.
-        self._spare.hold(_NEEDED + _HELD_BACK)
+        self._spare.hold(self._num_needed + _HELD_BACK)
+
+    @property
+    def _num_needed(self) -> int:
+        for_each = _FOR_INBOX + _FOR_PROCESS + _FOR_CHANNEL
+        return _FOR_DIRECTORY + len(self._roles) * for_each + _FOR_CHANNELS + _FOR_PROCESS_ALONE + FREE_TO_ACCEPT
 
     async def launch(self) -> None:
-        self._spare.require(_NEEDED)
+        self._spare.require(self._num_needed)
         await self._in_thread(self._spawn_all)
-        self._spare.require(_FOR_CHANNELS + FREE_TO_ACCEPT)
+        num_used = _FOR_CHANNELS + len(self._roles) * _FOR_CHANNEL
+        self._spare.require(num_used + FREE_TO_ACCEPT)
         try:
-            with self._spare.lent(_FOR_CHANNELS, used=_FOR_CHANNELS):
+            with self._spare.lent(num_used, used=num_used):
                 self._open_channels(Context())
         except ZmqError as error:
             raise EngineStartupError(f"the engine's sockets could not be opened: {error}") from error
@@ -129,16 +136,19 @@ class ProcessLauncher:
             self._directory.remove()
 
     def _spawn_all(self) -> None:
-        """In the thread: find a place, listen for everybody, start both."""
+        """In the thread: make the directory, listen for every child, start all."""
+        num_used = _FOR_DIRECTORY + len(self._roles) * _FOR_INBOX
         try:
-            with self._spare.lent(_FOR_DIRECTORY + 1, used=_FOR_DIRECTORY):
+            with self._spare.lent(num_used + 1, used=num_used):
                 self._directory = PrivateDirectory()
-                self._inboxes = {role: self._listen(role) for role in ROLES}
+                self._inboxes = {role: self._listen(str(role)) for role in self._roles}
         except OSError as error:
             raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
-        for role in ROLES:
+        for role in self._roles:
             self._spawn(role)
-        os.close(self._listeners.pop(self._inboxes[SCHEDULER]).fd)  # the next detokenizer needs the other one
+        for role, endpoint in self._inboxes.items():
+            if role != DETOKENIZER:  # the next detokenizer needs this one
+                os.close(self._listeners.pop(endpoint).fd)
 
     def _listen(self, name: str) -> str:
         assert self._directory is not None
@@ -146,7 +156,7 @@ class ProcessLauncher:
         self._listeners[listener.endpoint] = listener
         return listener.endpoint
 
-    def _orders(self, role: str, board_path: Path) -> Orders:
+    def _orders(self, role: Role, board_path: Path) -> Orders:
         """With a board and an endpoint of the frontend for this child alone."""
         scheduler = self._settings.scheduler
         board_path.write_bytes(blank_board(scheduler.depth + 1, scheduler.max_running))
@@ -155,7 +165,8 @@ class ProcessLauncher:
         return Orders(
             role=role,
             epoch=self._epoch,
-            endpoints=Endpoints(frontend=self._uplinks[role], **self._inboxes),
+            frontend=self._uplinks[role],
+            endpoints={str(role): endpoint for role, endpoint in self._inboxes.items()},
             listener_fd=self._listeners[self._inboxes[role]].fd,
             board=str(board_path),
             parent_pid=os.getpid(),
@@ -166,7 +177,7 @@ class ProcessLauncher:
         while self._listeners:
             os.close(self._listeners.popitem()[1].fd)
 
-    def _spawn(self, role: str) -> None:
+    def _spawn(self, role: Role) -> None:
         assert self._directory is not None
         log_path = Path(self._directory.path) / f"{role}.log"
         command = [_interpreter(role), "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
@@ -195,7 +206,7 @@ class ProcessLauncher:
             popen.stdin.flush()
 
 
-def _interpreter(role: str) -> str:
+def _interpreter(role: Role) -> str:
     """The Python that runs this program; a program into which Python is embedded may have none."""
     if not isinstance(sys.executable, str) or not sys.executable:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise EngineStartupError(

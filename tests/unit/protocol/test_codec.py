@@ -17,6 +17,7 @@ from aioengine.protocol.codec import (
     fingerprint,
 )
 from aioengine.protocol.messages import (
+    SCHEDULER,
     Abort,
     Begun,
     Control,
@@ -34,6 +35,7 @@ from aioengine.protocol.messages import (
     Reply,
     RequestKind,
     Resumed,
+    Role,
     Sampling,
     Stats,
     StepOutput,
@@ -56,8 +58,8 @@ MESSAGES: list[Message] = [
     TextChunks([1], ["é\U0001f600"], [1], [2], [Finished(1, FinishCode.STOP, "x", ended_at=3.0)], 4),
     Stats(1.0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12),
     Reply(3, True, "", "{}", payload=b"\x00\xff"),
-    Ready("scheduler", 12, "ab"),
-    Failed("scheduler", "ValueError", "no"),
+    Ready(SCHEDULER, 12, "ab"),
+    Failed(Role("scheduler", 1), "ValueError", "no"),
     Progress("weights", 1, 2),
     LogRecord("aioengine.x", 40, "hello"),
     NewEpoch(2**61),
@@ -262,7 +264,9 @@ def test_the_fingerprint_knows_each_field_of_each_struct(monkeypatch: pytest.Mon
     lines: dict[str, str] = {}
     codec._describe(codec.Frame, lines)
     names = {type(message).__name__ for message in MESSAGES} | {"Frame", "Sampling", "Limits", "TextRules"}
-    assert set(lines) == names | {"Begun", "Resumed", "Opened", "Ended", "Finished", "FinishCode", "RequestKind"}
+    assert set(lines) == names | {
+        "Begun", "Resumed", "Opened", "Ended", "Finished", "FinishCode", "RequestKind", "Role",
+    }  # fmt: skip
     assert "queue_deadline:float | None:False" in lines["Limits"]
     assert "('DEADLINE', 3)" in lines["FinishCode"]
     first = fingerprint()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 
 from aioengine.errors import EngineStartupError
+from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Role
 from aioengine.supervision.handshake import Handshake
 
 
 @pytest.mark.parametrize(
     ("roles", "words"),
     [
-        (["scheduler"], "the scheduler process was not ready within 0.01 seconds"),
-        (["scheduler", "detokenizer"], "the detokenizer and scheduler processes were not ready within"),
+        ([SCHEDULER], "the scheduler process was not ready within 0.01 seconds"),
+        ([SCHEDULER, DETOKENIZER], "the detokenizer and scheduler processes were not ready within"),
+        ([SCHEDULER, Role("scheduler", 1)], "the scheduler and scheduler-1 processes were not ready within"),
     ],
 )
-async def test_a_timeout_names_who_was_not_ready(roles: list[str], words: str) -> None:
+async def test_a_timeout_names_who_was_not_ready(roles: list[Role], words: str) -> None:
     with pytest.raises(EngineStartupError, match=words):
         await Handshake(roles).wait(0.01)
