@@ -260,7 +260,7 @@ def _missing_weights(folder: Path) -> str | None:
 def _check_supported(config: _ConfigFile, path: str) -> None:
     architecture = (config.architectures or ["no architecture"])[0]
     supported = supported_model_types()
-    if config.model_type not in supported or not architecture.endswith("ForCausalLM"):
+    if config.model_type not in supported or not config.architectures:
         raise ValueError(
             f"{path!r} holds a model of type {config.model_type!r} ({architecture}), which is not supported; "
             f"what works are causal language models of the types {', '.join(supported)}"

@@ -25,35 +25,43 @@ class BackendUnavailableError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """The tensors of one step; the tokens of a row stand together, rows in the order of the plan.
+    """What attention reads of one step; the tokens of a row stand together, rows in the order of the plan.
 
-    input_ids: [T] int64.
-    positions: [T] int64, place of the token in its request, from 0.
-    slot_mapping: [T] int64, where its K and V go: page id * page size + offset in the page.
+    slot_mapping: [T] int64, where K and V of each token go: page id * page size + offset in the page.
     page_table: [R, P] int32, page ids of each row in order; entries beyond a row's pages are any valid page id.
     query_lengths: R host ints, tokens that a row computes in this step, at least 1.
     kv_lengths: R host ints, positions of the row that have K and V once this step has written its own.
-    last_tokens: [R] int64, indices into T of the last token of each row.
     """
 
-    input_ids: Tensor
-    positions: Tensor
     slot_mapping: Tensor
     page_table: Tensor
     query_lengths: list[int]
     kv_lengths: list[int]
-    last_tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What a backend must know of the model. ``scale`` multiplies the products of queries and keys."""
+    """What a backend must know of the model.
+
+    Attributes:
+        scale: multiplies the dot products of queries and keys.
+        is_causal: a token attends to no later position. Otherwise it attends to all positions that have K and V once
+            the step has written its own, so a row must be computed in one step.
+    """
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_size: int
     scale: float
+    is_causal: bool = True
+
+
+def require_causal(shape: AttentionShape, name: str) -> None:
+    """Raises ValueError, naming the backend, for a model whose tokens attend to later positions."""
+    if not shape.is_causal:
+        message = f"attention_backend {name!r} is causal, and this model attends in both directions; 'torch' works"
+        raise ValueError(message)
 
 
 def kv_pool_shape(shape: AttentionShape, *, num_pages: int, page_size: int) -> tuple[int, int, int, int, int, int]:
@@ -65,7 +73,7 @@ def kv_pool_shape(shape: AttentionShape, *, num_pages: int, page_size: int) -> t
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over a paged KV pool; ``PLUGIN`` of its module is the class.
+    """Attention over a paged KV pool; ``PLUGIN`` of its module is the class.
 
     Built as ``Backend(shape, kv_pool)``, where ``kv_pool`` has the shape of ``kv_pool_shape``.
     """

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import ForwardBatch
+from aioengine.attention._base import ForwardBatch, require_causal
 from aioengine.attention._flashinfer import FixedFlashInferCascade, FixedPrefill, PrefillRows, Shared, sharable
 from aioengine.attention._gpu_rows import FixedDecodeRows, decode_rows, flat_pages, page_columns
 from aioengine.kernels.rotate_and_write import KVTarget
@@ -41,6 +41,7 @@ class FlashInferAttention:
     """See the module. ``kv_pool``: [L, 2, N, K, S, E] in bf16 or fp16."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
+        require_causal(shape, "flashinfer")
         self._shared = Shared.make(shape, kv_pool)
         self._prefill = PrefillRows(self._shared)
         self._decode: DecodeRows | None = None
@@ -105,13 +106,10 @@ class FlashInferAttention:
         for query_lengths in ([1], [2]):
             num_tokens = sum(query_lengths)
             batch = ForwardBatch(
-                input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-                positions=torch.arange(num_tokens, device=device),
                 slot_mapping=torch.arange(num_tokens, device=device),
                 page_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
                 query_lengths=query_lengths,
                 kv_lengths=query_lengths,
-                last_tokens=torch.zeros(1, dtype=torch.int64, device=device),
             )
             sizes = num_heads, num_kv_heads, num_kv_heads
             heads = torch.zeros(num_tokens, sum(sizes), head_size, dtype=self._shared.dtype, device=device)

@@ -141,6 +141,7 @@ class FusedAttention:
         self._group = shape.num_heads // num_kv_heads
         self._head_size = head_size
         self._scale = shape.scale
+        self._is_causal = shape.is_causal
         self._padding = -self._group % limits.rows
         self._paging = Paging(
             num_kv_heads=num_kv_heads,
@@ -243,17 +244,23 @@ class FusedAttention:
         blocks = []
         for offset in range(0, count, BLOCK_TOKENS):
             size = min(BLOCK_TOKENS, count - offset)
-            blocks.append(_Block(start + offset, start + offset + size, self._chunks(first + offset, size)))
+            position = first + offset
+            last = position + torch.arange(round_up(size, self._limits.rows))
+            if not self._is_causal:
+                last.fill_(kv_length - 1)
+            blocks.append(_Block(start + offset, start + offset + size, self._chunks(last, size)))
         return _PrefillRow(pages=self._both(self._paging.pairs(table[0]), self._num_pairs), blocks=blocks)
 
-    def _chunks(self, position: int, size: int) -> list[tuple[int, Tensor | None]]:
-        """What ``size`` tokens from ``position`` on see of each chunk."""
-        last = position + torch.arange(round_up(size, self._limits.rows)).unsqueeze(1)
+    def _chunks(self, last: Tensor, size: int) -> list[tuple[int, Tensor | None]]:
+        """What ``size`` tokens see of each chunk; ``last`` [padded M]: the last position that each attends to."""
+        num_visible = int(last[size - 1]) + 1
+        num_visible_to_all = int(last[0]) + 1
         chunks: list[tuple[int, Tensor | None]] = []
-        for begin in range(0, position + size, CHUNK):
-            width = self._width_of(min(CHUNK, position + size - begin))
+        for begin in range(0, num_visible, CHUNK):
+            width = self._width_of(min(CHUNK, num_visible - begin))
             columns = torch.arange(begin, begin + width)
-            chunks.append((width, None if begin + width <= position + 1 else (columns > last) * MASKED))
+            hidden = None if begin + width <= num_visible_to_all else (columns > last.unsqueeze(1)) * MASKED
+            chunks.append((width, hidden))
         return chunks
 
     def _attend_prefill(self, row: _PrefillRow, q: Tensor, layer: int, out: Tensor) -> None:

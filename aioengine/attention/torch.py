@@ -78,6 +78,7 @@ class TorchAttention:
         self._group = shape.num_heads // num_kv_heads
         self._head_size = head_size
         self._scale = shape.scale
+        self._is_causal = shape.is_causal
         padding = Padding(ROWS, CHUNK)
         if kv_pool.device.type == "cpu":
             padding = find_padding(head_size, kv_pool.dtype, torch.get_num_threads())
@@ -189,20 +190,20 @@ class TorchAttention:
         for offset in range(0, count, step):
             size = min(step, count - offset)
             position = first + offset
-            num_chunks = -(-(position + size) // CHUNK)
-            last_width = self._width_of(position + size - (num_chunks - 1) * CHUNK)
+            visible = position + size if self._is_causal else kv_length
+            num_chunks = -(-visible // CHUNK)
+            last_width = self._width_of(visible - (num_chunks - 1) * CHUNK)
+            last = torch.arange(position, position + round_up(size, ROWS), device=self._columns.device)
+            if not self._is_causal:
+                last = torch.full_like(last, kv_length - 1)
+            first_hidden = (position if self._is_causal else kv_length - 1) // CHUNK
             hidden = {
-                chunk: self._hidden(position, round_up(size, ROWS), chunk)
-                for chunk in range(position // CHUNK, num_chunks)
+                chunk: (self._columns > (last - chunk * CHUNK).unsqueeze(1)) * MASKED
+                for chunk in range(first_hidden, num_chunks)
             }
             hidden[num_chunks - 1] = hidden[num_chunks - 1][:, :last_width]
             blocks.append(_Block(start + offset, start + offset + size, num_chunks, last_width, hidden))
         return _PrefillRow(pages=self._paging.pairs(table[0]), blocks=blocks)
-
-    def _hidden(self, position: int, size: int, chunk: int) -> Tensor:
-        """[size, C] for the tokens from ``position`` on."""
-        last = torch.arange(position, position + size, device=self._columns.device) - chunk * CHUNK
-        return (self._columns > last.unsqueeze(1)) * MASKED
 
     def _attend_prefill(self, row: _PrefillRow, q: Tensor, layer: int, out: Tensor) -> None:
         kv_heads, group, head_size = self._num_kv_heads, self._group, self._head_size

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import ForwardBatch
+from aioengine.attention._base import ForwardBatch, require_causal
 from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, starts_of
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.attention import (
@@ -97,6 +97,7 @@ class TritonAttention:
     """See the module. ``kv_pool``: [L, 2, N, K, S, E]."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
+        require_causal(shape, "triton")
         self._shared = _Shared(shape, [(layer[0], layer[1]) for layer in kv_pool])
         self._device = kv_pool.device
         self._step: _Step | None = None
@@ -144,13 +145,10 @@ class TritonAttention:
             ids = torch.zeros(count, dtype=torch.int64, device=device)
             self.prepare(
                 ForwardBatch(
-                    input_ids=ids,
-                    positions=ids,
                     slot_mapping=ids,
                     page_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
                     query_lengths=[count],
                     kv_lengths=[count],
-                    last_tokens=ids,
                 )
             )
             heads = torch.zeros(

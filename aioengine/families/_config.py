@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, NoReturn, TypeVar
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import ClassVar, Final, Literal, NoReturn, TypeVar
 
 import msgspec
 
 from aioengine.checks import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
 
@@ -43,6 +42,14 @@ _NEEDED = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+
+
+class Task(StrEnum):
+    """What a model was trained for: it decides which requests it serves."""
+
+    GENERATE = "generate"  # it gives the next token
+    EMBED = "embed"  # it gives hidden states, which are pooled into a vector
+    CLASSIFY = "classify"  # it gives scores of classes
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,10 +97,15 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family's config comes to. ``head_norm``: epsilon of the norm over query and key heads, None for none.
-    ``sliding_window``: the number of positions that a token attends to, None for all.
+    """What a family's config comes to.
+
+    Attributes:
+        head_norm: epsilon of the norm over query and key heads, None for none.
+        sliding_window: the number of positions that a token attends to, None for all.
+        is_causal: a token attends to no later position.
     """
 
+    task: Task
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -110,14 +122,21 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     head_norm: float | None = None
     sliding_window: int | None = None
+    is_causal: bool = True
 
 
 class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of config.json that all families have; what they do not name has no influence on the results.
 
     A value that the code does not implement raises ValueError when it is read, so it is refused and not ignored.
+
+    Attributes:
+        tasks: the end of a name in ``architectures`` -> what a model of that name was trained for.
     """
 
+    tasks: ClassVar[Mapping[str, Task]] = {"ForCausalLM": Task.GENERATE}
+
+    architectures: list[str] | None = None
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -133,6 +152,8 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
     partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.task is None:
+            not_implemented("architectures", self.architectures, ", ".join(f"...{end}" for end in self.tasks))
         self._check_sizes()
         if self.partial_rotary_factor != 1.0:
             not_implemented("partial_rotary_factor", self.partial_rotary_factor, "1.0")
@@ -172,8 +193,17 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The number of positions that a token of at least one layer attends to; None: all."""
         return None
 
+    @property
+    def task(self) -> Task | None:
+        """That of the first name in ``architectures``, or of the family where it has none; None: not implemented."""
+        if not self.architectures:
+            return next(iter(self.tasks.values()))
+        return next((task for end, task in self.tasks.items() if self.architectures[0].endswith(end)), None)
+
     def decoder(self, rope: RopeConfig) -> DecoderConfig:
+        assert self.task is not None, "__post_init__ refuses it"
         return DecoderConfig(
+            task=self.task,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class SelfAttention:
-    """[T, D] -> [T, D]. ``head_norm``: epsilon of a norm over each head of queries and keys, None for none."""
+    """[T, D] -> [T, D], or [S, D] of chosen tokens.
+
+    ``head_norm``: epsilon of a norm over each head of queries and keys, None for none.
+    """
 
     def __init__(
         self,
@@ -63,9 +66,9 @@ class SelfAttention:
         attention: AttentionBackend,
         layer: int,
         *,
-        wanted: Tensor | None = None,
+        outputs: Tensor | None = None,
     ) -> Tensor:
-        """``wanted``: the tokens whose result is given, None for all; keys and values are kept of all."""
+        """``outputs``: [S] int64, the tokens whose result is returned, None for all; K and V are written for all."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         target = attention.target(layer)
         if target is None:
@@ -74,4 +77,4 @@ class SelfAttention:
         else:
             q, k, v = rotate_and_write(heads, self._num_heads, tables, self._norms, target=target)
             attended = attention.attend(q, k, v, layer)
-        return self._output(attended if wanted is None else attended.index_select(0, wanted))
+        return self._output(attended if outputs is None else attended.index_select(0, outputs))

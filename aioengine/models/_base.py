@@ -1,4 +1,4 @@
-"""What a model plug-in offers to the runner."""
+"""What a model plug-in offers to the runner. T packed tokens, S tokens that give an output, D model size."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend, AttentionShape
+    from aioengine.families._config import Task
     from aioengine.layers.placement import Target
     from aioengine.quantization._base import LinearFormat
 
@@ -32,9 +33,45 @@ class ModelOptions:
     linear_format: LinearFormat = PLAIN
 
 
-class Model(Protocol):
-    """A decoder, made by ``models.build``; its weights are filled in, then ``finish_loading`` is called."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """Which of ``ModelInputs`` a model reads.
 
+    Attributes:
+        embeddings: embeddings, which ``Model.embed`` makes of token ids; otherwise token ids.
+        position_axes: 1 for positions [T], 3 for [3, T].
+        rows: the row of each token.
+    """
+
+    embeddings: bool = False
+    position_axes: int = 1
+    rows: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInputs:
+    """What a model reads of one step: T packed tokens, those of a row together.
+
+    Attributes:
+        positions: [T] int64, the place of each token in its request, from 0; [3, T] for models with three axes.
+        token_ids: [T] int64; None for a model that reads embeddings.
+        embeddings: [T, D] in the model's dtype, in place of the token ids.
+        rows: [T] int64, the row of the step that each token belongs to; None for a model that does not read it.
+        outputs: [S] int64, indices into T of the tokens whose hidden states are returned, in this order; None: all T.
+    """
+
+    positions: Tensor
+    token_ids: Tensor | None = None
+    embeddings: Tensor | None = None
+    rows: Tensor | None = None
+    outputs: Tensor | None = None
+
+
+class Model(Protocol):
+    """A decoder or encoder, made by ``models.build``; its weights are filled in, then ``finish_loading`` is called."""
+
+    task: Task
+    input_spec: InputSpec
     attention_shape: AttentionShape
     dtype: torch.dtype
     vocab_size: int
@@ -63,13 +100,12 @@ class Model(Protocol):
         """
         ...
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
-    ) -> Tensor:
-        """[T] ids and positions -> [T, D] hidden states after the last norm; ``attention`` is prepared.
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] ids -> [T, D] embeddings."""
+        ...
 
-        ``wanted``: indices into T of the tokens whose hidden states alone are given, in this order.
-        """
+    def forward(self, inputs: ModelInputs, attention: AttentionBackend) -> Tensor:
+        """Hidden states after the last norm: [T, D], or [S, D] of ``inputs.outputs``; ``attention`` is prepared."""
         ...
 
     def forward_block(self, num_tokens: int, attention: AttentionBackend) -> None:

@@ -21,6 +21,7 @@ from aioengine.layers.mlp import GatedMLP
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Placement
 from aioengine.layers.rope import RotaryEmbedding
+from aioengine.models._base import InputSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig
     from aioengine.kernels.linear import Product
     from aioengine.layers.placement import Target
-    from aioengine.models._base import ModelOptions
+    from aioengine.models._base import ModelInputs, ModelOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +72,22 @@ class _Block:
         self._mlp.open_for_loading()
 
     def __call__(
-        self, x: Tensor, delta: Tensor | None, step: _Step, layer: int, *, wanted: Tensor | None
+        self, x: Tensor, delta: Tensor | None, step: _Step, layer: int, *, outputs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """``x``: the residual stream, changed in place. ``delta``: what the block before gave, which x still lacks.
-        ``wanted``: the tokens that anything comes after; None: all.
+        """One block over x [T, D].
 
-        Returns the stream and what is to be added to it next.
+        Args:
+            x: the residual stream, changed in place.
+            delta: [T, D], the output of the block before, not yet added to x; None for the first block.
+            outputs: [S] int64, the tokens that are computed after attention; None: all.
+
+        Returns:
+            The stream and what is to be added to it next, [T, D] or [S, D] each.
         """
         normed = self._attention_norm(x) if delta is None else self._attention_norm.after(delta, x)
-        attended = self._attention(normed, step.tables, step.attention, layer, wanted=wanted)
-        if wanted is not None:
-            x = x.index_select(0, wanted)
+        attended = self._attention(normed, step.tables, step.attention, layer, outputs=outputs)
+        if outputs is not None:
+            x = x.index_select(0, outputs)
         return x, self._mlp(self._mlp_norm.after(attended, x))
 
 
@@ -105,7 +111,10 @@ class Decoder:
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
             scale=config.head_size**-0.5,
+            is_causal=config.is_causal,
         )
+        self.task = config.task
+        self.input_spec = InputSpec()
         self.dtype = options.dtype
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
@@ -145,21 +154,26 @@ class Decoder:
         if self._head is not None:
             self._head.open_for_loading()
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
-    ) -> Tensor:
-        step = _Step(self._rotary.tables(positions), attention)
-        x = self._embedding(input_ids)
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self._embedding(token_ids)
+
+    def forward(self, inputs: ModelInputs, attention: AttentionBackend) -> Tensor:
+        step = _Step(self._rotary.tables(inputs.positions), attention)
+        if inputs.embeddings is not None:
+            x = inputs.embeddings.clone()  # the blocks change it in place
+        else:
+            assert inputs.token_ids is not None, "neither token ids nor embeddings"
+            x = self._embedding(inputs.token_ids)
         delta: Tensor | None = None
         for layer, block in enumerate(self._blocks):
             is_last = layer == len(self._blocks) - 1
-            x, delta = block(x, delta, step, layer, wanted=wanted if is_last else None)
+            x, delta = block(x, delta, step, layer, outputs=inputs.outputs if is_last else None)
         return self._norm(x) if delta is None else self._norm.after(delta, x)
 
     def forward_block(self, num_tokens: int, attention: AttentionBackend) -> None:
         x = self._norm.weight.new_zeros(num_tokens, self.hidden_size)
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=x.device)
-        self._blocks[0](x, None, _Step(self._rotary.tables(positions), attention), 0, wanted=None)
+        self._blocks[0](x, None, _Step(self._rotary.tables(positions), attention), 0, outputs=None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         assert self._logits is not None, "finish_loading was not called"

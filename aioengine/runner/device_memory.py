@@ -15,6 +15,7 @@ import torch
 
 from aioengine.kernels.triton.launcher import only_compiled
 from aioengine.runner.capacity import Room, free_memory, in_words
+from aioengine.runner.inputs import model_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,12 +139,13 @@ class NoAttention:
 
 def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
     """What the graphs of steps with prompts keep: memory of the largest of them, where a step without graphs takes
-    ``step_bytes`` for its tokens, and the heads that they hand to attention and take from it.
+    ``step_bytes`` for its tokens, the heads that they hand to attention and take from it, and embeddings.
     """
     shape = model.attention_shape
     num_heads = 2 * (shape.num_heads + shape.num_kv_heads)
-    handed = largest.num_captured * num_heads * shape.head_size * model.dtype.itemsize
-    return handed + step_bytes * largest.num_captured // largest.num_tokens
+    token_size = num_heads * shape.head_size + (model.hidden_size if model.input_spec.embeddings else 0)
+    kept = largest.num_captured * token_size * model.dtype.itemsize
+    return kept + step_bytes * largest.num_captured // largest.num_tokens
 
 
 @torch.inference_mode()
@@ -157,12 +159,12 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int
     with only_compiled():
         for num_rows in _ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-            model.compute_logits(model.forward(ids, ids, NoAttention()))
+            model.compute_logits(model.forward(model_inputs(model, ids, ids), NoAttention()))
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     ids = torch.zeros(largest.num_tokens, dtype=torch.int64, device=device)
-    hidden = model.forward(ids, ids, NoAttention())
+    hidden = model.forward(model_inputs(model, ids, ids), NoAttention())
     logits = model.compute_logits(hidden[: largest.num_rows])
     logits[:SAMPLED_ROWS].float()
     del hidden, logits

@@ -25,6 +25,7 @@ from aioengine.attention._base import CascadeAttention, DecodeBuffers, FixedCasc
 from aioengine.kernels.triton.launcher import only_compiled
 from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.device_sampler import draw_words, is_simple
+from aioengine.runner.inputs import model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.ladder import cascade_ladder, ladder
 from aioengine.runner.ranges import part
@@ -254,10 +255,11 @@ class DecodeGraphs:
         attention.plan_first(np.ones(size, dtype=np.int32))
         remembered = columns[4], self._last_tokens
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
+        rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None
 
         def compute() -> Tensor:
-            input_ids = self._last_tokens.index_select(0, columns[0])
-            hidden = self._model.forward(input_ids, columns[1], attention)
+            last_tokens = self._last_tokens.index_select(0, columns[0])
+            hidden = self._model.forward(model_inputs(self._model, last_tokens, columns[1], rows=rows), attention)
             kernels.sample(self._model.compute_logits(hidden), Draws(columns[5:]), token_ids, remembered)
             return hidden
 

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aioengine.attention._base import ForwardBatch
+from aioengine.models._base import ModelInputs
 from aioengine.scheduler.plan import TOKENS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from aioengine.models._base import Model
     from aioengine.runner.rows import RequestRow, RowTable
     from aioengine.scheduler.plan import Row
 
@@ -42,8 +44,27 @@ class StepRows:
     known_ids: Ints
 
 
+def model_inputs(
+    model: Model,
+    token_ids: Tensor,
+    positions: Tensor,
+    *,
+    rows: Tensor | None = None,
+    outputs: Tensor | None = None,
+) -> ModelInputs:
+    """What this model reads of [T] token ids and positions. ``rows`` and ``outputs``: as in ``ModelInputs``."""
+    spec = model.input_spec
+    return ModelInputs(
+        positions=positions if spec.position_axes == 1 else positions.expand(spec.position_axes, -1),
+        token_ids=None if spec.embeddings else token_ids,
+        embeddings=model.embed(token_ids) if spec.embeddings else None,
+        rows=rows,
+        outputs=outputs,
+    )
+
+
 class InputBuilder:
-    """Makes the batch of a step. Token ids must be below ``num_embeddings``."""
+    """Makes the tensors of a step. Token ids must be below ``num_embeddings``."""
 
     def __init__(self, table: RowTable, *, page_size: int, num_embeddings: int) -> None:
         self._table = table
@@ -93,31 +114,43 @@ class InputBuilder:
         wrong = [i for i in row.token_ids if not 0 <= i < self._num_embeddings]
         return f"token id {wrong[0]} is outside the vocabulary of {self._num_embeddings}" if wrong else ""
 
-    def build(self, rows: StepRows) -> ForwardBatch:
-        """The tensors of valid rows, at least one."""
+    def build(self, model: Model, rows: StepRows, *, num_outputs: int) -> tuple[ModelInputs, ForwardBatch]:
+        """What the model and attention read of valid rows, at least one.
+
+        The model returns the hidden state of the last token of each row. Where rows have several tokens there are
+        ``num_outputs`` of them, at least one for each row; those beyond are of the first token of the step.
+        """
         upload, page_size = self._table.upload, self._page_size
         kv_lengths = rows.starts + rows.counts
         num_pages = -(-int(kv_lengths.max()) // page_size)
         page_table_RP = self._table.page_table[rows.slots, :num_pages]
         num_tokens = int(rows.token_ends[-1])
+        outputs = None
         if num_tokens == len(rows.requests):
             row_of_token, positions = np.arange(num_tokens), rows.starts
         else:
             row_of_token = np.repeat(np.arange(len(rows.requests)), rows.counts)
             positions = np.arange(num_tokens) + np.repeat(kv_lengths - rows.token_ends, rows.counts)
+            outputs = np.zeros(num_outputs, dtype=np.int64)
+            outputs[: len(rows.requests)] = rows.token_ends - 1
         page_places = positions // page_size
         slot_mapping = positions + (page_table_RP[row_of_token, page_places] - page_places) * page_size
-        return ForwardBatch(
-            input_ids=self._input_ids(rows, num_tokens),
-            positions=upload(positions),
+        inputs = model_inputs(
+            model,
+            self._token_ids(rows, num_tokens),
+            upload(positions),
+            rows=upload(row_of_token) if model.input_spec.rows else None,
+            outputs=None if outputs is None else upload(outputs),
+        )
+        batch = ForwardBatch(
             slot_mapping=upload(slot_mapping),
             page_table=upload(page_table_RP),
             query_lengths=rows.counts.tolist(),
             kv_lengths=kv_lengths.tolist(),
-            last_tokens=upload(rows.token_ends - 1),
         )
+        return inputs, batch
 
-    def _input_ids(self, rows: StepRows, num_tokens: int) -> Tensor:
+    def _token_ids(self, rows: StepRows, num_tokens: int) -> Tensor:
         upload = self._table.upload
         if len(rows.known_ids) == num_tokens:
             return upload(rows.known_ids)
@@ -131,6 +164,6 @@ class InputBuilder:
         is_known[places] = False
         ids = np.zeros(num_tokens, dtype=np.int64)
         ids[is_known] = rows.known_ids
-        input_ids = upload(ids)
-        input_ids[upload(places)] = held_ids
-        return input_ids
+        token_ids = upload(ids)
+        token_ids[upload(places)] = held_ids
+        return token_ids

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from aioengine import models
+from aioengine.families._config import Task
 from aioengine.kernels.triton.launcher import is_installed
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
@@ -42,6 +43,9 @@ def load_model(
     if dtype == torch.float32:
         advice += "; dtype='bfloat16' takes half"
     outline = _model(settings, dtype, torch.device("meta"))
+    if outline.task is not Task.GENERATE:
+        message = f"the task of this model is '{outline.task}', which is not implemented; what works: '{Task.GENERATE}'"
+        raise ValueError(message)
     need = sum(target.tensor.nbytes for target in outline.weights().values())
     with memory.take("the weights", advice=advice, need=need), torch.no_grad():
         model = _model(settings, dtype, memory.device)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import AttentionBackend, AttentionShape, ForwardBatch
     from aioengine.config import Settings
-    from aioengine.models._base import Model
+    from aioengine.models._base import Model, ModelInputs
     from aioengine.protocol.messages import Control, Progress, Reply
     from aioengine.runner.graphs import DecodeGraphs
     from aioengine.runner.inputs import StepRows
@@ -248,8 +248,8 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
         with part("prepare"):
-            batch = self._inputs.build(rows)
-        hidden = self._forward(batch)
+            inputs, batch = self._inputs.build(self._model, rows, num_outputs=self._num_padded(len(rows.requests)))
+        hidden = self._forward(inputs, batch)
         if len(sampled) == len(rows.requests):
             return self._sample(hidden, self._table.sampled(sampled, rows.slots, rows.starts + rows.counts))
         # A bad number anywhere in a row has reached its last token through attention.
@@ -262,27 +262,21 @@ class ModelRunner:
         token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, slots, positions))
         return torch.cat([token_ids, silent])
 
-    def _forward(self, batch: ForwardBatch) -> Tensor:
+    def _forward(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
         """Hidden states of the last token of each row."""
-        is_decode = len(batch.input_ids) == len(batch.query_lengths)
-        if not is_decode:
+        if inputs.outputs is not None:
             for graphs in self.prompt_graphs:
                 if graphs.fits(batch):
-                    return graphs.replay(batch)
+                    return graphs.replay(inputs, batch)
         with part("prepare"):
             self._attention.prepare(batch)
-        wanted = None if is_decode else self._padded(batch.last_tokens)
-        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention, wanted)
-        return hidden[: len(batch.query_lengths)]
+        return self._model.forward(inputs, self._attention)[: len(batch.query_lengths)]
 
-    def _padded(self, rows: Tensor) -> Tensor:
-        """With zeros behind, as many as a decode step with a graph has: for products of a number of rows that is new
-        CUDA loads kernels, and before that waits for all that is queued.
+    def _num_padded(self, num_rows: int) -> int:
+        """As many rows as a decode step with a graph has: for matmuls of a new number of rows CUDA loads kernels, and
+        before that waits for all queued work.
         """
-        if self._graphs is None:
-            return rows
-        num_missing = self._graphs.padded(len(rows)) - len(rows)
-        return functional.pad(rows, (0,) * (2 * rows.dim() - 1) + (num_missing,)) if num_missing else rows
+        return num_rows if self._graphs is None else self._graphs.padded(num_rows)
 
     def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor:
         sampled = self._table.sampled(rows.requests, rows.slots, rows.starts + rows.counts)
@@ -292,7 +286,10 @@ class ModelRunner:
         return step.token_ids
 
     def _sample(self, hidden: Tensor, rows: SampledRows) -> Tensor:
-        logits = self._model.compute_logits(self._padded(hidden))[: len(hidden)]
+        num_rows = len(hidden)
+        num_missing = self._num_padded(num_rows) - num_rows
+        padded = functional.pad(hidden, (0, 0, 0, num_missing)) if num_missing else hidden
+        logits = self._model.compute_logits(padded)[:num_rows]
         with part("sample"):
             token_ids = self._sampler.sample(logits, rows)
             self._table.write_tokens(rows, token_ids)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import ForwardBatch, PiecewiseAttention
-    from aioengine.models._base import Model
+    from aioengine.models._base import Model, ModelInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class PieceGraphs:
         sizes = piece_ladder(max_tokens)
         shape, device = self._model.attention_shape, self._kv_pool.device
         num_heads = shape.num_heads + 2 * shape.num_kv_heads
-        inputs = PaddedInputs.zeros(max_tokens, self._max_rows, device)
+        inputs = PaddedInputs.zeros(self._model, max_tokens, self._max_rows, device)
         handed = _Handed(
             torch.zeros(max_tokens, num_heads, shape.head_size, dtype=self._model.dtype, device=device),
             torch.zeros(max_tokens, shape.num_heads, shape.head_size, dtype=self._model.dtype, device=device),
@@ -139,15 +139,15 @@ class PieceGraphs:
 
     def fits(self, batch: ForwardBatch) -> bool:
         """Whether there are graphs for this step."""
-        num_rows, num_tokens = len(batch.query_lengths), len(batch.input_ids)
+        num_rows, num_tokens = len(batch.query_lengths), len(batch.slot_mapping)
         return num_rows <= self._max_rows and any(num_tokens <= size for size in self._steps)
 
-    def replay(self, batch: ForwardBatch) -> Tensor:
+    def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
         """Queue the step, which must fit; gives the hidden states of the last token of each of its rows."""
-        num_tokens = len(batch.input_ids)
+        num_tokens = len(batch.slot_mapping)
         chosen = next(step for size, step in self._steps.items() if num_tokens <= size)
         with part("prepare"):
-            chosen.inputs.fill(batch)
+            chosen.inputs.fill(inputs, batch)
             chosen.handed.attended[num_tokens:].zero_()  # padding must be finite, it goes on to other layers
             self._attention.prepare(batch)
         there = chosen.handed.first(num_tokens)
@@ -160,7 +160,7 @@ class PieceGraphs:
         return chosen.hidden[: len(batch.query_lengths)]
 
     def _compute(self, inputs: PaddedInputs, seams: _Seams) -> Tensor:
-        return self._model.forward(inputs.input_ids, inputs.positions, seams, inputs.last_tokens)
+        return self._model.forward(inputs.inputs, seams)
 
     def _captured(self, inputs: PaddedInputs, seams: _Seams, pool: torch.cuda._POOL_HANDLE) -> _Pieces:
         torch.cuda.synchronize(self._kv_pool.device)

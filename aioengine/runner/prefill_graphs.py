@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import CapturablePrefill, FixedPrefill, ForwardBatch
-    from aioengine.models._base import Model
+    from aioengine.models._base import Model, ModelInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class PrefillGraphs:
         """Capture the ladder up to ``max_tokens``; ``report`` hears how many graphs are done, and of how many."""
         sizes = prefill_ladder(max_tokens)
         pool = torch.cuda.graph_pool_handle()
-        inputs = PaddedInputs.zeros(max_tokens, MAX_PROMPT_ROWS, self._device)
+        inputs = PaddedInputs.zeros(self._model, max_tokens, MAX_PROMPT_ROWS, self._device)
         captured: dict[int, _Graph] = {}
         for num_done, size in enumerate(reversed(sizes), 1):
             captured[size] = self._captured(inputs.first(size, MAX_PROMPT_ROWS), pool)
@@ -58,13 +58,13 @@ class PrefillGraphs:
 
     def fits(self, batch: ForwardBatch) -> bool:
         """Whether there is a graph for this step."""
-        num_rows, num_tokens = len(batch.query_lengths), len(batch.input_ids)
+        num_rows, num_tokens = len(batch.query_lengths), len(batch.slot_mapping)
         return num_rows <= MAX_PROMPT_ROWS and any(num_tokens <= size for size in self._graphs)
 
-    def replay(self, batch: ForwardBatch) -> Tensor:
+    def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
         """Queue the step, which must fit; gives the hidden states of the last token of each of its rows."""
-        chosen = next(graph for size, graph in self._graphs.items() if len(batch.input_ids) <= size)
-        chosen.inputs.fill(batch)
+        chosen = next(graph for size, graph in self._graphs.items() if len(batch.slot_mapping) <= size)
+        chosen.inputs.fill(inputs, batch)
         chosen.attention.plan(batch)
         chosen.graph.replay()
         return chosen.hidden[: len(batch.query_lengths)]
@@ -74,7 +74,7 @@ class PrefillGraphs:
         attention = self._attention.fixed_prefill(slots, num_rows=MAX_PROMPT_ROWS, max_pages=max_pages)
 
         def compute() -> Tensor:
-            return self._model.forward(inputs.input_ids, inputs.positions, attention, inputs.last_tokens)
+            return self._model.forward(inputs.inputs, attention)
 
         compute()  # kernels that are compiled or chosen when they first run must not do so while being captured
         torch.cuda.synchronize(self._device)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import ForwardBatch
+    from aioengine.models._base import ModelInputs
     from aioengine.runner.model_runner import DeviceParts
 
 
@@ -28,7 +29,7 @@ class PromptGraphs(Protocol):
         """Whether this step is one of them."""
         ...
 
-    def replay(self, batch: ForwardBatch) -> Tensor:
+    def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
         """Queue a step that is; gives the hidden states of the last token of each of its rows."""
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from aioengine.attention._base import ForwardBatch, kv_pool_shape
 from aioengine.attention.fused import FusedAttention, serves
 from aioengine.attention.torch import TorchAttention
-from aioengine.models._base import Model, ModelOptions
+from aioengine.models._base import Model, ModelInputs, ModelOptions
+from aioengine.runner.inputs import model_inputs
 
 
 @dataclass
@@ -28,8 +29,7 @@ def options(dtype: torch.dtype = torch.float32, max_positions: int = 512) -> Mod
 
 
 def make_batch(rows: list[tuple[int, int]], tables: list[list[int]], page_size: int) -> ForwardBatch:
-    """Rows of (start, count) with their page tables; token ids are zero."""
-    positions = [position for start, count in rows for position in range(start, start + count)]
+    """Rows of (start, count) with their page tables."""
     slots = [
         table[position // page_size] * page_size + position % page_size
         for (start, count), table in zip(rows, tables, strict=True)
@@ -37,13 +37,23 @@ def make_batch(rows: list[tuple[int, int]], tables: list[list[int]], page_size: 
     ]
     width = max(len(table) for table in tables)
     return ForwardBatch(
-        input_ids=torch.zeros(len(positions), dtype=torch.int64),
-        positions=torch.tensor(positions),
         slot_mapping=torch.tensor(slots),
         page_table=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
         query_lengths=[count for _, count in rows],
         kv_lengths=[start + count for start, count in rows],
-        last_tokens=torch.tensor([count for _, count in rows]).cumsum(0) - 1,
+    )
+
+
+def make_inputs(model: Model, rows: list[tuple[int, int]], token_ids: Tensor | None = None) -> ModelInputs:
+    """Of rows of (start, count), with the last token of each as output; random token ids where none are given."""
+    positions = torch.cat([torch.arange(start, start + count) for start, count in rows])
+    counts = torch.tensor([count for _, count in rows])
+    return model_inputs(
+        model,
+        torch.randint(1, 290, positions.shape) if token_ids is None else token_ids,
+        positions,
+        rows=torch.arange(len(rows)).repeat_interleave(counts) if model.input_spec.rows else None,
+        outputs=counts.cumsum(0) - 1,
     )
 
 
@@ -74,7 +84,8 @@ class Stepper:
             for token in request.token_ids[request.num_computed : request.num_computed + count]
         ]
         self.attention.prepare(batch)
-        hidden = self.model.forward(torch.tensor(tokens), batch.positions, self.attention)
+        inputs = replace(make_inputs(self.model, spans, torch.tensor(tokens)), outputs=None)
+        hidden = self.model.forward(inputs, self.attention)
         logits = self.model.compute_logits(hidden).split([count for _, count in rows])
         for (request, count), part in zip(rows, logits, strict=True):
             request.logits.extend(part.unbind(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from aioengine.kernels import linear
 from aioengine.kernels.rms_norm import rms_norm
 from aioengine.kernels.rope import rope
 from aioengine.kernels.silu_and_mul import silu_and_mul
-from tests.compute.stepping import Request, Stepper, make_batch, options
+from tests.compute.stepping import Request, Stepper, make_batch, make_inputs, options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -290,16 +291,16 @@ def test_logits_are_the_same_bits_alone_and_in_any_batch_and_chunks(dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_hidden_states_of_the_wanted_tokens_alone(dtype: torch.dtype) -> None:
+def test_hidden_states_of_chosen_tokens_alone(dtype: torch.dtype) -> None:
     model = random_model(dtype, 24)
     stepper = Stepper(model)
-    batch = make_batch([(0, 40), (0, 7), (0, 1)], [[1, 2, 3], [4], [5]], 16)
-    ids = torch.randint(0, 300, batch.positions.shape)
-    stepper.attention.prepare(batch)
-    whole = model.forward(ids, batch.positions, stepper.attention)
-    assert batch.last_tokens.tolist() == [39, 46, 47]
-    wanted = model.forward(ids, batch.positions, stepper.attention, batch.last_tokens)
-    assert torch.equal(wanted, whole[batch.last_tokens])
+    rows = [(0, 40), (0, 7), (0, 1)]
+    inputs = make_inputs(model, rows)
+    stepper.attention.prepare(make_batch(rows, [[1, 2, 3], [4], [5]], 16))
+    whole = model.forward(replace(inputs, outputs=None), stepper.attention)
+    assert inputs.outputs is not None
+    assert inputs.outputs.tolist() == [39, 46, 47]
+    assert torch.equal(model.forward(inputs, stepper.attention), whole[inputs.outputs])
 
 
 def test_prefix_computed_by_another_request_gives_the_same_bits() -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aioengine.attention._base import AttentionBackend, ForwardBatch
+    from aioengine.models._base import ModelInputs
 
 PROMPTS = [random.Random(i).choices(range(1, VOCAB_SIZE), k=length) for i, length in enumerate((1, 5, 19, 33, 64))]
 SAMPLINGS = [
@@ -315,8 +316,8 @@ class Graphs:
     def fits(self, batch: ForwardBatch) -> bool:
         return len(batch.query_lengths) <= self.max_rows
 
-    def replay(self, batch: ForwardBatch) -> torch.Tensor:
-        self.replayed.append(len(batch.input_ids))
+    def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> torch.Tensor:
+        self.replayed.append(len(inputs.positions))
         return torch.zeros(len(batch.query_lengths), 64)
 
 
@@ -342,11 +343,9 @@ def test_rows_are_computed_by_as_many_as_a_graph_has(qwen: Path, monkeypatch: py
         num_rows.append(len(hidden))
         return plain(hidden)
 
-    def forward(
-        ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, wanted: torch.Tensor | None
-    ) -> torch.Tensor:
-        num_rows.append(4 if wanted is None else len(wanted))
-        return plain_forward(ids, positions, attention, wanted)
+    def forward(inputs: ModelInputs, attention: AttentionBackend) -> torch.Tensor:
+        num_rows.append(4 if inputs.outputs is None else len(inputs.outputs))
+        return plain_forward(inputs, attention)
 
     monkeypatch.setattr(model, "compute_logits", compute_logits)
     monkeypatch.setattr(model, "forward", forward)

@@ -17,14 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aioengine import models
 from aioengine.attention import _base
 from aioengine.attention.torch import TorchAttention
-from aioengine.models._base import Model, ModelOptions
+from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
+from aioengine.models._decoder import Decoder
 from aioengine.protocol.messages import Progress
 from aioengine.runner import prompt_graphs, weights
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.padded_inputs import PaddedInputs
 from aioengine.runner.piece_graphs import PieceGraphs
 from tests.compute.runner_world import save_model
-from tests.compute.stepping import make_batch
+from tests.compute.stepping import make_batch, make_inputs
 
 PAGE_SIZE, NUM_PAGES = 4, 64
 CPU = torch.device("cpu")
@@ -83,8 +84,27 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
     return built
 
 
+def reading(model: Model, spec: InputSpec) -> Model:
+    """The same model with other inputs; of three axes the largest position counts."""
+    assert isinstance(model, Decoder)
+    plain = model.forward
+
+    def forward(inputs: ModelInputs, attention: _base.AttentionBackend) -> Tensor:
+        positions = inputs.positions if spec.position_axes == 1 else inputs.positions.amax(0)
+        assert (inputs.rows is not None) == spec.rows
+        return plain(replace(inputs, positions=positions), attention)
+
+    model.input_spec = spec
+    model.forward = forward  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    "spec", [InputSpec(), InputSpec(embeddings=True), InputSpec(position_axes=3, rows=True)], ids=str
+)
 @torch.inference_mode()
-def test_steps_of_all_kinds(model: Model) -> None:
+def test_steps_of_all_kinds(model: Model, spec: InputSpec) -> None:
+    model = reading(model, spec)
     shape = model.attention_shape
     pool = torch.zeros(_base.kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     expected_pool = pool.clone()
@@ -96,12 +116,11 @@ def test_steps_of_all_kinds(model: Model) -> None:
     # decode beside prompts, chunks beside fresh prompts; large steps before small ones; the whole of a size
     for rows in ([(0, 30), (0, 17)], [(30, 1), (17, 9), (0, 5)], [(26, 6), (0, 26)], [(0, 50)], [(0, 2), (0, 3)]):
         tables = [list(range(1 + 13 * row, 14 + 13 * row)) for row in range(len(rows))]
-        batch = make_batch(rows, tables, PAGE_SIZE)
-        batch = replace(batch, input_ids=torch.randint(1, 290, batch.input_ids.shape))
+        batch, inputs = make_batch(rows, tables, PAGE_SIZE), make_inputs(model, rows)
         reference.prepare(batch)
-        expected = model.forward(batch.input_ids, batch.positions, reference, batch.last_tokens)
+        expected = model.forward(inputs, reference)
         assert graphs.fits(batch)
-        found = graphs.replay(batch)
+        found = graphs.replay(inputs, batch)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(pool[:, :, 1:], expected_pool[:, :, 1:], rtol=1e-4, atol=1e-5)
         assert pool[:, :, PADDING_PAGE].isfinite().all()
@@ -113,9 +132,10 @@ def test_what_is_computed_before_each_size_is_captured(model: Model, monkeypatch
     graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), pool, max_rows=40)
     plain, plain_block, computed = model.forward, model.forward_block, list[tuple[int, int]]()
 
-    def forward(ids: Tensor, positions: Tensor, attention: _base.AttentionBackend, last_tokens: Tensor) -> Tensor:
-        computed.append((len(ids), len(last_tokens)))
-        return plain(ids, positions, attention, last_tokens)
+    def forward(inputs: ModelInputs, attention: _base.AttentionBackend) -> Tensor:
+        assert inputs.outputs is not None
+        computed.append((len(inputs.positions), len(inputs.outputs)))
+        return plain(inputs, attention)
 
     def forward_block(num_tokens: int, attention: _base.AttentionBackend) -> None:
         computed.append((num_tokens, 0))
@@ -134,21 +154,25 @@ def test_numbers_that_are_not_finite_do_not_reach_the_padding_of_later_steps(mod
     graphs = PieceGraphs(model, Piecewise(shape, pool), pool, max_rows=4)
     graphs.capture(32, lambda *_: None)
     pool[0, 1, 9] = torch.nan
-    assert graphs.replay(make_batch([(4, 32)], [[9, *range(1, 9)]], PAGE_SIZE)).isnan().all()
+    rows = [(4, 32)]
+    assert graphs.replay(make_inputs(model, rows), make_batch(rows, [[9, *range(1, 9)]], PAGE_SIZE)).isnan().all()
     pool[:] = 0
-    graphs.replay(make_batch([(0, 3)], [[20]], PAGE_SIZE))
+    graphs.replay(make_inputs(model, [(0, 3)]), make_batch([(0, 3)], [[20]], PAGE_SIZE))
     assert pool.isfinite().all()
 
 
-def test_a_graph_reads_no_place_that_a_larger_step_left() -> None:
-    inputs = PaddedInputs.zeros(64, 4, CPU)
-    inputs.fill(make_batch([(5, 30), (0, 30)], [list(range(1, 10)), list(range(10, 20))], PAGE_SIZE))
-    smaller = inputs.first(32, 4)
-    smaller.fill(make_batch([(7, 2)], [[30, 31, 32]], PAGE_SIZE))
+def test_a_graph_reads_no_place_that_a_larger_step_left(model: Model) -> None:
+    padded = PaddedInputs.zeros(model, 64, 4, CPU)
+    rows = [(5, 30), (0, 30)]
+    padded.fill(make_inputs(model, rows), make_batch(rows, [list(range(1, 10)), list(range(10, 20))], PAGE_SIZE))
+    smaller = padded.first(32, 4)
+    smaller.fill(make_inputs(model, [(7, 2)]), make_batch([(7, 2)], [[30, 31, 32]], PAGE_SIZE))
     assert smaller.slot_mapping.tolist() == [31 * 4 + 3, 32 * 4, *[0] * 30]
-    assert smaller.last_tokens.tolist() == [1, 0, 0, 0]
-    assert smaller.positions[:2].tolist() == [7, 8]
-    assert int(smaller.positions.max()) < 64
+    outputs, positions = smaller.inputs.outputs, smaller.inputs.positions
+    assert outputs is not None
+    assert outputs.tolist() == [1, 0, 0, 0]
+    assert positions[:2].tolist() == [7, 8]
+    assert int(positions.max()) < 64
 
 
 def test_what_does_not_fit(model: Model) -> None:

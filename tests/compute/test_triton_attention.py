@@ -46,7 +46,7 @@ def check(rows, num_heads, num_kv_heads):
     order = (torch.randperm(NUM_PAGES - 1) + 1).tolist()
     tables = [[order.pop() for _ in range(-(-(start + count) // PAGE_SIZE))] for start, count in rows]
     batch = make_batch(rows, tables, PAGE_SIZE)
-    heads = some_heads(len(batch.positions), num_heads + 2 * num_kv_heads)
+    heads = some_heads(len(batch.slot_mapping), num_heads + 2 * num_kv_heads)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     backend, reference = TritonAttention(shape, pool), TorchAttention(shape, expected_pool)
     backend.prepare(batch)

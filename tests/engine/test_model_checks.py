@@ -227,6 +227,10 @@ BREAKS: dict[str, tuple[Break, str]] = {
         "tokenizer_config.json' cannot be read: .* missing required field `content`|added_tokens_decoder in",
     ),
     "missing key": (with_config(intermediate_size=None), "config.json': .*intermediate_size"),
+    "another task": (
+        with_config(architectures=["MistralModel"]),
+        r"config.json': .*architectures \['MistralModel'\] is not implemented; what works: ...ForCausalLM",
+    ),
     "many layers": (
         with_config(num_hidden_layers=10_000),
         "they are 21 tensors, for num_hidden_layers=10000",

@@ -28,13 +28,10 @@ def make_batch(rows: list[tuple[int, int]]) -> ForwardBatch:
     slots = [table[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for table, place in spans]
     page_table = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
     return ForwardBatch(
-        input_ids=torch.zeros(len(spans), dtype=torch.int64, device="cuda"),
-        positions=torch.tensor([place for _, place in spans], device="cuda"),
         slot_mapping=torch.tensor(slots, device="cuda"),
         page_table=page_table.cuda(),
         query_lengths=[count for _, count in rows],
         kv_lengths=[start + count for start, count in rows],
-        last_tokens=torch.zeros(1, dtype=torch.int64, device="cuda"),
     )
 
 
@@ -71,7 +68,7 @@ def test_against_torch(
     expected_pool = pool.float()
     batch = make_batch(rows)
     heads = torch.randn(
-        len(batch.positions), num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=torch.bfloat16
+        len(batch.slot_mapping), num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=torch.bfloat16
     )
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)  # strided, as models give them
     plugin = importlib.import_module(f"aioengine.attention.{name}").PLUGIN

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from aioengine import models
-from aioengine.attention._base import AttentionShape, ForwardBatch, kv_pool_shape
+from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights
+from aioengine.runner.inputs import model_inputs
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import make_batch
 from tests.gpu.test_model_runner import on_device
@@ -46,6 +47,10 @@ LONG_WAYS: dict[str, Rows] = {
 }
 
 
+def positions_of(rows: Rows) -> torch.Tensor:
+    return torch.cat([torch.arange(start, start + count, device="cuda") for start, count in rows])
+
+
 def check_attention(
     num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, *, length: int, ways: dict[str, Rows]
 ) -> None:
@@ -63,7 +68,7 @@ def check_attention(
 
     def attended(rows: Rows) -> torch.Tensor:
         batch = on_device(make_batch(rows, [table] * len(rows), PAGE_SIZE), torch.device("cuda"))
-        q, k, v = heads[batch.positions].split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        q, k, v = heads[positions_of(rows)].split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         attention.prepare(batch)
         return attention.forward(q, k, v, 0)
 
@@ -113,9 +118,10 @@ def test_logits(folder: Path) -> None:
     tables = [list(range(1 + 14 * row, 15 + 14 * row)) for row in range(4)]
 
     def logits(rows: Rows) -> torch.Tensor:
-        batch: ForwardBatch = on_device(make_batch(rows, tables[: len(rows)], PAGE_SIZE), device)
+        batch = on_device(make_batch(rows, tables[: len(rows)], PAGE_SIZE), device)
         attention.prepare(batch)
-        return model.compute_logits(model.forward(ids[batch.positions], batch.positions, attention))
+        positions = positions_of(rows)
+        return model.compute_logits(model.forward(model_inputs(model, ids[positions], positions), attention))
 
     whole = logits([(0, 200)]).clone()
     parts = [logits([rows]).clone() for rows in ((0, 33), (33, 66), (99, 1), (100, 1), (101, 99))]

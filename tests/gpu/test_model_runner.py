@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -14,13 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from aioengine import models
 from aioengine.attention._base import ForwardBatch, kv_pool_shape
-from aioengine.models._base import ModelOptions
+from aioengine.models._base import ModelInputs, ModelOptions
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights
+from aioengine.runner.inputs import model_inputs
 from aioengine.runner.piece_graphs import PieceGraphs
 from tests.compute.runner_world import World, make_settings, save_model
-from tests.compute.stepping import make_batch
+from tests.compute.stepping import make_batch, make_inputs
 
+Given = TypeVar("Given", ForwardBatch, ModelInputs)
 HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
 
 
@@ -92,16 +95,18 @@ def test_logits_in_bf16_are_as_near_as_those_of_transformers(model: tuple[Path, 
         batch = on_device(make_batch([(0, len(prompt))], [list(range(1, 9))], 16), device)
         ids = torch.tensor(prompt, device=device)
         attention.prepare(batch)
-        found = ours.compute_logits(ours.forward(ids, batch.positions, attention)).float()
+        inputs = model_inputs(ours, ids, torch.arange(len(prompt), device=device))
+        found = ours.compute_logits(ours.forward(inputs, attention)).float()
         exact = reference(ids[None]).logits[0]
         our_error += float((found - exact).square().sum())
         their_error += float((rounded(ids[None]).logits[0].float() - exact).square().sum())
     assert our_error**0.5 < 1.5 * their_error**0.5
 
 
-def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
-    names = ("input_ids", "positions", "slot_mapping", "page_table", "last_tokens")
-    return replace(batch, **{name: getattr(batch, name).to(device) for name in names})
+def on_device(given: Given, device: torch.device) -> Given:
+    """The same with its tensors on the device."""
+    values = {field.name: getattr(given, field.name) for field in fields(given)}
+    return replace(given, **{name: each.to(device) for name, each in values.items() if isinstance(each, torch.Tensor)})
 
 
 def test_overlap_changes_nothing(model: tuple[Path, torch.nn.Module]) -> None:
@@ -141,15 +146,15 @@ def test_graphs_of_prompts(model: tuple[Path, torch.nn.Module], rows: list[tuple
     graphs.capture(256, lambda *_: None)
     tables = [list(range(1 + 9 * row, 10 + 9 * row)) for row in range(len(rows))]
     batch = on_device(make_batch(rows, tables, 16), device)
-    batch = replace(batch, input_ids=torch.randint(1, 290, batch.input_ids.shape, device=device))
+    inputs = on_device(make_inputs(ours, rows), device)
     before = pool.clone()
     attention.prepare(batch)
-    expected = ours.forward(batch.input_ids, batch.positions, attention, batch.last_tokens)
+    expected = ours.forward(inputs, attention)
     expected_pool = pool.clone()
     pool.copy_(before)
     assert graphs.fits(batch)
     for _ in range(2):
-        found = graphs.replay(batch)
+        found = graphs.replay(inputs, batch)
     assert found.shape == expected.shape
     assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 2e-2
     assert pool[:, :, 0].isfinite().all(), "padding goes on to be multiplied by zero"
@@ -188,16 +193,18 @@ def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], backend: str, row
     graphs.capture(610, lambda *_: None)
     tables = [list(range(1 + 17 * row, 18 + 17 * row)) for row in range(len(rows))]
     batch = on_device(make_batch(rows, tables, 16), device)
-    batch = replace(batch, input_ids=torch.randint(1, 290, batch.input_ids.shape, device=device))
+    inputs = on_device(make_inputs(ours, rows), device)
     before = pool.clone()
     attention.prepare(batch)
-    expected = ours.forward(batch.input_ids, batch.positions, attention, batch.last_tokens)
+    expected = ours.forward(inputs, attention)
     expected_pool = pool[:, :, 1:].float()
-    other = on_device(make_batch([(0, 256), (0, 256)], [list(range(1, 17)), list(range(17, 33))], 16), device)
+    long = [(0, 256), (0, 256)]
+    other = on_device(make_batch(long, [list(range(1, 17)), list(range(17, 33))], 16), device)
+    other_inputs = on_device(make_inputs(ours, long), device)
     for _ in range(2):
-        graphs.replay(other)
+        graphs.replay(other_inputs, other)
         pool.copy_(before)
-        found = graphs.replay(batch)
+        found = graphs.replay(inputs, batch)
     assert pool[:, :, 0].isfinite().all(), "padding goes on to be multiplied by zero"
     assert found.shape == expected.shape
     if is_exact:

@@ -1,0 +1,29 @@
+"""A Llama without a head whose tokens attend to all positions, as models of embeddings are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from aioengine.families import llama
+from aioengine.families._config import Task
+from aioengine.models._decoder import Decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.layers.placement import Target
+    from aioengine.models._base import ModelOptions
+
+
+class BidirectionalLlama(Decoder):
+    def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
+        read = llama.read({**config, "architectures": None})
+        super().__init__(replace(read, task=Task.EMBED, is_causal=False, tied=True), options)
+
+    def weights(self) -> dict[str, Target]:
+        return {name.removeprefix("model."): target for name, target in super().weights().items()}
+
+
+PLUGIN = BidirectionalLlama

@@ -1,0 +1,29 @@
+"""A Llama that reads embeddings, which the runner asks it for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.models._base import InputSpec
+from aioengine.models.llama import Llama
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionBackend
+    from aioengine.models._base import ModelInputs, ModelOptions
+
+
+class EmbeddedLlama(Llama):
+    def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
+        super().__init__(config, options)
+        self.input_spec = InputSpec(embeddings=True)
+
+    def forward(self, inputs: ModelInputs, attention: AttentionBackend) -> Tensor:
+        assert inputs.token_ids is None
+        return super().forward(inputs, attention)
+
+
+PLUGIN = EmbeddedLlama

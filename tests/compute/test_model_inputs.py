@@ -1,0 +1,123 @@
+"""Models that read other inputs than token ids, and models that do not generate: plug-ins that only tests have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaModel
+
+from aioengine import models
+from aioengine.attention._base import kv_pool_shape, require_causal
+from aioengine.attention.fused import FusedAttention
+from aioengine.attention.torch import TorchAttention
+from aioengine.protocol.messages import Sampling
+from aioengine.runner.model_runner import build
+from tests.compute.model_plugins import three_axes_llama
+from tests.compute.runner_world import SIZES, World, make_settings, save_model
+from tests.compute.stepping import make_batch, make_inputs, options
+
+PLUGINS = Path(__file__).parent / "model_plugins"
+PROMPTS = [[5, 9, 200, 31, 7, 8, 150], [3] * 40, [77], [250, 11, 12]]
+SAMPLINGS = [Sampling(7, temperature=0.0), Sampling(8), Sampling(9, top_k=4), Sampling(10, temperature=0.0)]
+
+
+@pytest.fixture(autouse=True)
+def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(PLUGINS)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_model("llama", tmp_path)
+    return tmp_path
+
+
+def set_model_type(folder: Path, model_type: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"model_type": model_type}))
+
+
+@pytest.mark.parametrize("model_type", ["embedded_llama", "three_axes_llama"])
+def test_other_inputs_give_the_same_tokens(folder: Path, model_type: str) -> None:
+    settings = make_settings(folder, chunk_tokens=16, depth=1)
+    expected = World(settings).answers(PROMPTS, SAMPLINGS)
+    set_model_type(folder, model_type)
+    assert World(settings).answers(PROMPTS, SAMPLINGS) == expected
+
+
+def test_a_model_can_read_the_row_of_each_token(folder: Path) -> None:
+    set_model_type(folder, "three_axes_llama")
+    world = World(make_settings(folder))
+    for prompt in ([1, 2, 3], [4] * 5, [6]):
+        world.submit(prompt)
+    model = world.runner._model
+    rows: list[list[int]] = []
+    while world.core.has_work and len(rows) < 2:
+        world.step()
+        rows.append(getattr(model, "rows"))  # noqa: B009
+    assert rows == [[0, 0, 0, 1, 1, 1, 1, 1, 2], [0, 1, 2]]
+    world.run()
+
+
+@pytest.mark.parametrize("backend", [TorchAttention, FusedAttention])
+@pytest.mark.parametrize("lengths", [[1, 7, 33], [300], [700, 1, 20]])
+def test_bidirectional_hidden_states_are_those_of_transformers(
+    backend: type[TorchAttention | FusedAttention], lengths: list[int]
+) -> None:
+    torch.manual_seed(3)
+    config = LlamaConfig(**{**SIZES, "max_position_embeddings": 1024, "attn_implementation": "eager"})
+    theirs = LlamaModel(config).eval()
+    ours = models.build({**config.to_dict(), "model_type": "bidirectional_llama"}, options(max_positions=1024))
+    assert ours.task == "embed"
+    for name, target in ours.weights().items():
+        target.tensor.copy_(theirs.state_dict()[name])
+    ours.finish_loading()
+    page_size = 16
+    pages = iter(range(1, 200))
+    tables = [[next(pages) for _ in range(-(-length // page_size))] for length in lengths]
+    attention = backend(
+        ours.attention_shape, torch.zeros(kv_pool_shape(ours.attention_shape, num_pages=99, page_size=page_size))
+    )
+    rows = [(0, length) for length in lengths]
+    inputs = make_inputs(ours, rows)
+    attention.prepare(make_batch(rows, tables, page_size))
+    hidden = ours.forward(replace(inputs, outputs=None), attention)
+    assert inputs.token_ids is not None
+    for token_ids, found in zip(inputs.token_ids.split(lengths), hidden.split(lengths), strict=True):
+        sees_all = torch.zeros(1, 1, len(token_ids), len(token_ids))
+        expected = theirs(token_ids.unsqueeze(0), attention_mask=sees_all).last_hidden_state[0]
+        torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+        torch.testing.assert_close(found.mean(0), expected.mean(0), atol=3e-5, rtol=1e-4)
+
+
+def test_a_backend_that_is_causal_says_so(folder: Path) -> None:
+    config = {**json.loads((folder / "config.json").read_bytes()), "model_type": "bidirectional_llama"}
+    shape = models.build(config, options()).attention_shape
+    with pytest.raises(ValueError, match="attention_backend 'flashinfer' is causal"):
+        require_causal(shape, "flashinfer")
+
+
+def test_a_runner_refuses_a_model_that_does_not_generate(folder: Path) -> None:
+    set_model_type(folder, "bidirectional_llama")
+    with pytest.raises(ValueError, match="'embed'.* what works: 'generate'"):
+        build(make_settings(folder), lambda _: None)
+
+
+def test_an_architecture_without_a_known_task_is_refused() -> None:
+    config = {**LlamaConfig(**SIZES).to_dict(), "architectures": ["LlamaForTokenClassification"]}
+    with pytest.raises(ValueError, match="architectures .*LlamaForTokenClassification.* what works: ...ForCausalLM"):
+        models.build(config, options())
+
+
+def test_rows_are_given_to_models_that_read_them_alone() -> None:
+    config = LlamaConfig(**SIZES).to_dict()
+    plain = models.build({**config, "model_type": "llama"}, options())
+    three = three_axes_llama.PLUGIN(config, options())
+    assert make_inputs(plain, [(0, 2), (4, 1)]).rows is None
+    inputs = make_inputs(three, [(0, 2), (4, 1)])
+    assert inputs.positions.tolist() == [[0, 1, 4]] * 3
+    assert inputs.rows is not None
