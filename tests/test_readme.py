@@ -1,43 +1,123 @@
-"""README tells the truth about names: every constructor argument and every file of the story of a request."""
+"""The documentation tells the truth: its tables equal the code, its links lead somewhere, README stays short."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+from msgspec import UNSET
+from msgspec.structs import fields
 
-from aioengine.args import ARGUMENTS
+import aioengine
+from aioengine import SamplingParams, plugins
+from aioengine.args import ALIASES, ARGUMENTS
 from aioengine.frontend.info import Health
 from aioengine.testing.fake_engine import fake_engine
+from tests.pages import GUIDES, README, blocks, broken_links, headings, links, pages, place, table
+from tests.source import PACKAGE, ROOT
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README_LINES = 200
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_every_constructor_argument_is_in_the_table_with_its_default(name: str) -> None:
-    assert f"| `{name}` | {ARGUMENTS[name].help} | {ARGUMENTS[name].default_text} |" in README
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def guide(name: str) -> str:
+    return text_of(GUIDES / f"{name}.md")
+
+
+def test_readme_is_short() -> None:
+    assert text_of(README).count("\n") <= README_LINES
+
+
+def test_the_first_two_shell_lines_install_and_run_and_test() -> None:
+    lines = [line for block in blocks(text_of(README)) if block.language == "bash" for line in block.code.splitlines()]
+    assert re.fullmatch(r'pip install \. && aioengine generate "[^"]+"', lines[0])
+    assert lines[1] == "pip install '.[test]' && pytest"
+
+
+@pytest.mark.parametrize("page", pages(), ids=place)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_every_guide_is_in_the_list_of_guides_and_every_feature_has_one() -> None:
+    listed = [link for link in links(guide("README")) if "/" not in link]
+    assert {link.partition("#")[0] for link in listed} == {file.name for file in GUIDES.glob("*.md")} - {"README.md"}
+    features = table(text_of(README), "feature")
+    assert len(features) > 15
+    assert [row for row in features if not links(row) and row != "not yet"] == []
+
+
+def test_settings_equal_the_arguments() -> None:
+    expected = {name: [argument.help, argument.default_text] for name, argument in ARGUMENTS.items()}
+    assert table(guide("settings"), "argument") == expected
+
+
+def test_sampling_parameters_equal_the_fields_with_their_defaults() -> None:
+    own = {field.name: str(field.default) for field in fields(SamplingParams) if field.default is not UNSET}
+    assert {name: cells[0] for name, cells in table(guide("sampling"), "parameter").items()} == own
+
+
+def test_other_names_of_sampling_parameters_are_accepted_as_the_table_says() -> None:
+    rows = {
+        name: cells[0].strip("`") for row, cells in table(guide("sampling"), "name").items() for name in names_in(row)
+    }
+    assert rows.keys() == {field.name for field in fields(SamplingParams) if field.default is UNSET}
+    values: dict[str, object] = {"stop": "x", "no_stop_trim": True}
+    for name, ours in rows.items():
+        value = values.get(ours, 7)
+        assert getattr(SamplingParams.parse({name: value}), ours) == value
+
+
+def names_in(cell: str) -> list[str]:
+    return re.findall(r"\w+", cell)
+
+
+def test_other_names_of_settings_equal_the_aliases() -> None:
+    rows = table(guide("coming_from"), "argument of the constructor")
+    assert {name: cells[0].strip("`") for name, cells in rows.items()} == ALIASES
+
+
+def test_errors_equal_the_tree() -> None:
+    public = {name: value for name in aioengine.__all__ if inspect.isclass(value := getattr(aioengine, name))}
+    errors = {name: value for name, value in public.items() if issubclass(value, Exception)}
+    expected = {name: [base.__name__ for base in error.__bases__] for name, error in errors.items()}
+    assert {name: names_in(cells[0]) for name, cells in table(guide("errors"), "error").items()} == expected
+
+
+def test_models_equal_the_plug_ins() -> None:
+    assert sorted(table(guide("models"), "`model_type`")) == sorted(plugins.names("families"))
 
 
 def test_every_counter_and_every_state_is_explained() -> None:
     with fake_engine() as engine:
         counters = engine.stats()
-    explained = README.partition("## What can be watched\n")[2].partition("\n## ")[0]
-    assert {name for name in counters if f"`{name}`" not in explained} == set()
-    states = set(re.findall(r'"(\w+)"', Health.__doc__ or ""))
-    assert "recovering" in states
-    assert {state for state in states if f"`{state}`" not in explained} == set()
+    explained = {name for row in table(guide("watching"), "key") for name in names_in(row)}
+    assert explained == counters.keys()
+    assert set(table(guide("watching"), "state")) == set(re.findall(r'"(\w+)"', Health.__doc__ or ""))
 
 
 def test_the_files_of_the_story_exist() -> None:
-    steps = re.findall(r"^\| \d \| `([^`]+)` \|", README, flags=re.MULTILINE)
+    steps = table(text_of(PACKAGE / "README.md"), "step")
     assert len(steps) == 9
-    assert [step for step in steps if not (ROOT / "aioengine" / step).is_file()] == []
+    assert [cells[0] for cells in steps.values() if not (PACKAGE / links(cells[0])[0]).is_file()] == []
 
 
-def test_the_first_two_shell_lines_install_and_run_and_test() -> None:
-    blocks = re.findall(r"^```(?:sh|bash|shell)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines() if line.strip()]
-    assert re.fullmatch(r'pip install \. && aioengine generate "[^"]+"', lines[0])
-    assert lines[1] == "pip install '.[test]' && pytest"
+def test_every_folder_of_the_package_is_explained() -> None:
+    found = {file.parent.relative_to(PACKAGE).parts[0] for file in PACKAGE.rglob("*.py") if file.parent != PACKAGE}
+    rooms = {name for row in table(text_of(PACKAGE / "README.md"), "folder") for name in re.findall(r"\[(\w+)/\]", row)}
+    assert found <= rooms
+
+
+def test_what_is_wrong_in_a_page_is_found(tmp_path: Path) -> None:
+    assert headings("# A page\n## What's `new`?\n```\n# none\n```\n") == {"a-page", "whats-new"}
+    assert [block[:2] for block in blocks("```python\na\n```\n\n```text\nb\n```\n")] == [("python", "a\n")]
+    assert blocks("x\n\n```python\na\n```\n\n```text\nb\n```\n")[0][2:] == (3, "b\n")
+    assert table("\n| a | b |\n|---|---|\n| `x` | 1 |\n| y, z | 2 |\n\n| c |\n", "a") == {"x": ["1"], "y, z": ["2"]}
+    page = ROOT / "examples" / "guides" / "README.md"
+    assert broken_links(page) == []
+    assert links("[a](b.md#c) [d](https://x) ![e](f)\n```\n[g](h)\n```\n") == ["b.md#c", "f"]

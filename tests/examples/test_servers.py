@@ -22,8 +22,10 @@ import psutil
 import pytest
 from starlette.testclient import TestClient
 
+import aioengine
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.faults import Faults
+from tests.pages import GUIDES, table
 from tests.source import ROOT
 
 pytestmark = pytest.mark.process
@@ -291,6 +293,25 @@ async def test_a_request_that_fails_in_its_midst_ends_in_an_event_that_says_why(
     last = sent[-1].splitlines()
     assert last[0] == "event: error"
     assert "failed" in json.loads(last[1].removeprefix("data: "))["message"]
+
+
+def errors_with_a_status() -> dict[str, str]:
+    rows = table((GUIDES / "errors.md").read_text(encoding="utf-8"), "error")
+    return {name: cells[-1] for name, cells in rows.items() if cells[-1][:1].isdigit()}
+
+
+ARGUMENTS = {"EngineDeadError": ("scheduler",), "RequestError": ("forward", "x")}
+
+
+@pytest.mark.parametrize("name", errors_with_a_status())
+def test_an_error_has_the_status_that_the_guide_says(name: str) -> None:
+    error = getattr(aioengine, name)(*ARGUMENTS.get(name, ("x",)))
+    status, _, retries = errors_with_a_status()[name].partition(", ")
+    with_fastapi = module("fastapi_server.py").refusal(error)
+    with_aiohttp = module("aiohttp_server.py").refusal(error)
+    assert (with_fastapi.status_code, with_aiohttp.status) == (int(status), int(status))
+    for answer in (with_fastapi, with_aiohttp):
+        assert ("Retry-After" in (answer.headers or {})) is bool(retries)
 
 
 def test_the_server_of_the_readme() -> None:

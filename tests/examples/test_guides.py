@@ -1,0 +1,119 @@
+"""Every piece of code in README and in the guides runs, and prints what the page says.
+
+A block of Python that imports an engine is a program and runs in a process of its own. All others are pieces: they
+run one after the other, page by page, in a running loop with ``engine`` (an ``AsyncEngine``) and ``llm`` (an
+``Engine``), as the list of guides says. Of the shell's lines those run that call ``aioengine``.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import redirect_stdout
+from inspect import CO_COROUTINE
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from aioengine import AsyncEngine, Engine
+from tests.pages import GUIDES, README, Block, blocks, place
+from tests.source import ROOT
+
+pytestmark = pytest.mark.process
+
+PAGES = [README, *sorted(GUIDES.glob("*.md"))]
+NOT_RUN = ("pip install", "uvicorn server:app", "curl ", "python examples/")
+"""Beginnings of shell lines that install, serve without an end, ask a server, or train."""
+
+
+def is_program(block: Block) -> bool:
+    is_set_up = "engine = AsyncEngine()\nawait" in block.code  # for the prompt of python -m asyncio
+    return bool(re.search(r"^from aioengine import .*\b(Async)?Engine\b", block.code, re.MULTILINE)) and not is_set_up
+
+
+def is_served(block: Block) -> bool:
+    """README's server; tests/examples/test_servers.py runs it."""
+    return "FastAPI(" in block.code
+
+
+def found(language: str, *, programs: bool = False) -> Iterator[tuple[Path, Block]]:
+    for page in PAGES:
+        for block in blocks(page.read_text(encoding="utf-8")):
+            if block.language == language and is_program(block) is programs and not is_served(block):
+                yield page, block
+
+
+def run(command: list[str], given: str | None = None) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        command, input=given, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=55, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def one_for_each(programs: Iterator[tuple[Path, Block]]) -> list[Any]:
+    return [pytest.param(block, id=f"{place(page)}:{block.line}") for page, block in programs]
+
+
+@pytest.mark.parametrize("block", one_for_each(found("python", programs=True)))
+def test_a_program_runs(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "first.py"
+    file.write_text(block.code, encoding="utf-8")
+    printed = run([sys.executable, "-W", "error", str(file)])
+    assert printed == (block.output or printed)
+    assert printed
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[AsyncEngine]:
+    async with AsyncEngine() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Engine]:
+    with Engine() as running:
+        yield running
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("page", sorted({page for page, _ in found("python")}), ids=place)
+async def test_the_pieces_of_a_page_run(page: Path, engine: AsyncEngine, llm: Engine) -> None:
+    names: dict[str, Any] = {"engine": engine, "llm": llm, "asyncio": asyncio}
+    for _, block in (one for one in found("python") if one[0] == page):
+        printed = await run_piece(block, names, place(page))
+        assert printed == (block.output or printed), f"{place(page)}:{block.line}"
+
+
+async def run_piece(block: Block, names: dict[str, Any], name: str) -> str:
+    """What the block prints."""
+    padded = "\n" * block.line + block.code  # so that a traceback has the line of the page
+    code = compile(padded, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    with redirect_stdout(StringIO()) as printed:
+        result = eval(code, names)
+        if code.co_flags & CO_COROUTINE:
+            await result
+    return printed.getvalue()
+
+
+def shell_lines() -> list[str]:
+    return [line for _, block in found("bash") for line in block.code.splitlines()]
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(line for line in shell_lines() if not line.startswith(NOT_RUN)))
+def test_a_shell_line_runs(line: str) -> None:
+    first, _, second = line.rpartition(" | ")
+    given = run(shlex.split(first)) if first else ""
+    command = shlex.split(second)
+    assert command[0] == "aioengine", "is it one that can be run? Else it belongs into NOT_RUN"
+    assert run([sys.executable, "-m", "aioengine", *command[1:]], given).strip()

@@ -1,0 +1,75 @@
+"""The pages of the documentation: their blocks of code, links, headings and tables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.source import ROOT
+
+README = ROOT / "README.md"
+GUIDES = ROOT / "examples" / "guides"
+
+
+class Block(NamedTuple):
+    """A block of code. ``output``: the block of text that follows it at once, which is what it prints."""
+
+    language: str
+    code: str
+    line: int
+    output: str | None
+
+
+def pages() -> list[Path]:
+    """Every page of the project."""
+    folders = [ROOT / name for name in ("aioengine", "benchmarks", "examples")]
+    return [README, *sorted(file for folder in folders for file in folder.rglob("*.md"))]
+
+
+def place(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(text: str) -> list[Block]:
+    found: list[Block] = []
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", text, re.MULTILINE | re.DOTALL):
+        language, code, output = match.groups()
+        found.append(Block(language, code, text.count("\n", 0, match.start()) + 1, output))
+    return found
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    plain = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def links(text: str) -> list[str]:
+    """Targets of links, other sites' left out."""
+    plain = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", plain) if not target.startswith("http")]
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of a page that lead to no file, or to no heading of it."""
+    found: list[str] = []
+    for target in links(page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in headings(file.read_text(encoding="utf-8"))):
+            found.append(f"{place(page)}: {target}")
+    return found
+
+
+def table(text: str, first_column: str) -> dict[str, list[str]]:
+    """The rows of the table whose first column has this title: the first cell, without its backquotes -> the others."""
+    _, _, rest = text.partition(f"\n| {first_column} |")
+    rows: dict[str, list[str]] = {}
+    for line in rest.splitlines()[2:]:
+        if not line.startswith("| "):
+            break
+        first, *others = (cell.strip() for cell in line.strip("|").split(" | "))
+        rows[first.strip("`")] = others
+    return rows
