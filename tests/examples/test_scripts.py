@@ -25,12 +25,10 @@ SCRIPTS = {
     "05_batch.py": r'\{"prompt": "The capital of Norway is", "text": " Oslo.*"\}',
 }
 SERVERS = {"fastapi_server.py", "aiohttp_server.py"}
-OTHERS = {"train_demo_model.py"}
-"""Needs minutes; what it is made of has tests of its own."""
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    assert {file.name for file in EXAMPLES.glob("*.py")} == {*SCRIPTS, *SERVERS, *OTHERS}
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {*SCRIPTS, *SERVERS}
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *SERVERS])

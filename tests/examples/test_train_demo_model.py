@@ -6,26 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aioengine.model_folder import DEMO_MODEL
+from examples.train_demo_model import corpus
+from tests.source import ROOT
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_DOCUMENTS = 400
-
-
-@pytest.fixture
-def corpus(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return import_module("demo_model.corpus")
 
 
 @pytest.mark.slow
@@ -33,9 +23,10 @@ def test_two_steps_write_a_folder_that_transformers_reads(tmp_path: Path) -> Non
     sizes = ["--documents", str(NUM_DOCUMENTS), "--batch-tokens", "512", "--vocabulary", "512"]
     run = subprocess.run(
         [
-            *(sys.executable, str(EXAMPLES / "train_demo_model.py"), "--out", str(tmp_path)),
+            *(sys.executable, "-m", "examples.train_demo_model", "--out", str(tmp_path)),
             *("--steps", "2", "--device", "cpu", "--no-examination", *sizes),
         ],
+        cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -52,14 +43,14 @@ def test_two_steps_write_a_folder_that_transformers_reads(tmp_path: Path) -> Non
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(DEMO_MODEL).chat_template
 
 
-def test_the_corpus_follows_from_its_seed(corpus: ModuleType) -> None:
+def test_the_corpus_follows_from_its_seed() -> None:
     documents = corpus.write_corpus(NUM_DOCUMENTS, 3)
     assert documents == corpus.write_corpus(NUM_DOCUMENTS, 3)
     assert documents != corpus.write_corpus(NUM_DOCUMENTS, 4)
     assert all(document[-1].text == "<|endoftext|>" and document[-1].learned for document in documents)
 
 
-def test_chats_of_the_corpus_look_as_the_chat_template_writes_them(corpus: ModuleType) -> None:
+def test_chats_of_the_corpus_look_as_the_chat_template_writes_them() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     texts = ["".join(segment.text for segment in document) for document in corpus.write_corpus(NUM_DOCUMENTS, 5)]
     chats = [text for text in texts if text.startswith("<|im_start|>")]
@@ -70,7 +61,7 @@ def test_chats_of_the_corpus_look_as_the_chat_template_writes_them(corpus: Modul
         assert f"{tokenizer.apply_chat_template(messages, tokenize=False).rstrip()}<|endoftext|>" == text
 
 
-def test_requested_json_is_json(corpus: ModuleType) -> None:
+def test_requested_json_is_json() -> None:
     documents = corpus.write_corpus(NUM_DOCUMENTS, 6)
     learned = ["".join(segment.text for segment in document[1:-1]) for document in documents]
     objects = [text.removesuffix("<|im_end|>").strip() for text in learned if text.strip().startswith("{")]

@@ -1,0 +1,1 @@
+"""How the demo model of the package was made: what it is taught, and how."""
