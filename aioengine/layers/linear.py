@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.layers.placement import Target
+from aioengine.layers.placement import Slice, Target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,12 +13,17 @@ if TYPE_CHECKING:
 
     from aioengine.kernels.linear import Product
     from aioengine.layers.placement import Placement
+    from aioengine.quantization._base import Axis
 
 
 class Linear:
     """[T, D] -> [T, O], where O is made of ``parts``: name in the checkpoint -> output size, in order.
 
-    ``is_gated``: the first half of O are gates; the result is silu(gates) * others, [T, O / 2].
+    Args:
+        is_gated: the first half of O are gates; the result is silu(gates) * others, [T, O / 2].
+        divided: the axis along which each part is divided among the ranks of the placement; None: every rank has all.
+            Each rank has its share of the outputs, or, where the inputs are divided, a result of which the sum over
+            the ranks is that of the whole layer.
     """
 
     def __init__(
@@ -29,13 +34,19 @@ class Linear:
         *,
         bias: bool = False,
         is_gated: bool = False,
+        divided: Axis | None = None,
     ) -> None:
-        self._sizes = dict(parts)
+        self._shard = placement.shard
+        self._divided: Axis | None = divided
+        num_ranks = placement.shard.size
+        sizes = {part: size // num_ranks if divided == "outputs" else size for part, size in parts.items()}
+        in_features = in_features // num_ranks if divided == "inputs" else in_features
+        self._sizes = sizes
         self._format = placement.linear_format
         self._is_gated = is_gated
         self._batch_invariant = placement.batch_invariant
         self._tensors = self._format.empty(
-            in_features, list(parts.values()), has_bias=bias, dtype=placement.dtype, device=placement.device
+            in_features, list(sizes.values()), has_bias=bias, dtype=placement.dtype, device=placement.device
         )
         self._is_open = True
         self._product: Product | None = None
@@ -45,15 +56,25 @@ class Linear:
         assert self._is_open, "the layer is not open for loading"
         sizes = list(self._sizes.values())
         return {
-            f"{prefix}{part}.{name}": Target(piece)
+            f"{prefix}{part}.{name}": Target(piece, self._source(name, piece))
             for name, tensor in self._tensors.items()
             for part, piece in zip(self._sizes, self._format.split(name, tensor, sizes), strict=True)
         }
+
+    def _source(self, name: str, piece: Tensor) -> Slice | None:
+        """The slice of the checkpoint tensor that this rank has of a part; None: the whole tensor."""
+        dim = None if self._divided is None else self._format.dim_of(name, self._divided)
+        if dim is None or self._shard.size == 1:
+            return None
+        num_entries = piece.shape[dim]
+        return Slice(dim, self._shard.rank * num_entries, self._shard.size * num_entries)
 
     def finish_loading(self) -> None:
         """Prepare the product. Tensors that it does not read are freed."""
         assert self._is_open, "the layer is not open for loading"
         self._is_open = False
+        if self._divided == "inputs" and self._shard.rank and "bias" in self._tensors:
+            self._tensors["bias"].zero_()  # in the sum over the ranks it counts once
         if self._product is None:
             self._product, self._tensors = self._format.prepare(
                 self._tensors, is_gated=self._is_gated, batch_invariant=self._batch_invariant

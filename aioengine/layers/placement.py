@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from aioengine.quantization._base import LinearFormat
 
 
+class Shard(NamedTuple):
+    """Which of ``size`` ranks has this model, where its linear layers are divided among them."""
+
+    rank: int = 0
+    size: int = 1
+
+
+WHOLE = Shard()
+"""Of a model on one rank."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """``linear_format``: how linear layers store and multiply their weights."""
@@ -21,6 +32,7 @@ class Placement:
     device: torch.device
     linear_format: LinearFormat
     batch_invariant: bool = False
+    shard: Shard = WHOLE
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

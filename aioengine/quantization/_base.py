@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, "Tensor"]
 """The tensors of a linear layer, by the last part of their names in the checkpoint, such as "weight" and "bias"."""
+
+
+Axis = Literal["inputs", "outputs"]
+"""Along which a layer is divided among ranks."""
 
 
 class Prepared(NamedTuple):
@@ -38,6 +42,10 @@ class LinearFormat(Protocol):
 
     def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         """One view of ``tensor``, which has this name, for each part: what the checkpoint has of it."""
+        ...
+
+    def dim_of(self, name: str, axis: Axis) -> int | None:
+        """The dimension of the tensor of this name that runs over the layer's inputs or outputs; None: none does."""
         ...
 
     def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:

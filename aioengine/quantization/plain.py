@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from aioengine.quantization._base import Axis
+
 
 class PlainFormat:
     """Implements ``LinearFormat``. On a CPU the weight is packed for oneDNN, and the plain one is not kept."""
@@ -29,6 +31,11 @@ class PlainFormat:
 
     def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return tensor.split(list(sizes))
+
+    def dim_of(self, name: str, axis: Axis) -> int | None:
+        if axis == "outputs":
+            return 0
+        return 1 if name == "weight" else None
 
     def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
         bias = tensors.get("bias")

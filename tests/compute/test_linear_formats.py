@@ -16,9 +16,9 @@ from aioengine import models
 from aioengine.kernels.linear import Product
 from aioengine.kernels.silu_and_mul import silu_and_mul
 from aioengine.layers.linear import Linear
-from aioengine.layers.placement import Placement
+from aioengine.layers.placement import Placement, Shard
 from aioengine.models._base import Model, ModelOptions
-from aioengine.quantization._base import LinearFormat, Prepared, Tensors
+from aioengine.quantization._base import Axis, LinearFormat, Prepared, Tensors
 from aioengine.quantization.plain import PLAIN
 from aioengine.runner import weights
 from tests.compute.runner_world import save_model
@@ -44,6 +44,9 @@ class Int8Format:
     def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return tensor.split(list(sizes))
 
+    def dim_of(self, name: str, axis: Axis) -> int | None:
+        return PLAIN.dim_of(name, axis)
+
     def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
         def product(x: Tensor) -> Tensor:
             weight = tensors["weight"].to(x.dtype) * tensors["weight_scale"].to(x.dtype).unsqueeze(1)
@@ -66,6 +69,10 @@ class TransposedFormat:
 
     def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return tensor.split(list(sizes), dim=-1)
+
+    def dim_of(self, name: str, axis: Axis) -> int | None:
+        dim = PLAIN.dim_of(name, axis)
+        return 1 - dim if name == "weight" and dim is not None else dim
 
     def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
         doubled, bias = tensors["weight"] * 2, tensors.get("bias")
@@ -182,3 +189,31 @@ def test_a_product_of_the_very_tensors_stays_when_a_layer_is_opened() -> None:
     layer.finish_loading()
     assert layer._product is product
     assert layer._tensors["weight"] is weight
+
+
+@pytest.mark.parametrize("linear_format", [PLAIN, TransposedFormat()])
+@pytest.mark.parametrize("axis", ["inputs", "outputs"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_ranks_of_a_divided_layer_have_all_of_it(linear_format: LinearFormat, axis: Axis, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    parts = {"q": 12, "k": 6}
+    whole: dict[str, Tensor] = {}
+    x = torch.randn(5, 8)
+    results: list[Tensor] = []
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
+        placement = Placement(dtype=torch.float32, device=CPU, linear_format=linear_format, shard=shard)
+        layer = Linear(8, parts, placement, bias=has_bias, divided=axis)
+        for name, target in layer.weights("").items():
+            tensor = whole.setdefault(name, torch.randn(target.shape))
+            assert tensor.shape == target.shape
+            target.tensor.copy_(tensor[target.index])
+        layer.finish_loading()
+        inputs = x.chunk(shard.size, -1)[shard.rank] if axis == "inputs" else x
+        results.append(layer(inputs))
+    expected, first, second = results
+    if axis == "inputs":
+        found = first + second
+    else:
+        pairs = zip(first.split([6, 3], -1), second.split([6, 3], -1), strict=True)
+        found = torch.cat([part for pair in pairs for part in pair], -1)
+    torch.testing.assert_close(found, expected)
