@@ -125,11 +125,14 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):
-    """The KV pool. ``num_pages`` None: as many as fit, found out by the runner from ``mem_fraction_static``."""
+    """The KV pool. ``num_pages`` None: as many as fit, found out by the runner from ``mem_fraction_static``.
+    ``kv_dtype``: of keys and values; None: that of the model.
+    """
 
     page_size: int
     num_pages: int | None
     mem_fraction_static: float
+    kv_dtype: str | None = None
 
 
 class SchedulerSettings(Struct, frozen=True, kw_only=True):

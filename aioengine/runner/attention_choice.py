@@ -43,9 +43,10 @@ def choose_attention(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    kv_dtype: torch.dtype,
     report: Callable[[Progress], None],
 ) -> AttentionChoice:
-    """The backend that works here.
+    """The backend that works here for queries of ``dtype`` and keys and values of ``kv_dtype``.
 
     Raises:
         ValueError: there is none of this name, or it does not work and there is none to fall back on.
@@ -56,8 +57,14 @@ def choose_attention(
     if name not in known:
         message = f"attention_backend {name!r} is not known; what works: {', '.join(known)}"
         raise ValueError(message)
-    if name == "fused" and not fused.serves(shape.head_size, dtype, device):
+    if name == "fused" and (kv_dtype != dtype or not fused.serves(shape.head_size, dtype, device)):
         return AttentionChoice("torch")
+    if kv_dtype != dtype and name != "torch":
+        message = (
+            f"attention_backend {name!r} needs keys and values of the type of the queries, {dtype}, not {kv_dtype}; "
+            "'torch' works"
+        )
+        raise ValueError(message)
     if name != "flashinfer":
         return AttentionChoice(name)
     try:

@@ -32,6 +32,7 @@ def load_model(
     dtype: torch.dtype,
     memory: DeviceMemory,
     *,
+    kv_dtype: torch.dtype,
     vocab_size: int,
     report: Callable[[Progress], None],
     times: StartTimes,
@@ -52,7 +53,8 @@ def load_model(
         if memory.device.type == "cuda" and is_installed():
             _ask_for_sampling(model, vocab_size, memory.device)
         times.end("device")
-        choice = choose_attention(settings.runner, model.attention_shape, dtype, memory.device, report=report)
+        shape, device = model.attention_shape, memory.device
+        choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
         times.end("attention")
         weights_bytes = weights.load(
             model,

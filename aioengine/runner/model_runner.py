@@ -335,21 +335,22 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     times = StartTimes()
     torch.set_num_threads(settings.runner.num_threads)
     dtype = _dtype(settings.model.dtype, device)
+    kv_dtype = _dtype(settings.memory.kv_dtype or settings.model.dtype, device)
     memory = DeviceMemory(device)
     page_size = settings.memory.page_size
     vocab_size = sampled_vocab_size(settings)
     model, choice, weights_bytes = load_model(
-        settings, dtype, memory, vocab_size=vocab_size, report=report, times=times
+        settings, dtype, memory, kv_dtype=kv_dtype, vocab_size=vocab_size, report=report, times=times
     )
     shape = model.attention_shape
     limits = settings.scheduler
     num_captured = longest_graph(settings, weights_bytes, dtype)
     largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured)
     room = memory.room(model, largest, fraction=settings.memory.mem_fraction_static)
-    num_pages = fit_pages(_demand(settings, shape, dtype), room)
+    num_pages = fit_pages(_demand(settings, shape, kv_dtype), room)
     times.end("largest_step")
     with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
-        kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
+        kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=kv_dtype, device=device)
         attention = choice.build(shape, kv_pool.tensor)
     times.end("kv_pool")
     parts = DeviceParts(
@@ -409,11 +410,11 @@ def _versions() -> Facts:
     return found
 
 
-def _demand(settings: Settings, shape: AttentionShape, dtype: torch.dtype) -> Demand:
+def _demand(settings: Settings, shape: AttentionShape, kv_dtype: torch.dtype) -> Demand:
     return Demand(
         num_pages=settings.memory.num_pages,
         page_size=settings.memory.page_size,
-        bytes_per_token=kv_bytes_per_token(shape, dtype),
+        bytes_per_token=kv_bytes_per_token(shape, kv_dtype),
         context_length=settings.model.context_length,
         max_tokens=settings.model.context_length * settings.scheduler.max_running,
     )

@@ -24,7 +24,12 @@ KERNELS = "aioengine.attention._flashinfer_ready"
 
 
 def choose(settings: RunnerSettings) -> AttentionChoice:
-    return choose_attention(settings, SHAPE, torch.bfloat16, torch.device("cpu"), report=lambda _: None)
+    return choose_typed(settings, kv_dtype=torch.bfloat16)
+
+
+def choose_typed(settings: RunnerSettings, *, kv_dtype: torch.dtype) -> AttentionChoice:
+    device = torch.device("cpu")
+    return choose_attention(settings, SHAPE, torch.bfloat16, device, kv_dtype=kv_dtype, report=lambda _: None)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[float]:
@@ -111,6 +116,17 @@ def test_fused_attention_on_a_cpu_where_it_serves(monkeypatch: pytest.MonkeyPatc
     assert choose(fused) == AttentionChoice("fused")
     monkeypatch.setattr("aioengine.attention.fused.serves", lambda *_: False)
     assert choose(fused) == AttentionChoice("torch")
+
+
+def test_keys_and_values_of_another_type_than_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.attention.fused.serves", lambda *_: True)
+    for name in ("fused", "torch"):
+        settings = msgspec.structs.replace(EXPLICIT, attention_backend=name)
+        assert choose_typed(settings, kv_dtype=torch.float32) == AttentionChoice("torch")
+    for name in ("flashinfer", "triton"):
+        settings = msgspec.structs.replace(AUTOMATIC, attention_backend=name)
+        with pytest.raises(ValueError, match=f"{name}.* needs keys and values of the type of the queries"):
+            choose_typed(settings, kv_dtype=torch.float32)
 
 
 def test_the_positions_that_a_backend_takes_together_are_those_that_page_sizes_are_checked_with() -> None:
