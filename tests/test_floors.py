@@ -74,7 +74,7 @@ CIRCLES = {
     "aioengine.frontend.feeder",
     "aioengine.runner.model_runner",
     "aioengine.runner.preparation",
-    "aioengine.runner.prompt_graphs",
+    "aioengine.runner.graphs.prompt_graphs",
     "aioengine.runner.rehearsal",
 }
 """Modules that import each other for types or inside functions: no one is read without the others. May only shrink."""
@@ -214,8 +214,8 @@ def test_a_circle_is_found(with_typing: bool, found: set[str]) -> None:
         ("scheduler/core.py", "def f():\n    import time", "time"),
         ("transport/zmq.py", "import torch", "torch"),
         ("transport/zmq.py", "from aioengine.tokenizer import Tokenizer", "floor 2t"),
-        ("runner/sampler.py", "import zmq", "zmq"),
-        ("runner/sampler.py", "from aioengine.scheduler.request import Request", "Plan, Row"),
+        ("runner/sampling/sampler.py", "import zmq", "zmq"),
+        ("runner/sampling/sampler.py", "from aioengine.scheduler.request import Request", "Plan, Row"),
         ("models/llama.py", "from aioengine.runner.rows import Rows", "above"),
         ("engine.py", "import torch", "torch"),
         ("engine.py", "from aioengine.runner.rows import Rows", "floor 2"),
@@ -235,7 +235,7 @@ def test_a_wrong_import_is_found(place: str, text: str, word: str) -> None:
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        ("runner/sampler.py", "from aioengine.scheduler.plan import Plan\nimport torch"),
+        ("runner/sampling/sampler.py", "from aioengine.scheduler.plan import Plan\nimport torch"),
         ("processes/scheduler_process.py", "import torch, zmq, asyncio\nfrom aioengine.runner.rows import Rows"),
         ("engine.py", "import asyncio\nfrom aioengine import args\nfrom aioengine.supervision.supervisor import x"),
         ("resolve.py", "from aioengine.config import Settings"),

@@ -69,7 +69,7 @@ def load_model(
 
 def _ask_for_sampling(model: Model, vocab_size: int, device: torch.device) -> None:
     """These kernels take the longest to compile; meanwhile FlashInfer is imported and the weights are read."""
-    module = importlib.import_module("aioengine.runner.device_sampler")
+    module = importlib.import_module("aioengine.runner.sampling.device_sampler")
     width = model.vocab_size
     module.ask_for_kernels(vocab_size=min(vocab_size, width), num_embeddings=width, dtype=model.dtype, device=device)
 

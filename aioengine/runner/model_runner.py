@@ -24,7 +24,7 @@ from aioengine.runner.preparation import longest_graph, prepare_device
 from aioengine.runner.ranges import part
 from aioengine.runner.readback import Readback
 from aioengine.runner.rows import RowTable
-from aioengine.runner.sampler import FAILED, Sampler
+from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.start_times import StartTimes
 from aioengine.runner.vocabulary import sampled_vocab_size
 from aioengine.scheduler.plan import TOKENS, StepResult, UnknownOrderError
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from aioengine.config import Settings
     from aioengine.models._base import Model, ModelInputs
     from aioengine.protocol.messages import Control, Progress, Reply
-    from aioengine.runner.graphs import DecodeGraphs
+    from aioengine.runner.graphs.decode_graphs import DecodeGraphs
+    from aioengine.runner.graphs.prompt_graphs import PromptGraphs
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.logits import LogitsProcessor
-    from aioengine.runner.prompt_graphs import PromptGraphs
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.scheduler.plan import Plan, Row
 
@@ -128,7 +128,7 @@ class ModelRunner:
 
         ``report`` hears how many are captured, and of how many.
         """
-        module = importlib.import_module("aioengine.runner.graphs")
+        module = importlib.import_module("aioengine.runner.graphs.decode_graphs")
         graphs: DecodeGraphs = module.DecodeGraphs(
             self._model,
             self._attention,
@@ -310,7 +310,7 @@ def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProces
     if find_spec("triton") is None:
         message = "the package triton is not installed, which device='cuda' needs: torch's own wheels for CUDA bring it"
         raise ValueError(message)
-    module = importlib.import_module("aioengine.runner.device_sampler")
+    module = importlib.import_module("aioengine.runner.sampling.device_sampler")
     sampler: _Samples = module.DeviceSampler(
         vocab_size=vocab_size, num_embeddings=num_embeddings, table=table, processors=processors
     )

@@ -15,7 +15,7 @@ import torch
 
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
-from aioengine.runner.truncation import TOP_K_OFF
+from aioengine.runner.sampling.truncation import TOP_K_OFF
 from aioengine.runner.upload import upload_to
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class RequestRow:
     """An open request.
 
     history: on the CPU its tokens, [more than there are] int64, where penalties read them. token_ids: on a GPU, where
-    ``runner.token_counts`` counts them, those that it was opened with; else empty.
+    ``runner.sampling.token_counts`` counts them, those that it was opened with; else empty.
     """
 
     uid: int

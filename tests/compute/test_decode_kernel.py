@@ -17,12 +17,12 @@ from aioengine.attention._gpu_splits import num_places, share_out
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels.triton import decode
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.graphs import DecodeGraphs
+from aioengine.runner.graphs.decode_graphs import DecodeGraphs
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import RowTable
-from aioengine.runner.sharing import SharedPrefixes
+from aioengine.runner.graphs.sharing import SharedPrefixes
 from aioengine.scheduler.plan import TOKENS, OpenedRow, Row
-from tests.compute.test_sharing import part_of
+from tests.compute.graphs.test_sharing import part_of
 
 # no form is compiled here, and there is no device to be asked
 decode.has_dependent_launch = lambda: False

@@ -20,7 +20,7 @@ from tests.compute.stepping import make_batch
 from tests.gpu.test_model_runner import on_device
 
 if TYPE_CHECKING:
-    from aioengine.runner.graphs import DecodeGraphs, DecodeStep
+    from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.rows import SampledRows
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from aioengine.kernels import add_rms_norm, gated_linear, linear, rms_norm, rotate_and_write, rotate_heads, silu_and_mul
-from aioengine.runner.philox import uniforms
-from aioengine.runner.truncation import draw, kept
+from aioengine.runner.sampling.philox import uniforms
+from aioengine.runner.sampling.truncation import draw, kept
 
 SIZES = [(1, 1024), (3, 4096), (257, 896)]
 

@@ -18,8 +18,8 @@ from aioengine.attention._base import ForwardBatch, kv_pool_shape
 from aioengine.models._base import ModelInputs, ModelOptions
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights
+from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.inputs import model_inputs
-from aioengine.runner.piece_graphs import PieceGraphs
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import make_batch, make_inputs
 
@@ -132,7 +132,7 @@ def test_rows_that_need_more_than_a_temperature(model: tuple[Path, torch.nn.Modu
 def test_graphs_of_prompts(model: tuple[Path, torch.nn.Module], rows: list[tuple[int, int]]) -> None:
     """A step padded to a graph gives the hidden states, keys and values of the same step without one."""
     from aioengine.attention.flashinfer import FlashInferAttention
-    from aioengine.runner.prefill_graphs import PrefillGraphs
+    from aioengine.runner.graphs.prefill_graphs import PrefillGraphs
 
     device = torch.device("cuda")
     config = json.loads((model[0] / "config.json").read_bytes())

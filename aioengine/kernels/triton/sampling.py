@@ -1,8 +1,8 @@
 """From logits to token ids on a GPU, without a word to the host.
 
 A row's token is a function of its logits, seed and position alone: every sum is taken in an order that the width
-decides. The rules and the number that draws are those of ``runner.truncation`` and ``runner.philox``; the mass is
-cumulated by blocks of ``BLOCK`` tokens and inside the block that is hit.
+decides. The rules and the number that draws are those of ``truncation`` and ``philox`` in ``runner.sampling``; the mass
+is cumulated by blocks of ``BLOCK`` tokens and inside the block that is hit.
 
 S rows, V vocabulary, B blocks.
 """

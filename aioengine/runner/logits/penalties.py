@@ -1,6 +1,6 @@
 """Frequency and presence penalties over the output, then the repetition penalty over prompt and output: on the CPU.
 
-On a GPU ``runner.token_counts`` does this.
+On a GPU ``runner.sampling.token_counts`` does this.
 
 The tokens of all rows are handled as one flat list of (row, id) pairs, of the length of the histories and not of the
 vocabulary. A pair that occurs several times is given the same new value each time, which does no harm.

@@ -24,12 +24,12 @@ import torch
 from aioengine.attention._base import CascadeAttention, DecodeBuffers, FixedCascade
 from aioengine.kernels.triton.launcher import only_compiled
 from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernels
-from aioengine.runner.device_sampler import draw_words, is_simple
+from aioengine.runner.graphs.ladder import cascade_ladder, ladder
+from aioengine.runner.graphs.sharing import SharedPrefixes
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
-from aioengine.runner.ladder import cascade_ladder, ladder
 from aioengine.runner.ranges import part
-from aioengine.runner.sharing import SharedPrefixes
+from aioengine.runner.sampling.device_sampler import draw_words, is_simple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import CapturableAttention, FixedDecode
     from aioengine.models._base import Model
+    from aioengine.runner.graphs.sharing import Sharing
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.rows import RowTable, SampledRows
-    from aioengine.runner.sharing import Sharing
 
     Ints = npt.NDArray[np.int32]
 

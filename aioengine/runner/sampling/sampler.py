@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from aioengine.runner.logits import LogitsRow
-from aioengine.runner.philox import UniformTable
-from aioengine.runner.truncation import BLOCK, Truncation, draw, draw_truncated
+from aioengine.runner.sampling.philox import UniformTable
+from aioengine.runner.sampling.truncation import BLOCK, Truncation, draw, draw_truncated
 from aioengine.runner.upload import upload_to
 
 if TYPE_CHECKING:

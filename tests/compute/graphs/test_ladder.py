@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from aioengine.runner.ladder import cascade_ladder, ladder, longest_prefill_graph, piece_ladder, prefill_ladder
+from aioengine.runner.graphs.ladder import cascade_ladder, ladder, longest_prefill_graph, piece_ladder, prefill_ladder
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 16, 100, 256, 300, 1024])

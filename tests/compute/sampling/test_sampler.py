@@ -9,7 +9,7 @@ import torch
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.rows import RowTable, SampledRows
-from aioengine.runner.sampler import FAILED, Sampler, greedy
+from aioengine.runner.sampling.sampler import FAILED, Sampler, greedy
 from aioengine.scheduler.plan import OpenedRow
 
 

@@ -20,8 +20,8 @@ import torch
 
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.rotate_heads import as_parts
-from aioengine.runner.ladder import piece_ladder
-from aioengine.runner.padded_inputs import PaddedInputs
+from aioengine.runner.graphs.ladder import piece_ladder
+from aioengine.runner.graphs.padded_inputs import PaddedInputs
 from aioengine.runner.ranges import part
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from aioengine.runner import logits as logits_processors
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.penalties import Penalties
 from aioengine.runner.rows import RowTable
-from aioengine.runner.token_counts import TokenCounts
+from aioengine.runner.sampling.token_counts import TokenCounts
 from aioengine.scheduler.plan import OpenedRow
 
 WIDTH = 3000

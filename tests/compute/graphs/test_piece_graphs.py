@@ -20,10 +20,11 @@ from aioengine.attention.torch import TorchAttention
 from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 from aioengine.models._decoder import Decoder
 from aioengine.protocol.messages import Progress
-from aioengine.runner import prompt_graphs, weights
+from aioengine.runner import weights
+from aioengine.runner.graphs import prompt_graphs
+from aioengine.runner.graphs.padded_inputs import PaddedInputs
+from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.kv_pool import PADDING_PAGE
-from aioengine.runner.padded_inputs import PaddedInputs
-from aioengine.runner.piece_graphs import PieceGraphs
 from tests.compute.runner_world import save_model
 from tests.compute.stepping import make_batch, make_inputs
 

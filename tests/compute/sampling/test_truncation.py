@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.runner.truncation import TOP_K_OFF, Truncation, draw, draw_truncated, kept
+from aioengine.runner.sampling.truncation import TOP_K_OFF, Truncation, draw, draw_truncated, kept
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ def test_fast_path_is_taken_for_ordinary_rows(monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: object, **__: object) -> None:
         pytest.fail("the exact path was taken")
 
-    monkeypatch.setattr("aioengine.runner.truncation.kept", fail)
+    monkeypatch.setattr("aioengine.runner.sampling.truncation.kept", fail)
     p = rows_of_probabilities(10_240)["peaked"][None]
     rules = Truncation(np.array([40]), np.array([0.9]), np.array([0.0]))
     draw_truncated(p, np.array([0.5]), rules)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.runner.ladder import MAX_PROMPT_ROWS, prefill_ladder
-from aioengine.runner.padded_inputs import PaddedInputs
+from aioengine.runner.graphs.ladder import MAX_PROMPT_ROWS, prefill_ladder
+from aioengine.runner.graphs.padded_inputs import PaddedInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

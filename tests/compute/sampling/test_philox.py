@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aioengine.runner.philox import UniformTable, philox, uniforms
+from aioengine.runner.sampling.philox import UniformTable, philox, uniforms
 
 # Random123, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, block.
 KNOWN_ANSWERS = [

@@ -1,6 +1,6 @@
 """Sampling on a GPU: the host prepares how each row is drawn, and never waits for what was drawn.
 
-The same rules and the same random numbers as ``runner.sampler``; probabilities are summed up in another order, so a
+The same rules and the same random numbers as ``sampler``; probabilities are summed up in another order, so a
 draw that falls on the border between two tokens may give the other one. A row's token depends on its logits, seed and
 position alone.
 """
@@ -17,7 +17,7 @@ from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernel
 from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.penalties import Penalties
-from aioengine.runner.token_counts import TokenCounts
+from aioengine.runner.sampling.token_counts import TokenCounts
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -8,9 +8,9 @@ import torch
 
 from aioengine.attention._base import CapturablePrefill, PiecewiseAttention
 from aioengine.protocol.messages import Progress
-from aioengine.runner.ladder import MAX_PROMPT_ROWS
-from aioengine.runner.piece_graphs import PieceGraphs
-from aioengine.runner.prefill_graphs import PrefillGraphs
+from aioengine.runner.graphs.ladder import MAX_PROMPT_ROWS
+from aioengine.runner.graphs.piece_graphs import PieceGraphs
+from aioengine.runner.graphs.prefill_graphs import PrefillGraphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,9 +11,9 @@ import torch
 from aioengine.attention._base import AttentionShape, Sharable, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.protocol.messages import Sampling
+from aioengine.runner.graphs.sharing import Group, SharedPrefixes, find_groups
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import RowTable
-from aioengine.runner.sharing import Group, SharedPrefixes, find_groups
 from aioengine.scheduler.plan import TOKENS, OpenedRow, Row
 from tests.compute.stepping import make_batch
 

@@ -1,0 +1,1 @@
+"""CUDA graphs: of decode steps, and of steps with prompts."""

@@ -1,0 +1,1 @@
+"""From logits to token ids, on the CPU and on a GPU."""
