@@ -10,7 +10,7 @@ from aioengine.attention._base import CapturableAttention
 from aioengine.protocol.messages import Progress
 from aioengine.runner.device_memory import NoAttention
 from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_prefill_graph
-from aioengine.runner.prompt_graphs import capture_prompt_graphs
+from aioengine.runner.graphs.prompt_graphs import capture_prompt_graphs
 from aioengine.runner.rehearsal import Limits, rehearse
 
 if TYPE_CHECKING:
