@@ -11,9 +11,9 @@
 
 | step | file : function | what moves |
 |---|---|---|
-| 1 | ``engine.AsyncEngine.async_generate``, ``asks`` | arguments -> a checked ``Ask`` |
+| 1 | ``engine.AsyncEngine.async_generate``, ``frontend.requests`` | arguments -> a checked ``CallRequest`` |
 | 2 | ``frontend.Frontend.open``, ``calls`` | the call is registered; a ``stream.Generation`` reads it |
-| 3 | ``feeder.Feeder``, ``encoder``, ``tokenizer`` | text -> token ids -> ``protocol.messages.Submit`` |
+| 3 | ``submitter.Submitter``, ``encoder``, ``tokenizer`` | text -> token ids -> ``protocol.messages.Submit`` |
 | 4 | ``processes.scheduler_process``, ``scheduler.core.SchedulerCore.step`` | ``Submit`` -> a request that waits |
 | 5 | ``scheduler.scheduler``, ``memory.prefix_cache`` | a ``Plan`` (rows), pages |
 | 6 | ``runner.model_runner`` | ``Plan`` -> tensors -> ``StepResult`` |
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
         UnsupportedSchemaError,
         WrongLoopError,
     )
-    from aioengine.frontend.asks import ChatOptions, RequestOptions
     from aioengine.frontend.info import Health, ModelInfo, Outcome, __version__
     from aioengine.frontend.profiling import ProfileOptions
+    from aioengine.frontend.requests import ChatOptions, RequestOptions
     from aioengine.params import SamplingParams
     from aioengine.signatures import EngineArguments
     from aioengine.stream import Generation, Stream
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "aioengine.answers": ("Answer", "BatchOutput", "Chunk", "ChunkInfo", "FinishReason", "MetaInfo", "Timings"),
-    "aioengine.frontend.asks": ("ChatOptions", "RequestOptions"),
+    "aioengine.frontend.requests": ("ChatOptions", "RequestOptions"),
     "aioengine.frontend.profiling": ("ProfileOptions",),
     "aioengine.engine": ("AsyncEngine",),
     "aioengine.errors": (

@@ -11,7 +11,7 @@ from aioengine import signatures
 from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.foreign_names import no_attribute
-from aioengine.frontend import asks, calls, info, profiling
+from aioengine.frontend import calls, info, profiling, requests
 from aioengine.frontend.assembly import parts_of
 from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.info import TokenizerNamespace
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from aioengine.answers import BatchOutput
     from aioengine.config import EngineConfig
     from aioengine.errors import EngineError
-    from aioengine.frontend.asks import Ask, ChatOptions, RequestOptions
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
     from aioengine.frontend.profiling import ProfileOptions
+    from aioengine.frontend.requests import CallRequest, ChatOptions, RequestOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.signatures import EngineArguments
     from aioengine.tokenizer import Tokenizer
@@ -196,7 +196,9 @@ class AsyncEngine:
         Awaiting it raises ``RequestTooLargeError`` where the prompt does not fit, ``RequestError`` where this request
         alone failed, and ``EngineDeadError`` where the engine died.
         """
-        return self._open(partial(asks.to_generate, prompt, sampling_params, input_ids, stream=stream, options=options))
+        return self._open(
+            partial(requests.generate_request, prompt, sampling_params, input_ids, stream=stream, options=options)
+        )
 
     @signatures.async_chat
     def async_chat(
@@ -216,11 +218,11 @@ class AsyncEngine:
         variables for it, and those of ``async_generate``. Everything else is as there. What the template refuses, and a
         model without a template, raise ValueError when the generation is awaited.
         """
-        return self._open(partial(asks.to_chat, messages, sampling_params, stream=stream, options=options))
+        return self._open(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
 
-    def _open(self, make_ask: Callable[[], Ask]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+    def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         frontend = self._running()
-        reader = frontend.open(make_ask)
+        reader = frontend.open(make_request)
         if reader.is_stream:
             return Stream(reader, home=frontend.loop, is_bound=True, owner=self)
         return Generation[Answer](reader, home=frontend.loop, is_bound=True, owner=self)

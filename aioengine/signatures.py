@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Unpack
 
-    from aioengine.frontend.asks import (
+    from aioengine.frontend.prompts import Messages
+    from aioengine.frontend.requests import (
         BatchIds,
         BatchSampled,
         ChatOptions,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
         Texts,
         TokenIds,
     )
-    from aioengine.frontend.prompts import Messages
 
 MODEL_PATH: Final = "str | PurePath | None"
 

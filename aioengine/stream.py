@@ -123,18 +123,18 @@ class Generation(Coroutine[object, None, Result]):
 
     async def _outcome(self) -> Result:
         if self._reader.is_stream:
-            while not self._reader.begun():
-                await self._changed(for_begin=True)
+            while not self._reader.is_accepted():
+                await self._changed(until_accepted=True)
             return cast("Result", self)
         while (result := self._reader.result()) is None:
             await self._changed()
         return cast("Result", result)
 
-    async def _changed(self, *, for_begin: bool = False) -> None:
+    async def _changed(self, *, until_accepted: bool = False) -> None:
         """Wait until there may be something new. A reader that is cancelled here leaves for good."""
         loop = self._loop()
-        is_here = loop is self._home and not for_begin
-        waiter = self._reader.wait_here(loop) if is_here else self._waiter(loop, for_begin=for_begin)
+        is_here = loop is self._home and not until_accepted
+        waiter = self._reader.wait_here(loop) if is_here else self._waiter(loop, until_accepted=until_accepted)
         if waiter is None:
             return
         try:
@@ -153,7 +153,7 @@ class Generation(Coroutine[object, None, Result]):
             raise
 
     def _waiter(
-        self, loop: asyncio.AbstractEventLoop, *, for_begin: bool = False
+        self, loop: asyncio.AbstractEventLoop, *, until_accepted: bool = False
     ) -> asyncio.Future[Chunk | None] | None:
         """What to wait for until there may be something new, or None where there is."""
         if self._is_bound and loop is not self._home:
@@ -163,7 +163,7 @@ class Generation(Coroutine[object, None, Result]):
             )
         future: asyncio.Future[Chunk | None] = loop.create_future()
         wake = partial(resolve, future) if loop is self._home else partial(resolve_elsewhere, loop, future)
-        return future if self._reader.wait(wake, for_begin=for_begin) else None
+        return future if self._reader.wait(wake, until_accepted=until_accepted) else None
 
     # ------------------------------------------------------------ the coroutine protocol, one driver for each task
 

@@ -15,7 +15,7 @@ from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.errors import EngineClosedError
 from aioengine.foreign_names import no_attribute
-from aioengine.frontend import asks, calls, info, profiling
+from aioengine.frontend import calls, info, profiling, requests
 from aioengine.frontend.assembly import parts_of
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
 from aioengine.frontend.info import TokenizerNamespace
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
     from aioengine.answers import BatchOutput, Chunk
     from aioengine.config import EngineConfig
-    from aioengine.frontend.asks import Ask, ChatOptions, RequestOptions
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
     from aioengine.frontend.outputs import Reader
     from aioengine.frontend.profiling import ProfileOptions
+    from aioengine.frontend.requests import CallRequest, ChatOptions, RequestOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.signatures import Chat, EngineArguments, Generate
     from aioengine.tokenizer import Tokenizer
@@ -221,7 +221,9 @@ class Engine:
         With ``stream=True`` returns an iterator over the chunks, at once. Arguments and errors are those of
         ``AsyncEngine.async_generate``. Ctrl-C aborts this call alone.
         """
-        return self._wait(partial(asks.to_generate, prompt, sampling_params, input_ids, stream=stream, options=options))
+        return self._wait(
+            partial(requests.generate_request, prompt, sampling_params, input_ids, stream=stream, options=options)
+        )
 
     @signatures.async_generate
     def async_generate(
@@ -234,7 +236,9 @@ class Engine:
         **options: Unpack[RequestOptions],
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """As ``AsyncEngine.async_generate``, to be awaited or iterated on any event loop."""
-        return self._open(partial(asks.to_generate, prompt, sampling_params, input_ids, stream=stream, options=options))
+        return self._open(
+            partial(requests.generate_request, prompt, sampling_params, input_ids, stream=stream, options=options)
+        )
 
     @_chat
     def chat(
@@ -246,7 +250,7 @@ class Engine:
         **options: Unpack[ChatOptions],
     ) -> Answer | BatchOutput | ChunkIterator:
         """Answer a conversation, put through the model's chat template; a list of them is a batch."""
-        return self._wait(partial(asks.to_chat, messages, sampling_params, stream=stream, options=options))
+        return self._wait(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
 
     @signatures.async_chat
     def async_chat(
@@ -258,10 +262,10 @@ class Engine:
         **options: Unpack[ChatOptions],
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """As ``AsyncEngine.async_chat``, to be awaited or iterated on any event loop."""
-        return self._open(partial(asks.to_chat, messages, sampling_params, stream=stream, options=options))
+        return self._open(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
 
-    def _wait(self, make_ask: Callable[[], Ask]) -> Answer | BatchOutput | ChunkIterator:
-        reader = self._running().open(make_ask)
+    def _wait(self, make_request: Callable[[], CallRequest]) -> Answer | BatchOutput | ChunkIterator:
+        reader = self._running().open(make_request)
         if reader.is_stream:
             return ChunkIterator(reader, self)
         try:
@@ -272,9 +276,9 @@ class Engine:
             raise
         return result
 
-    def _open(self, make_ask: Callable[[], Ask]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+    def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         frontend = self._running()
-        reader = frontend.open(make_ask)
+        reader = frontend.open(make_request)
         if reader.is_stream:
             return Stream(reader, home=frontend.loop, is_bound=False, owner=self)
         return Generation[Answer](reader, home=frontend.loop, is_bound=False, owner=self)

@@ -71,7 +71,7 @@ ALLOWED = {
 
 CIRCLES = {
     "aioengine.frontend.calls",
-    "aioengine.frontend.feeder",
+    "aioengine.frontend.submitter",
     "aioengine.runner.model_runner",
     "aioengine.runner.preparation",
     "aioengine.runner.graphs.prompt_graphs",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.frontend.calls import Call, Calls
-    from aioengine.frontend.outputs import Calls as ReaderCalls
+    from aioengine.frontend.outputs import ReaderActions
     from aioengine.frontend.replay import ReaderOutput
 
 MAX_KEPT_TOKENS: Final = 1 << 20
@@ -55,7 +55,7 @@ class Attachment:
     def end(self) -> None:
         """The request is over: keep what readers can still get, and not what it was computed from."""
         self.is_ended = True
-        self.call.ask = replace(self.call.ask, prompts=Rows([]), params=[])
+        self.call.request = replace(self.call.request, prompts=Rows([]), params=[])
         self.output.end()
         self.num_kept = TOKENS_PER_REQUEST + self.output.num_kept_tokens
 
@@ -79,7 +79,7 @@ class Attachments:
         if isinstance(call.output, AttachableOutput):
             self._by_rid[call.rid] = Attachment(call, call.output)
 
-    def attach(self, rid: str, from_offset: object, readers: ReaderCalls) -> Reader:
+    def attach(self, rid: str, from_offset: object, actions: ReaderActions) -> Reader:
         """A reader of what the request gives from the ``from_offset``-th character on; the one before is at its end.
 
         Raises:
@@ -100,8 +100,8 @@ class Attachments:
             output = attachment.output.attach(offset)
             if not attachment.is_ended:
                 attachment.until = None
-        readers.feed(output)  # on the loop: it goes on where it was suspended
-        return Reader(output, lock=self._lock, calls=readers)
+        actions.on_read(output)  # on the loop: it goes on where it was suspended
+        return Reader(output, lock=self._lock, actions=actions)
 
     def left(self, reader: ReaderOutput) -> None:
         """A reader has left. Where it was the present one of a request that goes on, that is forgotten some time later.
@@ -144,7 +144,7 @@ class Attachments:
                 self._forget(attachment)
 
     def _forget_later(self, attachment: Attachment) -> None:
-        until = attachment.until = time.monotonic() + cast("float", attachment.call.ask.resume_ttl_s)
+        until = attachment.until = time.monotonic() + cast("float", attachment.call.request.resume_ttl_s)
         self._set_timer(attachment, until)
 
     def _set_timer(self, attachment: Attachment, until: float) -> None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
     from aioengine.config import QueueConfig
-    from aioengine.frontend.asks import Ask
-    from aioengine.frontend.feeder import Ending
     from aioengine.frontend.outputs import RowStream
+    from aioengine.frontend.requests import CallRequest
+    from aioengine.frontend.submitter import Ending
 
 
 MAX_PARTS: Final = 2
@@ -37,7 +37,7 @@ class Call:
 
     Attributes:
         number: counts the calls of the engine, from 1; 0 before it is registered.
-        num_begun: rows that were begun, in order.
+        num_started: rows that were begun, in order.
         num_rows_of: rows that the scheduler has, by prompt. num_prompt_tokens: of these prompts, for the bound on
             queued tokens; a prompt of several samples counts once.
         deadlines: absolute times, by the words that name them in a finish reason.
@@ -47,18 +47,18 @@ class Call:
     """
 
     __slots__ = (
-        "aborted", "ask", "called_at", "deadlines", "ending", "is_encoding", "num_begun", "num_prompt_tokens",
-        "num_rows_of", "number", "output", "reserved", "rid", "timer",
+        "aborted", "called_at", "deadlines", "ending", "is_encoding", "num_prompt_tokens", "num_rows_of",
+        "num_started", "number", "output", "request", "reserved", "rid", "timer",
     )  # fmt: skip
 
-    def __init__(self, ask: Ask, called_at: float) -> None:
-        self.ask = ask
-        self.rid = ask.rid or os.urandom(16).hex()
+    def __init__(self, request: CallRequest, called_at: float) -> None:
+        self.request = request
+        self.rid = request.rid or os.urandom(16).hex()
         self.number = 0
         self.called_at = called_at
-        self.deadlines = {which: called_at + seconds for which, seconds in ask.timeouts().items()}
-        self.output = _output_of(ask, self.rid)
-        self.num_begun = 0
+        self.deadlines = {which: called_at + seconds for which, seconds in request.timeouts().items()}
+        self.output = _output_of(request, self.rid)
+        self.num_started = 0
         self.num_prompt_tokens = 0
         self.num_rows_of: dict[int, int] = {}
         self.aborted: set[int] = set()
@@ -73,18 +73,24 @@ class Call:
 
     def row_rid(self, position: int) -> str:
         """The id of a row: the call's own, or with the number of its prompt, then of its sample, behind it."""
-        ask = self.ask
-        prompt, sample = divmod(position, ask.num_samples)
-        rid = ask.rids[prompt] if ask.rids is not None else f"{self.rid}_{prompt}" if ask.is_batch else self.rid
-        return f"{rid}_{sample}" if ask.num_samples > 1 else rid
+        request = self.request
+        prompt, sample = divmod(position, request.num_samples)
+        rid = (
+            request.rids[prompt]
+            if request.rids is not None
+            else f"{self.rid}_{prompt}"
+            if request.is_batch
+            else self.rid
+        )
+        return f"{rid}_{sample}" if request.num_samples > 1 else rid
 
     def names(self) -> dict[str, Name]:
         """The ids that the caller gave, or the one that was drawn; those of its rows are found through these."""
-        ask, samples = self.ask, self.ask.num_samples
+        request, samples = self.request, self.request.num_samples
         of_samples = (1,) if samples > 1 else ()
-        of_rows = (samples, *of_samples) if ask.is_batch and ask.rids is None else of_samples
-        found = {self.rid: Name(self, range(ask.num_rows), of_rows)}
-        for prompt, rid in enumerate(ask.rids or ()):
+        of_rows = (samples, *of_samples) if request.is_batch and request.rids is None else of_samples
+        found = {self.rid: Name(self, range(request.num_rows), of_rows)}
+        for prompt, rid in enumerate(request.rids or ()):
             if rid in found:
                 raise ValueError(f"rid {rid!r} stands for two prompts of this batch; give each its own")
             found[rid] = Name(self, range(prompt * samples, (prompt + 1) * samples), of_samples)
@@ -142,7 +148,7 @@ class Calls:
         if self.is_draining:
             raise EngineDrainingError(DRAINING)
         place = Place(caller, wake)
-        self.room.enter(place, now)
+        self.room.enter_line(place, now)
         return place
 
     def drain(self) -> None:
@@ -163,10 +169,10 @@ class Calls:
             ValueError: an id is in use.
         """
         self.check(caller)
-        ask, names = call.ask, call.names()
-        if ask.rid is not None or ask.rids is not None:  # an id that was drawn is no other's
+        request, names = call.request, call.names()
+        if request.rid is not None or request.rids is not None:  # an id that was drawn is no other's
             self._check_free(names)
-        num_bytes = ask.num_bytes
+        num_bytes = request.num_bytes
         call.reserved = [*names]
         for name in names:
             for base in _bases(name):
@@ -182,7 +188,7 @@ class Calls:
 
     def add_row(self, call: Call, row: RowStream) -> None:
         """The row goes to the scheduler: its prompt counts until all rows of it have ended."""
-        prompt = row.position // call.ask.num_samples
+        prompt = row.position // call.request.num_samples
         num_rows = call.num_rows_of.get(prompt, 0)
         if not num_rows:
             num_tokens = len(row.facts.prompt_token_ids)
@@ -192,7 +198,7 @@ class Calls:
 
     def end_row(self, call: Call, row: RowStream, now: float) -> None:
         """The row has ended, and its call goes on."""
-        prompt = row.position // call.ask.num_samples
+        prompt = row.position // call.request.num_samples
         num_rows = call.num_rows_of.pop(prompt, 0) - 1
         if num_rows > 0:
             call.num_rows_of[prompt] = num_rows
@@ -215,7 +221,7 @@ class Calls:
             made = {name for base in names for name in self._by_base.get(base, ()) if name in self._names}
             taken += [(name, self._names[name].call) for name in made if _find(names, name) is not None]
         for name, call in taken:
-            if not call.output.is_over or call.ask.resume_ttl_s is not None:
+            if not call.output.is_over or call.request.resume_ttl_s is not None:
                 raise ValueError(
                     f"rid {name!r} is in use by a live request, or one that can be attached to; choose another, or "
                     "wait for its end"
@@ -226,9 +232,9 @@ class Calls:
         """The call is over; its ids are free again, unless it can be attached to."""
         if self.by_output.pop(call.output, None) is None:
             return
-        if call.ask.resume_ttl_s is None:
+        if call.request.resume_ttl_s is None:
             self.free_names(call)
-        self.room.give_back(call.num_prompt_tokens, call.ask.num_bytes, now)
+        self.room.give_back(call.num_prompt_tokens, call.request.num_bytes, now)
         if call.timer is not None:
             call.timer.cancel()
 
@@ -249,15 +255,15 @@ class Calls:
             self._by_base.pop(base, None)
 
 
-def _output_of(ask: Ask, rid: str) -> CallOutput:
-    if ask.resume_ttl_s is not None:
+def _output_of(request: CallRequest, rid: str) -> CallOutput:
+    if request.resume_ttl_s is not None:
         return AttachableOutput(rid)
     return CallOutput(
         rid,
-        ask.num_rows,
-        is_stream=ask.is_stream,
-        is_batch=ask.gives_batch,
-        returns_exceptions=ask.returns_exceptions and ask.gives_batch,
+        request.num_rows,
+        is_stream=request.is_stream,
+        is_batch=request.gives_batch,
+        returns_exceptions=request.returns_exceptions and request.gives_batch,
     )
 
 

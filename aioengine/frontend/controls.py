@@ -34,7 +34,7 @@ class Controls:
         payload: bytes = b"",
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> Reply:
-        """Ask, and wait for the answer. ``payload``: bytes for the runner, up to ``MAX_PAYLOAD_BYTES``.
+        """CallRequest, and wait for the answer. ``payload``: bytes for the runner, up to ``MAX_PAYLOAD_BYTES``.
 
         Raises:
             ValueError: the payload is too large.

@@ -76,7 +76,7 @@ class Entrance:
 
     def _leave(self, place: Place) -> None:
         with self._lock:
-            self._calls.room.leave(place, time.monotonic())
+            self._calls.room.leave_line(place, time.monotonic())
 
     def _serve(self) -> None:
         """A place that was not used goes to the next: look again when the oldest is due, until there is none.

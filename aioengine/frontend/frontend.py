@@ -20,13 +20,11 @@ from aioengine import checks
 from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineClosedError, EngineError
 from aioengine.frontend import calls as open_calls
-from aioengine.frontend.asks import MAX_TIMEOUT_S
-from aioengine.frontend.call_life import CallLife
+from aioengine.frontend.call_lifecycle import CallLifecycle
 from aioengine.frontend.calls import Call, Calls
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.encoder import Encoder, TextSizes
 from aioengine.frontend.entrance import Entrance, this_caller
-from aioengine.frontend.feeder import PromptRules
 from aioengine.frontend.interrupts import (
     is_deep_stack,
     is_interrupted,
@@ -36,16 +34,18 @@ from aioengine.frontend.interrupts import (
     runs_here,
 )
 from aioengine.frontend.outputs import Reader
+from aioengine.frontend.requests import MAX_TIMEOUT_S
 from aioengine.frontend.router import Router
 from aioengine.frontend.slow_readers import SlowReaders
+from aioengine.frontend.submitter import PromptRules
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from aioengine.frontend.asks import Ask
     from aioengine.frontend.outputs import CallOutput
+    from aioengine.frontend.requests import CallRequest
     from aioengine.protocol.messages import ToFrontend, ToScheduler
     from aioengine.supervision.incarnation import ProcessState
     from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
@@ -115,7 +115,7 @@ class Frontend:
             random_seed=settings.random_seed,
             max_rows_in_flight=2 * settings.scheduler.max_running,
         )
-        self._life = CallLife(
+        self._lifecycle = CallLifecycle(
             rules,
             encoder=self._encoder,
             lock=lock,
@@ -124,17 +124,17 @@ class Frontend:
             send=self._send,
             computed_since=partial(_computed_since, self),
         )
-        self.attachments = self._life.attachments
-        self._slow_readers = SlowReaders(parts.delivery, self.calls.by_output.values, self._life)
+        self.attachments = self._lifecycle.attachments
+        self._slow_readers = SlowReaders(parts.delivery, self.calls.by_output.values, self._lifecycle)
         self._slow_readers.watch()
 
     # ------------------------------------------------------------ from any thread
 
-    def open(self, make_ask: Callable[[], Ask]) -> Reader:
+    def open(self, make_request: Callable[[], CallRequest]) -> Reader:
         """Register a call and begin it. Without room for one, nobody looks at what it asks for.
 
         Raises:
-            TypeError, ValueError: what ``make_ask`` raises; ids outside the vocabulary, an id in use, text without a
+            TypeError, ValueError: from ``make_request``; ids outside the vocabulary, an id in use, text without a
                 tokenizer.
             EngineError: the engine cannot take it.
         """
@@ -142,17 +142,18 @@ class Frontend:
         refuse_deep_stack()
         self.refuse_interrupting()
         self.entrance.check()
-        ask = make_ask()
-        self._life.feeder.check(ask)
-        call = Call(ask, called_at)
-        reader = Reader(call.output.read_side, lock=self._lock, calls=self)  # first: from now on somebody owns the call
+        request = make_request()
+        self._lifecycle.submitter.check(request)
+        call = Call(request, called_at)
+        # The reader comes first: an exception after this point leaves the call.
+        reader = Reader(call.output.read_side, lock=self._lock, actions=self)
         try:
             with self._lock:
                 self.calls.open(call, this_caller())
                 self.attachments.add(call)
-            self._act(self._life.begin, call)
+            self._act(self._lifecycle.start, call)
         except BaseException:  # KeyboardInterrupt, too
-            post(self.loop, self._life.discard, call)
+            post(self.loop, self._lifecycle.discard, call)
             raise
         return reader
 
@@ -177,29 +178,29 @@ class Frontend:
             raise open_calls.forked(self._pid)
 
     def leave(self, output: CallOutput) -> None:
-        output.leave()
-        self._act(self._life.leave, output)
+        output.mark_left()
+        self._act(self._lifecycle.on_left, output)
 
     def drop(self, output: CallOutput) -> None:
-        output.leave()
-        post(self.loop, self._life.leave, output)
+        output.mark_left()
+        post(self.loop, self._lifecycle.on_left, output)
 
-    def feed(self, output: CallOutput) -> None:
-        post(self.loop, self._life.feed, output)
+    def on_read(self, output: CallOutput) -> None:
+        post(self.loop, self._lifecycle.on_read, output)
 
     def abort(self, output: CallOutput) -> None:
-        post(self.loop, self._life.abort, output)
+        post(self.loop, self._lifecycle.abort, output)
 
     def abort_request(self, rid: str | None, abort_all: bool) -> None:
         """End the live rows that an id means, or all; unknown ids are no error, they have just ended."""
         if abort_all:
-            post(self.loop, self._life.abort_opened, self.calls.num_opened)
+            post(self.loop, self._lifecycle.abort_opened, self.calls.num_opened)
         elif rid is None:
             raise ValueError("abort_request needs a rid, or abort_all=True")
         elif not isinstance(cast("object", rid), str):
             raise checks.wrong_type("rid", "a string", rid)
         else:
-            post(self.loop, self._life.abort_named, rid, self.calls.num_opened)
+            post(self.loop, self._lifecycle.abort_named, rid, self.calls.num_opened)
 
     def _act(self, act: Callable[..., None], *arguments: object) -> None:
         """Do it now on the engine's own loop, else a moment later. Not for signal handlers and finalizers."""
@@ -215,7 +216,7 @@ class Frontend:
         for message in messages:
             if isinstance(message, TextChunks):
                 for row in self.router.deliver(message):
-                    self._life.row_ended(row)
+                    self._lifecycle.row_ended(row)
             elif isinstance(message, Stats):
                 self.last_stats = message
             elif isinstance(message, Reply):
@@ -230,14 +231,14 @@ class Frontend:
         with self._lock:
             self.calls.fail(error)
         for call in list(self.calls.by_output.values()):
-            self._life.fail(call, error)
+            self._lifecycle.fail(call, error)
         self.controls.fail(error)
         self._slow_readers.stop()
         self._ended.set()
 
     def end_all(self) -> None:
         """Abort what is open now, before anything that is sent after this."""
-        self._life.end_all(list(self.calls.by_output.values()), FinishCode.ABORT)
+        self._lifecycle.end_all(list(self.calls.by_output.values()), FinishCode.ABORT)
 
     def _send(self, messages: Sequence[ToScheduler]) -> None:
         if self.failure is None:
@@ -262,11 +263,11 @@ class Frontend:
         self.controls.tell("continue")
         self._slow_readers.release()
         if not await self._become_idle(timeout_s):
-            self._life.end_all(list(self.calls.by_output.values()), FinishCode.SHUTDOWN)
+            self._lifecycle.end_all(list(self.calls.by_output.values()), FinishCode.SHUTDOWN)
             if not await self._become_idle(STOP_TIMEOUT_S):  # it hangs, or is just being replaced
                 for call in list(self.calls.by_output.values()):
-                    self._life.give_up(call, FinishCode.SHUTDOWN)
-                await self._life.feeder.wait_ended()
+                    self._lifecycle.give_up(call, FinishCode.SHUTDOWN)
+                await self._lifecycle.submitter.wait_ended()
             return False
         return self.failure is None
 
@@ -274,8 +275,8 @@ class Frontend:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.calls.by_output:
-                    self._life.idle.clear()
-                    await self._life.idle.wait()
+                    self._lifecycle.idle.clear()
+                    await self._lifecycle.idle.wait()
         return not self.calls.by_output
 
     async def stop(self) -> None:
@@ -285,7 +286,8 @@ class Frontend:
         if self._encoder is not None:
             self._encoder.close()
         await self.parts.processes.stop(STOP_TIMEOUT_S)
-        await self._life.feeder.wait_ended()  # before the loop ends: readers on other threads wait for these rows
+        # Before the loop ends: readers on other threads wait for these rows.
+        await self._lifecycle.submitter.wait_ended()
 
     def kill_now(self) -> None:
         """End the processes and the threads at once; for when the loop is closed."""

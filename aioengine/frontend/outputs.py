@@ -43,7 +43,7 @@ class EndOfOutput(Exception):  # not an error: the reader has everything
     """Nothing more will come."""
 
 
-class Calls(Protocol):
+class ReaderActions(Protocol):
     """What a reader may ask of the engine, from any thread. Nothing here waits, everything may be done twice.
 
     All but ``leave`` also from a signal handler or finalizer: they take no lock and act a moment later.
@@ -65,7 +65,7 @@ class Calls(Protocol):
         """Raise what keeps the engine from ever waking this thread; ``blocks``: while it does nothing else."""
         ...
 
-    def feed(self, output: CallOutput) -> None:
+    def on_read(self, output: CallOutput) -> None:
         """There is room for more of its rows, or somebody reads them again."""
         ...
 
@@ -79,14 +79,14 @@ class RowStream:
             list is made with its chunk, so a frame makes no list for each of its rows, which would set off garbage
             collections.
         text_offset, token_offset: what was read before, in characters and ids; ``token_ids``: what was read last.
-        has_begun: whether its first token is known of.
+        has_first_token: whether its first token is known of.
         finished: its end, once that came; ``error`` where it has no answer.
         is_queued: it stands in ``ready`` of its call (or never will, since its call is no stream).
     """
 
     __slots__ = (
-        "delivered_at", "error", "facts", "finished", "has_begun", "is_queued", "more_texts", "output", "position",
-        "text", "text_offset", "token_ids", "token_offset", "uid", "unread",
+        "delivered_at", "error", "facts", "finished", "has_first_token", "is_queued", "more_texts", "output",
+        "position", "text", "text_offset", "token_ids", "token_offset", "uid", "unread",
     )  # fmt: skip
 
     def __init__(self, output: CallOutput, position: int, facts: RowFacts) -> None:
@@ -94,7 +94,7 @@ class RowStream:
         self.position = position
         self.facts = facts
         self.uid = -1
-        self.has_begun = False
+        self.has_first_token = False
         self.finished: Finished | None = None
         self.error: RowError | None = None
         self.delivered_at = 0.0
@@ -176,15 +176,15 @@ class CallOutput:
         live: rows that were begun and have no end yet. num_open: rows without an end, begun or not.
         num_held: rows begun whose end was not read yet (what bounds the feeding of a batch).
         error: what the whole call ended with. is_left: nobody reads any more.
-        is_begun: its first rows are on their way. wants: when the engine is to be told that somebody reads.
+        is_accepted: its first rows are on their way. wants: when the engine is to be told that somebody reads.
         ready: rows of a stream that have something to read.
         waiter, wakers: readers that wait, one on the engine's own loop for a chunk, others for news.
         results: answers (or exceptions) by position, where the call is no stream.
     """
 
     __slots__ = (
-        "error", "is_batch", "is_begun", "is_left", "is_stream", "live", "num_held", "num_open",
-        "ready", "results", "returns_exceptions", "rid", "waiter", "wakers", "wants",
+        "error", "is_accepted", "is_batch", "is_left", "is_stream", "live", "num_held", "num_open", "ready",
+        "results", "returns_exceptions", "rid", "waiter", "wakers", "wants",
     )  # fmt: skip
 
     def __init__(self, rid: str, num_rows: int, *, is_stream: bool, is_batch: bool, returns_exceptions: bool) -> None:
@@ -195,7 +195,7 @@ class CallOutput:
         self.live: dict[int, RowStream] = {}
         self.num_open = num_rows
         self.num_held = 0
-        self.is_begun = False
+        self.is_accepted = False
         self.is_left = False
         self.wants = Wants.NOTHING
         self.error: BaseException | None = None
@@ -237,7 +237,7 @@ class CallOutput:
             return "left"
         return "failed" if self.error is not None else "running" if self.num_open else "finished"
 
-    def leave(self) -> None:
+    def mark_left(self) -> None:
         """Nobody reads any more. From any thread, without the lock: the engine acts on it a moment later."""
         self.is_left = True
 
@@ -246,10 +246,10 @@ class CallOutput:
         self.num_held += 1
         return row
 
-    def begin(self) -> None:
+    def accept(self) -> None:
         """Rows are on their way, unless that failed."""
-        if not self.is_begun and self.error is None:
-            self.is_begun = True
+        if not self.is_accepted and self.error is None:
+            self.is_accepted = True
             if self.is_stream:
                 self.wake()
 
@@ -301,10 +301,10 @@ class Reader:
     Dropping the last reference to it leaves the call.
     """
 
-    __slots__ = ("_calls", "_lock", "_output", "_result", "ready")
+    __slots__ = ("_actions", "_lock", "_output", "_result", "ready")
 
-    def __init__(self, output: CallOutput, *, lock: threading.RLock, calls: Calls) -> None:
-        self._calls = calls
+    def __init__(self, output: CallOutput, *, lock: threading.RLock, actions: ReaderActions) -> None:
+        self._actions = actions
         self._output = output
         self._lock = lock
         self.ready = output.ready
@@ -344,7 +344,7 @@ class Reader:
             if output.ready:
                 chunk = output.ready.popleft().take()
                 if output.wants and (output.wants is Wants.READS or chunk["meta_info"]["finish_reason"] is not None):
-                    self._calls.feed(output)
+                    self._actions.on_read(output)
                 return chunk
             if not output.is_stream:
                 raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
@@ -354,13 +354,13 @@ class Reader:
                 raise EndOfOutput
             return None
 
-    def begun(self) -> bool:
+    def is_accepted(self) -> bool:
         """Whether a stream is on its way; raises what went wrong before it was."""
         output = self._output
         with self._lock:
-            if output.error is not None and not output.is_begun:
+            if output.error is not None and not output.is_accepted:
                 raise output.error.with_traceback(None)
-            return output.is_begun or output.is_over or bool(output.ready)
+            return output.is_accepted or output.is_over or bool(output.ready)
 
     def result(self) -> Answer | BatchOutput | None:
         """The whole answer, the same one each time, or None where it is not there yet.
@@ -383,15 +383,15 @@ class Reader:
         self._result = batch if output.is_batch else batch[0]
         return self._result
 
-    def wait(self, wake: Callable[[], None], *, for_begin: bool = False, blocks: bool = False) -> bool:
+    def wait(self, wake: Callable[[], None], *, until_accepted: bool = False, blocks: bool = False) -> bool:
         """Have ``wake`` called, once and from the engine's thread, when something changes.
 
-        False, and no call, where there is something to take already (or where the call is on its way, ``for_begin``).
+        False, and no call, where there is something to take already (or, ``until_accepted``, the call was accepted).
         """
         output = self._output
-        self._calls.check_waiting(blocks=blocks)
+        self._actions.check_waiting(blocks=blocks)
         with self._lock:
-            if output.ready or output.is_over or (for_begin and output.is_begun):
+            if output.ready or output.is_over or (until_accepted and output.is_accepted):
                 return False
             output.wakers.append(wake)
             return True
@@ -414,12 +414,12 @@ class Reader:
     def leave(self) -> None:
         """Nobody will read the rest. Harmless after the end, and twice."""
         if self._can_be_left:
-            self._calls.leave(self._output)
+            self._actions.leave(self._output)
 
     def drop(self) -> None:
         """Like ``leave``, from a signal handler or finalizer."""
         if self._can_be_left:
-            self._calls.drop(self._output)
+            self._actions.drop(self._output)
 
     def leave_for(self, error: BaseException) -> None:
         """Leave because this was raised where the reader waited. Garbage collection raises GeneratorExit anywhere."""
@@ -432,7 +432,7 @@ class Reader:
         """Leave a stream in whose ``take`` this was raised, unless it is the stream's own: a chunk may be lost."""
         output = self._output
         if output.is_stream and error is not output.error:
-            self._calls.leave(output)
+            self._actions.leave(output)
 
     @property
     def _can_be_left(self) -> bool:
@@ -442,4 +442,4 @@ class Reader:
     def abort(self) -> None:
         """End the call; what there is can still be read, with the reason."""
         if not self._output.is_over:
-            self._calls.abort(self._output)
+            self._actions.abort(self._output)

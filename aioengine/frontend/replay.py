@@ -161,8 +161,8 @@ class AttachableOutput(CallOutput):
                 row.put(text, token_ids)
             if self.row.finished is not None:
                 reader.end_row(row, self.row.finished, self.row.delivered_at, self.row.error)
-        if self.is_begun:
-            reader.begin()
+        if self.is_accepted:
+            reader.accept()
         if self.error is not None:
             reader.fail(self.error)
         return reader
@@ -181,10 +181,10 @@ class AttachableOutput(CallOutput):
             self.reader.add_row(position, facts)
         return row
 
-    def begin(self) -> None:
-        self.is_begun = self.is_begun or self.error is None
+    def accept(self) -> None:
+        self.is_accepted = self.is_accepted or self.error is None
         if self.reader is not None:
-            self.reader.begin()
+            self.reader.accept()
 
     def end_row(self, row: RowStream, finished: Finished, delivered_at: float, error: RowError | None = None) -> None:
         row.finished, row.delivered_at = finished, delivered_at

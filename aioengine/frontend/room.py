@@ -96,12 +96,12 @@ class Room:
 
     # ------------------------------------------------------------ the line
 
-    def enter(self, place: Place, now: float) -> None:
+    def enter_line(self, place: Place, now: float) -> None:
         """Stand in line; the place may be given at once."""
         self._line.append(place)
         self.serve(now)
 
-    def leave(self, place: Place, now: float) -> None:
+    def leave_line(self, place: Place, now: float) -> None:
         """Whoever stood there has gone, with or without the place."""
         if place.is_given:
             self._forget(place)

@@ -57,7 +57,7 @@ class Router:
         """What chunks tell of their request from now on."""
         for begun in chunks.begun:
             if (row := self.rows.get(begun.uid)) is not None:
-                row.has_begun = True
+                row.has_first_token = True
                 row.facts.begin(begun)
         for uid in chunks.preempted:
             if (row := self.rows.get(uid)) is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from aioengine.config import DeliveryConfig
-    from aioengine.frontend.call_life import CallLife
+    from aioengine.frontend.call_lifecycle import CallLifecycle
     from aioengine.frontend.calls import Call
     from aioengine.frontend.outputs import CallOutput, Place
 
@@ -27,10 +27,12 @@ NUM_LOOKS: Final = 4
 class SlowReaders:
     """Suspends or ends each call whose reader did not read for the time of ``config``; once, until it reads again."""
 
-    def __init__(self, config: DeliveryConfig, open_calls: Callable[[], Collection[Call]], life: CallLife) -> None:
+    def __init__(
+        self, config: DeliveryConfig, open_calls: Callable[[], Collection[Call]], lifecycle: CallLifecycle
+    ) -> None:
         self._config = config
         self._open_calls = open_calls
-        self._life = life
+        self._lifecycle = lifecycle
         self._places: dict[CallOutput, tuple[Place, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -46,7 +48,7 @@ class SlowReaders:
             self.stop()
             for call in list(self._open_calls()):
                 if call.output.wants is Wants.READS:
-                    self._life.feed(call.output)
+                    self._lifecycle.on_read(call.output)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -69,9 +71,9 @@ class SlowReaders:
 
     def _act(self, call: Call, place: Place) -> None:
         if self._config.slow_reader == "pause":
-            self._life.suspend(call, place)
+            self._lifecycle.suspend(call, place)
         else:
             message = (
                 f"its reader stayed away for longer than slow_reader_timeout={self._config.slow_reader_timeout_s:g}"
             )
-            self._life.end_all([call], FinishCode.ABORT, message)
+            self._lifecycle.end_all([call], FinishCode.ABORT, message)

@@ -222,7 +222,7 @@ async def test_no_prompt_is_kept_that_nobody_gets(monkeypatch: pytest.MonkeyPatc
         found = engine._running().attachments
         [attachment] = found._by_rid.values()
         assert (attachment.num_kept, found._num_kept_tokens) == (num_counted, num_counted)
-        ask, row = attachment.call.ask, attachment.output.row
+        ask, row = attachment.call.request, attachment.output.row
         assert (len(ask.prompts), ask.params) == (0, [])
         assert row is not None
         assert len(row.facts.prompt_token_ids) == 200 * shows_prompt
@@ -339,7 +339,7 @@ async def test_who_attaches_while_the_engine_looks_whether_it_is_over_does_not_e
                 return super().is_over
 
         call.output.__class__ = Watched
-        frontend._life.settle(call)
+        frontend._lifecycle.settle(call)
         attaching.join()
         assert engine.stats()["num_streams"] == 1
         stream = Stream(attached[0], home=frontend.loop, is_bound=True, owner=engine)
@@ -373,13 +373,13 @@ async def test_what_another_thread_may_hand_over_is_looked_at_under_the_lock() -
             if how == "suspend":
                 while (unread := call.output.place) is None:  # noqa: ASYNC110  # what is waited for has no event
                     await asyncio.sleep(0)
-                frontend._life.suspend(call, unread)
-                frontend._life.feed(call.output)
+                frontend._lifecycle.suspend(call, unread)
+                frontend._lifecycle.on_read(call.output)
                 engine.abort_request(stream.rid)
             elif how == "abort":
                 stream.abort()
             elif how == "leave":
                 await stream.aclose()
             else:
-                frontend._life.fail(call, EngineClosedError("it was closed"))
+                frontend._lifecycle.fail(call, EngineClosedError("it was closed"))
             await until(lambda: not frontend.calls.by_output)

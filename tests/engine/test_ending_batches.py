@@ -16,9 +16,9 @@ import pytest
 from aioengine.answers import BatchOutput
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineDeadError
-from aioengine.frontend.call_life import MAX_ROWS_FREED_AT_ONCE
-from aioengine.frontend.feeder import MAX_ROWS_ENDED_AT_ONCE
+from aioengine.frontend.call_lifecycle import MAX_ROWS_FREED_AT_ONCE
 from aioengine.frontend.outputs import RowStream
+from aioengine.frontend.submitter import MAX_ROWS_ENDED_AT_ONCE
 from aioengine.stream import Generation, Stream
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World, until
@@ -116,9 +116,9 @@ async def begun(world: World, **options: Any) -> Any:
 async def in_the_midst(world: World) -> None:
     """Some of its rows have ended, others not."""
     [call] = world.engine._running().calls.by_output.values()
-    while call.num_begun < MAX_ROWS_ENDED_AT_ONCE:  # noqa: ASYNC110  # it takes some turns
+    while call.num_started < MAX_ROWS_ENDED_AT_ONCE:  # noqa: ASYNC110  # it takes some turns
         await asyncio.sleep(0)
-    assert call.num_begun < MANY
+    assert call.num_started < MANY
 
 
 async def check_nothing_is_left(world: World) -> None:
@@ -173,7 +173,7 @@ async def test_left_in_the_midst(is_stream: bool) -> None:
         await in_the_midst(world)
         await call.aclose()
         await check_nothing_is_left(world)
-        assert not engine._running()._life.feeder._ending
+        assert not engine._running()._lifecycle.submitter._ending
 
 
 @pytest.mark.parametrize("returns_exceptions", [True, False])
@@ -247,9 +247,9 @@ async def test_no_row_begins_whose_prompt_was_on_the_way_to_its_ids() -> None:
         await until(lambda: len(world.double.live) == 64 and len(world.tokenizer.batches) == 2)
         abort_all(engine)
         [call] = engine._running().calls.by_output.values()
-        await until(lambda: call.num_begun == 200 and not call.is_encoding)
+        await until(lambda: call.num_started == 200 and not call.is_encoding)
         assert len(world.double.submits) == 64
-        assert (call.num_begun, call.output.num_open) == (200, 64)
+        assert (call.num_started, call.output.num_open) == (200, 64)
         await stream.aclose()
 
 
@@ -262,7 +262,7 @@ async def test_many_calls_that_end_at_once_take_turns() -> None:
         abort_all(engine)
         nums: list[int] = []
         while engine.stats()["num_streams"]:
-            nums.append(sum(call.num_begun for call in open_calls))
+            nums.append(sum(call.num_started for call in open_calls))
             await asyncio.sleep(0)
         assert max(after - before for before, after in pairwise(nums)) <= MAX_ROWS_ENDED_AT_ONCE
         assert [len(await call) for call in calls] == [MANY] * 4

@@ -21,8 +21,8 @@ from aioengine.errors import (
     RequestTooLargeError,
     UnknownParameterError,
 )
-from aioengine.frontend.feeder import MAX_ROWS_AT_ONCE
 from aioengine.frontend.prompts import MAX_IDS_AT_CALL
+from aioengine.frontend.submitter import MAX_ROWS_AT_ONCE
 from aioengine.protocol.messages import Begun, FinishCode, Reply, Stats, TextChunks
 from tests.engine.engine_double import CONTEXT_LENGTH, VOCAB_SIZE, World, expected_text, until
 

@@ -397,7 +397,7 @@ async def test_a_reader_that_reads_while_it_is_suspended_is_not_forgotten(monkey
         def act(call: object, place: object) -> None:
             chunks.append(next(stream))
             is_taken.set()
-            frontend._life.suspend(call, place)  # type: ignore[arg-type]
+            frontend._lifecycle.suspend(call, place)  # type: ignore[arg-type]
 
         def look() -> None:
             for _ in range(NUM_LOOKS + 1):

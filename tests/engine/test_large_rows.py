@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from aioengine.errors import EngineDeadError
-from aioengine.frontend import feeder
+from aioengine.frontend import submitter
 from aioengine.protocol.messages import Message, Submit
 from aioengine.supervision.outgoing import Outgoing
 from aioengine.testing.fake_engine import fake_async_engine
@@ -46,13 +46,13 @@ async def test_samples_with_large_stop_strings_begin_in_parts(
     parts = sent[:-1] if prompt == "a" else [part for part in sent if part[0].text.stop]
     assert [submit.uid for part in parts for submit in part] == list(range(num_rows))
     for part in parts:
-        assert sum(map(feeder._size, part[:-1])) < feeder.MAX_BYTES_AT_ONCE
+        assert sum(map(submitter._size, part[:-1])) < submitter.MAX_BYTES_AT_ONCE
 
 
 async def test_samples_of_a_long_prompt_begin_in_parts(
     sent: list[list[Submit]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeder, "MAX_BYTES_AT_ONCE", 4000)
+    monkeypatch.setattr(submitter, "MAX_BYTES_AT_ONCE", 4000)
     async with fake_async_engine(processes=False) as engine:
         answers = await engine.async_generate(input_ids=[7] * 300, sampling_params={"n": 20, "max_new_tokens": 3})
     assert len(list(answers)) == 20
@@ -63,7 +63,7 @@ async def test_samples_of_a_long_prompt_begin_in_parts(
 async def test_a_call_whose_rows_have_begun_in_part_ends_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, ends_by: str
 ) -> None:
-    monkeypatch.setattr(feeder, "MAX_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(submitter, "MAX_BYTES_AT_ONCE", 1)
     async with fake_async_engine(processes=False) as engine:
         params = {"n": 500, "max_new_tokens": 300}
         stream = engine.async_generate("a", params, timeout=0.02 if ends_by == "timeout" else None)

@@ -33,7 +33,7 @@ def live(world: World) -> int:
     total = 0
     for call in world.engine._running().calls.by_output.values():  # pyright: ignore[reportPrivateUsage]
         rows = [row for row in call.output.live.values() if row.uid >= 0]
-        by_prompt = {row.position // call.ask.num_samples: len(row.facts.prompt_token_ids) for row in rows}
+        by_prompt = {row.position // call.request.num_samples: len(row.facts.prompt_token_ids) for row in rows}
         total += sum(by_prompt.values())
     return total
 
@@ -121,7 +121,7 @@ async def test_the_counts_hold_whatever_happens(acts: list[tuple[str, int]], cra
 
         def expire(number: int) -> None:
             for call in list(frontend.calls.by_output.values())[:number]:
-                frontend._life.give_up(call, FinishCode.DEADLINE, "first_token")  # pyright: ignore[reportPrivateUsage]
+                frontend._lifecycle.give_up(call, FinishCode.DEADLINE, "first_token")  # pyright: ignore[reportPrivateUsage]
 
         todo: dict[str, Callable[[int], object]] = {
             "single": begin,
@@ -166,7 +166,7 @@ async def test_a_row_that_the_scheduler_never_ends_keeps_what_its_chunks_said(co
         assert (first["cached_tokens"], first["num_preemptions"]) == (2, 1)
         frontend = engine._running()  # pyright: ignore[reportPrivateUsage]
         [call] = frontend.calls.by_output.values()
-        frontend._life.give_up(call, code, "total")  # pyright: ignore[reportPrivateUsage]
+        frontend._lifecycle.give_up(call, code, "total")  # pyright: ignore[reportPrivateUsage]
         last = (await anext(stream))["meta_info"]
         assert (last["cached_tokens"], last["num_preemptions"]) == (2, 1)
         assert last.get("cached_tokens_details") == {"device": 2, "host": 0}

@@ -13,7 +13,7 @@ import pytest
 
 from aioengine.config import DeliveryConfig
 from aioengine.engine import AsyncEngine
-from aioengine.frontend.call_life import CallLife
+from aioengine.frontend.call_lifecycle import CallLifecycle
 from aioengine.frontend.calls import Call
 from aioengine.frontend.outputs import CallOutput, RowStream
 from aioengine.frontend.slow_readers import SlowReaders
@@ -148,7 +148,7 @@ async def test_a_reader_on_another_thread_that_takes_the_last_row_meanwhile_ends
         return [cast("Call", SimpleNamespace(output=output))]
 
     config = DeliveryConfig(slow_reader="pause", slow_reader_timeout_s=0.01)
-    slow_readers = SlowReaders(config, open_calls, cast("CallLife", None))
+    slow_readers = SlowReaders(config, open_calls, cast("CallLifecycle", None))
     slow_readers.watch()
     await until(lambda: len(looks) > 2)
     slow_readers.stop()

@@ -97,18 +97,18 @@ async def test_an_error_while_rows_begin_ends_their_call_alone(world: World, row
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     world.double.is_held = True
     frontend = world.engine._running()  # pyright: ignore[reportPrivateUsage]
-    feeder = frontend._life.feeder  # pyright: ignore[reportPrivateUsage]
-    plain = feeder._submit  # pyright: ignore[reportPrivateUsage]
+    submitter = frontend._lifecycle.submitter  # pyright: ignore[reportPrivateUsage]
+    plain = submitter._submit  # pyright: ignore[reportPrivateUsage]
 
     def fail(messages: list[ToScheduler]) -> None:
         raise MemoryError("no place for it")
 
     async with asyncio.timeout(10):
-        feeder._submit = fail  # type: ignore[assignment]
+        submitter._submit = fail  # type: ignore[assignment]
         bad = world.engine.async_generate(["bad"] * rows, SHORT)
         with pytest.raises(RequestError, match="MemoryError: no place for it"):
             await bad
-        feeder._submit = plain
+        submitter._submit = plain
         world.double.resume()
         assert len((await world.engine.async_generate("good", SHORT))["output_ids"]) == 4
     assert world.engine.stats()["num_streams"] == 0

@@ -8,7 +8,7 @@ import aioengine
 from aioengine import AsyncEngine, Engine, SamplingParams, UnknownParameterError
 from aioengine.args import ALIASES, engine_config
 from aioengine.foreign_names import OUR_WAY
-from aioengine.frontend.asks import to_generate
+from aioengine.frontend.requests import generate_request
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 
 
@@ -64,12 +64,12 @@ def test_names_that_the_constructor_knows_still_work() -> None:
 @pytest.mark.parametrize("name", OUR_WAY)
 def test_as_an_option_of_a_call(name: str) -> None:
     with pytest.raises(TypeError, match=say(name)):
-        to_generate("a", None, None, stream=False, options={name: 1})
+        generate_request("a", None, None, stream=False, options={name: 1})
 
 
 def test_an_argument_of_the_constructor_as_an_option_of_a_call() -> None:
     with pytest.raises(TypeError, match="the constructor of the engine takes it"):
-        to_generate("a", None, None, stream=False, options={"page_size": 1})
+        generate_request("a", None, None, stream=False, options={"page_size": 1})
 
 
 @pytest.mark.parametrize("name", OUR_WAY)

@@ -39,8 +39,8 @@ class Notes:
     def abort(self, output: CallOutput) -> None:
         self.asked.append("abort")
 
-    def feed(self, output: CallOutput) -> None:
-        self.asked.append("feed")
+    def on_read(self, output: CallOutput) -> None:
+        self.asked.append("on_read")
 
 
 class Slot:
@@ -52,7 +52,7 @@ class Slot:
             "x", num_rows, is_stream=is_stream, is_batch=num_rows > 1, returns_exceptions=returns_exceptions
         )
         self.lock = threading.RLock()
-        self.reader = Reader(self.output, lock=self.lock, calls=self.notes)
+        self.reader = Reader(self.output, lock=self.lock, actions=self.notes)
         self.rows = [self.output.add_row(position, _facts(position, num_rows)) for position in range(num_rows)]
 
     def put(self, row: RowStream, text: str, token_ids: list[int]) -> None:
@@ -139,12 +139,12 @@ class TestWaking:
     def test_the_beginning_of_a_stream(self) -> None:
         slot = Slot()
         calls: list[int] = []
-        assert not slot.reader.begun()
-        assert slot.reader.wait(lambda: calls.append(1), for_begin=True)
-        slot.output.begin()
+        assert not slot.reader.is_accepted()
+        assert slot.reader.wait(lambda: calls.append(1), until_accepted=True)
+        slot.output.accept()
         assert calls == [1]
-        assert slot.reader.begun()
-        assert not slot.reader.wait(lambda: calls.append(2), for_begin=True)
+        assert slot.reader.is_accepted()
+        assert not slot.reader.wait(lambda: calls.append(2), until_accepted=True)
 
 
 class TestErrors:
@@ -207,7 +207,7 @@ class TestLeaving:
         assert slot.notes.asked == []
         slot.reader.take()
         assert slot.output.num_held == 2
-        assert slot.notes.asked == ["feed"]
+        assert slot.notes.asked == ["on_read"]
 
 
 async def wait_here(slot: Slot) -> asyncio.Future[Chunk | None]:
@@ -249,7 +249,7 @@ class TestHandingOver:
 
     async def test_who_waits_for_the_beginning_takes_nothing(self) -> None:
         slot = Slot()
-        assert slot.reader.wait(lambda: None, for_begin=True)
+        assert slot.reader.wait(lambda: None, until_accepted=True)
         slot.put(slot.rows[0], "a", [1])
         assert slot.reader.take() is not None
 

@@ -8,13 +8,13 @@ import pytest
 
 from aioengine.config import QueueConfig
 from aioengine.frontend import calls as calls_module
-from aioengine.frontend.asks import to_generate
 from aioengine.frontend.calls import Call, Calls, Name
+from aioengine.frontend.requests import generate_request
 
 
 def open_call(calls: Calls, prompt: object, **options: object) -> Call:
     params = options.pop("sampling_params", None)
-    call = Call(to_generate(prompt, params, None, stream=True, options=options), 0.0)
+    call = Call(generate_request(prompt, params, None, stream=True, options=options), 0.0)
     calls.open(call, "somebody")
     return call
 
@@ -39,7 +39,7 @@ def test_a_call_that_is_over_makes_way_for_a_batch_whose_rows_have_its_id(calls:
     first = open_call(calls, "c", rid="x_1")
     with pytest.raises(ValueError, match="'x_1' is in use"):
         open_call(calls, ["a", "b"], rid="x")
-    first.output.leave()
+    first.output.mark_left()
     second = open_call(calls, ["a", "b"], rid="x")
     found = calls.find("x_1")
     assert found is not None
@@ -85,7 +85,7 @@ def test_an_id_is_taken_by_one_with_numbers_behind_it_and_the_other_way_round(ca
 
 def test_an_id_that_can_be_attached_to_stays_taken(calls: Calls) -> None:
     first = open_call(calls, "a", rid="x", resume_ttl=1)
-    first.output.leave()
+    first.output.mark_left()
     first.output.num_open = 0
     with pytest.raises(ValueError, match="'x' is in use"):
         open_call(calls, "b", rid="x")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aioengine.frontend import asks, prompts
-from aioengine.frontend.asks import Ask
+from aioengine.frontend import prompts, requests
 from aioengine.frontend.encoder import LONG_BYTES, Encoded, Encoder, Job, look_at
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, Prompt, RefusedPrompt, TextPrompt
+from aioengine.frontend.requests import CallRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ MESSAGE = {"role": "user", "content": "hello"}
 MANY_MESSAGES = [MESSAGE] * (prompts.MAX_MESSAGES_AT_CALL + 1)
 
 
-def ask(prompt: object = None, **options: object) -> Ask:
+def ask(prompt: object = None, **options: object) -> CallRequest:
     ids = options.pop("input_ids", None)
-    return asks.to_generate(prompt, None, ids, stream=False, options=options)
+    return requests.generate_request(prompt, None, ids, stream=False, options=options)
 
 
-def chat(messages: object) -> Ask:
-    return asks.to_chat(messages, None, stream=False, options={})
+def chat(messages: object) -> CallRequest:
+    return requests.chat_request(messages, None, stream=False, options={})
 
 
 def num_characters(value: object) -> int:
@@ -188,7 +188,7 @@ class TestLongBatches:
     def test_a_row_whose_parameters_are_wrong(self) -> None:
         params: list[object] = [None] * (NUM_ROWS - 1) + [{"top_p": 7}]
         options = {"return_exceptions": True}
-        rows = asks.to_generate(["a"] * NUM_ROWS, params, None, stream=False, options=options).prompts
+        rows = requests.generate_request(["a"] * NUM_ROWS, params, None, stream=False, options=options).prompts
         assert isinstance(rows[-1], RefusedPrompt)
         assert rows[-2] == TextPrompt("a", 1)
 

@@ -7,8 +7,8 @@ from enum import IntEnum
 import numpy as np
 import pytest
 
-from aioengine.frontend.asks import to_generate
 from aioengine.frontend.prompts import IdsPrompt, ids_prompt
+from aioengine.frontend.requests import generate_request
 from aioengine.params import SamplingParams
 
 
@@ -47,7 +47,7 @@ def test_texts_of_a_subclass_of_str_are_kept_as_plain_ones() -> None:
         __slots__ = ()
 
     given = OtherStr("é")
-    ask = to_generate("a", None, None, stream=False, options={"tenant": given, "rid": given})
+    ask = generate_request("a", None, None, stream=False, options={"tenant": given, "rid": given})
     assert (type(ask.tenant), ask.tenant, type(ask.rid), ask.rid) == (str, "é", str, "é")
 
 
@@ -66,7 +66,7 @@ IDS = list(range(1000))
 )
 def test_parameters_that_take_too_long_together_are_refused(params: list[object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        to_generate(["a"] * len(params), params, None, stream=False, options={})
+        generate_request(["a"] * len(params), params, None, stream=False, options={})
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_parameters_that_take_too_long_together_are_refused(params: list[object]
     ],
 )
 def test_parameters_that_are_shared_or_were_checked_before_are_taken(params: list[object]) -> None:
-    ask = to_generate(["a"] * len(params), params, None, stream=False, options={})
+    ask = generate_request(["a"] * len(params), params, None, stream=False, options={})
     assert len(ask.params) == len(params)
 
 
 def test_rows_that_share_their_parameters_share_them_on() -> None:
     shared: dict[str, object] = {"stop": ["a"]}
-    ask = to_generate(["a", "b", "c"], [shared, {"stop": ["a"]}, shared], None, stream=False, options={})
+    ask = generate_request(["a", "b", "c"], [shared, {"stop": ["a"]}, shared], None, stream=False, options={})
     assert ask.params[0] is ask.params[2]
     assert ask.params[0] == ask.params[1]

@@ -26,7 +26,7 @@ class World:
 
     def enter(self, caller: int) -> Place:
         place = Place(caller, partial(self.wake, caller))
-        self.room.enter(place, self.now)
+        self.room.enter_line(place, self.now)
         return place
 
     def wake(self, caller: int) -> bool:
@@ -92,7 +92,7 @@ def test_a_place_is_not_given_to_a_waiter_that_cannot_be_woken() -> None:
     assert [place.is_given for place in places] == [False, False, True]
     assert world.room.num_in_line == 0
     for place in places:
-        world.room.leave(place, world.now)
+        world.room.leave_line(place, world.now)
     assert not world.is_refused(4)
 
 
@@ -125,7 +125,7 @@ def test_counts_hold_in_any_order(acts: list[tuple[str, int]]) -> None:
         if act == "enter" and caller not in places:
             places[caller] = world.enter(caller)
         elif act == "leave" and caller in places:
-            world.room.leave(places.pop(caller), world.now)
+            world.room.leave_line(places.pop(caller), world.now)
         elif act == "open" and not world.is_refused(caller):
             world.take(caller, 1)
             places.pop(caller, None)

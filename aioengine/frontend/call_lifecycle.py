@@ -10,9 +10,9 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from aioengine.frontend.attachments import Attachments
-from aioengine.frontend.feeder import Ending, Feeder
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.replay import ReaderOutput
+from aioengine.frontend.submitter import Ending, Submitter
 from aioengine.protocol.messages import Abort, FinishCode, Finished, Suspend
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from aioengine.errors import EngineError
     from aioengine.frontend.calls import Call, Calls, Name
     from aioengine.frontend.encoder import Encoder
-    from aioengine.frontend.feeder import PromptRules
     from aioengine.frontend.outputs import CallOutput, Place, RowStream
     from aioengine.frontend.router import Router
+    from aioengine.frontend.submitter import PromptRules
     from aioengine.protocol.messages import Submit
 
 BACKSTOP_S: Final = 0.5
@@ -34,7 +34,7 @@ MAX_ROWS_FREED_AT_ONCE: Final = 4096
 """Unread rows that are freed in one turn of the loop."""
 
 
-class CallLife:
+class CallLifecycle:
     """What may happen to open calls.
 
     Attributes:
@@ -54,7 +54,7 @@ class CallLife:
     ) -> None:
         """``computed_since`` gives the requests in the scheduler's steps, None where it has ended one since then."""
         self.idle = asyncio.Event()
-        self.feeder = Feeder(
+        self.submitter = Submitter(
             rules, encoder=encoder, lock=lock, calls=calls, router=router, submit=send, settle=self.settle
         )
         self._lock = lock
@@ -64,7 +64,7 @@ class CallLife:
         self._send = send
         self._computed_since = computed_since
 
-    def begin(self, call: Call) -> None:
+    def start(self, call: Call) -> None:
         if call.output not in self._calls.by_output:
             return  # another thread ended it before this one could begin it
         if self._calls.failure is not None:
@@ -72,10 +72,10 @@ class CallLife:
             return
         if call.deadlines:
             self._set_timer(call, min(call.deadlines.values()))
-        self.feeder.feed(call)
+        self.submitter.submit_next(call)
         self.settle(call)  # a batch of nothing is over at once
 
-    def feed(self, output: CallOutput) -> None:
+    def on_read(self, output: CallOutput) -> None:
         """Somebody read: more of its rows may begin, and those that were suspended go on."""
         output = output.request
         call = self._calls.by_output.get(output)
@@ -85,7 +85,7 @@ class CallLife:
                     output.wants = Wants.NOTHING
                     uids = [row.uid for row in output.live.values()]
                 self._send([Suspend(uids, is_over=True)])
-            self.feeder.feed(call)
+            self.submitter.submit_next(call)
 
     def suspend(self, call: Call, place: Place) -> None:
         """Its reader is away, still at ``place``: compute nothing more of its rows until it reads again.
@@ -110,7 +110,7 @@ class CallLife:
         with self._lock:
             self._calls.end_row(call, row, time.monotonic())
         if row.output.wants:
-            self.feeder.feed(call)
+            self.submitter.submit_next(call)
 
     def settle(self, call: Call) -> None:
         """Close a call that is over, and free the rows that it leaves behind."""
@@ -137,7 +137,7 @@ class CallLife:
         self.settle(call)
         self.attachments.discard(call)
 
-    def leave(self, output: CallOutput) -> None:
+    def on_left(self, output: CallOutput) -> None:
         with self._lock:
             output.is_left = True
             unread = list(output.ready)
@@ -146,7 +146,7 @@ class CallLife:
         self._free(unread)
         if isinstance(output, ReaderOutput):
             self.attachments.left(output)
-            self.feed(output)  # it goes on, also where it was suspended
+            self.on_read(output)  # it goes on, also where it was suspended
         elif (call := self._calls.by_output.get(output)) is not None:
             self.settle(call)
 
@@ -179,10 +179,10 @@ class CallLife:
 
     def _abort_rows(self, name: Name) -> None:
         call, rows, _ = name
-        if len(rows) == call.ask.num_rows:
+        if len(rows) == call.request.num_rows:
             self._end_call(call, FinishCode.ABORT)
             return
-        call.aborted.update(position for position in rows if position >= call.num_begun)
+        call.aborted.update(position for position in rows if position >= call.num_started)
         with self._lock:
             live = call.output.live
             uids = [live[position].uid for position in rows if position in live]
@@ -193,7 +193,7 @@ class CallLife:
         """End all its rows, with what they have: those that the scheduler has through it, the others here."""
         with self._lock:
             uids = [row.uid for row in call.output.live.values()]
-        self.feeder.end(call, Ending(code))
+        self.submitter.end_unstarted(call, Ending(code))
         if uids:
             self._send([Abort(uids, code, message)])
         self.settle(call)
@@ -206,7 +206,7 @@ class CallLife:
                 for row in list(output.live.values()):
                     finished = Finished(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
                     output.end_row(row, finished, now, error)
-                self.feeder.end(call, Ending(FinishCode.FAILED, error=error))
+                self.submitter.end_unstarted(call, Ending(FinishCode.FAILED, error=error))
             else:
                 output.fail(error)
         self.settle(call)
@@ -220,8 +220,8 @@ class CallLife:
         """End the rows that were not begun in time; what the scheduler has, it ends itself, or is given up later."""
         now = time.monotonic()  # one reading: a deadline is either over or waited for again
         which = call.expired_deadline(now)
-        if which is not None and call.num_begun < call.ask.num_rows:
-            self.feeder.end(call, Ending(FinishCode.DEADLINE, matched=which))
+        if which is not None and call.num_started < call.request.num_rows:
+            self.submitter.end_unstarted(call, Ending(FinishCode.DEADLINE, matched=which))
         for late, deadline in call.deadlines.items():
             if now >= deadline + BACKSTOP_S:
                 self.give_up(call, FinishCode.DEADLINE, late)
@@ -236,7 +236,7 @@ class CallLife:
         """The scheduler did not end these rows (``which``: at this deadline): they end here, with what they have."""
         now = time.monotonic()
         with self._lock:
-            rows = [row for row in call.output.live.values() if which in (None, "total") or not row.has_begun]
+            rows = [row for row in call.output.live.values() if which in (None, "total") or not row.has_first_token]
             if which == "queue":
                 rows = self._surely_waiting(rows, call.called_at)
             for row in rows:

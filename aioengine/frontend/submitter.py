@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from aioengine.answers import RowError
-    from aioengine.frontend.asks import Ask
     from aioengine.frontend.calls import Call, Calls
     from aioengine.frontend.encoder import Encoded
     from aioengine.frontend.outputs import RowStream
     from aioengine.frontend.prompts import Prompt
+    from aioengine.frontend.requests import CallRequest
     from aioengine.frontend.router import Router
     from aioengine.params import SamplingParams
     from aioengine.protocol.messages import Sampling, TextRules
@@ -95,7 +95,7 @@ class _IdCheck:
             raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {size - 1}") from None
 
 
-class Feeder:
+class Submitter:
     """Begins the rows of calls, and ends those that will not begin. Belongs to the engine's loop, except ``check``."""
 
     def __init__(
@@ -123,25 +123,25 @@ class Feeder:
         self._last_known: _Known | None = None
         self._ending: deque[Call] = deque()
 
-    def check(self, ask: Ask) -> None:
+    def check(self, request: CallRequest) -> None:
         """What can be known at the call, from any thread. Rows that are wrong are refused where they may fail alone.
 
         Raises ValueError: ids outside the vocabulary; text, or rules about text, without a tokenizer.
         """
-        if self._encoder is None and any(map(_is_text, ask.prompts.first)):
+        if self._encoder is None and any(map(_is_text, request.prompts.first)):
             raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
-        prompts, has_own_params = ask.prompts, len(ask.params) > 1
-        if len(ask.params) == 1:
-            self._check_params(ask.params[0])
+        prompts, has_own_params = request.prompts, len(request.params) > 1
+        if len(request.params) == 1:
+            self._check_params(request.params[0])
         num_first = len(prompts.first)
         for place in range(len(prompts) if has_own_params else num_first):
             try:
                 if has_own_params:
-                    self._check_params(ask.params[place])
+                    self._check_params(request.params[place])
                 if place < num_first and isinstance(prompt := prompts[place], IdsPrompt):
                     self._check_ids(prompt.token_ids)
             except ValueError as error:
-                if not (ask.returns_exceptions and ask.is_batch):
+                if not (request.returns_exceptions and request.is_batch):
                     raise
                 prompts.refuse(place, error)
 
@@ -167,14 +167,14 @@ class Feeder:
             wire.text_rules(params, context_token_ids=(), stream=True, stream_interval=rules.stream_interval),
         )
 
-    def feed(self, call: Call) -> None:
+    def submit_next(self, call: Call) -> None:
         """Begin as many rows of the call as may be in flight: some now, more in the next turns of the loop.
 
         An error that is raised here ends the call: most of its rows begin in callbacks of the loop, where it would
         only be logged.
         """
         try:
-            self._begin_some(call)
+            self._submit_some(call)
         except BaseException as error:
             self._fail(call, error)
             raise
@@ -184,24 +184,24 @@ class Feeder:
             call.output.fail(RequestError("submit", describe(error)))
         self._settle(call)
 
-    def _begin_some(self, call: Call) -> None:
-        output, ask = call.output, call.ask
+    def _submit_some(self, call: Call) -> None:
+        output, request = call.output, call.request
         if call.is_encoding or call.ending is not None or output.is_over:
             return
         with self._lock:
             room = self._rules.max_rows_in_flight - output.num_held
             if output.wants is not Wants.READS:
                 output.wants = Wants.ENDS if room <= 0 else Wants.NOTHING
-        first = call.num_begun // ask.num_samples
-        if room <= 0 or first == len(ask.prompts):
+        first = call.num_started // request.num_samples
+        if room <= 0 or first == len(request.prompts):
             return
-        prompts = ask.prompts[first : first + max(1, min(room, MAX_ROWS_AT_ONCE) // ask.num_samples)]
+        prompts = request.prompts[first : first + max(1, min(room, MAX_ROWS_AT_ONCE) // request.num_samples)]
         ready = [self._ids_if_known(prompt) for prompt in prompts]
         known = [entry for entry in ready if entry is not None]
         if len(known) == len(ready):
-            self._begin(call, _rows_of(call, known), 0.0)
-            if call.num_begun < ask.num_rows and not output.is_over:
-                asyncio.get_running_loop().call_soon(self.feed, call)
+            self._start_rows(call, _rows_of(call, known), 0.0)
+            if call.num_started < request.num_rows and not output.is_over:
+                asyncio.get_running_loop().call_soon(self.submit_next, call)
         elif self._encoder is not None:
             call.is_encoding = True
             self._encoder.encode(Job(prompts, partial(self._encoded, call, ready), self._check_ids))
@@ -243,13 +243,13 @@ class Feeder:
         if call.ending is not None or call.output.is_over:
             return
         try:
-            self._begin(call, rows, tokenize_s)
+            self._start_rows(call, rows, tokenize_s)
         except BaseException as error:
             self._fail(call, error)
             raise
-        self.feed(call)
+        self.submit_next(call)
 
-    def _begin(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
+    def _start_rows(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
         """Begin these rows; where they are large, some of them in the next turns of the loop."""
         submits: list[Submit] = []
         num_bytes = 0
@@ -257,32 +257,32 @@ class Feeder:
             for ids in rows:
                 if call.output.is_over:
                     break
-                self._begin_row(call, ids, tokenize_s, submits)
+                self._start_row(call, ids, tokenize_s, submits)
                 num_bytes += _size(submits[-1]) if submits else 0
                 if num_bytes >= MAX_BYTES_AT_ONCE:
                     call.is_encoding = True
                     asyncio.get_running_loop().call_soon(self._go_on, call, rows, tokenize_s)
                     break
-            if not call.ask.refuses_late or not submits:  # else its first chunk says that it was not refused
-                call.output.begin()
+            if not call.request.refuses_late or not submits:  # else its first chunk says that it was not refused
+                call.output.accept()
         if submits:
             self._submit(submits)
         self._settle(call)
 
-    def _begin_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:
-        position, ask = call.num_begun, call.ask
-        call.num_begun += 1
-        prompt, sample = divmod(position, ask.num_samples)
-        params = ask.params_of(prompt)
+    def _start_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:
+        position, request = call.num_started, call.request
+        call.num_started += 1
+        prompt, sample = divmod(position, request.num_samples)
+        params = request.params_of(prompt)
         ids = encoded if isinstance(encoded, list) else []
         facts = RowFacts(
             rid=call.row_rid(position),
-            index=position if ask.gives_batch else None,
+            index=position if request.gives_batch else None,
             seed=self._seed(params, sample),
             called_at=call.called_at,
             tokenize_s=tokenize_s,
             prompt_token_ids=ids,
-            shows_prompt=ask.shows_prompt,
+            shows_prompt=request.shows_prompt,
         )
         row = call.output.add_row(position, facts)
         if not isinstance(encoded, list):
@@ -295,7 +295,7 @@ class Feeder:
             self._submit_row(call, row, params, submits)
 
     def _submit_row(self, call: Call, row: RowStream, params: SamplingParams, submits: list[Submit]) -> None:
-        rules, ask, facts = self._rules, call.ask, row.facts
+        rules, request, facts = self._rules, call.request, row.facts
         ids = facts.prompt_token_ids
         try:
             if not ids:
@@ -327,12 +327,12 @@ class Feeder:
                     deadline=deadlines.get("total"),
                     queue_deadline=deadlines.get("queue"),
                     first_token_deadline=deadlines.get("first_token"),
-                    refuses_late=ask.refuses_late,
+                    refuses_late=request.refuses_late,
                 ),
-                text=replace(known.text, context_token_ids=tuple(ids[-NUM_CONTEXT_TOKENS:]), stream=ask.is_stream),
-                priority=ask.priority,
+                text=replace(known.text, context_token_ids=tuple(ids[-NUM_CONTEXT_TOKENS:]), stream=request.is_stream),
+                priority=request.priority,
                 arrived_at=call.called_at,
-                tenant=ask.tenant,
+                tenant=request.tenant,
             )
         )
 
@@ -348,19 +348,19 @@ class Feeder:
 
     # ------------------------------------------------------------ rows that will not begin
 
-    def end(self, call: Call, ending: Ending) -> None:
+    def end_unstarted(self, call: Call, ending: Ending) -> None:
         """Begin no more rows of the call, and end those that were not begun, in their places.
 
         They end in the next turns of the loop: a large batch would hold it for long. A call that ends already goes on
         with that.
         """
-        if call.ending is None and call.num_begun < call.ask.num_rows:
+        if call.ending is None and call.num_started < call.request.num_rows:
             call.ending = ending
             self._ending.append(call)
             if len(self._ending) == 1:
                 asyncio.get_running_loop().call_soon(self._end_some)
         with self._lock:
-            call.output.begin()
+            call.output.accept()
 
     async def wait_ended(self) -> None:
         """Wait until all these rows have their ends."""
@@ -380,30 +380,30 @@ class Feeder:
 
     def _end_rows(self, call: Call, max_rows: int) -> int:
         """Returns how many were ended, or 1 where there was nothing to do: that takes a moment as well."""
-        output, first, num_rows = call.output, call.num_begun, call.ask.num_rows
+        output, first, num_rows = call.output, call.num_started, call.request.num_rows
         ending = cast("Ending", call.ending)
         try:
             with self._lock:
-                while not output.is_over and call.num_begun < min(first + max_rows, num_rows):
-                    call.num_begun += 1
-                    _end(output.add_row(call.num_begun - 1, _facts_of_unbegun(call, call.num_begun - 1)), *ending)
+                while not output.is_over and call.num_started < min(first + max_rows, num_rows):
+                    call.num_started += 1
+                    _end(output.add_row(call.num_started - 1, _facts_of_unstarted(call, call.num_started - 1)), *ending)
         except BaseException as error:
             self._fail(call, error)
             raise
-        if call.num_begun < num_rows and not output.is_over:
+        if call.num_started < num_rows and not output.is_over:
             self._ending.append(call)
         else:
             self._settle(call)
-        return max(1, call.num_begun - first)
+        return max(1, call.num_started - first)
 
 
-def _facts_of_unbegun(call: Call, position: int) -> RowFacts:
+def _facts_of_unstarted(call: Call, position: int) -> RowFacts:
     return RowFacts(
         rid=call.row_rid(position),
-        index=position if call.ask.gives_batch else None,
+        index=position if call.request.gives_batch else None,
         seed=0,
         called_at=call.called_at,
-        shows_prompt=call.ask.shows_prompt,
+        shows_prompt=call.request.shows_prompt,
     )
 
 
@@ -422,7 +422,7 @@ def _end(row: RowStream, code: FinishCode, matched: str | None = None, error: Ro
 
 def _rows_of(call: Call, encoded: Sequence[Encoded]) -> Iterator[Encoded]:
     """The ids of every row, in order."""
-    return (ids for ids in encoded for _ in range(call.ask.num_samples))
+    return (ids for ids in encoded for _ in range(call.request.num_samples))
 
 
 def _size(submit: Submit) -> int:

@@ -139,7 +139,7 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
 """Arguments of calls to come: name -> (values that mean "off", beside None; what it is)."""
 
 
-class Ask(Struct, frozen=True, kw_only=True):
+class CallRequest(Struct, frozen=True, kw_only=True):
     """A checked call: ``params`` has one entry, or one for each prompt; ``num_samples`` of each prompt.
 
     ``rids``: ids of the prompts where the caller gave a list; ``rid``: of the whole call where it gave one.
@@ -186,9 +186,9 @@ class Ask(Struct, frozen=True, kw_only=True):
         return self.params[prompt if len(self.params) > 1 else 0]
 
 
-def to_generate(
+def generate_request(
     prompt: object, sampling_params: object, input_ids: object, *, stream: object, options: Mapping[str, object]
-) -> Ask:
+) -> CallRequest:
     """Check a call of ``generate``.
 
     Raises:
@@ -201,13 +201,13 @@ def to_generate(
         raise ValueError("prompt and input_ids are both missing; give one of them")
     if prompt is not None:
         if isinstance(prompt, str):
-            return _ask(
+            return _call_request(
                 Rows([text_prompt("prompt", prompt)]), sampling_params, is_batch=False, stream=stream, options=options
             )
         given = checks.sequence("prompt", prompt, allowed=checks.TEXTS)
         is_plain = set(map(type, given)) == {str} and all(given)
         texts = _rows("prompt", given, text_prompt, options, later=later_text if is_plain else None)
-        return _ask(texts, sampling_params, is_batch=True, stream=stream, options=options)
+        return _call_request(texts, sampling_params, is_batch=True, stream=stream, options=options)
     rows = checks.sequence("input_ids", input_ids, allowed=IDS)
     is_batch = _holds_rows(rows, options)
     if is_batch:
@@ -215,10 +215,12 @@ def to_generate(
         prompts = _rows("input_ids", rows, RowsOfIds(), options, later=later_ids if is_plain else None)
     else:
         prompts = Rows([ids_prompt("input_ids", rows)])
-    return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
+    return _call_request(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
-def to_chat(messages: object, sampling_params: object, *, stream: object, options: Mapping[str, object]) -> Ask:
+def chat_request(
+    messages: object, sampling_params: object, *, stream: object, options: Mapping[str, object]
+) -> CallRequest:
     """Check a call of ``chat``: one conversation, or a list of them.
 
     Raises:
@@ -229,7 +231,7 @@ def to_chat(messages: object, sampling_params: object, *, stream: object, option
     make = partial(chat_prompt, form=chat_form(options))
     is_batch = _holds_rows(rows, options)
     prompts = _rows("messages", rows, make, options) if is_batch else Rows([make("messages", rows)])
-    return _ask(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
+    return _call_request(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
 
 
 def _rows(
@@ -268,12 +270,12 @@ def _holds_rows(values: Sequence[object], options: Mapping[str, object]) -> bool
     return any(isinstance(checks.plain(value), list | tuple) for value in first)
 
 
-def _ask(
+def _call_request(
     prompts: Rows, sampling_params: object, *, is_batch: bool, stream: object, options: Mapping[str, object]
-) -> Ask:
+) -> CallRequest:
     params = _params(sampling_params, prompts, is_batch=is_batch, fails_alone=_fails_alone(options))
     num_samples = params[0].n if params else 1
-    ask = Ask(
+    request = CallRequest(
         prompts=prompts,
         params=params,
         num_samples=num_samples,
@@ -281,14 +283,14 @@ def _ask(
         is_batch=is_batch,
         is_stream=checks.switch("stream", stream),
     )
-    return _with_options(ask, options) if options else ask
+    return _with_options(request, options) if options else request
 
 
-def _with_options(plain: Ask, options: Mapping[str, object]) -> Ask:
+def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequest:
     rid: object = options.get("rid")
     has_list = isinstance(rid, list | tuple)
     priority = options.get("priority")
-    ask = replace(
+    request = replace(
         plain,
         rid=None if rid is None or has_list else _rid(rid),
         rids=_rids(options.get("rid"), len(plain.prompts), plain.is_batch) if has_list else None,
@@ -302,9 +304,9 @@ def _with_options(plain: Ask, options: Mapping[str, object]) -> Ask:
         returns_exceptions=checks.switch("return_exceptions", options.get("return_exceptions", False)),
         shows_prompt=checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False)),
     )
-    if ask.resume_ttl_s is not None and (ask.gives_batch or not ask.is_stream):
+    if request.resume_ttl_s is not None and (request.gives_batch or not request.is_stream):
         raise ValueError("resume_ttl is for streams (stream=True) of one prompt and one sample (n=1)")
-    return ask
+    return request
 
 
 def _check_names(
