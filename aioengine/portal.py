@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import uvloop
 
 from aioengine.errors import EngineClosedError, RequestError
+from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.green_threads import require_real_threads
 from aioengine.supervision.tasks import post
-from aioengine.transport.descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

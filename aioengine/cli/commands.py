@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from aioengine.cli import benchmark, flags, report
 from aioengine.cli.flags import Arguments
 from aioengine.errors import EngineError, RequestTooLargeError
+from aioengine.file_descriptors import hold_standard_descriptors
 from aioengine.frontend.progress import is_terminal
 from aioengine.sync import Engine
-from aioengine.transport.descriptors import hold_standard_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.config import EngineConfig
-    from aioengine.frontend.frontend import Processes
-    from aioengine.supervision.supervisor import Events
+    from aioengine.supervision.processes import Events, Processes
     from aioengine.tokenizer import Tokenizer
 
 

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from msgspec import Struct
 
@@ -39,6 +39,7 @@ from aioengine.frontend.router import Router
 from aioengine.frontend.slow_readers import SlowReaders
 from aioengine.frontend.submitter import PromptRules
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
+from aioengine.supervision.processes import Processes
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -47,25 +48,9 @@ if TYPE_CHECKING:
     from aioengine.frontend.outputs import CallOutput
     from aioengine.frontend.requests import CallRequest
     from aioengine.protocol.messages import ToFrontend, ToScheduler
-    from aioengine.supervision.incarnation import ProcessState
     from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
 
 STOP_TIMEOUT_S: Final = 5.0
-
-
-class Processes(Protocol):
-    """The supervisor, as the frontend sees it."""
-
-    async def start(self) -> dict[str, object]: ...
-    def send(self, messages: list[ToScheduler]) -> None: ...
-    async def stop(self, timeout_s: float) -> None: ...
-    def kill_now(self) -> None: ...
-    def processes(self) -> list[ProcessState]: ...
-    def rows_in_flight(self) -> Collection[int]: ...
-    @property
-    def num_restarts(self) -> int: ...
-    @property
-    def is_recovering(self) -> bool: ...
 
 
 class Running(Struct, frozen=True, kw_only=True):

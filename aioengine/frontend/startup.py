@@ -12,14 +12,14 @@ from msgspec import Struct
 
 from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineError, EngineStartupError
+from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.frontend.encoder import longest_token
-from aioengine.frontend.frontend import Frontend, Processes, Running
+from aioengine.frontend.frontend import Frontend, Running
 from aioengine.frontend.start_report import log_start
 from aioengine.green_threads import require_real_threads
 from aioengine.logs import show_logs, warn_caller
 from aioengine.protocol.messages import Progress
-from aioengine.supervision.supervisor import Events
-from aioengine.transport.descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
+from aioengine.supervision.processes import Events, Processes
 
 if TYPE_CHECKING:
     from aioengine.protocol.messages import ToFrontend

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
+from aioengine.file_descriptors import raise_descriptor_limit
 from aioengine.processes.host import die_with_parent, handle_signals, name_process
 from aioengine.processes.uplink import Uplink, encodable, forward_logs
 from aioengine.protocol.board import StepBoard
@@ -22,7 +23,6 @@ from aioengine.protocol.messages import Failed, Ready
 from aioengine.protocol.orders import Orders, decode_orders
 from aioengine.protocol.service import new_epoch_in
 from aioengine.transport.addresses import Listener
-from aioengine.transport.descriptors import raise_descriptor_limit
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 
 if TYPE_CHECKING:

@@ -38,12 +38,12 @@ from aioengine.protocol.messages import (
 from aioengine.supervision.family import Family
 from aioengine.supervision.handshake import Handshake
 from aioengine.supervision.heartbeats import Heartbeats
-from aioengine.supervision.outgoing import Outgoing
+from aioengine.supervision.processes import ProcessState
 from aioengine.supervision.tasks import EngineTask
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
     from aioengine.config import Settings
     from aioengine.protocol.messages import Role, ToScheduler
@@ -55,16 +55,6 @@ MEND_TIMEOUT_S: Final = 20.0
 
 
 _STAGE: Final = "submit"
-
-
-class ProcessState(Struct, frozen=True):
-    """A child, as ``health()`` tells of it. Ages in seconds; None: not heard of, no step yet."""
-
-    role: str
-    pid: int
-    alive: bool
-    last_heartbeat_s: float | None
-    last_step_s: float | None
 
 
 class Loss(Struct, frozen=True):
@@ -85,6 +75,42 @@ class Timeouts(Struct, frozen=True):
 
     startup_s: float
     stall_s: float
+
+
+class Outgoing:
+    """Gathers messages for the rest of a round of the loop, or until their prompts fill a step.
+
+    A program that starts a thousand requests at once takes long to start them all. The first of them are computed
+    meanwhile, in as large steps as if all had come together.
+    """
+
+    def __init__(self, send: Callable[[list[Message]], None], step_tokens: int) -> None:
+        """``send`` gets what makes one frame. ``step_tokens``: prompt tokens of the largest step."""
+        self._send = send
+        self._step_tokens = step_tokens
+        self._messages: list[Message] = []
+        self._num_tokens = 0
+        self._is_due = False
+
+    def add(self, messages: Iterable[Message]) -> None:
+        """Send these soon, behind those before them. Without messages: an empty frame, if there is nothing else."""
+        for message in messages:
+            self._messages.append(message)
+            if isinstance(message, Submit):
+                self._num_tokens += len(message.prompt_token_ids)
+        if self._num_tokens >= self._step_tokens:
+            self._flush()
+        elif not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._end_round)
+
+    def _end_round(self) -> None:
+        self._is_due = False
+        self._flush()
+
+    def _flush(self) -> None:
+        messages, self._messages, self._num_tokens = self._messages, [], 0
+        self._send(messages)
 
 
 class Incarnation:

@@ -11,27 +11,28 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from msgspec import Struct
 
 from aioengine import plugins
 from aioengine.errors import EngineClosedError, EngineDeadError, EngineError
 from aioengine.logs import log, warn
-from aioengine.protocol.messages import SCHEDULER, Progress, Reply, Stats, TextChunks, ToFrontend
+from aioengine.protocol.messages import SCHEDULER, Reply, Stats, TextChunks
 from aioengine.protocol.orders import ROLES
-from aioengine.supervision.incarnation import Incarnation, Loss, ProcessState, Timeouts
-from aioengine.supervision.recovery import Blame, Ledger, RestartWindow, Totals
+from aioengine.supervision.incarnation import Incarnation, Loss, Timeouts
+from aioengine.supervision.ledger import Ledger
 from aioengine.supervision.tasks import EngineTask
+from aioengine.supervision.trials import Blame
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from aioengine.config import Settings, SupervisionConfig
-    from aioengine.protocol.messages import Role, ToScheduler
+    from aioengine.protocol.messages import Progress, Role, ToFrontend, ToScheduler
     from aioengine.supervision.launchers._base import Launcher
+    from aioengine.supervision.processes import Events, ProcessState
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +51,9 @@ _TICK_S: Final = 0.05
 """So often the deadlines of requests that wait here are looked at."""
 
 
-class Events(Struct, frozen=True):
-    """What a supervisor tells, always on the loop on which it was started.
-
-    ``on_messages`` gets what the children say (``TextChunks``, ``Stats``, ``Reply``), ``on_progress`` how far their
-    start has come. ``on_failure`` is called once, when the engine is over by itself.
-    """
-
-    on_messages: Callable[[list[ToFrontend]], None]
-    on_failure: Callable[[EngineError], None]
-    on_progress: Callable[[Progress], None]
+_TOTALS: Final = (
+    "num_preemptions", "num_steps", "prompt_tokens", "cached_tokens", "output_tokens", "num_finished", "num_aborted",
+)  # fmt: skip
 
 
 class Supervisor:
@@ -119,7 +113,7 @@ class Supervisor:
             self._settings = msgspec.structs.replace(self._settings, memory=memory)
         return facts
 
-    def send(self, messages: list[ToScheduler]) -> None:
+    def send(self, messages: Sequence[ToScheduler]) -> None:
         """Send to the scheduler, or keep for the next one. Nothing after an end.
 
         Raises:
@@ -307,6 +301,52 @@ class Supervisor:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class RestartWindow:
+    """How many restarts there may be within a time."""
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self.max_restarts = max_restarts
+        self.window_s = window_s
+        self._times: deque[float] = deque()
+
+    @property
+    def num_taken(self) -> int:
+        """Those that count, as of the last ``take``."""
+        return len(self._times)
+
+    def take(self, now: float) -> bool:
+        """Count a restart; False where there were too many."""
+        while self._times and self._times[0] <= now - self.window_s:
+            self._times.popleft()
+        if len(self._times) >= self.max_restarts:
+            return False
+        self._times.append(now)
+        return True
+
+    def give_back(self) -> None:
+        """The last one is not counted: it was a single request's."""
+        if self._times:
+            self._times.pop()
+
+
+class Totals:
+    """Keeps the totals of ``Stats`` from falling when a new scheduler begins to count anew."""
+
+    def __init__(self) -> None:
+        self._before = dict.fromkeys(_TOTALS, 0)
+        self._last = dict.fromkeys(_TOTALS, 0)
+
+    def add(self, stats: Stats) -> Stats:
+        """The same with what was counted before."""
+        counts: dict[str, int] = msgspec.structs.asdict(stats)
+        self._last = {name: counts[name] + before for name, before in self._before.items()}
+        return msgspec.structs.replace(stats, **self._last)
+
+    def restart(self) -> None:
+        """Counting begins anew."""
+        self._before = self._last
 
 
 def _describe(error: EngineError) -> str:

@@ -47,8 +47,7 @@ from aioengine.testing.scripted_runner import ANSWERS_OPTION
 from aioengine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from aioengine.frontend.frontend import Processes
-    from aioengine.supervision.supervisor import Events
+    from aioengine.supervision.processes import Events, Processes
 
 FAKE_RUNNER = "aioengine.testing.fake_runner:build"
 SCRIPTED_RUNNER = "aioengine.testing.scripted_runner:build"

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from aioengine.file_descriptors import SpareDescriptors
 from aioengine.logs import log
 from aioengine.protocol.codec import MAX_FRAME_BYTES, BadFrameError, FrameDecoder, FrameEncoder, FrameTooLargeError
 from aioengine.transport.addresses import hide
 from aioengine.transport.base import BacklogFullError
-from aioengine.transport.descriptors import SpareDescriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ from aioengine.config import (
 from aioengine.engine import AsyncEngine
 from aioengine.frontend.startup import Blueprint
 from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Reply, Stats, Submit, TextChunks
-from aioengine.supervision.supervisor import Events
+from aioengine.supervision.processes import Events
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,7 +116,7 @@ class Double:
     async def start(self) -> dict[str, object]:
         return {"num_pages": 64, "page_size": 16, "max_total_tokens": 1024}
 
-    def send(self, messages: list[ToScheduler]) -> None:
+    def send(self, messages: Sequence[ToScheduler]) -> None:
         for message in messages:
             if isinstance(message, Submit):
                 self.submits.append(message)

@@ -10,7 +10,7 @@ import pytest
 from aioengine.errors import EngineDeadError
 from aioengine.frontend import submitter
 from aioengine.protocol.messages import Message, Submit
-from aioengine.supervision.outgoing import Outgoing
+from aioengine.supervision.incarnation import Outgoing
 from aioengine.testing.fake_engine import fake_async_engine
 
 NUM_SAMPLES = 64

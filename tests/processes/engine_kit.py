@@ -30,7 +30,8 @@ from aioengine.protocol.messages import (
     ToFrontend,
 )
 from aioengine.protocol.orders import ROLES, Orders
-from aioengine.supervision.supervisor import Events, Supervisor
+from aioengine.supervision.processes import Events
+from aioengine.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from aioengine.file_descriptors import SpareDescriptors
     from aioengine.protocol.messages import Role
-    from aioengine.transport.descriptors import SpareDescriptors
 
 _NUM_LOG_LINES = 20
 _MAX_LOG_BYTES = 8192

@@ -16,12 +16,12 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from aioengine.errors import EngineStartupError
+from aioengine.file_descriptors import SpareDescriptors
 from aioengine.protocol.board import blank_board
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
 from aioengine.protocol.orders import Orders, encode_orders
 from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, listen
-from aioengine.transport.descriptors import SpareDescriptors
 from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError, end_context
 
 if TYPE_CHECKING:

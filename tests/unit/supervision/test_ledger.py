@@ -24,7 +24,9 @@ from aioengine.protocol.messages import (
     TextChunks,
     TextRules,
 )
-from aioengine.supervision.recovery import CRASH_STAGE, Blame, Ledger, RestartWindow, Totals
+from aioengine.supervision.ledger import CRASH_STAGE, Ledger
+from aioengine.supervision.supervisor import RestartWindow, Totals
+from aioengine.supervision.trials import Blame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

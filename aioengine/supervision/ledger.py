@@ -1,4 +1,4 @@
-"""Recovery: what is submitted again when the processes of an engine are replaced, and whether they are.
+"""Ledger: what is submitted again when the processes of an engine are replaced.
 
 Everything that the scheduler is told passes the ``Ledger``, and everything that comes of it. So it knows, for every
 request that is open, what it was asked for and every id that was given out; the rest is a function of these.
@@ -15,16 +15,15 @@ Pure: no clock, no process; times come as arguments.
 
 from __future__ import annotations
 
-from collections import deque
-from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Reply, Resumed, Stats, Submit, Suspend
+from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Reply, Resumed, Submit, Suspend
+from aioengine.supervision.trials import Blame, Trials
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from aioengine.protocol.messages import Begun, TextChunks, ToScheduler
 
@@ -33,20 +32,6 @@ CRASH_STAGE: Final = "crash"
 
 _OWN_CALL: Final = -1
 """Id of a control call that nobody waits for."""
-
-_TOTALS: Final = (
-    "num_preemptions", "num_steps", "prompt_tokens", "cached_tokens", "output_tokens", "num_finished", "num_aborted",
-)  # fmt: skip
-
-
-class Blame(Enum):
-    """Whose a crash was. NOBODY's are counted as restarts; a suspect's is not; with the one that proves its guilt, the
-    one that made it a suspect is not counted any more either.
-    """
-
-    NOBODY = 0
-    SUSPECT = 1
-    GUILTY = 2
 
 
 class Entry:
@@ -94,46 +79,6 @@ class Entry:
             "first_token": limits.first_token_deadline,
         }
         return next((which for which, time in deadlines.items() if time is not None and time <= now), None)
-
-
-class Trials:
-    """Which suspect goes on now, and with whom beside it.
-
-    Attributes:
-        suspects: uid -> the tokens that it has when it has got past its crash.
-        on_trial: the suspect that goes on. is_alone: nothing else does.
-    """
-
-    def __init__(self) -> None:
-        self.suspects: dict[int, int] = {}
-        self.on_trial: int | None = None
-        self.is_alone = False
-
-    def admits(self, uid: int, *, has_begun: bool) -> bool:
-        """Whether a request may go on now."""
-        if self.on_trial is None or uid == self.on_trial:
-            return True
-        return has_begun and uid not in self.suspects and not self.is_alone
-
-    def settle(self) -> bool:
-        """Choose who is tried next, unless one is; whether that changed who may go on."""
-        if self.on_trial is None and not self.suspects:
-            return False
-        if self.on_trial in self.suspects:
-            return False
-        self.is_alone = False
-        self.on_trial = min(self.suspects, default=None)
-        return True
-
-    def crash(self, rows: Container[int]) -> Blame:
-        """A process died in a step of these rows, which are all suspects now."""
-        if self.on_trial in self.suspects and self.on_trial in rows:
-            blame = Blame.GUILTY if self.is_alone else Blame.SUSPECT
-            self.is_alone = True
-            return blame
-        if not self.is_alone:
-            self.on_trial = None
-        return Blame.NOBODY
 
 
 class ControlCalls:
@@ -385,49 +330,3 @@ class Ledger:
         self._entries.pop(uid, None)
         self._given.pop(uid, None)
         self._trials.suspects.pop(uid, None)
-
-
-class RestartWindow:
-    """How many restarts there may be within a time."""
-
-    def __init__(self, max_restarts: int, window_s: float) -> None:
-        self.max_restarts = max_restarts
-        self.window_s = window_s
-        self._times: deque[float] = deque()
-
-    @property
-    def num_taken(self) -> int:
-        """Those that count, as of the last ``take``."""
-        return len(self._times)
-
-    def take(self, now: float) -> bool:
-        """Count a restart; False where there were too many."""
-        while self._times and self._times[0] <= now - self.window_s:
-            self._times.popleft()
-        if len(self._times) >= self.max_restarts:
-            return False
-        self._times.append(now)
-        return True
-
-    def give_back(self) -> None:
-        """The last one is not counted: it was a single request's."""
-        if self._times:
-            self._times.pop()
-
-
-class Totals:
-    """Keeps the totals of ``Stats`` from falling when a new scheduler begins to count anew."""
-
-    def __init__(self) -> None:
-        self._before = dict.fromkeys(_TOTALS, 0)
-        self._last = dict.fromkeys(_TOTALS, 0)
-
-    def add(self, stats: Stats) -> Stats:
-        """The same with what was counted before."""
-        counts: dict[str, int] = msgspec.structs.asdict(stats)
-        self._last = {name: counts[name] + before for name, before in self._before.items()}
-        return msgspec.structs.replace(stats, **self._last)
-
-    def restart(self) -> None:
-        """Counting begins anew."""
-        self._before = self._last
