@@ -168,7 +168,8 @@ async def server_info(frontend: Frontend) -> dict[str, object]:
     """The engine's settings and its scheduler's own words."""
     reply = await frontend.controls.ask("server_info")
     parts = frontend.parts
-    told = cast("dict[str, object]", json.loads(reply.data) if reply.data else {})
+    told = cast("dict[str, object] | list[dict[str, object]]", json.loads(reply.data) if reply.data else {})
+    replicas = told if isinstance(told, list) else [told]
     return {
         "status": "ready" if frontend.failure is None else state(frontend),
         "version": __version__,
@@ -178,7 +179,7 @@ async def server_info(frontend: Frontend) -> dict[str, object]:
         "max_req_input_len": min(parts.settings.model.context_length, parts.max_total_tokens) - 1,
         "settings": cast("dict[str, object]", msgspec.to_builtins(parts.settings)),
         "facts": dict(parts.facts),
-        "internal_states": [told.get("stats", {})],
+        "internal_states": [one.get("stats", {}) for one in replicas],
     }
 
 

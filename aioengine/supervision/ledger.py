@@ -19,13 +19,23 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Reply, Resumed, Submit, Suspend
+from aioengine.protocol.messages import (
+    Abort,
+    Control,
+    FinishCode,
+    Finished,
+    Reply,
+    Resumed,
+    Submit,
+    Suspend,
+    TextChunks,
+)
 from aioengine.supervision.trials import Blame, Trials
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from aioengine.protocol.messages import Begun, TextChunks, ToScheduler
+    from aioengine.protocol.messages import Begun, ToFrontend, ToScheduler
 
 CRASH_STAGE: Final = "crash"
 """The stage of the error of a request that killed its process, and of a control call that was lost with one."""
@@ -44,10 +54,11 @@ class Entry:
     )  # fmt: skip
 
     def __init__(self, submit: Submit) -> None:
+        resumed = submit.resumed  # it began in another replica
         self.submit = submit
-        self.token_ids: list[int] = []
-        self.begun: Begun | None = None
-        self.num_preemptions = 0
+        self.token_ids: list[int] = [] if resumed is None else resumed.token_ids.copy()
+        self.begun: Begun | None = None if resumed is None else resumed.begun
+        self.num_preemptions = 0 if resumed is None else resumed.num_preemptions
         self.abort: Abort | None = None
         self.has_replayed_abort = False
         self.is_sent = False
@@ -177,7 +188,8 @@ class Ledger:
                 case Submit():
                     entry = self._entries[message.uid] = Entry(message)
                     self._given[message.uid] = entry.token_ids
-                    entry.is_sent = self.is_connected and self._trials.admits(message.uid, has_begun=False)
+                    has_begun = entry.begun is not None
+                    entry.is_sent = self.is_connected and self._trials.admits(message.uid, has_begun=has_begun)
                     if entry.is_sent:
                         due.append(message)
                 case Abort():
@@ -280,10 +292,11 @@ class Ledger:
                 known += token_ids[start : start + count]
             start += count
 
-    def take_ended(self) -> list[Finished]:
-        """The ends of requests that no process will tell of."""
+    def take_reports(self) -> list[ToFrontend]:
+        """What no process will report: the ends of requests, and the replies to controls that were lost."""
         ended, self._ended = self._ended, []
-        return ended
+        lost = self.calls.take_lost()
+        return [TextChunks([], [], [], [], ended), *lost] if ended else [*lost]
 
     def expire(self, now: float) -> None:
         """End what waits here beyond its deadline, and gave nothing yet."""
@@ -320,6 +333,16 @@ class Ledger:
             self._end(Finished(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=message, ended_at=now))
             self._has_progress = False
         return blame if is_believed else Blame.NOBODY
+
+    def hand_over(self, how: str, now: float) -> list[ToScheduler]:
+        """The processes are not replaced: all open requests, from where they are, for another replica.
+
+        Controls without a reply are lost.
+        """
+        self.calls.ask()
+        self.crash({}, how, now)
+        self._trials = Trials()
+        return self._release()
 
     def _end(self, finished: Finished) -> None:
         """End a request here."""

@@ -149,6 +149,14 @@ class Supervisor:
             self._recovery.cancel()
         self._incarnation.kill_now()
 
+    def hand_over(self, how: str) -> tuple[list[ToFrontend], list[ToScheduler]]:
+        """After ``on_failure``: what is still to be reported, and the open requests, to go on in another replica.
+
+        ``how``: what happened, for calls that are lost.
+        """
+        requests = self._ledger.hand_over(how, time.monotonic())
+        return self._ledger.take_reports(), requests
+
     def processes(self) -> list[ProcessState]:
         """Every child as it is now."""
         return self._incarnation.processes()
@@ -200,10 +208,8 @@ class Supervisor:
             return
         now = time.monotonic()
         self._ledger.expire(now)
-        if ended := self._ledger.take_ended():
-            self._events.on_messages([TextChunks([], [], [], [], ended)])
-        if lost := self._ledger.calls.take_lost():
-            self._events.on_messages([*lost])
+        if reports := self._ledger.take_reports():
+            self._events.on_messages(reports)
         if self._ledger.holds_back:
             self._look_later()
 

@@ -45,6 +45,16 @@ def chunks_of(uid: int, token_ids: Sequence[int], *, begins: bool = False, ends:
     return TextChunks(*columns, finished, 0, begun)
 
 
+def ends_of(ledger: Ledger) -> list[Finished]:
+    """The ends of requests that the ledger reports."""
+    return [end for one in ledger.take_reports() if isinstance(one, TextChunks) for end in one.finished]
+
+
+def lost_calls_of(ledger: Ledger) -> list[Reply]:
+    """The control calls that the ledger reports as lost."""
+    return [one for one in ledger.take_reports() if isinstance(one, Reply)]
+
+
 class World:
     """A ledger, and what a scheduler has heard of it since it was started."""
 
@@ -124,11 +134,11 @@ def test_aborts_end_what_has_not_begun_and_follow_the_rest() -> None:
     world.hear(1, [7], begins=True)
     world.crash()
     world.tell(Abort([1, 2, 9], FinishCode.SHUTDOWN, "why"), now=4.0)
-    assert world.ledger.take_ended() == [Finished(2, FinishCode.SHUTDOWN, message="why", ended_at=4.0)]
+    assert ends_of(world.ledger) == [Finished(2, FinishCode.SHUTDOWN, message="why", ended_at=4.0)]
     world.sent = world.ledger.replay()
     assert [type(message) for message in world.sent] == [Submit, Abort]
     assert world.sent[1] == Abort([1], FinishCode.SHUTDOWN, "why")
-    assert world.ledger.take_ended() == []
+    assert ends_of(world.ledger) == []
 
 
 def test_an_abort_that_was_not_answered_is_sent_again() -> None:
@@ -151,15 +161,15 @@ def test_deadlines_of_what_waits() -> None:
     ledger.pass_on([submit_of(uid, limits=limit) for uid, limit in limits.items()], 0.0)
     ledger.hear(chunks_of(5, [1], begins=True))
     ledger.expire(9.0)
-    assert ledger.take_ended() == []  # the scheduler sees to what it has
+    assert ends_of(ledger) == []  # the scheduler sees to what it has
     ledger.crash({}, "", 0.0)
     ledger.expire(3.0)
-    assert [(one.uid, one.code, one.matched) for one in ledger.take_ended()] == [
+    assert [(one.uid, one.code, one.matched) for one in ends_of(ledger)] == [
         (1, FinishCode.DEADLINE, "total"),
         (3, FinishCode.DEADLINE, "first_token"),
     ]
     ledger.expire(9.0)
-    assert [(one.uid, one.matched) for one in ledger.take_ended()] == [(2, "queue")]
+    assert [(one.uid, one.matched) for one in ends_of(ledger)] == [(2, "queue")]
     assert ledger.num_open == 2
 
 
@@ -182,7 +192,7 @@ def test_a_call_that_was_on_its_way_fails_and_is_not_tried_again() -> None:
     world.ledger.calls.answered(Reply(2, True))
     world.crash()
     assert world.ledger.holds_back
-    assert world.ledger.calls.take_lost() == [
+    assert lost_calls_of(world.ledger) == [
         Reply(1, False, "it died before it had answered 'pause', which was not tried again", stage=CRASH_STAGE),
         Reply(3, False, "it died before it had answered 'server_info', which was not tried again", stage=CRASH_STAGE),
     ]
@@ -191,8 +201,8 @@ def test_a_call_that_was_on_its_way_fails_and_is_not_tried_again() -> None:
     assert [type(message) for message in world.sent] == [Submit, Control]  # and it is not paused
     assert world.sent[-1] == Control(4, "flush_cache")
     world.crash()
-    assert [lost.call_id for lost in world.ledger.calls.take_lost()] == [4]
-    assert world.ledger.calls.take_lost() == []
+    assert [lost.call_id for lost in lost_calls_of(world.ledger)] == [4]
+    assert lost_calls_of(world.ledger) == []
     world.sent = world.ledger.replay()
     assert [type(message) for message in world.sent] == [Submit]
 
@@ -204,7 +214,7 @@ def test_calls_are_asked_again_where_the_scheduler_lives() -> None:
     world.sent = []
     world.ledger.crash({}, "the other one died", 9.0, is_scheduler_lost=False)
     world.tell(Control(3, "flush_cache"))
-    assert world.ledger.calls.take_lost() == []
+    assert lost_calls_of(world.ledger) == []
     world.sent = world.ledger.replay()
     assert world.sent[-2:] == [Control(1, "pause"), Control(3, "flush_cache")]
 
@@ -215,7 +225,7 @@ def test_a_continue_that_was_on_its_way_is_done() -> None:
     world.ledger.calls.answered(Reply(1, True))
     world.tell(Control(2, "continue"))
     world.restart()
-    assert world.ledger.calls.take_lost() == [Reply(2, True)]
+    assert lost_calls_of(world.ledger) == [Reply(2, True)]
     assert [type(message) for message in world.sent] == [Submit]
 
 
@@ -227,9 +237,9 @@ def test_an_abort_that_is_not_answered_in_two_processes_is_done_here() -> None:
     world.tell(Abort([1], FinishCode.ABORT, "why"))
     world.restart(1)
     assert [type(message) for message in world.sent] == [Submit, Abort, Submit]
-    assert world.ledger.take_ended() == []
+    assert ends_of(world.ledger) == []
     world.restart(1)
-    assert world.ledger.take_ended() == [Finished(1, FinishCode.ABORT, message="why", ended_at=9.0)]
+    assert ends_of(world.ledger) == [Finished(1, FinishCode.ABORT, message="why", ended_at=9.0)]
     assert world.uids() == [2]
 
 
@@ -302,11 +312,11 @@ def test_who_kills_it_again_is_tried_alone_and_ends_alone() -> None:
     world.hear(1, [5])
     assert world.uids() == [1, 4, 2]
     assert world.crash(1, 2, 4) is Blame.SUSPECT
-    assert world.ledger.take_ended() == []
+    assert ends_of(world.ledger) == []
     world.sent = world.ledger.replay()
     assert world.uids() == [2]
     assert world.crash(2) is Blame.GUILTY
-    (end,) = world.ledger.take_ended()
+    (end,) = ends_of(world.ledger)
     assert (end.uid, end.code, end.stage) == (2, FinishCode.FAILED, CRASH_STAGE)
     assert end.message.startswith("it died each time it computed this request")
     world.sent = world.ledger.replay()
@@ -325,7 +335,7 @@ def test_who_gets_past_it_alone_is_innocent() -> None:
     assert world.uids() == [1, 2]
     world.restart(1)
     world.restart(1)
-    assert world.ledger.take_ended() == []
+    assert ends_of(world.ledger) == []
 
 
 def test_a_crash_elsewhere_blames_nobody_and_suspects_more() -> None:
@@ -345,7 +355,7 @@ def test_where_everything_crashes_no_request_is_blamed() -> None:
     for uid in (1, 1, 1, 2, 2, 2):
         blames.append(world.crash(uid))
         world.sent = world.ledger.replay()
-        assert uid in world.uids() or world.ledger.take_ended()
+        assert uid in world.uids() or ends_of(world.ledger)
     assert blames == [Blame.NOBODY, Blame.SUSPECT, Blame.GUILTY, Blame.NOBODY, Blame.NOBODY, Blame.NOBODY]
     world.hear(3, [5], begins=True)
     blames = []
@@ -384,9 +394,40 @@ def test_a_suspect_that_waits_can_be_aborted() -> None:
     world.restart(1, 2, 3)
     world.tell(Abort([2, 3]))
     assert [type(message) for message in world.sent] == [Submit, Submit, Abort]
-    assert [end.uid for end in world.ledger.take_ended()] == [3]
+    assert [end.uid for end in ends_of(world.ledger)] == [3]
     world.hear(1, [7])
     assert not world.ledger.holds_back
+
+
+# ---------------------------------------------------------------- another replica
+
+
+def test_what_is_handed_over_goes_on_in_another_ledger() -> None:
+    world = World(1, 2, 3, 4)
+    world.hear(1, [7, 8], begins=True)
+    world.hear(2, [9], begins=True, ends=True)
+    world.tell(Suspend([1]), Abort([3], FinishCode.SHUTDOWN))
+    world.restart(1)
+    assert world.uids() == [1, 3]  # the others wait for the trial of 1
+    messages = world.ledger.hand_over("it died again", 9.0)
+    other = World()
+    other.tell(*messages)
+    assert other.uids() == [1, 4]
+    assert other.resumed(1) == Resumed(Begun(1, 0, 1.0, 2.0), [7, 8])
+    assert ends_of(world.ledger) == [Finished(3, FinishCode.SHUTDOWN, ended_at=9.0)]
+    assert Suspend([1]) in other.sent
+    other.hear(1, [5])
+    other.restart()
+    assert other.resumed(1) == Resumed(Begun(1, 0, 1.0, 2.0), [7, 8, 5])
+
+
+def test_calls_are_not_handed_over() -> None:
+    world = World()
+    world.tell(Control(1, "flush_cache"), Control(2, "continue"))
+    world.crash()
+    world.tell(Control(3, "server_info"))
+    assert world.ledger.hand_over("it died", 9.0) == []
+    assert [(lost.call_id, lost.success) for lost in lost_calls_of(world.ledger)] == [(1, False), (2, True), (3, False)]
 
 
 # ---------------------------------------------------------------- in any order
@@ -432,7 +473,7 @@ class NaiveWorld(RuleBasedStateMachine):
         self.open.remove(uid)
 
     def take_ended(self) -> None:
-        for end in self.ledger.take_ended():
+        for end in ends_of(self.ledger):
             self.close(end.uid)
             if end.code is FinishCode.FAILED:
                 assert end.uid % 5 == 0, "an innocent request was found guilty"

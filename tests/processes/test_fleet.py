@@ -1,0 +1,185 @@
+"""Two replicas behind one frontend: requests are spread, and those of a replica that is lost go on in the other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+import pytest
+
+from aioengine.config import SupervisionConfig
+from aioengine.engine import AsyncEngine
+from aioengine.errors import EngineDeadError, EngineStartupError, RequestError
+from aioengine.supervision.fleet import Fleet
+from aioengine.supervision.supervisor import Supervisor
+from aioengine.testing.fake_engine import FakeSetup
+from aioengine.testing.faults import Faults
+from tests.processes.restart_kit import (
+    ANSWERS,
+    ROLES,
+    ask_all,
+    frontend_of,
+    undisturbed,
+    until,
+    until_idle,
+    until_restarted,
+)
+
+if TYPE_CHECKING:
+    from aioengine.frontend.startup import Blueprint
+    from aioengine.supervision.processes import Events
+
+process = pytest.mark.process
+
+
+def fleet_engine(*setups: FakeSetup, launcher: str = "process", max_restarts: int = 0) -> AsyncEngine:
+    """An engine with one replica for each of ``setups``."""
+    limits = SupervisionConfig(max_restarts=max_restarts, stall_timeout_s=60.0, startup_timeout_s=30.0)
+
+    def make_replica(setup: FakeSetup, events: Events) -> Supervisor:
+        return Supervisor(setup.settings(), limits, launcher=launcher, events=events)
+
+    def blueprint() -> Blueprint:
+        makers = [partial(make_replica, setup) for setup in setups]
+        return msgspec.structs.replace(setups[0].blueprint(), make_processes=lambda events: Fleet(makers, events))
+
+    return AsyncEngine.from_blueprint(blueprint)
+
+
+def fleet_of(engine: AsyncEngine) -> Fleet:
+    return cast("Fleet", frontend_of(engine).parts.processes)
+
+
+async def pause(engine: AsyncEngine) -> None:
+    assert (await engine.pause_generation("in_place")).success
+
+
+@pytest.mark.parametrize("role", [0, 1])
+async def test_a_replica_that_is_lost_at_any_turn_of_the_loop_changes_nothing(role: int) -> None:
+    """Children as tasks: in every round one of them ends a little later, until all is over before."""
+    expected = await undisturbed(has_answers=True)
+    num_turns, num_losses = 0, 0
+    while True:
+        async with fleet_engine(FakeSetup(answers=ANSWERS), FakeSetup(answers=ANSWERS), launcher="inline") as engine:
+            fleet = fleet_of(engine)
+            asking = asyncio.create_task(ask_all(engine, stream=num_turns % 2 == 0))
+            while not all(replica._ledger.num_open for replica in fleet._replicas):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            if asking.done():
+                break
+            fleet._replicas[num_losses % 2]._incarnation._launcher.children[role].kill()
+            num_losses += 1
+            assert await asking == expected, f"after {num_turns} turns"
+            await until(lambda: len(engine.health()["processes"]) == 2)
+            assert engine.health()["state"] == "running"
+            await until_idle(engine)
+            assert await ask_all(engine, stream=True) == expected
+        num_turns += 7
+    assert num_losses > 5
+
+
+@process
+@pytest.mark.parametrize("kill_at", [1, 8, 40])
+async def test_requests_of_a_replica_that_is_killed_in_a_step_are_answered_exactly(kill_at: int) -> None:
+    expected = await undisturbed(has_answers=False)
+    setup = FakeSetup()
+    async with fleet_engine(FakeSetup(faults=Faults(kill_at=kill_at)), setup) as engine:
+        assert [one["role"] for one in engine.health()["processes"]] == ROLES * 2
+        assert await ask_all(engine, stream=kill_at == 8) == expected
+        await until(lambda: len(engine.health()["processes"]) == 2)
+        assert await ask_all(engine, stream=True) == expected
+        assert engine.stats()["num_pages"] == setup.num_pages
+        await until_idle(engine)
+
+
+@process
+async def test_a_replica_with_restarts_left_is_replaced_and_stays() -> None:
+    expected = await undisturbed(has_answers=False)
+    setup = FakeSetup(step_time_s=0.002)
+    async with fleet_engine(setup, setup, max_restarts=1) as engine:
+        asking = asyncio.create_task(ask_all(engine, stream=True))
+        await until(lambda: engine.stats()["output_tokens"] > 0)
+        os.kill(engine.health()["processes"][0]["pid"], signal.SIGKILL)
+        assert await asking == expected
+        await until_restarted(engine, 1)
+        assert [one["role"] for one in engine.health()["processes"]] == ROLES * 2
+        await until_idle(engine)
+        assert engine.stats()["num_pages"] == 2 * setup.num_pages
+
+
+@process
+async def test_the_engine_is_dead_when_all_replicas_are() -> None:
+    setup = FakeSetup(step_time_s=0.01)
+    async with fleet_engine(setup, setup) as engine:
+        tasks = [
+            asyncio.create_task(cast("asyncio.Future[object]", engine.async_generate(str(number))))
+            for number in range(4)
+        ]
+        await until(lambda: engine.stats()["num_running"] == 4)
+        for state in engine.health()["processes"]:
+            if state["role"] == "scheduler":
+                os.kill(state["pid"], signal.SIGKILL)
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(error, EngineDeadError)
+        assert engine.health()["state"] == "dead"
+
+
+@process
+async def test_a_replica_that_cannot_start_fails_the_start() -> None:
+    engine = fleet_engine(FakeSetup(), FakeSetup(faults=Faults(start_error="no luck")))
+    with pytest.raises(EngineStartupError, match="no luck"):
+        await engine.start()
+    assert engine.health()["processes"] == []
+
+
+async def test_controls_go_to_all_replicas_and_statistics_are_sums() -> None:
+    setup = FakeSetup()
+    async with fleet_engine(setup, setup, launcher="inline") as engine:
+        await pause(engine)
+        asking = asyncio.create_task(ask_all(engine, stream=False))
+        await until(lambda: engine.stats()["num_waiting"] == 10)
+        assert [replica._ledger.num_open for replica in fleet_of(engine)._replicas] == [5, 5]
+        info = await engine.get_server_info()
+        states = cast("list[dict[str, int]]", info["internal_states"])
+        assert [state["num_waiting"] for state in states] == [5, 5]
+        assert info["max_total_num_tokens"] == 16 * setup.num_pages
+        assert (await engine.continue_generation()).success
+        await asking
+        await until_idle(engine)
+        stats = engine.stats()
+        assert (stats["num_finished"], stats["num_pages"]) == (10, 2 * setup.num_pages)
+        states = cast("list[dict[str, int]]", (await engine.get_server_info())["internal_states"])
+        assert sum(state["output_tokens"] for state in states) == stats["output_tokens"]
+
+
+async def test_aborts_and_controls_meet_a_replica_that_is_lost() -> None:
+    setup = FakeSetup()
+    async with fleet_engine(setup, setup, launcher="inline") as engine:
+        fleet = fleet_of(engine)
+        await pause(engine)
+        tasks = [asyncio.create_task(_one(engine, f"r{number}")) for number in range(6)]
+        await until(lambda: engine.stats()["num_waiting"] == 6)
+        asking = asyncio.create_task(engine.get_server_info())
+        await asyncio.sleep(0)
+        fleet._replicas[0]._incarnation._launcher.children[0].kill()
+        with pytest.raises(RequestError, match="before it had answered 'server_info'"):
+            await asking
+        for number in range(6):
+            engine.abort_request(f"r{number}")
+        assert [await task for task in tasks] == ["abort"] * 6
+        assert (await engine.continue_generation()).success
+        await until_idle(engine)
+        assert (await engine.async_generate("on", {"max_new_tokens": 3}))["meta_info"]["completion_tokens"] == 3
+
+
+async def _one(engine: AsyncEngine, rid: str) -> object:
+    answer = await engine.async_generate("a", {"max_new_tokens": 9}, rid=rid)
+    reason = answer["meta_info"]["finish_reason"]
+    assert reason is not None
+    return reason["type"]
