@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aioengine.machine import DeviceFacts
     from aioengine.model_folder import ModelFacts
 
-RUNNER_FACTORY: Final = "aioengine.runner.model_runner:build"
+RUNNER_FACTORY: Final = "aioengine.runner.build:build"
 CPU_LIMITS: Final = 512, 64
 """Tokens of a step, running requests."""
 

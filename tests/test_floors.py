@@ -73,10 +73,6 @@ ALLOWED = {
 CIRCLES = {
     "aioengine.frontend.calls",
     "aioengine.frontend.submitter",
-    "aioengine.runner.model_runner",
-    "aioengine.runner.preparation",
-    "aioengine.runner.graphs.prompt_graphs",
-    "aioengine.runner.rehearsal",
 }
 """Modules that import each other for types or inside functions: no one is read without the others. May only shrink."""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape
-    from aioengine.runner.upload import Upload
+    from aioengine.runner.transfer import Upload
 
 
 PADDING_PAGE = 0

@@ -1,11 +1,9 @@
-"""The device side of a step: a plan in, token ids out. ``build`` makes the runner that ``settings`` describe."""
+"""The device side of a step: a plan in, token ids out."""
 
 from __future__ import annotations
 
 import importlib
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,20 +11,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from aioengine.kernels.triton.launcher import compiled_in_threads
 from aioengine.runner import logits as logits_processors
-from aioengine.runner.capacity import Demand, fit_pages, kv_bytes_per_token
-from aioengine.runner.device_memory import DeviceMemory, LargestStep
 from aioengine.runner.inputs import InputBuilder
-from aioengine.runner.kv_pool import KVPool
-from aioengine.runner.loading import load_model
-from aioengine.runner.preparation import longest_graph, prepare_device
-from aioengine.runner.ranges import part
-from aioengine.runner.readback import Readback
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
-from aioengine.runner.start_times import StartTimes
-from aioengine.runner.vocabulary import sampled_vocab_size
+from aioengine.runner.timing import part
+from aioengine.runner.transfer import Readback
 from aioengine.scheduler.plan import TOKENS, StepResult, UnknownOrderError
 
 if TYPE_CHECKING:
@@ -34,23 +24,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend, AttentionShape, ForwardBatch
-    from aioengine.config import Settings
+    from aioengine.attention._base import AttentionBackend, ForwardBatch
     from aioengine.models._base import Model, ModelInputs
-    from aioengine.protocol.messages import Control, Progress, Reply
+    from aioengine.protocol.messages import Control, Reply
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
-    from aioengine.runner.graphs.prompt_graphs import PromptGraphs
     from aioengine.runner.inputs import StepRows
+    from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.scheduler.plan import Plan, Row
 
     Facts = dict[str, str | int | float | bool]
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-_LESS_POOL = "Lower mem_fraction_static or max_total_tokens"
-_LESS_GRAPHS = "Lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph=True"
 
 _NOT_FINITE = "the model gave numbers that are not finite for it; its weights or its dtype make it overflow"
 
@@ -70,6 +54,18 @@ class DeviceParts:
     @property
     def max_row_pages(self) -> int:
         return -(-self.context_length // self.kv_pool.page_size)  # a step in flight computes no position past the end
+
+
+class PromptGraphs(Protocol):
+    """Graphs of some steps with prompts."""
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Whether this step is one of them."""
+        ...
+
+    def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
+        """Queue a step that is; gives the hidden states of the last token of each of its rows."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,106 +311,3 @@ def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProces
         vocab_size=vocab_size, num_embeddings=num_embeddings, table=table, processors=processors
     )
     return sampler
-
-
-def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner:
-    """Load the model and take the KV pool.
-
-    Sets the number of torch's threads, so it belongs into a process of its own.
-
-    Raises:
-        ValueError: the model, its weights, the device or the dtype cannot be used, or the memory does not suffice; the
-            message says what would work.
-    """
-    device = _device(settings.runner.device)
-    with compiled_in_threads(device):
-        return _build(settings, device, report)
-
-
-def _build(settings: Settings, device: torch.device, report: Callable[[Progress], None]) -> ModelRunner:
-    times = StartTimes()
-    torch.set_num_threads(settings.runner.num_threads)
-    dtype = _dtype(settings.model.dtype, device)
-    kv_dtype = _dtype(settings.memory.kv_dtype or settings.model.dtype, device)
-    memory = DeviceMemory(device)
-    page_size = settings.memory.page_size
-    vocab_size = sampled_vocab_size(settings)
-    model, choice, weights_bytes = load_model(
-        settings, dtype, memory, kv_dtype=kv_dtype, vocab_size=vocab_size, report=report, times=times
-    )
-    shape = model.attention_shape
-    limits = settings.scheduler
-    num_captured = longest_graph(settings, weights_bytes, dtype)
-    largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured)
-    room = memory.room(model, largest, fraction=settings.memory.mem_fraction_static)
-    num_pages = fit_pages(_demand(settings, shape, kv_dtype), room)
-    times.end("largest_step")
-    with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
-        kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=kv_dtype, device=device)
-        attention = choice.build(shape, kv_pool.tensor)
-    times.end("kv_pool")
-    parts = DeviceParts(
-        model=model,
-        attention=attention,
-        kv_pool=kv_pool,
-        vocab_size=vocab_size,
-        context_length=settings.model.context_length,
-        max_rows=settings.scheduler.max_running,
-        device=device,
-    )
-    facts: Facts = {
-        "num_pages": num_pages,
-        "page_size": page_size,
-        "max_total_tokens": num_pages * page_size,
-        "dtype": settings.model.dtype,
-        "device": str(device),
-        "attention_backend": choice.name,
-        "weights_bytes": weights_bytes,
-        "kv_pool_bytes": kv_pool.num_bytes,
-        "num_threads": torch.get_num_threads(),
-    }
-    if choice.warning:
-        facts["warning"] = choice.warning
-    with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
-        runner = ModelRunner(parts, facts)
-        if device.type == "cuda":
-            prepare_device(runner, parts, settings, report=report, times=times)
-    facts |= memory.facts() | _versions() | times.facts()
-    return runner
-
-
-def _device(name: str) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        message = f"device {name!r} is not there: torch sees no usable NVIDIA GPU; device='cpu' works"
-        raise ValueError(message)
-    return device
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name not in DTYPES:
-        message = f"dtype {name!r} is not known; what works: {', '.join(DTYPES)}"
-        raise ValueError(message)
-    if DTYPES[name] == torch.float16 and device.type == "cpu":
-        message = "dtype 'float16' is not available on a CPU: it is slow there and overflows; use bfloat16 or float32"
-        raise ValueError(message)
-    return DTYPES[name]
-
-
-def _versions() -> Facts:
-    """Of what computes here: packages that are not installed are left out."""
-    found: Facts = {}
-    for package in ("torch", "triton", "flashinfer-python"):
-        with suppress(metadata.PackageNotFoundError):
-            found[f"{package.removesuffix('-python')}_version"] = metadata.version(package)
-    return found
-
-
-def _demand(settings: Settings, shape: AttentionShape, kv_dtype: torch.dtype) -> Demand:
-    return Demand(
-        num_pages=settings.memory.num_pages,
-        page_size=settings.memory.page_size,
-        bytes_per_token=kv_bytes_per_token(shape, kv_dtype),
-        context_length=settings.model.context_length,
-        max_tokens=settings.model.context_length * settings.scheduler.max_running,
-    )

@@ -16,7 +16,7 @@ import torch
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
 from aioengine.runner.sampling.truncation import TOP_K_OFF
-from aioengine.runner.upload import upload_to
+from aioengine.runner.transfer import upload_to
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -23,11 +23,12 @@ from aioengine.machine import device_facts
 from aioengine.model_folder import read_facts
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.resolve import resolve
-from aioengine.runner.model_runner import ModelRunner, build
+from aioengine.runner.build import build
 from aioengine.scheduler.scheduler import Scheduler
 from benchmarks.gpu.models import write_folder
 
 if TYPE_CHECKING:
+    from aioengine.runner.model_runner import ModelRunner
     from aioengine.scheduler.plan import Plan, StepResult
 
 

@@ -17,7 +17,8 @@ from aioengine.config import (
     TextSettings,
 )
 from aioengine.protocol.messages import Ended, Limits, Sampling, Submit, TextRules
-from aioengine.runner.model_runner import ModelRunner, Ticket, build
+from aioengine.runner.build import build
+from aioengine.runner.model_runner import ModelRunner, Ticket
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.scheduler import Scheduler
 

@@ -15,7 +15,7 @@ from aioengine import resolve
 from aioengine.attention import _chunks, fused
 from aioengine.attention._base import AttentionShape, BackendUnavailableError
 from aioengine.config import RunnerSettings
-from aioengine.runner.attention_choice import AttentionChoice, choose_attention
+from aioengine.runner.build import AttentionChoice, choose_attention
 
 SHAPE = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=64, scale=0.125)
 EXPLICIT = RunnerSettings(factory="", device="cpu", attention_backend="flashinfer", num_threads=1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aioengine.attention._base import AttentionShape
-from aioengine.runner.capacity import Demand, Room, fit_pages, free_memory, in_words, kv_bytes_per_token
+from aioengine.runner.device_memory import Demand, Room, fit_pages, free_memory, in_words, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from pathlib import Path

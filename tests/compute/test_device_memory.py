@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from aioengine.attention._base import AttentionShape
+from aioengine.models._base import InputSpec
 from aioengine.runner import device_memory
 from aioengine.runner.device_memory import DeviceMemory, LargestStep, captured_bytes, listed_processes
 
@@ -87,15 +88,15 @@ def test_without_its_tool_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_advice_names_arguments() -> None:
     from aioengine import args
-    from aioengine.runner import model_runner
+    from aioengine.runner import build
 
-    for text in (model_runner._LESS_POOL, model_runner._LESS_GRAPHS):
+    for text in (build._LESS_POOL, build._LESS_GRAPHS):
         assert set(re.findall(r"[a-z]+_[a-z_]+", text)) <= args.ARGUMENTS.keys()
 
 
 def test_graphs_of_steps_with_prompts_keep_their_share_of_a_step_and_the_heads_that_they_hand_on() -> None:
     shape = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
-    model = cast("Model", SimpleNamespace(attention_shape=shape, dtype=torch.bfloat16))
+    model = cast("Model", SimpleNamespace(attention_shape=shape, dtype=torch.bfloat16, input_spec=InputSpec()))
     assert captured_bytes(model, LargestStep(4096, 64, 0), 1000) == 0
     # q, k and v, and as much as q again
     assert captured_bytes(model, LargestStep(4096, 64, 1024), 1000) == 1024 * (4 + 2 + 2 + 4) * 8 * 2 + 250

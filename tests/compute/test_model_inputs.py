@@ -16,7 +16,7 @@ from aioengine.attention._base import kv_pool_shape, require_causal
 from aioengine.attention.fused import FusedAttention
 from aioengine.attention.torch import TorchAttention
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.model_runner import build
+from aioengine.runner.build import build
 from tests.compute.model_plugins import three_axes_llama
 from tests.compute.runner_world import SIZES, World, make_settings, save_model
 from tests.compute.stepping import make_batch, make_inputs, options

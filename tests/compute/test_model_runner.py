@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aioengine.protocol.messages import FinishCode, RequestKind, Sampling
-from aioengine.runner.model_runner import build
+from aioengine.runner.build import build
 from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, OpenedRow, Plan, Row
 from tests.compute.runner_world import CONTEXT_LENGTH, FAMILIES, VOCAB_SIZE, World, make_settings, save_model
 

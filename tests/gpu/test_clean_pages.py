@@ -10,7 +10,7 @@ import torch
 
 from aioengine.kernels import clean_pages
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.model_runner import build
+from aioengine.runner.build import build
 from aioengine.scheduler.plan import TOKENS, OpenedRow, Plan, Row
 from tests.compute.runner_world import make_settings, save_model
 

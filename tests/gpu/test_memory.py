@@ -10,7 +10,7 @@ import torch
 
 from aioengine.config import MemorySettings, Settings
 from aioengine.protocol.messages import Ended, FinishCode, Limits, Sampling, Submit, TextRules
-from aioengine.runner.model_runner import build
+from aioengine.runner.build import build
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.scheduler import Scheduler
 from tests.compute.runner_world import make_settings, save_model

@@ -28,8 +28,8 @@ from aioengine.runner.graphs.ladder import cascade_ladder, ladder
 from aioengine.runner.graphs.sharing import SharedPrefixes
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
-from aioengine.runner.ranges import part
 from aioengine.runner.sampling.device_sampler import draw_words, is_simple
+from aioengine.runner.timing import part
 
 if TYPE_CHECKING:
     from collections.abc import Callable

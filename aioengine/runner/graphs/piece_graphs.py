@@ -22,7 +22,7 @@ from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.rotate_heads import as_parts
 from aioengine.runner.graphs.ladder import piece_ladder
 from aioengine.runner.graphs.padded_inputs import PaddedInputs
-from aioengine.runner.ranges import part
+from aioengine.runner.timing import part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
-    from aioengine.runner.upload import Upload
+    from aioengine.runner.transfer import Upload
 
 ORDER = ("min_new_tokens", "penalties", "bias")
 """The processors, in the order in which they are applied."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.messages import Sampling
     from aioengine.runner.logits import LogitsRow
-    from aioengine.runner.upload import Upload
+    from aioengine.runner.transfer import Upload
 
 
 _LEAST = -1e30

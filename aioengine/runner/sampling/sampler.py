@@ -18,7 +18,7 @@ import torch
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.sampling.philox import UniformTable
 from aioengine.runner.sampling.truncation import BLOCK, Truncation, draw, draw_truncated
-from aioengine.runner.upload import upload_to
+from aioengine.runner.transfer import upload_to
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -20,8 +20,7 @@ from aioengine.attention.torch import TorchAttention
 from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 from aioengine.models._decoder import Decoder
 from aioengine.protocol.messages import Progress
-from aioengine.runner import weights
-from aioengine.runner.graphs import prompt_graphs
+from aioengine.runner import warmup, weights
 from aioengine.runner.graphs.padded_inputs import PaddedInputs
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.kv_pool import PADDING_PAGE
@@ -201,8 +200,8 @@ class Captured:
 def test_whole_graphs_are_no_longer_than_all_their_rows(
     context_length: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_graphs, "PrefillGraphs", Captured)
-    monkeypatch.setattr(prompt_graphs, "PieceGraphs", Captured)
+    monkeypatch.setattr(warmup, "PrefillGraphs", Captured)
+    monkeypatch.setattr(warmup, "PieceGraphs", Captured)
     names = ("prepare", "forward", "target", "attend", "attend_into", "fixed_prefill")
     offered = SimpleNamespace(**dict.fromkeys(names, print))
     parts = SimpleNamespace(
@@ -215,7 +214,7 @@ def test_whole_graphs_are_no_longer_than_all_their_rows(
         context_length=context_length,
     )
     reported: list[Progress] = []
-    found = prompt_graphs.capture_prompt_graphs(parts, 4096, reported.append)  # type: ignore[arg-type]
+    found = warmup.capture_prompt_graphs(parts, 4096, reported.append)  # type: ignore[arg-type]
     assert [cast("Captured", graphs).longest for graphs in found] == [longest, 4096]
     del offered.attend_into, offered.fixed_prefill
-    assert prompt_graphs.capture_prompt_graphs(parts, 4096, reported.append) == []  # type: ignore[arg-type]
+    assert warmup.capture_prompt_graphs(parts, 4096, reported.append) == []  # type: ignore[arg-type]

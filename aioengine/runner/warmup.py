@@ -1,4 +1,5 @@
-"""Steps that nobody asked for, run before the first that somebody does, so that no request waits for a compiler.
+"""What a runner on a GPU does before its first request: graphs are captured, and steps that nobody asked for are run,
+so that no request waits for a compiler.
 
 Triton compiles a kernel anew for every form of its arguments: a number that is one, or a multiple of sixteen, the next
 power of two of few rows. The sizes here meet all of these; each is run as prompts, as decode steps and as both at once,
@@ -12,13 +13,28 @@ from __future__ import annotations
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
+from aioengine.attention._base import CapturableAttention, CapturablePrefill, PiecewiseAttention
 from aioengine.protocol.messages import Progress, Sampling
+from aioengine.runner.device_memory import NoAttention
+from aioengine.runner.graphs.ladder import MAX_PROMPT_ROWS, MAX_SEEN_TOKENS, longest_prefill_graph
+from aioengine.runner.graphs.piece_graphs import PieceGraphs
+from aioengine.runner.graphs.prefill_graphs import PrefillGraphs
 from aioengine.scheduler.plan import NOTHING, TOKENS, OpenedRow, Plan, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from aioengine.runner.model_runner import ModelRunner
+    from aioengine.config import Settings
+    from aioengine.models._base import Model
+    from aioengine.runner.model_runner import DeviceParts, ModelRunner, PromptGraphs
+    from aioengine.runner.timing import StartTimes
+
+TOKENS_APART = 31
+"""Which kernel computes a product changes with the number of tiles, and may with what the number is a multiple of: so
+these are not all of a kind.
+"""
 
 SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 80)
 NUM_TOKENS = 5
@@ -32,6 +48,84 @@ _MIXED = (
     Sampling(4, frequency_penalty=0.1, presence_penalty=0.1, repetition_penalty=1.1, top_p=0.9),
     Sampling(5, bias_token_ids=(_TOKEN,), logit_bias=(1.0,), min_new_tokens=9, suppressed_token_ids=(_TOKEN,)),
 )
+
+
+def longest_graph(settings: Settings, weights_bytes: int, dtype: torch.dtype) -> int:
+    """Up to how many tokens steps with prompts are CUDA graphs."""
+    if not settings.runner.cuda_graph_max_rows:
+        return 0
+    return longest_prefill_graph(weights_bytes // dtype.itemsize, settings.scheduler.max_step_tokens)
+
+
+def token_counts(largest: int, longest_graph: int) -> range:
+    """Of steps of up to ``largest`` tokens, those that have no graph, at some distance."""
+    return range(min(largest, MAX_SEEN_TOKENS), longest_graph, -TOKENS_APART)
+
+
+@torch.inference_mode()
+def see_token_counts(model: Model, counts: Iterable[int]) -> None:
+    """Steps without graphs of about so many tokens find kernels that are loaded: to load one, CUDA waits for all that
+    is queued. All blocks have the same products, so one of them does.
+    """
+    for num_tokens in counts:
+        model.forward_block(num_tokens, NoAttention())
+
+
+def prepare_device(
+    runner: ModelRunner,
+    parts: DeviceParts,
+    settings: Settings,
+    *,
+    report: Callable[[Progress], None],
+    times: StartTimes,
+) -> None:
+    """Capture the graphs where attention can stand in them, and rehearse all kinds of steps."""
+    if isinstance(parts.attention, CapturableAttention):
+        parts.attention.warm_up()
+        if settings.runner.cuda_graph_max_rows:
+            _capture(runner, parts, settings, report)
+    times.end("graphs")
+    limits = settings.scheduler
+    longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype) if runner.prompt_graphs else 0
+    see_token_counts(parts.model, token_counts(limits.max_step_tokens, longest))
+    pages = parts.kv_pool.num_pages
+    rehearse(runner, Limits(limits.max_running, limits.chunk_tokens, parts.context_length, pages), report)
+    times.end("rehearsal")
+
+
+def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report: Callable[[Progress], None]) -> None:
+    max_rows = settings.runner.cuda_graph_max_rows
+    runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
+    longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype)
+    runner.prompt_graphs = capture_prompt_graphs(parts, longest, report)
+
+
+def _weights_bytes(runner: ModelRunner) -> int:
+    weights_bytes = runner.facts["weights_bytes"]
+    assert isinstance(weights_bytes, int)
+    return weights_bytes
+
+
+@torch.inference_mode()
+def capture_prompt_graphs(
+    parts: DeviceParts, max_tokens: int, report: Callable[[Progress], None]
+) -> list[PromptGraphs]:
+    """The graphs of steps of up to so many tokens that attention is made for; of two that fit, the first is faster."""
+    captured: list[PromptGraphs] = []
+    attention = parts.attention
+    if isinstance(attention, CapturablePrefill):
+        # their page tables have room for the longest request in each row, and the largest is planned over pages
+        longest = min(max_tokens, MAX_PROMPT_ROWS * parts.context_length)
+        whole = PrefillGraphs(parts.model, attention, max_pages=parts.max_row_pages, device=parts.device)
+        whole.capture(longest, lambda done, total: report(Progress("capturing CUDA graphs of prompts", done, total)))
+        captured.append(whole)
+    if isinstance(attention, PiecewiseAttention):
+        pieces = PieceGraphs(parts.model, attention, parts.kv_pool.tensor, max_rows=parts.max_rows)
+        pieces.capture(
+            max_tokens, lambda done, total: report(Progress("capturing CUDA graphs of large steps", done, total))
+        )
+        captured.append(pieces)
+    return captured
 
 
 class Limits(NamedTuple):

@@ -1,0 +1,300 @@
+"""Makes the runner that the settings describe: the model with its weights, attention, the KV pool, CUDA graphs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from aioengine import attention, models
+from aioengine.attention import fused
+from aioengine.attention._base import BackendUnavailableError
+from aioengine.families._config import Task
+from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
+from aioengine.models._base import ModelOptions
+from aioengine.protocol.messages import Progress
+from aioengine.runner import weights
+from aioengine.runner.device_memory import Demand, DeviceMemory, LargestStep, fit_pages, kv_bytes_per_token
+from aioengine.runner.kv_pool import KVPool
+from aioengine.runner.model_runner import DeviceParts, ModelRunner
+from aioengine.runner.timing import StartTimes
+from aioengine.runner.vocabulary import sampled_vocab_size
+from aioengine.runner.warmup import longest_graph, prepare_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionBackend, AttentionShape
+    from aioengine.config import RunnerSettings, Settings
+    from aioengine.models._base import Model
+
+    Facts = dict[str, str | int | float | bool]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_LESS_POOL = "Lower mem_fraction_static or max_total_tokens"
+_LESS_GRAPHS = "Lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph=True"
+
+
+def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner:
+    """Load the model and take the KV pool.
+
+    Sets the number of torch's threads, so it belongs into a process of its own.
+
+    Raises:
+        ValueError: the model, its weights, the device or the dtype cannot be used, or the memory does not suffice; the
+            message says what would work.
+    """
+    device = _device(settings.runner.device)
+    with compiled_in_threads(device):
+        return _build(settings, device, report)
+
+
+def _build(settings: Settings, device: torch.device, report: Callable[[Progress], None]) -> ModelRunner:
+    times = StartTimes()
+    torch.set_num_threads(settings.runner.num_threads)
+    dtype = _dtype(settings.model.dtype, device)
+    kv_dtype = _dtype(settings.memory.kv_dtype or settings.model.dtype, device)
+    memory = DeviceMemory(device)
+    page_size = settings.memory.page_size
+    vocab_size = sampled_vocab_size(settings)
+    model, choice, weights_bytes = load_model(
+        settings, dtype, memory, kv_dtype=kv_dtype, vocab_size=vocab_size, report=report, times=times
+    )
+    shape = model.attention_shape
+    limits = settings.scheduler
+    num_captured = longest_graph(settings, weights_bytes, dtype)
+    largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured)
+    room = memory.room(model, largest, fraction=settings.memory.mem_fraction_static)
+    num_pages = fit_pages(_demand(settings, shape, kv_dtype), room)
+    times.end("largest_step")
+    with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
+        kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=kv_dtype, device=device)
+        attention = choice.build(shape, kv_pool.tensor)
+    times.end("kv_pool")
+    parts = DeviceParts(
+        model=model,
+        attention=attention,
+        kv_pool=kv_pool,
+        vocab_size=vocab_size,
+        context_length=settings.model.context_length,
+        max_rows=settings.scheduler.max_running,
+        device=device,
+    )
+    facts: Facts = {
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "max_total_tokens": num_pages * page_size,
+        "dtype": settings.model.dtype,
+        "device": str(device),
+        "attention_backend": choice.name,
+        "weights_bytes": weights_bytes,
+        "kv_pool_bytes": kv_pool.num_bytes,
+        "num_threads": torch.get_num_threads(),
+    }
+    if choice.warning:
+        facts["warning"] = choice.warning
+    with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
+        runner = ModelRunner(parts, facts)
+        if device.type == "cuda":
+            prepare_device(runner, parts, settings, report=report, times=times)
+    facts |= memory.facts() | _versions() | times.facts()
+    return runner
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        message = f"device {name!r} is not there: torch sees no usable NVIDIA GPU; device='cpu' works"
+        raise ValueError(message)
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name not in DTYPES:
+        message = f"dtype {name!r} is not known; what works: {', '.join(DTYPES)}"
+        raise ValueError(message)
+    if DTYPES[name] == torch.float16 and device.type == "cpu":
+        message = "dtype 'float16' is not available on a CPU: it is slow there and overflows; use bfloat16 or float32"
+        raise ValueError(message)
+    return DTYPES[name]
+
+
+def _versions() -> Facts:
+    """Of what computes here: packages that are not installed are left out."""
+    found: Facts = {}
+    for package in ("torch", "triton", "flashinfer-python"):
+        with suppress(metadata.PackageNotFoundError):
+            found[f"{package.removesuffix('-python')}_version"] = metadata.version(package)
+    return found
+
+
+def _demand(settings: Settings, shape: AttentionShape, kv_dtype: torch.dtype) -> Demand:
+    return Demand(
+        num_pages=settings.memory.num_pages,
+        page_size=settings.memory.page_size,
+        bytes_per_token=kv_bytes_per_token(shape, kv_dtype),
+        context_length=settings.model.context_length,
+        max_tokens=settings.model.context_length * settings.scheduler.max_running,
+    )
+
+
+def load_model(
+    settings: Settings,
+    dtype: torch.dtype,
+    memory: DeviceMemory,
+    *,
+    kv_dtype: torch.dtype,
+    vocab_size: int,
+    report: Callable[[Progress], None],
+    times: StartTimes,
+) -> tuple[Model, AttentionChoice, int]:
+    """The model with its weights, the attention that works for it, and the bytes of the parameters. Token ids below
+    ``vocab_size`` will be sampled.
+    """
+    advice = "End what else has memory of the GPU, or take a smaller model or a larger GPU"
+    if dtype == torch.float32:
+        advice += "; dtype='bfloat16' takes half"
+    outline = _model(settings, dtype, torch.device("meta"))
+    if outline.task is not Task.GENERATE:
+        message = f"the task of this model is '{outline.task}', which is not implemented; what works: '{Task.GENERATE}'"
+        raise ValueError(message)
+    need = sum(target.tensor.nbytes for target in outline.weights().values())
+    with memory.take("the weights", advice=advice, need=need), torch.no_grad():
+        model = _model(settings, dtype, memory.device)
+        if memory.device.type == "cuda" and is_installed():
+            _ask_for_sampling(model, vocab_size, memory.device)
+        times.end("device")
+        shape, device = model.attention_shape, memory.device
+        choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
+        times.end("attention")
+        weights_bytes = weights.load(
+            model,
+            Path(settings.model.path),
+            load_format=settings.model.load_format,
+            seed=settings.random_seed,
+            report=lambda done, total: report(Progress("loading weights", done, total, "B")),
+        )
+    times.end("weights")
+    return model, choice, weights_bytes
+
+
+def _ask_for_sampling(model: Model, vocab_size: int, device: torch.device) -> None:
+    """These kernels take the longest to compile; meanwhile FlashInfer is imported and the weights are read."""
+    module = importlib.import_module("aioengine.runner.sampling.device_sampler")
+    width = model.vocab_size
+    module.ask_for_kernels(vocab_size=min(vocab_size, width), num_embeddings=width, dtype=model.dtype, device=device)
+
+
+def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Model:
+    options = ModelOptions(
+        dtype=dtype,
+        device=device,
+        max_positions=settings.model.context_length,
+        batch_invariant=settings.runner.batch_invariant,
+    )
+    return models.build(_read_config(Path(settings.model.path)), options)
+
+
+def _read_config(folder: Path) -> dict[str, object]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        message = f"cannot read {path}: {error.strerror}; a model folder of transformers has a config.json"
+        raise ValueError(message) from error
+    except ValueError as error:
+        message = f"{path} is not JSON: {error}"
+        raise ValueError(message) from error
+    if not isinstance(config, dict):
+        message = f"{path} must hold a JSON object, it holds a {type(config).__name__}"
+        raise ValueError(message)
+    return cast("dict[str, object]", config)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """``name``: of the backend. ``warning``: why it is not the one of the settings; empty where it is."""
+
+    name: str
+    warning: str = ""
+
+    def build(self, shape: AttentionShape, kv_pool: Tensor) -> AttentionBackend:
+        module = importlib.import_module(f"{attention.__name__}.{self.name}")
+        return cast("AttentionBackend", module.PLUGIN(shape, kv_pool))
+
+
+def choose_attention(
+    settings: RunnerSettings,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    kv_dtype: torch.dtype,
+    report: Callable[[Progress], None],
+) -> AttentionChoice:
+    """The backend that works here for queries of ``dtype`` and keys and values of ``kv_dtype``.
+
+    Raises:
+        ValueError: there is none of this name, or it does not work and there is none to fall back on.
+        CompilationTimeoutError: its kernels did not compile in time.
+    """
+    known = sorted(module.name for module in pkgutil.iter_modules(attention.__path__) if module.name[0] != "_")
+    name = settings.attention_backend
+    if name not in known:
+        message = f"attention_backend {name!r} is not known; what works: {', '.join(known)}"
+        raise ValueError(message)
+    if name == "fused" and (kv_dtype != dtype or not fused.serves(shape.head_size, dtype, device)):
+        return AttentionChoice("torch")
+    if kv_dtype != dtype and name != "torch":
+        message = (
+            f"attention_backend {name!r} needs keys and values of the type of the queries, {dtype}, not {kv_dtype}; "
+            "'torch' works"
+        )
+        raise ValueError(message)
+    if name != "flashinfer":
+        return AttentionChoice(name)
+    try:
+        make_flashinfer_ready(settings, shape, dtype, device, report=report)
+    except BackendUnavailableError as error:
+        if not settings.fallback_backend:
+            message = f"attention_backend='flashinfer' does not work here: {error}"
+            raise ValueError(message) from error
+        warning = (
+            f"attention runs in {settings.fallback_backend}'s kernels, which are slower than FlashInfer's: {error}"
+        )
+        return AttentionChoice(settings.fallback_backend, warning)
+    return AttentionChoice(name)
+
+
+def make_flashinfer_ready(
+    settings: RunnerSettings,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    report: Callable[[Progress], None],
+) -> None:
+    """Import the package, compile its kernels and try them.
+
+    Raises:
+        BackendUnavailableError: one of these does not work.
+    """
+    try:
+        kernels = importlib.import_module(f"{attention.__name__}._flashinfer_ready")
+    except ModuleNotFoundError as error:
+        message = f"the package {error.name!r} is not installed; pip install 'aioengine[cuda]' brings FlashInfer"
+        raise BackendUnavailableError(message) from error
+    except (ImportError, OSError, RuntimeError) as error:
+        message = f"FlashInfer cannot be imported: {type(error).__name__}: {error}"
+        raise BackendUnavailableError(message) from error
+    kernels.make_ready(shape, dtype, device, timeout_s=settings.compile_timeout_s, report=report)
