@@ -12,7 +12,10 @@ _NOTHING = nullcontext()
 
 
 def part(name: str) -> AbstractContextManager[object]:
-    """A range named ``name`` in a torch profile; costs next to nothing while the profiler does not run."""
+    """A range named ``name`` in a torch profile; costs next to nothing while the profiler does not run.
+
+    The runner names two parts of a step: "prepare" (host work before the launch) and "sample".
+    """
     return record_function(name) if profiler._is_profiler_enabled else _NOTHING
 
 
