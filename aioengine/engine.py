@@ -12,12 +12,11 @@ from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.foreign_names import no_attribute
 from aioengine.frontend import calls, info, profiling, requests
-from aioengine.frontend.assembly import parts_of
+from aioengine.frontend.callers import running_loop
 from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.info import TokenizerNamespace
-from aioengine.frontend.loops import running_loop
 from aioengine.frontend.progress import ProgressBars
-from aioengine.frontend.startup import start_frontend
+from aioengine.frontend.startup import parts_of, start_frontend
 from aioengine.stream import Generation, Stream
 
 if TYPE_CHECKING:

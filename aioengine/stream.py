@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from aioengine.errors import WrongLoopError
-from aioengine.frontend.loops import running_loop
+from aioengine.frontend.callers import running_loop
 from aioengine.frontend.outputs import EndOfOutput, Reader, resolve, resolve_elsewhere
 
 if TYPE_CHECKING:

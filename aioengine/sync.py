@@ -16,12 +16,11 @@ from aioengine.args import engine_config
 from aioengine.errors import EngineClosedError
 from aioengine.foreign_names import no_attribute
 from aioengine.frontend import calls, info, profiling, requests
-from aioengine.frontend.assembly import parts_of
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
 from aioengine.frontend.info import TokenizerNamespace
 from aioengine.frontend.outputs import EndOfOutput
 from aioengine.frontend.progress import ProgressBars
-from aioengine.frontend.startup import start_frontend
+from aioengine.frontend.startup import parts_of, start_frontend
 from aioengine.portal import Portal
 from aioengine.stream import Generation, Stream
 from aioengine.supervision.tasks import post

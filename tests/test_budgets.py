@@ -35,9 +35,6 @@ EXCEPTIONS: dict[tuple[str, str], int] = {
 """(rule, place) -> the size that is put up with."""
 
 SMALL_FILES = {
-    "frontend/loops.py",
-    "frontend/progress_bar.py",
-    "frontend/start_report.py",
     "green_threads.py",
     "layers/embedding.py",
     "layers/mlp.py",

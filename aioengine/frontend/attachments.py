@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from aioengine import checks
 from aioengine.errors import EngineClosedError
-from aioengine.frontend.interrupts import refuse_interrupting
+from aioengine.frontend.callers import refuse_interrupting
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.prompts import Rows
 from aioengine.frontend.replay import AttachableOutput

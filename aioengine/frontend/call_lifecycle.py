@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls import Call, Calls, Name
     from aioengine.frontend.encoder import Encoder
     from aioengine.frontend.outputs import CallOutput, Place, RowStream
-    from aioengine.frontend.router import Router
     from aioengine.frontend.submitter import PromptRules
     from aioengine.protocol.messages import Submit
 
@@ -48,18 +47,18 @@ class CallLifecycle:
         encoder: Encoder | None,
         lock: threading.RLock,
         calls: Calls,
-        router: Router,
+        rows: dict[int, RowStream],
         send: Callable[[list[Submit] | list[Abort] | list[Suspend]], None],
         computed_since: Callable[[float], Collection[int] | None],
     ) -> None:
         """``computed_since`` gives the requests in the scheduler's steps, None where it has ended one since then."""
         self.idle = asyncio.Event()
         self.submitter = Submitter(
-            rules, encoder=encoder, lock=lock, calls=calls, router=router, submit=send, settle=self.settle
+            rules, encoder=encoder, lock=lock, calls=calls, rows=rows, submit=send, settle=self.settle
         )
         self._lock = lock
         self._calls = calls
-        self._router = router
+        self._rows = rows
         self.attachments = Attachments(calls, lock=lock, settle=self.settle)
         self._send = send
         self._computed_since = computed_since
@@ -120,7 +119,7 @@ class CallLifecycle:
                 return
             uids = [row.uid for row in output.live.values()]
             for uid in uids:
-                self._router.rows.pop(uid, None)
+                self._rows.pop(uid, None)
             output.live.clear()
             self._calls.close(call, time.monotonic())
             is_idle = not self._calls.by_output
@@ -244,7 +243,7 @@ class CallLifecycle:
                 self._calls.end_row(call, row, now)
         uids = [row.uid for row in rows]
         for uid in uids:
-            self._router.rows.pop(uid, None)
+            self._rows.pop(uid, None)
         if uids:
             self._send([Abort(uids, code)])
         self.settle(call)

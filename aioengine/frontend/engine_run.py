@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.errors import WrongLoopError
 from aioengine.frontend import calls
-from aioengine.frontend.loops import running_loop
+from aioengine.frontend.callers import running_loop
 from aioengine.supervision.tasks import EngineTask
 
 if TYPE_CHECKING:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aioengine.frontend.interrupts import refuse_interrupting, refuse_own_thread
-from aioengine.frontend.loops import running_loop
+from aioengine.frontend.callers import refuse_interrupting, refuse_own_thread, running_loop, this_caller
 from aioengine.frontend.outputs import resolve
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    import asyncio
+    from collections.abc import Callable
 
     from aioengine.answers import Chunk
     from aioengine.frontend.calls import Calls
@@ -102,11 +101,3 @@ def _raise_refusal(place: Place) -> None:
 def _release(gate: threading.Lock) -> bool:
     gate.release()
     return True
-
-
-def this_caller() -> Hashable:
-    """Whose call this is: the running task, or else the thread."""
-    try:
-        return asyncio.current_task() or threading.get_ident()
-    except RuntimeError:
-        return threading.get_ident()

@@ -21,22 +21,22 @@ from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineClosedError, EngineError
 from aioengine.frontend import calls as open_calls
 from aioengine.frontend.call_lifecycle import CallLifecycle
-from aioengine.frontend.calls import Call, Calls
-from aioengine.frontend.controls import Controls
-from aioengine.frontend.encoder import Encoder, TextSizes
-from aioengine.frontend.entrance import Entrance, this_caller
-from aioengine.frontend.interrupts import (
+from aioengine.frontend.callers import (
     is_deep_stack,
     is_interrupted,
     refuse_deep_stack,
     refuse_interrupting,
     refuse_own_thread,
     runs_here,
+    this_caller,
 )
+from aioengine.frontend.calls import Call, Calls
+from aioengine.frontend.controls import Controls
+from aioengine.frontend.delivery import Router, SlowReaders
+from aioengine.frontend.encoder import Encoder, TextSizes
+from aioengine.frontend.entrance import Entrance
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.requests import MAX_TIMEOUT_S
-from aioengine.frontend.router import Router
-from aioengine.frontend.slow_readers import SlowReaders
 from aioengine.frontend.submitter import PromptRules
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.supervision.processes import Processes
@@ -105,7 +105,7 @@ class Frontend:
             encoder=self._encoder,
             lock=lock,
             calls=self.calls,
-            router=self.router,
+            rows=self.router.rows,
             send=self._send,
             computed_since=partial(_computed_since, self),
         )

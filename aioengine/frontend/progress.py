@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from aioengine.logs import log
 
 if TYPE_CHECKING:
     from typing import TextIO
 
-    from aioengine.frontend.progress_bar import Bar
+    from tqdm import tqdm
+
     from aioengine.protocol.messages import Progress
 
 logger = logging.getLogger(__name__)
+
+_BYTES = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{remaining}, {rate_fmt}]"
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -45,7 +48,7 @@ class ProgressBars:
 
     def __init__(self, is_shown: bool | None) -> None:
         self.is_shown = is_wanted(is_shown)
-        self._bars: dict[str, Bar] = {}
+        self._bars: dict[str, tqdm[NoReturn]] = {}
 
     def show(self, progress: Progress) -> None:
         """Draw how far the work is."""
@@ -58,11 +61,9 @@ class ProgressBars:
             self._drop()
 
     def _draw(self, progress: Progress) -> None:
-        from aioengine.frontend.progress_bar import make_bar
-
         bar = self._bars.get(progress.label)
         if bar is None:
-            bar = self._bars[progress.label] = make_bar(progress.label, progress.total, progress.unit)
+            bar = self._bars[progress.label] = _bar(progress)
         bar.total = progress.total
         bar.update(progress.done - bar.n)
         if progress.done >= progress.total:
@@ -83,3 +84,27 @@ class ProgressBars:
         for bar in self._bars.values():
             bar.disable = True
         self._bars.clear()
+
+
+def _bar(progress: Progress) -> tqdm[NoReturn]:
+    """A bar on stderr. Bytes are shown in MB and MB/s; without a unit there is only the label."""
+    # Imported here: tqdm is slow to import, and most engines never draw a bar.
+    if "ipywidgets" in sys.modules:  # a notebook that can show more than text
+        from tqdm.auto import tqdm
+    else:
+        from tqdm import tqdm
+
+    class Bar(tqdm):  # pyright: ignore[reportGeneralTypeIssues]  # one of the two classes above
+        """A bar without the thread that tqdm keeps for bars that nobody moves."""
+
+        monitor_interval = 0
+
+    return Bar(
+        desc=progress.label,
+        total=progress.total,
+        unit=progress.unit,
+        unit_scale=progress.unit == "B",
+        bar_format={"B": _BYTES, "": "{desc}"}.get(progress.unit),
+        file=sys.stderr,
+        leave=False,
+    )

@@ -1,30 +1,42 @@
-"""From a blueprint to a running engine: the tokenizer loads while the processes start."""
+"""From a config to a running engine: find the model, answer every "auto", start the processes, load the tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from aioengine import machine, model_folder
+from aioengine.chat_template import check_files, checked_template
 from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineError, EngineStartupError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Running
-from aioengine.frontend.start_report import log_start
+from aioengine.frontend.progress import is_wanted
 from aioengine.green_threads import require_real_threads
-from aioengine.logs import show_logs, warn_caller
+from aioengine.logs import log, show_logs, warn_caller
 from aioengine.protocol.messages import Progress
+from aioengine.resolve import resolve
 from aioengine.supervision.processes import Events, Processes
+from aioengine.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.config import EngineConfig
     from aioengine.protocol.messages import ToFrontend
     from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
 
+logger = logging.getLogger(__name__)
 
 _QUIET_S: Final = 0.3
 """A start that takes longer is announced before its processes report what they do: they import for seconds."""
@@ -40,6 +52,81 @@ class Blueprint(Struct, frozen=True, kw_only=True):
     load_tokenizer: Callable[[], Tokenizer] | None
     make_processes: Callable[[Events], Processes]
     delivery: DeliveryConfig = DeliveryConfig()
+
+
+def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
+    """What an engine is made of: its blueprint, made when it starts; its progress bars; the name of its model.
+
+    Raises:
+        ValueError: a local folder alone tells that it cannot be served as asked. (What needs a download is looked at
+            when the engine starts.)
+    """
+    path = config.model.path
+    config = _with_local_model(config)
+    return partial(blueprint_of, config), config.progress, "demo model" if path is None else repr(path)
+
+
+def _with_local_model(config: EngineConfig) -> EngineConfig:
+    """``config`` with absolute paths of what is on disk, after a look at the model's folder if it is."""
+    model = config.model
+    if not model_folder.needs_download(model.path):
+        if model_folder.needs_download(model.tokenizer_path):
+            model_folder.find_facts(replace(model, tokenizer_path=None))
+        else:
+            blueprint_of(config)
+    paths = {"path": _absolute(model.path), "tokenizer_path": _absolute(model.tokenizer_path)}
+    return replace(config, model=replace(model, **paths))
+
+
+def _absolute(path: str | None) -> str | None:
+    """The working directory may be another one, or removed, when the engine starts."""
+    return path if path is None or model_folder.needs_download(path) else model_folder.locate(path)
+
+
+def blueprint_of(config: EngineConfig) -> Blueprint:
+    """Read what is needed to start. May block for as long as a download takes: not for the loop's thread.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be served as asked.
+    """
+    facts = model_folder.find_facts(config.model, progress=is_wanted(config.progress))
+    settings = resolve(config, facts, machine.device_facts())
+    tokenizer_path = settings.text.tokenizer_path
+    chat_template = _chat_template(config)
+    if tokenizer_path is not None:
+        check_files(Path(tokenizer_path))
+
+    def make_processes(events: Events) -> Processes:
+        return Supervisor(settings, config.supervision, launcher="process", events=events)
+
+    return Blueprint(
+        settings=settings,
+        queue=config.queue,
+        delivery=config.delivery,
+        eos_token_ids=facts.eos_token_ids,
+        stream_interval=config.stream_interval,
+        load_tokenizer=None if tokenizer_path is None else partial(_load_tokenizer, tokenizer_path, chat_template),
+        make_processes=make_processes,
+    )
+
+
+def _chat_template(config: EngineConfig) -> str | None:
+    """The text of the template that was asked for: what is wrong with it is known before anything is loaded."""
+    given = config.model.chat_template
+    if given is None:
+        return None
+    if not config.model.tokenizer:
+        raise ValueError(
+            "chat_template needs a tokenizer, and skip_tokenizer_init=True loads none: leave out one of them"
+        )
+    return checked_template(given)
+
+
+def _load_tokenizer(path: str, chat_template: str | None) -> Tokenizer:
+    """Read it, and import what reads it: on the thread that has time, while the processes start."""
+    from aioengine.tokenizer import Tokenizer
+
+    return Tokenizer(path, chat_template=chat_template)
 
 
 class _Inbox:
@@ -146,7 +233,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
             )
         )
         inbox.connect(frontend)
-        log_start(blueprint.settings, facts, time.monotonic() - began_at)
+        _log_start(blueprint.settings, facts, time.monotonic() - began_at)
     except BaseException as error:
         if processes is not None:
             await _abandon(processes, error)
@@ -154,3 +241,27 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
     return frontend
+
+
+def _log_start(settings: Settings, facts: Mapping[str, object], took_s: float) -> None:
+    """Log model, device, dtype, KV pool and CUDA graphs, as far as the runner names them, and the time of the start."""
+    for line in (*_lines(settings, facts), f"ready after {took_s:.1f} s"):
+        log(logger, logging.INFO, "%s", line)
+
+
+def _lines(settings: Settings, facts: Mapping[str, object]) -> list[str]:
+    size, pages = facts.get("weights_bytes"), facts.get("num_pages", "unknown number of")
+    threads = f", {facts['num_threads']} threads" if "num_threads" in facts and facts.get("device") == "cpu" else ""
+    return [
+        f"model: {settings.model.path}" + (f", {_megabytes(size)} of weights" if size is not None else ""),
+        f"device: {facts.get('device_name', settings.runner.device)}{threads}",
+        f"dtype: {facts.get('dtype', settings.model.dtype)}, attention: "
+        f"{facts.get('attention_backend', settings.runner.attention_backend)}",
+        f"KV pool: {facts.get('max_total_tokens')} tokens in {pages} pages"
+        + (f", {_megabytes(facts['kv_pool_bytes'])}" if "kv_pool_bytes" in facts else ""),
+        f"CUDA graphs: {facts.get('cuda_graph_sizes') or 'none'}",
+    ]
+
+
+def _megabytes(num_bytes: object) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB" if isinstance(num_bytes, int) else f"{num_bytes} bytes"

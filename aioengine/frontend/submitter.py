@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from aioengine.frontend.outputs import RowStream
     from aioengine.frontend.prompts import Prompt
     from aioengine.frontend.requests import CallRequest
-    from aioengine.frontend.router import Router
     from aioengine.params import SamplingParams
     from aioengine.protocol.messages import Sampling, TextRules
 
@@ -105,7 +104,7 @@ class Submitter:
         encoder: Encoder | None,
         lock: threading.RLock,
         calls: Calls,
-        router: Router,
+        rows: dict[int, RowStream],
         submit: Callable[[list[Submit]], None],
         settle: Callable[[Call], None],
     ) -> None:
@@ -115,7 +114,7 @@ class Submitter:
         self._encoder = encoder
         self._lock = lock
         self._calls = calls
-        self._router = router
+        self._rows = rows
         self._submit = submit
         self._settle = settle
         self._num_uids = 0
@@ -314,7 +313,7 @@ class Submitter:
         row.uid = self._num_uids
         self._num_uids += 1
         self._calls.add_row(call, row)
-        self._router.rows[row.uid] = row
+        self._rows[row.uid] = row
         submits.append(
             Submit(
                 uid=row.uid,

@@ -10,8 +10,8 @@ import pytest
 
 from aioengine.args import engine_config
 from aioengine.engine import AsyncEngine
-from aioengine.frontend.assembly import blueprint_of
 from aioengine.frontend.prompts import MAX_CHARACTERS_AT_CALL
+from aioengine.frontend.startup import blueprint_of
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from aioengine.tokenizer import Tokenizer
 

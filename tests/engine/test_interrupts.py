@@ -16,10 +16,9 @@ import pytest
 from aioengine import engine as engine_module
 from aioengine import portal, sync
 from aioengine.errors import EngineClosedError, EngineError
-from aioengine.frontend import interrupts
+from aioengine.frontend import callers
+from aioengine.frontend.delivery import NUM_LOOKS, Router
 from aioengine.frontend.room import Room
-from aioengine.frontend.router import Router
-from aioengine.frontend.slow_readers import NUM_LOOKS
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World, until
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 GREEDY = {"temperature": 0, "max_new_tokens": 5}
 LONG = {"temperature": 0, "max_new_tokens": 200}
-FRONTEND = str(Path(interrupts.__file__).parent)
+FRONTEND = str(Path(callers.__file__).parent)
 ENGINE = engine_module.__file__
 SYNC = sync.__file__
 PORTAL = portal.__file__
@@ -298,7 +297,7 @@ async def test_a_call_at_any_depth_of_the_stack_works_or_leaves_nothing_open(opt
                 await asyncio.sleep(0)
             await until(lambda: is_clean(engine))
         assert num_opened > 0
-        assert num_refused >= interrupts.MAX_FRAMES
+        assert num_refused >= callers.MAX_FRAMES
         assert frontend_of(engine).failure is None
         assert await engine.drain(1)
 

@@ -27,7 +27,7 @@ from aioengine.errors import (
     RequestTooLargeError,
     WrongLoopError,
 )
-from aioengine.frontend.slow_readers import SlowReaders
+from aioengine.frontend.delivery import SlowReaders
 from aioengine.frontend.startup import Blueprint
 from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine

@@ -15,8 +15,8 @@ from aioengine.config import DeliveryConfig
 from aioengine.engine import AsyncEngine
 from aioengine.frontend.call_lifecycle import CallLifecycle
 from aioengine.frontend.calls import Call
+from aioengine.frontend.delivery import SlowReaders
 from aioengine.frontend.outputs import CallOutput, RowStream
-from aioengine.frontend.slow_readers import SlowReaders
 from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.engine.engine_double import until

@@ -10,7 +10,7 @@ import pytest
 
 from aioengine import hub, model_folder
 from aioengine.config import EngineConfig, ModelConfig
-from aioengine.frontend.assembly import blueprint_of
+from aioengine.frontend.startup import blueprint_of
 from aioengine.model_folder import locate, read_facts
 
 bars = import_module("huggingface_hub.utils.tqdm")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from aioengine.answers import RowFacts
 from aioengine.errors import EngineDeadError, RequestError
+from aioengine.frontend.delivery import MAX_WOKEN, Router
 from aioengine.frontend.outputs import MAX_UNJOINED_TEXTS, CallOutput, EndOfOutput, Reader, RowStream, Wants
-from aioengine.frontend.router import MAX_WOKEN, Router
 from aioengine.protocol.messages import Begun, FinishCode, Finished, TextChunks
 
 if TYPE_CHECKING:

@@ -1,16 +1,43 @@
-"""Places in which a call must not begin: deep in the stack, and in a handler that interrupted the engine itself."""
+"""Where a call comes from: its loop, its task or thread, and the places in which none may start."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from typing import TYPE_CHECKING, Final
 
+from aioengine.errors import WrongLoopError
+
 if TYPE_CHECKING:
-    import threading
+    from collections.abc import Hashable
 
 MAX_FRAMES: Final = 150
-"""Stack frames that beginning a call may need, with room to spare; tests measure it."""
+"""Stack frames that starting a call may need, with a margin; a test measures it."""
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The asyncio event loop that runs on this thread.
+
+    Raises:
+        WrongLoopError: there is none, as under trio.
+    """
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise WrongLoopError(
+            "aioengine needs asyncio, and no asyncio event loop is running here (trio is not supported): await this "
+            "under asyncio.run(), or anyio.run() with its asyncio backend, or call the synchronous methods of Engine "
+            "in a thread"
+        ) from None
+
+
+def this_caller() -> Hashable:
+    """The running task, or else the thread: the owner of a place in the queue."""
+    try:
+        return asyncio.current_task() or threading.get_ident()
+    except RuntimeError:
+        return threading.get_ident()
 
 
 def is_deep_stack() -> bool:

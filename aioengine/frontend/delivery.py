@@ -1,0 +1,155 @@
+"""Delivery of the processes' output: chunks to their rows, and what is done about readers that do not read.
+
+By default nothing: unread output is merged into one piece, which grows by about 50 bytes with each token and ends with
+the request. Slow readers are found by looking at all streams now and then; reading and writing cost nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Final
+
+from aioengine.frontend.outputs import Wants
+from aioengine.protocol.messages import FinishCode
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Collection, Iterable
+
+    from aioengine.config import DeliveryConfig
+    from aioengine.frontend.call_lifecycle import CallLifecycle
+    from aioengine.frontend.calls import Call
+    from aioengine.frontend.outputs import CallOutput, Place, RowStream
+    from aioengine.protocol.messages import TextChunks
+
+
+MAX_WOKEN = 128
+"""Readers that are told in one turn of the loop. They read in the next: what they make is gone before the others are
+told, so a thousand streams set off no garbage collection at every step, and no turn is long."""
+
+
+class Router:
+    """The rows that the scheduler has, by uid.
+
+    Attributes:
+        rows: submitted, and without an end here. num_detokenizing: requests that the detokenizer holds.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.rows: dict[int, RowStream] = {}
+        self.num_detokenizing = 0
+        self._lock = lock
+        self._fresh: list[CallOutput] = []
+
+    def deliver(self, chunks: TextChunks) -> list[RowStream]:
+        """Put one frame into the slots of its rows; returns the rows that it ended. ``wake`` tells their readers."""
+        rows, fresh = self.rows, self._fresh
+        ended: list[RowStream] = []
+        with self._lock:
+            self._note(chunks)
+            for uid, text, new in zip(chunks.uids, chunks.texts, _ids_by_row(chunks), strict=True):
+                row = rows.get(uid)
+                if row is not None and row.put(text, new):
+                    fresh.append(row.output)
+            if chunks.finished:
+                now = time.monotonic()
+                for finished in chunks.finished:
+                    row = rows.pop(finished.uid, None)
+                    if row is not None:
+                        row.output.end_row(row, finished, now)
+                        ended.append(row)
+        self.num_detokenizing = chunks.num_open
+        return ended
+
+    def _note(self, chunks: TextChunks) -> None:
+        """What chunks tell of their request from now on."""
+        for begun in chunks.begun:
+            if (row := self.rows.get(begun.uid)) is not None:
+                row.has_first_token = True
+                row.facts.begin(begun)
+        for uid in chunks.preempted:
+            if (row := self.rows.get(uid)) is not None:
+                row.facts.preempt()
+
+    def wake(self) -> None:
+        """Tell some readers what is new, and the others when these have read.
+
+        What frames bring meanwhile is merged with what still waits.
+        """
+        fresh = self._fresh
+        with self._lock:
+            for output in fresh[:MAX_WOKEN]:
+                output.wake()
+        del fresh[:MAX_WOKEN]
+        if fresh:
+            asyncio.get_running_loop().call_soon(self.wake)
+
+
+def _ids_by_row(chunks: TextChunks) -> Iterable[int | list[int]]:
+    """What each row gets: one id, where all of them get one."""
+    token_ids, counts = chunks.token_ids, chunks.counts
+    if counts.count(1) == len(counts):  # nearly every frame
+        return token_ids
+    ends = accumulate(counts, initial=0)
+    return (token_ids[start:end] for start, end in pairwise(ends))
+
+
+NUM_LOOKS: Final = 4
+"""In ``timeout_s``; so a reader has been away for up to a quarter more of it before anything happens."""
+
+
+class SlowReaders:
+    """Suspends or ends each call whose reader did not read for the time of ``config``; once, until it reads again."""
+
+    def __init__(
+        self, config: DeliveryConfig, open_calls: Callable[[], Collection[Call]], lifecycle: CallLifecycle
+    ) -> None:
+        self._config = config
+        self._open_calls = open_calls
+        self._lifecycle = lifecycle
+        self._places: dict[CallOutput, tuple[Place, int]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        """Begin to look now and then, where anything is to be done about slow readers."""
+        if self._config.slow_reader != "coalesce":
+            every_s = self._config.slow_reader_timeout_s / NUM_LOOKS
+            self._timer = asyncio.get_running_loop().call_later(every_s, self._look)
+
+    def release(self) -> None:
+        """Suspend nobody any more, and let those go on who are: the engine waits for their ends."""
+        if self._config.slow_reader == "pause":
+            self.stop()
+            for call in list(self._open_calls()):
+                if call.output.wants is Wants.READS:
+                    self._lifecycle.on_read(call.output)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+    def _look(self) -> None:
+        places: dict[CallOutput, tuple[Place, int]] = {}
+        for call in list(self._open_calls()):
+            place = call.output.place
+            if place is None:
+                continue
+            before, num_looks = self._places.get(call.output, (None, 0))
+            num_looks = num_looks + 1 if before == place else 0
+            places[call.output] = place, num_looks
+            if num_looks == NUM_LOOKS:
+                self._act(call, place)
+        self._places = places
+        self.watch()
+
+    def _act(self, call: Call, place: Place) -> None:
+        if self._config.slow_reader == "pause":
+            self._lifecycle.suspend(call, place)
+        else:
+            message = (
+                f"its reader stayed away for longer than slow_reader_timeout={self._config.slow_reader_timeout_s:g}"
+            )
+            self._lifecycle.end_all([call], FinishCode.ABORT, message)
