@@ -49,8 +49,8 @@ if TYPE_CHECKING:
         UnsupportedSchemaError,
         WrongLoopError,
     )
-    from aioengine.frontend.info import Health, ModelInfo, Outcome, __version__
-    from aioengine.frontend.profiling import ProfileOptions
+    from aioengine.frontend.controls import Outcome, ProfileOptions
+    from aioengine.frontend.info import Health, ModelInfo, __version__
     from aioengine.frontend.requests import ChatOptions, RequestOptions
     from aioengine.params import SamplingParams
     from aioengine.signatures import EngineArguments
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "aioengine.answers": ("Answer", "BatchOutput", "Chunk", "ChunkInfo", "FinishReason", "MetaInfo", "Timings"),
     "aioengine.frontend.requests": ("ChatOptions", "RequestOptions"),
-    "aioengine.frontend.profiling": ("ProfileOptions",),
+    "aioengine.frontend.controls": ("Outcome", "ProfileOptions"),
     "aioengine.engine": ("AsyncEngine",),
     "aioengine.errors": (
         "EngineClosedError",
@@ -77,7 +77,7 @@ _HOMES = {
         "UnsupportedSchemaError",
         "WrongLoopError",
     ),
-    "aioengine.frontend.info": ("Health", "ModelInfo", "Outcome", "__version__"),
+    "aioengine.frontend.info": ("Health", "ModelInfo", "__version__"),
     "aioengine.params": ("SamplingParams",),
     "aioengine.signatures": ("EngineArguments",),
     "aioengine.stream": ("Generation", "Stream"),

@@ -11,7 +11,7 @@ from aioengine import signatures
 from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.foreign_names import no_attribute
-from aioengine.frontend import calls, info, profiling, requests
+from aioengine.frontend import calls, info, requests
 from aioengine.frontend.callers import running_loop
 from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.info import TokenizerNamespace
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from aioengine.answers import BatchOutput
     from aioengine.config import EngineConfig
     from aioengine.errors import EngineError
+    from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
     from aioengine.frontend.frontend import Frontend
-    from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
-    from aioengine.frontend.profiling import ProfileOptions
+    from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.requests import CallRequest, ChatOptions, RequestOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.signatures import EngineArguments
@@ -262,22 +262,22 @@ class AsyncEngine:
 
     async def flush_cache(self) -> Outcome:
         """Empty the prefix cache; refused, with a false outcome, while requests run or wait."""
-        return await info.order(self._running(), "flush_cache")
+        return await self._running().controls.order("flush_cache")
 
     async def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
         """Compute nothing more until ``continue_generation``; new calls wait.
 
         ``mode``: "abort" ends what runs and waits, "in_place" keeps it as it is.
         """
-        return await info.pause(self._running(), mode)
+        return await self._running().controls.pause(mode)
 
     async def continue_generation(self) -> Outcome:
         """Go on after ``pause_generation``."""
-        return await info.order(self._running(), "continue")
+        return await self._running().controls.order("continue")
 
     async def freeze_gc(self) -> None:
         """Leave everything that lives now out of later garbage collections, here and in the scheduler process."""
-        await info.freeze_gc(self._running())
+        await self._running().controls.freeze_gc()
 
     async def start_profile(
         self, output_dir: str | os.PathLike[str] | None = None, **options: Unpack[ProfileOptions]
@@ -291,7 +291,7 @@ class AsyncEngine:
             TypeError, ValueError: an argument is wrong.
             RuntimeError: a profile is being made already, or the folder cannot be written to.
         """
-        await profiling.start(self._running(), output_dir, options)
+        await self._running().controls.start_profile(output_dir, options)
 
     async def stop_profile(self) -> str:
         """End the trace and write it; returns the path of the file. Nothing is computed meanwhile.
@@ -299,7 +299,7 @@ class AsyncEngine:
         Raises:
             RuntimeError: none was started, or it cannot be written.
         """
-        return await profiling.stop(self._running())
+        return await self._running().controls.stop_profile()
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take nothing new and wait for what runs. After ``timeout`` seconds end the rest with reason ``shutdown``.
@@ -315,12 +315,13 @@ class AsyncEngine:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; it needs no torch. Raises ValueError with ``skip_tokenizer_init``."""
-        return info.tokenizer(self._anywhere())
+        return info.existing(self._anywhere().parts.tokenizer)
 
     @property
     def tokenizer_manager(self) -> TokenizerNamespace:
         """The old home of ``tokenizer`` and ``abort_request``."""
-        return TokenizerNamespace(self._anywhere())
+        frontend = self._anywhere()
+        return TokenizerNamespace(frontend.parts.tokenizer, frontend.abort_request)
 
     @property
     def is_alive(self) -> bool:
@@ -329,7 +330,7 @@ class AsyncEngine:
 
     def stats(self) -> dict[str, int]:
         """Counters (README tells what each is), as the scheduler pushed them last; may be called from any thread."""
-        return info.stats(self._anywhere())
+        return self._anywhere().stats()
 
     def health(self) -> Health:
         """The state of the engine and of its processes; may be called at any time, from any thread.
@@ -341,7 +342,7 @@ class AsyncEngine:
         has_failed = self._run is not None and self._run.has_failed
         if frontend is None:
             return {"state": "closed" if self._is_closed or has_failed else "starting", "processes": []}
-        found = info.health(frontend)
+        found = info.health(frontend.state, frontend.parts.processes.processes())
         if self._is_closed and frontend.failure is None:  # its loop was closed before it was shut down
             found["state"] = "closed"
         return found
@@ -349,15 +350,15 @@ class AsyncEngine:
     def get_all_child_pids(self) -> list[int]:
         """The ids of the engine's processes that are alive."""
         frontend = None if self._run is None else self._run.frontend
-        return [] if frontend is None else info.child_pids(frontend)
+        return [] if frontend is None else info.child_pids(frontend.parts.processes.processes())
 
     async def get_server_info(self) -> dict[str, object]:
         """The settings that the engine came to, what it computes on and with, its memory, the scheduler's state."""
-        return await info.server_info(self._running())
+        return await self._running().server_info()
 
     async def get_model_info(self) -> ModelInfo:
         """The model that is served."""
-        return info.model_info(self._running())
+        return info.model_info(self._running().parts.settings)
 
     async def wait_failed(self) -> EngineError | None:
         """Wait until the engine dies and return what happened; None once it was shut down."""

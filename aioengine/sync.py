@@ -15,7 +15,7 @@ from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.errors import EngineClosedError
 from aioengine.foreign_names import no_attribute
-from aioengine.frontend import calls, info, profiling, requests
+from aioengine.frontend import calls, info, requests
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
 from aioengine.frontend.info import TokenizerNamespace
 from aioengine.frontend.outputs import EndOfOutput
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from aioengine.answers import BatchOutput, Chunk
     from aioengine.config import EngineConfig
+    from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
     from aioengine.frontend.frontend import Frontend
-    from aioengine.frontend.info import Health, ModelInfo, Outcome, PauseMode
+    from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.outputs import Reader
-    from aioengine.frontend.profiling import ProfileOptions
     from aioengine.frontend.requests import CallRequest, ChatOptions, RequestOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.signatures import Chat, EngineArguments, Generate
@@ -200,7 +200,7 @@ class Engine:
         if not self._finalizer.alive:
             raise calls.closed()
         if blocks:
-            self._frontend.refuse_interrupting()
+            self._frontend.check_waiting(blocks=True)
         return self._frontend
 
     # ------------------------------------------------------------ generate
@@ -320,22 +320,22 @@ class Engine:
 
     def flush_cache(self) -> Outcome:
         """Empty the prefix cache; refused, with a false outcome, while requests run or wait."""
-        return self._portal.call(info.order(self._running(blocks=True), "flush_cache"))
+        return self._portal.call(self._running(blocks=True).controls.order("flush_cache"))
 
     def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
         """Compute nothing more until ``continue_generation``; new calls wait.
 
         ``mode``: "abort" ends what runs and waits, "in_place" keeps it as it is.
         """
-        return self._portal.call(info.pause(self._running(blocks=True), mode))
+        return self._portal.call(self._running(blocks=True).controls.pause(mode))
 
     def continue_generation(self) -> Outcome:
         """Go on after ``pause_generation``."""
-        return self._portal.call(info.order(self._running(blocks=True), "continue"))
+        return self._portal.call(self._running(blocks=True).controls.order("continue"))
 
     def freeze_gc(self) -> None:
         """Leave everything that lives now out of later garbage collections, here and in the scheduler process."""
-        self._portal.call(info.freeze_gc(self._running(blocks=True)))
+        self._portal.call(self._running(blocks=True).controls.freeze_gc())
 
     def start_profile(
         self, output_dir: str | os.PathLike[str] | None = None, **options: Unpack[ProfileOptions]
@@ -349,7 +349,7 @@ class Engine:
             TypeError, ValueError: an argument is wrong.
             RuntimeError: a profile is being made already, or the folder cannot be written to.
         """
-        self._portal.call(profiling.start(self._running(blocks=True), output_dir, options))
+        self._portal.call(self._running(blocks=True).controls.start_profile(output_dir, options))
 
     def stop_profile(self) -> str:
         """End the trace and write it; returns the path of the file. Nothing is computed meanwhile.
@@ -357,7 +357,7 @@ class Engine:
         Raises:
             RuntimeError: none was started, or it cannot be written.
         """
-        return self._portal.call(profiling.stop(self._running(blocks=True)))
+        return self._portal.call(self._running(blocks=True).controls.stop_profile())
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take nothing new and wait for what runs. After ``timeout`` seconds end the rest with reason ``shutdown``.
@@ -373,12 +373,13 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; it needs no torch. Raises ValueError with ``skip_tokenizer_init``."""
-        return info.tokenizer(self._running())
+        return info.existing(self._running().parts.tokenizer)
 
     @property
     def tokenizer_manager(self) -> TokenizerNamespace:
         """The old home of ``tokenizer`` and ``abort_request``."""
-        return TokenizerNamespace(self._running())
+        frontend = self._running()
+        return TokenizerNamespace(frontend.parts.tokenizer, frontend.abort_request)
 
     @property
     def is_alive(self) -> bool:
@@ -387,23 +388,24 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """Counters (README tells what each is), as the scheduler pushed them last."""
-        return info.stats(self._running())
+        return self._running().stats()
 
     def health(self) -> Health:
         """The state of the engine and of its processes; may be called at any time."""
-        return info.health(self._frontend, is_forked=os.getpid() != self._pid)
+        state = "closed" if os.getpid() != self._pid else self._frontend.state
+        return info.health(state, self._frontend.parts.processes.processes())
 
     def get_all_child_pids(self) -> list[int]:
         """The ids of the engine's processes that are alive."""
-        return info.child_pids(self._frontend)
+        return info.child_pids(self._frontend.parts.processes.processes())
 
     def get_server_info(self) -> dict[str, object]:
         """The settings that the engine came to, what it computes on and with, its memory, the scheduler's state."""
-        return self._portal.call(info.server_info(self._running(blocks=True)))
+        return self._portal.call(self._running(blocks=True).server_info())
 
     def get_model_info(self) -> ModelInfo:
         """The model that is served."""
-        return info.model_info(self._running())
+        return info.model_info(self._running().parts.settings)
 
 
 def _end(portal: Portal, frontend: Frontend, pid: int) -> None:

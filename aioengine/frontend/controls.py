@@ -1,27 +1,64 @@
-"""Questions and orders to the scheduler process, each answered by one reply."""
+"""Control calls to the scheduler process: pause, flush the cache, profile. Each is answered by one reply."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+import gc
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict
 
+from aioengine import checks
 from aioengine.errors import EngineStalledError, RequestError
 from aioengine.protocol.messages import MAX_PAYLOAD_BYTES, Control, Reply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aioengine.errors import EngineError
     from aioengine.protocol.messages import Argument
 
 CONTROL_TIMEOUT_S: Final = 60.0
+ACTIVITIES: Final = ("CPU", "GPU", "MEM")
+WRITE_TIMEOUT_S: Final = 600.0
+"""A trace of many steps is long."""
+
+PauseMode = Literal["abort", "in_place"]
+
+
+class Outcome(NamedTuple):
+    """The result of a control call; true where it was carried out."""
+
+    success: bool
+    message: str
+
+    def __bool__(self) -> bool:
+        return self.success
+
+
+class ProfileOptions(TypedDict, total=False):
+    """What ``start_profile`` takes beside the folder.
+
+    num_steps: end by itself after so many steps (``stop_profile`` then gives the file). activities: some of "CPU",
+    "GPU" (left out where there is none) and "MEM" (allocations); the first two by default. with_stack: Python's stack
+    of every operation. record_shapes: the shapes of its tensors. profile_prefix: begins the file's name.
+    """
+
+    num_steps: int | None
+    activities: Sequence[str] | None
+    with_stack: bool | None
+    record_shapes: bool | None
+    profile_prefix: str | None
 
 
 class Controls:
-    """The questions on their way. Belongs to the engine's loop."""
+    """The control calls that have no reply yet. On the engine's loop."""
 
-    def __init__(self, send: Callable[[list[Control]], None]) -> None:
+    def __init__(self, send: Callable[[list[Control]], None], abort_all: Callable[[], None]) -> None:
+        """``abort_all`` aborts every open call."""
         self._send = send
+        self._abort_all = abort_all
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._num_asked = 0
         self._failure: EngineError | None = None
@@ -78,9 +115,88 @@ class Controls:
         else:
             waiting.set_result(reply)
 
+    async def order(self, name: str) -> Outcome:
+        """Make a control call without arguments."""
+        reply = await self.ask(name)
+        return Outcome(reply.success, reply.message)
+
+    async def pause(self, mode: PauseMode) -> Outcome:
+        """Pause the scheduler; with "abort" end first what it has."""
+        if checks.choice("mode", mode, {"abort": True, "in_place": False}):
+            self._abort_all()
+        return await self.order("pause")
+
+    async def freeze_gc(self) -> None:
+        """Exclude all present objects from garbage collection, here and in the scheduler process."""
+        gc.collect()
+        gc.freeze()
+        await self.order("freeze_gc")
+
+    async def start_profile(self, output_dir: str | os.PathLike[str] | None, options: ProfileOptions) -> None:
+        """Start a profile of the scheduler process.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong.
+            RuntimeError: one is being made already, or the folder cannot be written to.
+        """
+        unknown = options.keys() - ProfileOptions.__annotations__.keys()
+        if unknown:
+            name, known = min(unknown), ["output_dir", *ProfileOptions.__annotations__]
+            raise TypeError(
+                f"unknown argument {name!r}{checks.did_you_mean(name, known)}; there are {', '.join(known)}"
+            )
+        num_steps = options.get("num_steps")
+        reply = await self.ask(
+            "start_profile",
+            {
+                "folder": _folder(output_dir),
+                "prefix": _prefix(options.get("profile_prefix")),
+                "num_steps": None if num_steps is None else checks.whole("num_steps", num_steps, 1),
+                "activities": ",".join(_activities(options.get("activities"))),
+                "with_stack": checks.switch("with_stack", options.get("with_stack") or False),
+                "record_shapes": checks.switch("record_shapes", options.get("record_shapes") or False),
+            },
+        )
+        if not reply.success:
+            raise RuntimeError(reply.message)
+
+    async def stop_profile(self) -> str:
+        """End the profile and write it; returns the path of the file.
+
+        Raises:
+            RuntimeError: none was started, or the file cannot be written.
+        """
+        reply = await self.ask("stop_profile", timeout_s=WRITE_TIMEOUT_S)
+        if not reply.success:
+            raise RuntimeError(reply.message)
+        return reply.message
+
     def fail(self, error: EngineError) -> None:
         """No answer will come any more."""
         self._failure = error
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(error)
+
+
+def _folder(output_dir: str | os.PathLike[str] | None) -> str:
+    """As this process understands it: the other one may work in another folder."""
+    if not isinstance(output_dir, str | os.PathLike | None):
+        raise checks.wrong_type("output_dir", "a path or None", output_dir)
+    return checks.text("output_dir", str(Path(output_dir or tempfile.gettempdir()).absolute()))
+
+
+def _prefix(value: object) -> str:
+    prefix = "" if value is None else checks.text("profile_prefix", value, max_bytes=100)
+    if "/" in prefix:
+        raise checks.wrong_value("profile_prefix", "the beginning of a file name, without '/'", value)
+    return f"{prefix}-" if prefix else ""
+
+
+def _activities(given: Sequence[str] | None) -> list[str]:
+    if given is None:
+        return ["CPU", "GPU"]
+    kinds = [str(kind).upper() for kind in ([given] if isinstance(given, str) else given)]
+    if not kinds or not set(kinds) <= set(ACTIVITIES):
+        raise checks.wrong_value("activities", f"some of {', '.join(ACTIVITIES)}", given)
+    return kinds

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from aioengine import checks
 from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineClosedError, EngineError
 from aioengine.frontend import calls as open_calls
+from aioengine.frontend import info
 from aioengine.frontend.call_lifecycle import CallLifecycle
 from aioengine.frontend.callers import (
     is_deep_stack,
@@ -86,7 +88,7 @@ class Frontend:
             parts.queue, max_running=settings.scheduler.max_running, max_total_tokens=parts.max_total_tokens
         )
         self.entrance = Entrance(self.calls, lock, self.loop)
-        self.controls = Controls(self._send)
+        self.controls = Controls(self._send, abort_all=lambda: self._lifecycle.abort_opened(self.calls.num_opened))
         self._lock = lock
         self._pid = os.getpid()
         self._encoder = None if parts.tokenizer is None else Encoder(parts.tokenizer, _sizes(parts))
@@ -125,7 +127,7 @@ class Frontend:
         """
         called_at = time.monotonic()
         refuse_deep_stack()
-        self.refuse_interrupting()
+        refuse_interrupting(self._lock)
         self.entrance.check()
         request = make_request()
         self._lifecycle.submitter.check(request)
@@ -142,10 +144,6 @@ class Frontend:
             raise
         return reader
 
-    def refuse_interrupting(self) -> None:
-        """Raise RuntimeError in a handler or finalizer that interrupted the engine's own code on this thread."""
-        refuse_interrupting(self._lock)
-
     @property
     def is_interrupted(self) -> bool:
         """Whether this thread is in a handler or finalizer that interrupted the engine's own code."""
@@ -156,7 +154,7 @@ class Frontend:
 
         ``blocks``: it does nothing else meanwhile, so it must not be the one that runs the engine's loop, either.
         """
-        self.refuse_interrupting()
+        refuse_interrupting(self._lock)
         if blocks:
             refuse_own_thread(self.loop)
         if os.getpid() != self._pid:
@@ -186,6 +184,21 @@ class Frontend:
             raise checks.wrong_type("rid", "a string", rid)
         else:
             post(self.loop, self._lifecycle.abort_named, rid, self.calls.num_opened)
+
+    @property
+    def state(self) -> str:
+        """The word for the engine's state in ``health()``."""
+        is_recovering = self.parts.processes.is_recovering
+        return info.state_of(self.failure, is_recovering=is_recovering, is_draining=self.calls.is_draining)
+
+    def stats(self) -> dict[str, int]:
+        """The last counters of the scheduler, with the frontend's own."""
+        return {
+            **info.scheduler_counters(self.last_stats),
+            "num_streams": sum(output.num_open for output in list(self.calls.by_output)),
+            "num_detokenizing": self.router.num_detokenizing,
+            "num_restarts": self.parts.processes.num_restarts,
+        }
 
     def _act(self, act: Callable[..., None], *arguments: object) -> None:
         """Do it now on the engine's own loop, else a moment later. Not for signal handlers and finalizers."""
@@ -221,13 +234,21 @@ class Frontend:
         self._slow_readers.stop()
         self._ended.set()
 
-    def end_all(self) -> None:
-        """Abort what is open now, before anything that is sent after this."""
-        self._lifecycle.end_all(list(self.calls.by_output.values()), FinishCode.ABORT)
-
     def _send(self, messages: Sequence[ToScheduler]) -> None:
         if self.failure is None:
             self.parts.processes.send(list(messages))
+
+    async def server_info(self) -> dict[str, object]:
+        """The engine's settings, and the scheduler's state."""
+        reply = await self.controls.ask("server_info")
+        parts = self.parts
+        told = cast("dict[str, object] | list[dict[str, object]]", json.loads(reply.data) if reply.data else {})
+        replicas = told if isinstance(told, list) else [told]
+        return {
+            "status": "ready" if self.failure is None else self.state,
+            **info.settings_info(parts.settings, parts.facts, parts.max_total_tokens),
+            "internal_states": [replica.get("stats", {}) for replica in replicas],
+        }
 
     # ------------------------------------------------------------ the end
 

@@ -1,41 +1,33 @@
-"""What an engine tells about itself: health, settings, the model. Plain data, JSON-serialisable."""
+"""What an engine reports about itself: health, counters, settings, the model. Plain data, JSON-serialisable.
+
+Pure: the faces read it from any thread.
+"""
 
 from __future__ import annotations
 
-import gc
-import json
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Final, TypedDict, cast
 
 import msgspec
+from msgspec.structs import asdict
 
-from aioengine import checks
 from aioengine.answers import WEIGHT_VERSION
 from aioengine.errors import EngineClosedError, EngineStalledError
+from aioengine.protocol.messages import Stats
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from aioengine.frontend.frontend import Frontend
-    from aioengine.protocol.messages import Reply
+    from aioengine.config import Settings
+    from aioengine.errors import EngineError
+    from aioengine.supervision.processes import ProcessState
     from aioengine.tokenizer import Tokenizer
-
 
 __version__: Final = "0.1.0"
 
 ALIVE: Final = ("running", "draining", "recovering")
 """The states in which requests are taken, or come to their ends."""
 
-PauseMode = Literal["abort", "in_place"]
-
-
-class Outcome(NamedTuple):
-    """How an order to the engine went; true where it was carried out."""
-
-    success: bool
-    message: str
-
-    def __bool__(self) -> bool:
-        return self.success
+_NO_STATS: Final = Stats(0.0, *([0] * 12))
 
 
 class ProcessHealth(TypedDict):
@@ -59,7 +51,7 @@ class Health(TypedDict):
 
 
 class ModelInfo(TypedDict):
-    """What is served."""
+    """The model that is served."""
 
     model_path: str
     tokenizer_path: str | None
@@ -74,17 +66,29 @@ class ModelInfo(TypedDict):
 class TokenizerNamespace:
     """The old home of the tokenizer and of ``abort_request``."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, tokenizer: Tokenizer | None, abort_request: Callable[[str | None, bool], None]) -> None:
+        self._tokenizer = tokenizer
+        self._abort_request = abort_request
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The engine's tokenizer."""
-        return tokenizer(self._frontend)
+        return existing(self._tokenizer)
 
     def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
         """End a live request, or all."""
-        self._frontend.abort_request(rid, abort_all)
+        self._abort_request(rid, abort_all)
+
+
+def existing(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer of an engine.
+
+    Raises:
+        ValueError: the engine was started without one.
+    """
+    if tokenizer is None:
+        raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
+    return tokenizer
 
 
 def described(kind: str, model: str, state: str) -> str:
@@ -92,22 +96,19 @@ def described(kind: str, model: str, state: str) -> str:
     return f"<{' '.join(filter(None, (kind, model, state)))}>"
 
 
-def state(frontend: Frontend) -> str:
-    """The word for how the engine is."""
-    failure = frontend.failure
+def state_of(failure: EngineError | None, *, is_recovering: bool, is_draining: bool) -> str:
+    """The word for the state of a started engine; ``failure``: what every call gets, once it is dead or closed."""
     if failure is None:
-        if frontend.parts.processes.is_recovering:
-            return "recovering"
-        return "draining" if frontend.calls.is_draining else "running"
+        return "recovering" if is_recovering else "draining" if is_draining else "running"
     if isinstance(failure, EngineClosedError):
         return "closed"
     return "stalled" if isinstance(failure, EngineStalledError) else "dead"
 
 
-def health(frontend: Frontend, *, is_forked: bool = False) -> Health:
-    """How the engine and each of its processes are; ``is_forked``: they are another process's."""
+def health(state: str, processes: Iterable[ProcessState]) -> Health:
+    """The engine's state, and that of each of its processes."""
     return {
-        "state": "closed" if is_forked else state(frontend),
+        "state": state,
         "processes": [
             {
                 "role": process.role,
@@ -116,42 +117,24 @@ def health(frontend: Frontend, *, is_forked: bool = False) -> Health:
                 "last_heartbeat_s": process.last_heartbeat_s,
                 "last_step_s": process.last_step_s,
             }
-            for process in frontend.parts.processes.processes()
+            for process in processes
         ],
     }
 
 
-def stats(frontend: Frontend) -> dict[str, int]:
-    """The last counters of the scheduler, with the frontend's own. From any thread."""
-    last = frontend.last_stats
-    return {
-        "num_running": last.num_running if last else 0,
-        "num_waiting": last.num_waiting if last else 0,
-        "num_streams": sum(output.num_open for output in list(frontend.calls.by_output)),
-        "num_detokenizing": frontend.router.num_detokenizing,
-        "num_pages": last.num_pages if last else 0,
-        "num_free_pages": last.num_free_pages if last else 0,
-        "num_cached_pages": last.num_cached_pages if last else 0,
-        "num_preemptions": last.num_preemptions if last else 0,
-        "num_restarts": frontend.parts.processes.num_restarts,
-        "num_steps": last.num_steps if last else 0,
-        "prompt_tokens": last.prompt_tokens if last else 0,
-        "cached_tokens": last.cached_tokens if last else 0,
-        "output_tokens": last.output_tokens if last else 0,
-        "num_finished": last.num_finished if last else 0,
-        "num_aborted": last.num_aborted if last else 0,
-    }
-
-
-def child_pids(frontend: Frontend) -> list[int]:
+def child_pids(processes: Iterable[ProcessState]) -> list[int]:
     """The processes that are alive."""
-    processes = frontend.parts.processes.processes()
     return [process.pid for process in processes if process.alive]
 
 
-def model_info(frontend: Frontend) -> ModelInfo:
-    """The model of the engine."""
-    settings = frontend.parts.settings
+def scheduler_counters(last: Stats | None) -> dict[str, int]:
+    """The counters that the scheduler pushed last; zeros before it did."""
+    counters = asdict(_NO_STATS if last is None else last)
+    del counters["sent_at"], counters["step_ended_at"]
+    return counters
+
+
+def model_info(settings: Settings) -> ModelInfo:
     return {
         "model_path": settings.model.path,
         "tokenizer_path": settings.text.tokenizer_path,
@@ -164,68 +147,21 @@ def model_info(frontend: Frontend) -> ModelInfo:
     }
 
 
-async def server_info(frontend: Frontend) -> dict[str, object]:
-    """The engine's settings and its scheduler's own words."""
-    reply = await frontend.controls.ask("server_info")
-    parts = frontend.parts
-    told = cast("dict[str, object] | list[dict[str, object]]", json.loads(reply.data) if reply.data else {})
-    replicas = told if isinstance(told, list) else [told]
-    return {
-        "status": "ready" if frontend.failure is None else state(frontend),
-        "version": __version__,
-        **_device_info(parts.facts),
-        "model_path": parts.settings.model.path,
-        "max_total_num_tokens": parts.max_total_tokens,
-        "max_req_input_len": min(parts.settings.model.context_length, parts.max_total_tokens) - 1,
-        "settings": cast("dict[str, object]", msgspec.to_builtins(parts.settings)),
-        "facts": dict(parts.facts),
-        "internal_states": [one.get("stats", {}) for one in replicas],
-    }
-
-
-def _device_info(facts: Mapping[str, object]) -> dict[str, object]:
-    """What it computes on and with, from what the scheduler process told when it was ready."""
+def settings_info(settings: Settings, facts: Mapping[str, object], max_total_tokens: int) -> dict[str, object]:
+    """The settings, and what the engine computes on and with: ``facts`` that the scheduler process sent when ready."""
     names = ("device", "device_name", "dtype", "attention_backend", "num_threads")
     sizes = ("weights", "kv_pool", "graphs", "free", "total")
     packages = ("torch", "triton", "flashinfer")
     return {
+        "version": __version__,
         **{name: facts[name] for name in names if name in facts},
         "cuda_graph_sizes": [int(size) for size in str(facts.get("cuda_graph_sizes", "")).split()],
         "memory": {f"{name}_bytes": facts[f"{name}_bytes"] for name in sizes if f"{name}_bytes" in facts},
         "start": {name.removeprefix("start_"): value for name, value in facts.items() if name.startswith("start_")},
         "versions": {name: facts[f"{name}_version"] for name in packages if f"{name}_version" in facts},
+        "model_path": settings.model.path,
+        "max_total_num_tokens": max_total_tokens,
+        "max_req_input_len": min(settings.model.context_length, max_total_tokens) - 1,
+        "settings": cast("dict[str, object]", msgspec.to_builtins(settings)),
+        "facts": dict(facts),
     }
-
-
-async def order(frontend: Frontend, name: str) -> Outcome:
-    """Have the scheduler do something."""
-    return outcome(await frontend.controls.ask(name))
-
-
-async def pause(frontend: Frontend, mode: PauseMode) -> Outcome:
-    """Hold the scheduler, and with "abort" end what it has."""
-    if checks.choice("mode", mode, {"abort": True, "in_place": False}):
-        frontend.end_all()
-    return await order(frontend, "pause")
-
-
-async def freeze_gc(frontend: Frontend) -> None:
-    """Leave what lives now out of garbage collections, here and in the scheduler process."""
-    gc.collect()
-    gc.freeze()
-    await order(frontend, "freeze_gc")
-
-
-def outcome(reply: Reply) -> Outcome:
-    return Outcome(reply.success, reply.message)
-
-
-def tokenizer(frontend: Frontend) -> Tokenizer:
-    """The engine's tokenizer.
-
-    Raises:
-        ValueError: the engine was started without one.
-    """
-    if frontend.parts.tokenizer is None:
-        raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
-    return frontend.parts.tokenizer

@@ -78,7 +78,7 @@ async def test_an_order_that_raises_fails_alone() -> None:
 
 async def test_a_payload_that_is_too_large_is_refused_before_it_is_sent() -> None:
     sent: list[str] = []
-    controls = Controls(lambda messages: sent.extend(message.name for message in messages))
+    controls = Controls(lambda messages: sent.extend(message.name for message in messages), abort_all=sent.clear)
     with pytest.raises(ValueError, match=r"the payload of 'echo' has 33,554,433 bytes.* write it to a file"):
         await controls.ask(ECHO, payload=bytes(MAX_PAYLOAD_BYTES + 1))
     assert sent == []
