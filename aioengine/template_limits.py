@@ -1,16 +1,17 @@
-"""How much a chat template may build, and for how long it may run.
+"""How large the values of a chat template may become, and how long it may run.
 
-Templates are code of the model's author, or of whoever sent a request. All that they can do is done in small steps (a
-turn of a loop, a call, a filter, an operator, a piece of output), and each of them asks here first: no step is large,
-as what is built has a limit, and between two of them the time is looked at. Nothing has to be interrupted.
+A template is code of the model's author, or of whoever sent a request. It can only act in small steps: a turn of a
+loop, a call, a filter, an operator, a piece of output. Every step asks the budget of its chat first, so nothing has to
+be interrupted: the size of each value is limited before it is built, and the time is checked between two steps.
 
-Sizes are about bytes: the characters of text, and ``NODE`` for every other value in a container.
+Sizes are in characters, or in ``NODE`` for every other value in a container.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+from collections.abc import ItemsView, KeysView, Mapping, ValuesView
 from time import monotonic, thread_time
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
@@ -21,93 +22,92 @@ if TYPE_CHECKING:
 
 MAX_SECONDS: Final = 1.0
 """CPU time of the thread for one chat, or for compiling one template."""
-SECONDS_PER_BYTE: Final = 0.5e-6
-"""More for large chats."""
+SECONDS_PER_SIZE: Final = 0.5e-6
+"""Added for large chats."""
 MAX_SIZE: Final = 4 * 1024 * 1024
-"""Of one value that a template builds, besides four times what it was given."""
-MAX_BUILT: Final = 64 * MAX_SIZE
-"""Of all of them, besides 64 times what it was given."""
-MAX_CONSTANTS: Final = 256 * 1024
-"""What is computed while a template is compiled."""
+"""Size of one value that a template builds, plus four times the size of the chat."""
+MAX_BUILT: Final = 16 * MAX_SIZE
+"""Size of all of them together, plus 64 times the size of the chat."""
+MAX_CONSTANT, MAX_CODE = 256 * 1024, 1024 * 1024
+"""Size of one value computed while a template is compiled; size of all of them and of the Python code together."""
 MAX_BITS: Final = 4096
-"""Of an integer."""
-SMALL: Final = 2**62
-"""Non-negative integers below it may be put into every operator but the power."""
-MAX_WIDTH: Final = 10_000
-"""Of a formatted value, and other counts that make a result longer."""
+"""Bits of an integer."""
+MAX_COUNT: Final = 10_000
+"""Width of a formatted value, and other counts that make a result longer."""
+MAX_ARGUMENT: Final = 1000
+"""Characters of arguments that are short in every sensible use."""
+MAX_COMPARISONS: Final = 2**28
+"""Comparisons of characters in searches that may compare every character of two texts."""
 NODE: Final = 16
+
+_WIDTH = re.compile(r"\d+")
+_WIDTH_FROM_ARGUMENT = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*\*|\{[^{}]*\{")
+_PLACES = {"%": re.compile(r"%(?:\([^)]*\))?[^a-zA-Z%]*"), "{": re.compile(r"\{[^{}]*\}")}
 
 Found = TypeVar("Found")
 
-MAX_COMPARISONS: Final = 2**28
-"""Of characters, in the methods of text that may compare each with each."""
-
-_SEARCHES = frozenset(("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"))
-_WIDTH = re.compile(r"\d+")
-_WIDTH_FROM_ARGUMENT = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*\*|\{[^{}]*\{")
-
 
 class TemplateLimitError(ValueError):
-    """A template runs for too long, or builds too much."""
+    """A template runs too long, or builds a value that is too large."""
 
 
 class Budget:
-    """What one use of a template has left. Belongs to the thread that made it.
+    """What one use of a template may still spend. It belongs to the thread that made it.
 
     Attributes:
         max_size: of one value.
-        until: the wall time before which the CPU time cannot be over: it costs little to read.
     """
 
-    __slots__ = ("_built", "_cpu_until", "_given", "_max_built", "_seconds", "max_size", "until")
+    __slots__ = ("_built", "_chat", "_check_at", "_cpu_until", "_max_built", "_seconds", "max_size")
 
-    def __init__(self, max_size: int, max_built: int, given: object = None) -> None:
-        """``given``: the values that a chat is written from. Large ones allow more; they are measured when needed."""
+    def __init__(self, max_size: int, max_built: int, chat: object = None) -> None:
+        """``chat``: the variables of the template; it is measured only if the limits without it do not suffice."""
         self.max_size = max_size
         self._max_built = max_built
         self._built = 0
-        self._given: list[object] = [] if given is None else [given]
+        self._chat: list[object] = [] if chat is None else [chat]
         self._seconds = MAX_SECONDS
-        self.until = monotonic() + MAX_SECONDS
+        self._check_at = monotonic() + MAX_SECONDS  # reading the CPU time costs more than reading the clock
         self._cpu_until = thread_time() + MAX_SECONDS
 
-    def _extend(self) -> None:
-        """Allow what the given values allow."""
-        while self._given:
-            size = size_of(self._given.pop(), 2**62)
-            self.max_size += 4 * size
-            self._max_built += 64 * size
-            self._seconds += SECONDS_PER_BYTE * size
-            self._cpu_until += SECONDS_PER_BYTE * size
-
-    def check_time(self) -> None:
-        """Raise TemplateLimitError where the CPU time is over."""
+    def tick(self) -> None:
+        """Raise TemplateLimitError if the CPU time is used up."""
+        if monotonic() < self._check_at:
+            return
         self._extend()
         left = self._cpu_until - thread_time()
         if left <= 0:
             raise TemplateLimitError(
                 f"it ran for more than {self._seconds:.3g} s of CPU time; the loops of a template must be short"
             )
-        self.until = monotonic() + left
+        self._check_at = monotonic() + left
 
     def allow(self, size: int) -> int:
-        """The largest size of a value. Raises TemplateLimitError where ``size`` is above it."""
+        """Return the size limit of a value. Raises TemplateLimitError if ``size`` is above it."""
         if size > self.max_size:
             self._extend()
             if size > self.max_size:
-                raise TemplateLimitError(f"it builds a value of more than {self.max_size} bytes")
+                raise TemplateLimitError(f"it builds a value of more than {self.max_size} characters")
         return self.max_size
 
     def spend(self, size: int) -> None:
-        """Raise TemplateLimitError where a value of this size is too large, or was too much in all."""
-        if monotonic() >= self.until:
-            self.check_time()
-        self.allow(size)
+        """Count a value of this size. Raises TemplateLimitError if it, or all values together, are too large."""
         self._built += size
+        if size <= self.max_size and self._built <= self._max_built and monotonic() < self._check_at:
+            return  # nearly always
+        self.tick()
+        self.allow(size)
+        self._extend()
         if self._built > self._max_built:
-            self._extend()
-            if self._built > self._max_built:
-                raise TemplateLimitError(f"the values that it builds have more than {self._max_built} bytes in all")
+            raise TemplateLimitError(f"its values have more than {self._max_built} characters in all")
+
+    def _extend(self) -> None:
+        while self._chat:
+            size = size_of(self._chat.pop(), 2**62)
+            self.max_size += 4 * size
+            self._max_built += 64 * size
+            self._seconds += SECONDS_PER_SIZE * size
+            self._cpu_until += SECONDS_PER_SIZE * size
 
 
 class _Current(threading.local):
@@ -126,51 +126,39 @@ def run(budget: Budget, work: Callable[[], Found]) -> Found:
         _current.budget = before
 
 
-def tick() -> None:
-    """Raise TemplateLimitError where the time is over."""
-    budget = _current.budget
-    if budget is not None and monotonic() >= budget.until:
-        budget.check_time()
-
-
-def spend(size: int) -> None:
-    """Nothing is built outside of ``run``, where no limit would hold."""
-    budget = _current.budget
-    if budget is None:
+def budget() -> Budget:
+    """The budget of this thread's ``run``."""
+    if _current.budget is None:
         raise TemplateLimitError("it is used outside of a chat")
-    budget.spend(size)
-
-
-def allow(size: int) -> int:
-    """The largest size of a value. Raises TemplateLimitError where ``size`` is above it."""
-    budget = _current.budget
-    return MAX_SIZE if budget is None else budget.allow(size)
+    return _current.budget
 
 
 def chat_budget(variables: object) -> Budget:
-    """For writing out a chat of these values."""
     return Budget(MAX_SIZE, MAX_BUILT, variables)
 
 
 def compilation_budget() -> Budget:
-    return Budget(MAX_CONSTANTS, MAX_CONSTANTS)
+    return Budget(MAX_CONSTANT, MAX_CODE)
+
+
+# ---------------------------------------------------------------- sizes of values
 
 
 def size_of(value: object, limit: int) -> int:
-    """About the bytes of a value written out, with all that is in it; something above ``limit`` where it is more."""
+    """About the length of a value written as text, with everything in it; if above ``limit``, at least that."""
     size, waiting = 0, [value]
     while waiting and size <= limit:
         each = waiting.pop()
-        if isinstance(each, str | bytes):
+        if isinstance(each, str):
             size += len(each) + 1
             continue
         size += NODE
-        if isinstance(each, dict):
-            given = cast("dict[object, object]", each)
+        if isinstance(each, Mapping):
+            given = cast("Mapping[object, object]", each)
             size += NODE * len(given)
             waiting += given.keys()
             waiting += given.values()
-        elif isinstance(each, list | tuple | set | frozenset):
+        elif isinstance(each, list | tuple | set | frozenset | ItemsView | KeysView | ValuesView):
             size += NODE * len(cast("Sequence[object]", each))
             waiting += cast("Sequence[object]", each)
         elif isinstance(each, int):
@@ -183,159 +171,124 @@ def size_of(value: object, limit: int) -> int:
 
 
 def measured(value: object) -> int:
-    """The size of a value. Raises TemplateLimitError where it is too large."""
-    size = 0
+    """The size of a value. Raises TemplateLimitError if it is too large."""
+    allow, size = budget().allow, 0
     while (limit := allow(size)) < (size := size_of(value, limit)):
         pass  # it was not measured to its end; more may be allowed
     return size
 
 
+def built(value: Found) -> Found:
+    """Count a value that was built from others, which may be in it several times."""
+    measured(value)
+    return copied(value)
+
+
+def copied(value: Found) -> Found:
+    """Count a value that holds parts of another value, each at most as often as that one did."""
+    given: object = value
+    if isinstance(given, str):
+        budget().spend(len(given))
+    elif isinstance(given, list | tuple | dict):
+        budget().spend(NODE * len(cast("Sequence[object]", given)))
+    elif isinstance(given, int):
+        _int_size(given)
+    return value
+
+
+def listed(values: Iterable[object]) -> list[object]:
+    """All values of an iterable, which must not be too large together."""
+    found: list[object] = []
+    size, limits = 0, budget()
+    for value in values:
+        limits.tick()
+        found.append(value)
+        size += NODE + measured(value)
+        limits.allow(size)
+    limits.spend(size)
+    return found
+
+
+def concatenated(pieces: Iterable[str]) -> str:
+    """Pieces of output as one text."""
+    found: list[str] = []
+    size, limits = 0, budget()
+    for piece in pieces:
+        found.append(piece)
+        size += len(piece)
+        limits.allow(size)
+    limits.spend(size)
+    return "".join(found)
+
+
 def _int_size(value: int) -> int:
+    """Decimal digits of an integer."""
     bits = value.bit_length()
     if bits > MAX_BITS:
         raise TemplateLimitError(f"it uses an integer of {bits} bits; {MAX_BITS} are allowed")
     return bits // 3
 
 
-def built(value: object) -> object:
-    """A value that was built from others, which may be in it several times."""
-    measured(value)
-    return copied(value)
-
-
-def copied(value: object) -> object:
-    """A value with parts of others, each of them at most as often as there: all that is in it cannot be too large."""
-    _spend_copy(value)
-    return value
-
-
-def _spend_copy(value: object) -> None:
-    if isinstance(value, str | bytes):
-        spend(len(value))
-    elif isinstance(value, list | tuple | dict):
-        spend(NODE * len(cast("Sequence[object]", value)))
-    elif isinstance(value, int):
-        _int_size(value)
-
-
-# ---------------------------------------------------------------- results that may be far larger than their parts
+# ---------------------------------------------------------------- checks before a result is built
 
 
 def check_operands(operator: str, left: object, right: object) -> None:
-    """Raise TemplateLimitError where the result of an operator is too large."""
+    """Raise TemplateLimitError if the result of an operator would be too large."""
     if isinstance(left, int) and isinstance(right, int):
-        _check_integers(operator, left, right)
-    elif operator == "%" and isinstance(left, str | bytes):
-        spend(formatted_size(left, "%", right))
+        bits = max(left.bit_length(), right.bit_length())
+        if operator == "**":
+            bits = left.bit_length() * max(right, 1)
+        elif operator == "*":
+            bits = left.bit_length() + right.bit_length()
+        if bits > MAX_BITS:
+            raise TemplateLimitError(f"{operator} makes an integer of about {bits} bits; {MAX_BITS} are allowed")
+        budget().tick()
+    elif operator == "%" and isinstance(left, str):
+        spend_formatted(left, "%", right)
     elif operator == "*":
-        spend(_repeated_size(left, right))
-    elif operator == "+" and not isinstance(left, float):
-        spend(measured(left) + measured(right))
+        value, times = (right, left) if isinstance(left, int) else (left, right)
+        budget().spend(measured(value) * max(times, 0) if isinstance(times, int) else 0)
+    elif operator == "+":
+        budget().spend(measured(left) + measured(right))
     else:
-        tick()
+        budget().tick()
 
 
-def _check_integers(operator: str, left: int, right: int) -> None:
-    tick()
-    bits = max(_int_size(left), _int_size(right)) * 3
-    if operator == "**":
-        bits = left.bit_length() * max(right, 1)
-    elif operator == "*":
-        bits = left.bit_length() + right.bit_length()
-    if bits > MAX_BITS:
-        raise TemplateLimitError(f"{operator} makes an integer of about {bits} bits; {MAX_BITS} are allowed")
-
-
-def _repeated_size(left: object, right: object) -> int:
-    value, times = (right, left) if isinstance(left, int) else (left, right)
-    if not isinstance(times, int):
-        return 0  # an error, which the operator raises
-    return (len(value) if isinstance(value, str | bytes) else measured(value)) * max(times, 0)
-
-
-def formatted_size(form: str | bytes, mark: str, values: object) -> int:
-    """At most the size of a text with values in the places that begin with ``mark``."""
-    text = form if isinstance(form, str) else form.decode("latin-1")
-    if _WIDTH_FROM_ARGUMENT.search(text):
+def spend_formatted(form: str, mark: str, values: object) -> None:
+    """Count a text with values at the places that begin with ``mark``, by the largest width that it names."""
+    if _WIDTH_FROM_ARGUMENT.search(form):
         raise TemplateLimitError("the widths of formatted values must be written in the text of the format")
-    num_places = text.count(mark)
-    width = max((min(len(digits), 9) and int(digits[:9]) for digits in _WIDTH.findall(text)), default=0)
-    if not num_places:
-        width = 0
-    elif width > MAX_WIDTH and any(len(digits) > 4 for digits in _WIDTH.findall(text)):
-        width = _largest_width(text, mark)
-    return len(text) + num_places * (width + measured(values))
+    widths = _WIDTH.findall("".join(_PLACES[mark].findall(form)))
+    width = max((int(digits[:9]) for digits in widths), default=0)
+    budget().spend(len(form) + form.count(mark) * (width + measured(values)))
 
 
-def _largest_width(text: str, mark: str) -> int:
-    """The widths are in the places alone; numbers elsewhere in the text say nothing."""
-    pattern = r"%(?:\([^)]*\))?[^a-zA-Z%]*" if mark == "%" else r"\{[^{}]*\}"
-    places = "".join(re.findall(pattern, text))
-    return max((int(digits[:9]) for digits in _WIDTH.findall(places)), default=0)
-
-
-def replaced_size(text: str, old: str, new: str, limit: int = -1) -> int:
-    """``text`` with all or the first ``limit`` of ``old`` replaced."""
+def spend_replaced(text: str, old: str, new: str, count: int | None = None) -> None:
+    """Count ``text`` with all or the first ``count`` places of ``old`` replaced."""
     num_places = text.count(old)
-    if limit >= 0:
-        num_places = min(num_places, limit)
-    return len(text) + num_places * len(new)
+    if count is not None and count >= 0:
+        num_places = min(num_places, count)
+    budget().spend(len(text) + num_places * len(new))
 
 
-def joined_size(separator: str | bytes, values: Sequence[object]) -> int:
-    return measured(values) + len(separator) * len(values)
+def spend_joined(separator: str, values: Sequence[object]) -> None:
+    budget().spend(measured(values) + len(separator) * len(values))
 
 
-def listed(values: Iterable[object]) -> list[object]:
-    """The values of any iterable, which are not too much together."""
-    found: list[object] = []
-    size, limit = 0, allow(0)
-    for value in values:
-        tick()
-        found.append(value)
-        size += NODE + measured(value)
-        if size > limit:
-            limit = allow(size)
-    spend(size)
-    return found
-
-
-def method_size(value: str | bytes | int, name: str, given: Sequence[object]) -> int:
-    """At most the size of what a method of text, or of a number, returns."""
-    if isinstance(value, int):
-        return max((each for each in given if isinstance(each, int)), default=0) if name == "to_bytes" else 0
-    size = len(value)
-    if name in _SEARCHES:
-        check_search(value, *given)
-    if name == "join" and given and isinstance(given[0], list):
-        return joined_size(value, cast("list[object]", given[0]))
-    if name == "replace":
-        return _replaced_by_method(value, given)
-    if name in ("center", "ljust", "rjust", "zfill", "expandtabs"):
-        count = max((each for each in given if isinstance(each, int)), default=8)
-        return size * max(count, 1) if name == "expandtabs" and _has_tabs(value) else max(size, count)
-    if name == "translate":
-        return size * (1 + measured(given))
-    return size
-
-
-def check_search(text: str | bytes, *given: object) -> None:
-    """Raise TemplateLimitError where each character of a text may be compared with a long argument."""
-    longest = max((len(each) for each in given if isinstance(each, str | bytes)), default=0)
+def check_search(text: str, *given: object) -> None:
+    """Raise TemplateLimitError if a search may compare each character of a text with each of a long argument."""
+    longest = max((len(each) for each in given if isinstance(each, str)), default=0)
     if len(text) * longest > MAX_COMPARISONS:
         raise TemplateLimitError(f"a search for {longest} characters in a text of {len(text)} would take too long")
 
 
-def _has_tabs(value: str | bytes) -> bool:
-    return "\t" in value if isinstance(value, str) else b"\t" in value
-
-
-def _replaced_by_method(value: str | bytes, given: Sequence[object]) -> int:
-    texts = [each.decode("latin-1") if isinstance(each, bytes) else each for each in (value, *given)]
-    text, old, new = (*(each if isinstance(each, str) else "" for each in texts), "", "")[:3]
-    return replaced_size(text, old, new)
-
-
 def check_count(name: str, count: object) -> None:
-    if isinstance(count, int) and abs(count) > MAX_WIDTH:
-        raise TemplateLimitError(f"{name} with {count}; at most {MAX_WIDTH} is allowed")
+    """Raise TemplateLimitError if a width or count is too large; a text counts by its length."""
+    number = len(count) if isinstance(count, str) else count
+    if isinstance(number, int) and abs(number) > MAX_COUNT:
+        raise TemplateLimitError(f"{name} of {number}; at most {MAX_COUNT} is allowed")
+
+
+def check_short(name: str, given: object, most: int = MAX_ARGUMENT) -> None:
+    if size_of(given, most + NODE) > most + NODE:
+        raise TemplateLimitError(f"{name} takes at most {most} characters")

@@ -47,12 +47,14 @@ LARGE = {
     "replace": "{{ ('ab'*50000000)|replace('a','bbb')|length }}",
     "replace by more": "{{ ('a' * 999999)|replace('a', 'b' * 999999)|length }}",
     "replace of nothing": "{{ ('a' * 999999).replace('', 'b' * 999999)|length }}",
-    "bytes": "{{ ('a' * 999999).encode().replace('a'.encode(), ('b' * 999999).encode())|length }}",
+    "punycode": "{{ ('a' * 300000 ~ '-' ~ 'a' * 300000).encode().decode('punycode')|length }}",
     "center": "{{ 'a'|center(999999999)|length }}",
     "the method center": "{{ 'a'.center(9999999999)|length }}",
     "zfill": "{{ 'a'.zfill(9999999999)|length }}",
     "to_bytes": "{{ (1).to_bytes(9999999999, 'big')|length }}",
     "tabs": "{{ ('\\t' * 99999).expandtabs(99999)|length }}",
+    "translate": "{{ ('a' * 4000000).translate({97: 'b' * 1000})|length }}",
+    "times": "{{ strftime_now('%99999999d' * 400000)|length }}",
     "indent": "{{ ('a\\n' * 99999)|indent(99999)|length }}",
     "indent by text": "{{ ('a\\n' * 99999)|indent('x' * 99999)|length }}",
     "format": "{{ '%9999999999d'|format(1) }}",
@@ -81,6 +83,20 @@ LARGE = {
     "nested tuples": doubled("(1,)", "(n.x, n.x)"),
     "nested dicts": doubled("{}", "{1: n.x, 2: n.x}"),
     "nested calls": doubled("{}", "dict(a=n.x, b=n.x)"),
+    "nested views": doubled("{}", "dict(a=n.x, b=n.x).values()").replace("|length", ""),
+    "nested items": doubled("{}", "dict(a=n.x, b=n.x).items()").replace("|length", ""),
+    "nested cyclers": doubled("{}", "cycler(n.x, n.x).items").replace("|length", "|string"),
+    "nested arguments": (
+        "{% set n = namespace(x=[1]) %}{% macro f() %}{% set n.x = varargs %}{% endmacro %}"
+        "{% for i in range(40) %}{{ f(n.x, n.x) }}{% endfor %}{{ n.x }}"
+    ),
+    "nested named arguments": (
+        "{% set n = namespace(x=[1]) %}{% macro f() %}{% set n.x = kwargs %}{% endmacro %}"
+        "{% for i in range(40) %}{{ f(a=n.x, b=n.x) }}{% endfor %}{{ n.x }}"
+    ),
+    "a chain of generators": doubled("[1]", "[n.x]|batch(1)").replace("range(99)", "range(99999)"),
+    "kept texts": "{% set n = namespace(x=()) %}{% for i in range(9999) %}{% set n.x = (n.x, '\U0001f600' * 1000000) %}"
+    "{% endfor %}",
     "doubled text": doubled("'a'", "n.x + n.x"),
     "joined text": doubled("'a'", "n.x ~ n.x"),
     "captured text": doubled("'a'", "n.x").replace("{% set n.x = n.x %}", "{% set n.x %}{{n.x}}{{n.x}}{% endset %}"),
@@ -95,6 +111,8 @@ LARGE = {
     "trim": "{{ ('a' * 2000000)|trim('b' * 1000000 ~ 'a')|length }}",
     "deep nesting": "{{ " + "(" * 9999 + ")" * 9999 + " }}",
     "constants": "{{ 'a'|center(9999) }}" * 9999,
+    "macros": "".join(f"{{% macro a{i}() %}}x{{% endmacro %}}" for i in range(8000)),
+    "digits": "{{ 1" + "0" * 99999 + " }}",
 }
 
 
@@ -178,6 +196,11 @@ def test_long_chats_may_look_at_their_messages_again_and_again() -> None:
         ("{{ ' a '|trim }}{{ 'xax'|trim('x') }}{{ 'a b c'.rsplit(' ', 1) }}{{ 'xa'.strip('x') }}", "aa['a b', 'c']a"),
         ("{% autoescape true %}{{ '<' ~ '>' }}{% endautoescape %}", "&lt;&gt;"),
         ("{{ messages|map(attribute='role')|select('in', ['user'])|list }}", "['user']"),
+        ("{% if []|select %}an iterator{% endif %}{{ (messages|map(attribute='role'))[0] }}", "an iterator"),
+        (
+            "{{ 'a'.ljust(3) }}|{{ {'a': 1}.values()|list }}{{ (messages|groupby('role')|first).grouper }}",
+            "a  |[1]assistant",
+        ),
     ],
 )
 def test_what_templates_do_is_as_it_was(source: str, written: str) -> None:
