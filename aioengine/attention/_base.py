@@ -174,27 +174,10 @@ class CascadeAttention(CapturableAttention, Protocol):
     def fixed_cascade(self, num_rows: int, buffers: DecodeBuffers) -> FixedCascade: ...
 
 
-class FixedPrefill(AttentionBackend, Protocol):
-    """Attention of steps padded to a fixed number of tokens and rows."""
-
-    def plan(self, batch: ForwardBatch) -> None:
-        """Before each replay, for a batch that is no larger; its slots are where ``fixed_prefill`` was told."""
-        ...
-
-
 @runtime_checkable
 class PiecewiseAttention(AttentionBackend, Protocol):
     """A backend that attends between CUDA graphs of everything else, over memory which these read and write."""
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
         """``attend``, to ``out`` [T, H, E]."""
-        ...
-
-
-@runtime_checkable
-class CapturablePrefill(AttentionBackend, Protocol):
-    """A backend whose steps with prompts can stand in a CUDA graph."""
-
-    def fixed_prefill(self, slot_mapping: Tensor, *, num_rows: int, max_pages: int) -> FixedPrefill:
-        """``slot_mapping`` [T] is read at each replay; ``max_pages``: of a row."""
         ...

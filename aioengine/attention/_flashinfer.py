@@ -18,7 +18,6 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRagg
 
 from aioengine.attention._base import Sharable, SharedPages
 from aioengine.attention._gpu_rows import FixedDecodeRows, flat_pages, page_columns, pinned, starts_of
-from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.decode import decode
 from aioengine.kernels.triton.heads import write_pages
 
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
+    from aioengine.attention._base import AttentionShape, DecodeBuffers
+    from aioengine.kernels.rotate_and_write import KVTarget
 
     Ints = npt.NDArray[np.int32]
     Pool = tuple[Tensor, Tensor]
@@ -179,53 +179,6 @@ def fixed_wrapper(shared: Shared, *, num_rows: int, num_pages: int) -> BatchPref
     )
     wrapper.reset_workspace_buffer(shared.workspace, torch.empty(PLAN_BYTES, dtype=torch.uint8, device=device))
     return wrapper
-
-
-class FixedPrefill:
-    """Attention of steps padded to a fixed number of tokens and rows, whose kernels can stand in a CUDA graph.
-
-    ``slot_mapping`` [T] is read at each replay. ``max_pages``: of a row.
-    """
-
-    def __init__(self, shared: Shared, slot_mapping: Tensor, *, num_rows: int, max_pages: int) -> None:
-        device = slot_mapping.device
-        self._shared = shared
-        self._slots = slot_mapping
-        self._num_rows = num_rows
-        self._wrapper = fixed_wrapper(shared, num_rows=num_rows, num_pages=num_rows * max_pages)
-        num_tokens = np.array([len(slot_mapping)], dtype=np.int32)
-        nothing = torch.zeros(1, -(-len(slot_mapping) // shared.page_size), dtype=torch.int32, device=device)
-        self._plan(nothing, num_tokens, num_tokens)
-
-    def plan(self, batch: ForwardBatch) -> None:
-        """Before each replay, for a batch that is no larger."""
-        lengths = (np.array(each, dtype=np.int32) for each in (batch.query_lengths, batch.kv_lengths))
-        self._plan(batch.page_table, *lengths)
-
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Nothing: ``plan`` has done it."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        write_pages(k, v, self._slots, self._shared.pool[layer])
-        return self.attend(q, k, v, layer)
-
-    def target(self, layer: int) -> KVTarget:
-        return KVTarget(self._slots, *self._shared.pool[layer])
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # padding must be finite, it goes on to other layers
-        self._wrapper.run(q, self._shared.pool[layer], out=out)
-        return out.view(q.shape[0], -1)
-
-    def _plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
-        shared = self._shared
-        padding = 0, self._num_rows - len(query_lengths)
-        query_lengths, kv_lengths = np.pad(query_lengths, padding), np.pad(kv_lengths, padding)
-        starts, last_lengths = page_columns(kv_lengths, shared.page_size)
-        pages = Pages(kv_lengths, starts, flat_pages(page_table, starts)[1], last_lengths)
-        shared.staging.wait()
-        plan_paged(shared, self._wrapper, query_lengths, pages)
-        shared.staging.mark()
 
 
 def sharable(shared: Shared) -> Sharable:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import ForwardBatch, require_causal
-from aioengine.attention._flashinfer import FixedFlashInferCascade, FixedPrefill, PrefillRows, Shared, sharable
+from aioengine.attention._flashinfer import FixedFlashInferCascade, PrefillRows, Shared, sharable
 from aioengine.attention._gpu_rows import FixedDecodeRows, decode_rows, flat_pages, page_columns
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.decode import decode
@@ -94,10 +94,6 @@ class FlashInferAttention:
     def fixed_cascade(self, num_rows: int, buffers: DecodeBuffers) -> FixedFlashInferCascade:
         """The same for rows that begin with the same pages."""
         return FixedFlashInferCascade(self._shared, num_rows, buffers)
-
-    def fixed_prefill(self, slot_mapping: Tensor, *, num_rows: int, max_pages: int) -> FixedPrefill:
-        """Steps padded to as many tokens as ``slot_mapping`` has, in up to ``num_rows`` rows."""
-        return FixedPrefill(self._shared, slot_mapping, num_rows=num_rows, max_pages=max_pages)
 
     def warm_up(self) -> None:
         """Compile what is not compiled yet: a plan of each kind, and a first run."""

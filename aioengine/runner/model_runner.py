@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model, ModelInputs
     from aioengine.protocol.messages import Control, Reply
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
+    from aioengine.runner.graphs.piece_graphs import PieceGraphs
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import LogitsProcessor
@@ -54,18 +55,6 @@ class DeviceParts:
     @property
     def max_row_pages(self) -> int:
         return -(-self.context_length // self.kv_pool.page_size)  # a step in flight computes no position past the end
-
-
-class PromptGraphs(Protocol):
-    """Graphs of some steps with prompts."""
-
-    def fits(self, batch: ForwardBatch) -> bool:
-        """Whether this step is one of them."""
-        ...
-
-    def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
-        """Queue a step that is; gives the hidden states of the last token of each of its rows."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +101,7 @@ class ModelRunner:
         self._vocab_size = min(parts.vocab_size, num_embeddings)
         self._sampler = _sampler(parts, self._table, processors)
         self._graphs: DecodeGraphs | None = None
-        self.prompt_graphs: list[PromptGraphs] = []
+        self.piece_graphs: PieceGraphs | None = None
         self._broken: dict[int, str] = {}
         self._poisoned: set[int] = set()
         self._newest: Ticket | None = None  # as long as it is not collected
@@ -260,10 +249,8 @@ class ModelRunner:
 
     def _forward(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
         """Hidden states of the last token of each row."""
-        if inputs.outputs is not None:
-            for graphs in self.prompt_graphs:
-                if graphs.fits(batch):
-                    return graphs.replay(inputs, batch)
+        if inputs.outputs is not None and self.piece_graphs is not None and self.piece_graphs.fits(batch):
+            return self.piece_graphs.replay(inputs, batch)
         with part("prepare"):
             self._attention.prepare(batch)
         return self._model.forward(inputs, self._attention)[: len(batch.query_lengths)]

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aioengine.attention._base import CapturableAttention, CapturablePrefill, PiecewiseAttention
+from aioengine.attention._base import CapturableAttention, PiecewiseAttention
 from aioengine.protocol.messages import Progress, Sampling
 from aioengine.runner.device_memory import NoAttention
-from aioengine.runner.graphs.ladder import MAX_PROMPT_ROWS, MAX_SEEN_TOKENS, longest_prefill_graph
+from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_piece
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
-from aioengine.runner.graphs.prefill_graphs import PrefillGraphs
 from aioengine.scheduler.plan import NOTHING, TOKENS, OpenedRow, Plan, Row
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from aioengine.config import Settings
     from aioengine.models._base import Model
-    from aioengine.runner.model_runner import DeviceParts, ModelRunner, PromptGraphs
+    from aioengine.runner.model_runner import DeviceParts, ModelRunner
     from aioengine.runner.timing import StartTimes
 
 TOKENS_APART = 31
@@ -54,7 +53,7 @@ def longest_graph(settings: Settings, weights_bytes: int, dtype: torch.dtype) ->
     """Up to how many tokens steps with prompts are CUDA graphs."""
     if not settings.runner.cuda_graph_max_rows:
         return 0
-    return longest_prefill_graph(weights_bytes // dtype.itemsize, settings.scheduler.max_step_tokens)
+    return longest_piece(weights_bytes // dtype.itemsize, settings.scheduler.max_step_tokens)
 
 
 def token_counts(largest: int, longest_graph: int) -> range:
@@ -86,46 +85,28 @@ def prepare_device(
             _capture(runner, parts, settings, report)
     times.end("graphs")
     limits = settings.scheduler
-    longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype) if runner.prompt_graphs else 0
+    longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype) if runner.piece_graphs else 0
     see_token_counts(parts.model, token_counts(limits.max_step_tokens, longest))
     pages = parts.kv_pool.num_pages
     rehearse(runner, Limits(limits.max_running, limits.chunk_tokens, parts.context_length, pages), report)
     times.end("rehearsal")
 
 
+@torch.inference_mode()
 def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report: Callable[[Progress], None]) -> None:
     max_rows = settings.runner.cuda_graph_max_rows
     runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
-    longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype)
-    runner.prompt_graphs = capture_prompt_graphs(parts, longest, report)
+    if isinstance(parts.attention, PiecewiseAttention):
+        pieces = PieceGraphs(parts.model, parts.attention, parts.kv_pool.tensor, max_rows=parts.max_rows)
+        longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype)
+        pieces.capture(longest, lambda done, total: report(Progress("capturing CUDA graphs of prompts", done, total)))
+        runner.piece_graphs = pieces
 
 
 def _weights_bytes(runner: ModelRunner) -> int:
     weights_bytes = runner.facts["weights_bytes"]
     assert isinstance(weights_bytes, int)
     return weights_bytes
-
-
-@torch.inference_mode()
-def capture_prompt_graphs(
-    parts: DeviceParts, max_tokens: int, report: Callable[[Progress], None]
-) -> list[PromptGraphs]:
-    """The graphs of steps of up to so many tokens that attention is made for; of two that fit, the first is faster."""
-    captured: list[PromptGraphs] = []
-    attention = parts.attention
-    if isinstance(attention, CapturablePrefill):
-        # their page tables have room for the longest request in each row, and the largest is planned over pages
-        longest = min(max_tokens, MAX_PROMPT_ROWS * parts.context_length)
-        whole = PrefillGraphs(parts.model, attention, max_pages=parts.max_row_pages, device=parts.device)
-        whole.capture(longest, lambda done, total: report(Progress("capturing CUDA graphs of prompts", done, total)))
-        captured.append(whole)
-    if isinstance(attention, PiecewiseAttention):
-        pieces = PieceGraphs(parts.model, attention, parts.kv_pool.tensor, max_rows=parts.max_rows)
-        pieces.capture(
-            max_tokens, lambda done, total: report(Progress("capturing CUDA graphs of large steps", done, total))
-        )
-        captured.append(pieces)
-    return captured
 
 
 class Limits(NamedTuple):

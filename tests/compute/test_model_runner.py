@@ -321,14 +321,13 @@ class Graphs:
         return torch.zeros(len(batch.query_lengths), 64)
 
 
-def test_the_first_graphs_that_fit_a_step_with_prompts_are_taken(qwen: Path) -> None:
+def test_steps_with_prompts_that_fit_are_replayed(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(make_settings(qwen))
-    few, more = Graphs(1), Graphs(2)
-    world.runner.prompt_graphs = [few, more]
+    graphs = Graphs(max_rows=2)
+    monkeypatch.setattr(world.runner, "piece_graphs", graphs)
     for prompts in ([[1]], [[2] * 9], [[3] * 5, [4] * 7], [[5] * 4] * 3):
         world.answers(prompts)
-    assert few.replayed == [9], "a prompt of one token is a decode step"
-    assert more.replayed == [12]
+    assert graphs.replayed == [9, 12], "a prompt of one token is a decode step, and three rows do not fit"
 
 
 def test_rows_are_computed_by_as_many_as_a_graph_has(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,43 +128,6 @@ def test_rows_that_need_more_than_a_temperature(model: tuple[Path, torch.nn.Modu
     assert same >= len(PROMPTS) // 2  # rounding of a batch of another size parts some of them
 
 
-@pytest.mark.parametrize("rows", [[(0, 33)], [(0, 64)], [(40, 17), (0, 5), (100, 1), (16, 90)], [(3, 2)] * 8])
-def test_graphs_of_prompts(model: tuple[Path, torch.nn.Module], rows: list[tuple[int, int]]) -> None:
-    """A step padded to a graph gives the hidden states, keys and values of the same step without one."""
-    from aioengine.attention.flashinfer import FlashInferAttention
-    from aioengine.runner.graphs.prefill_graphs import PrefillGraphs
-
-    device = torch.device("cuda")
-    config = json.loads((model[0] / "config.json").read_bytes())
-    ours = models.build(config, ModelOptions(dtype=torch.bfloat16, device=device, max_positions=256))
-    weights.load(ours, model[0], load_format="auto", seed=0, report=lambda *_: None)
-    shape = kv_pool_shape(ours.attention_shape, num_pages=80, page_size=16)
-    pool = torch.randn(shape, dtype=torch.bfloat16, device=device)
-    pool[:, :, 0] = 0
-    attention = FlashInferAttention(ours.attention_shape, pool)
-    graphs = PrefillGraphs(ours, attention, max_pages=16, device=device)
-    graphs.capture(256, lambda *_: None)
-    tables = [list(range(1 + 9 * row, 10 + 9 * row)) for row in range(len(rows))]
-    batch = on_device(make_batch(rows, tables, 16), device)
-    inputs = on_device(make_inputs(ours, rows), device)
-    before = pool.clone()
-    attention.prepare(batch)
-    expected = ours.forward(inputs, attention)
-    expected_pool = pool.clone()
-    pool.copy_(before)
-    assert graphs.fits(batch)
-    for _ in range(2):
-        found = graphs.replay(inputs, batch)
-    assert found.shape == expected.shape
-    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 2e-2
-    assert pool[:, :, 0].isfinite().all(), "padding goes on to be multiplied by zero"
-    assert float((pool[:, :, 1:].float() - expected_pool[:, :, 1:].float()).norm() / pool.float().norm()) < 2e-2
-    too_long = on_device(make_batch([(0, 257)], [list(range(1, 18))], 16), device)
-    too_many = on_device(make_batch([(0, 2)] * 9, [[row] for row in range(1, 10)], 16), device)
-    assert not graphs.fits(too_long)
-    assert not graphs.fits(too_many)
-
-
 @pytest.mark.parametrize(
     "rows",
     [

@@ -18,12 +18,9 @@ def ladder(max_rows: int) -> list[int]:
 
 
 _SHARING = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_PROMPTS = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 _PIECES = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
 _PIECE = 256
 """Matrix products take tokens by so many at a time."""
-MAX_PROMPT_ROWS = 8
-"""Of a whole graph: rows that decode go through the kernel for prompts there, which does more than it must."""
 MAX_SEEN_TOKENS = 8192
 """Of the largest step that a start goes to some lengths for."""
 _WORK = 5e12
@@ -36,17 +33,12 @@ def cascade_ladder(max_rows: int, *, min_rows: int) -> list[int]:
     return [*sizes, max_rows] if max_rows >= min_rows else []
 
 
-def prefill_ladder(max_tokens: int) -> list[int]:
-    """Token counts of steps with prompts that get a CUDA graph, ascending."""
-    return [size for size in _PROMPTS if size <= max_tokens]
-
-
 def piece_ladder(max_tokens: int) -> list[int]:
     """Token counts of steps with prompts in pieces, ascending; the last is ``max_tokens``, none for 0."""
     sizes = [*_PIECES, *range(_PIECES[-1] + _PIECE, max_tokens, _PIECE)]
     return [*(size for size in sizes if size < max_tokens), max_tokens] if max_tokens else []
 
 
-def longest_prefill_graph(num_weights: int, chunk_tokens: int) -> int:
-    """Up to how many tokens a graph is worth its while, for a model of so many weights."""
+def longest_piece(num_weights: int, chunk_tokens: int) -> int:
+    """Up to how many tokens graphs are worth their while, for a model of so many weights."""
     return min(chunk_tokens, int(_WORK / num_weights), MAX_SEEN_TOKENS)

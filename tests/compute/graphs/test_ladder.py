@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from aioengine.runner.graphs.ladder import cascade_ladder, ladder, longest_prefill_graph, piece_ladder, prefill_ladder
+from aioengine.runner.graphs.ladder import cascade_ladder, ladder, longest_piece, piece_ladder
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 16, 100, 256, 300, 1024])
@@ -35,14 +35,6 @@ def test_too_few_rows_to_share_pages() -> None:
     assert cascade_ladder(0, min_rows=48) == []
 
 
-@pytest.mark.parametrize("max_tokens", [16, 64, 500, 2048, 8192])
-def test_ladder_of_prompts(max_tokens: int) -> None:
-    sizes = prefill_ladder(max_tokens)
-    assert sizes == sorted(set(sizes))
-    assert all(size <= max_tokens for size in sizes)
-    assert all(after - before <= max(64, before // 4) for before, after in itertools.pairwise(sizes))
-
-
 @pytest.mark.parametrize("max_tokens", [0, 20, 32, 500, 622, 1024, 1100, 8192])
 def test_ladder_of_steps_in_pieces(max_tokens: int) -> None:
     sizes = piece_ladder(max_tokens)
@@ -52,7 +44,7 @@ def test_ladder_of_steps_in_pieces(max_tokens: int) -> None:
 
 
 def test_graphs_of_prompts_end_where_the_device_is_the_slower() -> None:
-    assert longest_prefill_graph(600_000_000, 8192) > 2048
-    assert 512 <= longest_prefill_graph(8_000_000_000, 8192) < 1024
-    assert longest_prefill_graph(4_000_000, 512) == 512
-    assert longest_prefill_graph(4_000_000, 131_072) == 8192, "a start is not to take minutes"
+    assert longest_piece(600_000_000, 8192) > 2048
+    assert 512 <= longest_piece(8_000_000_000, 8192) < 1024
+    assert longest_piece(4_000_000, 512) == 512
+    assert longest_piece(4_000_000, 131_072) == 8192, "a start is not to take minutes"

@@ -6,8 +6,6 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -19,8 +17,7 @@ from aioengine.attention import _base
 from aioengine.attention.torch import TorchAttention
 from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
 from aioengine.models._decoder import Decoder
-from aioengine.protocol.messages import Progress
-from aioengine.runner import warmup, weights
+from aioengine.runner import weights
 from aioengine.runner.graphs.padded_inputs import PaddedInputs
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.kv_pool import PADDING_PAGE
@@ -184,37 +181,3 @@ def test_what_does_not_fit(model: Model) -> None:
     assert graphs.fits(make_batch([(0, 20)], [list(range(1, 6))], PAGE_SIZE))
     assert not graphs.fits(make_batch([(0, 21)], [list(range(1, 7))], PAGE_SIZE))
     assert not graphs.fits(make_batch([(0, 2)] * 3, [[1], [2], [3]], PAGE_SIZE))
-
-
-class Captured:
-    """In place of either kind of graphs: remembers up to how many tokens it was asked for."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self.longest = 0
-
-    def capture(self, max_tokens: int, report: object) -> None:
-        self.longest = max_tokens
-
-
-@pytest.mark.parametrize(("context_length", "longest"), [(100, 800), (256, 2048), (100_000, 4096)])
-def test_whole_graphs_are_no_longer_than_all_their_rows(
-    context_length: int, longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warmup, "PrefillGraphs", Captured)
-    monkeypatch.setattr(warmup, "PieceGraphs", Captured)
-    names = ("prepare", "forward", "target", "attend", "attend_into", "fixed_prefill")
-    offered = SimpleNamespace(**dict.fromkeys(names, print))
-    parts = SimpleNamespace(
-        attention=offered,
-        model=None,
-        kv_pool=SimpleNamespace(tensor=None),
-        device=CPU,
-        max_rows=4,
-        max_row_pages=9,
-        context_length=context_length,
-    )
-    reported: list[Progress] = []
-    found = warmup.capture_prompt_graphs(parts, 4096, reported.append)  # type: ignore[arg-type]
-    assert [cast("Captured", graphs).longest for graphs in found] == [longest, 4096]
-    del offered.attend_into, offered.fixed_prefill
-    assert warmup.capture_prompt_graphs(parts, 4096, reported.append) == []  # type: ignore[arg-type]
