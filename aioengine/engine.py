@@ -11,7 +11,7 @@ from aioengine import signatures
 from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.foreign_names import no_attribute
-from aioengine.frontend import calls, info, requests
+from aioengine.frontend import callers, info, requests
 from aioengine.frontend.callers import running_loop
 from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.info import TokenizerNamespace
@@ -163,9 +163,9 @@ class AsyncEngine:
         """The started engine, for a caller on any thread."""
         run = self._run
         if run is None or run.frontend is None or run.is_ended:
-            raise calls.closed() if self._is_closed else calls.not_started()
+            raise callers.closed() if self._is_closed else callers.not_started()
         if run.is_forked:
-            raise calls.forked(run.pid)
+            raise callers.forked(run.pid)
         return run.frontend
 
     # ------------------------------------------------------------ generate
@@ -258,7 +258,7 @@ class AsyncEngine:
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be taken.
         """
-        await self._running().entrance.wait()
+        await self._running().overload.wait()
 
     async def flush_cache(self) -> Outcome:
         """Empty the prefix cache; refused, with a false outcome, while requests run or wait."""

@@ -15,7 +15,7 @@ from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.errors import EngineClosedError
 from aioengine.foreign_names import no_attribute
-from aioengine.frontend import calls, info, requests
+from aioengine.frontend import callers, info, requests
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
 from aioengine.frontend.info import TokenizerNamespace
 from aioengine.frontend.outputs import EndOfOutput
@@ -150,7 +150,7 @@ class Engine:
         self._model_name = model_name
         self._pid = os.getpid()
         bars = ProgressBars(progress)
-        self._portal = Portal("aioengine", calls.closed)
+        self._portal = Portal("aioengine", callers.closed)
         try:
             self._frontend = self._portal.call(start_frontend(prepare, bars.show))
         except BaseException:
@@ -196,9 +196,9 @@ class Engine:
     def _running(self, *, blocks: bool = False) -> Frontend:
         """The frontend of the running engine; ``blocks``: for a call that waits for the engine's loop."""
         if os.getpid() != self._pid:
-            raise calls.forked(self._pid)
+            raise callers.forked(self._pid)
         if not self._finalizer.alive:
-            raise calls.closed()
+            raise callers.closed()
         if blocks:
             self._frontend.check_waiting(blocks=True)
         return self._frontend
@@ -312,11 +312,11 @@ class Engine:
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be taken.
         """
-        self._running().entrance.wait_blocking()
+        self._running().overload.wait_blocking()
 
     async def async_admit(self) -> None:
         """As ``admit``, on any event loop; cancelling it leaves the line."""
-        await self._running().entrance.wait()
+        await self._running().overload.wait()
 
     def flush_cache(self) -> Outcome:
         """Empty the prefix cache; refused, with a false outcome, while requests run or wait."""
@@ -414,7 +414,7 @@ def _end(portal: Portal, frontend: Frontend, pid: int) -> None:
         return
     try:
         if portal.is_current or frontend.is_interrupted:  # its own thread, or one that holds what its thread waits for
-            post(frontend.loop, frontend.fail, calls.closed())
+            post(frontend.loop, frontend.fail, callers.closed())
             frontend.kill_now()
         else:
             portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)

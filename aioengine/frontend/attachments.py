@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, cast
 from msgspec.structs import replace
 
 from aioengine import checks
-from aioengine.errors import EngineClosedError
 from aioengine.frontend.callers import refuse_interrupting
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.prompts import Rows
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
+    from aioengine.errors import EngineClosedError
     from aioengine.frontend.calls import Call, Calls
     from aioengine.frontend.outputs import ReaderActions
     from aioengine.frontend.replay import ReaderOutput
@@ -73,6 +73,7 @@ class Attachments:
         self._settle = settle
         self._by_rid: dict[str, Attachment] = {}
         self._num_kept_tokens = 0
+        self._closed: EngineClosedError | None = None
 
     def add(self, call: Call) -> None:
         """A call was opened. Under the lock."""
@@ -92,8 +93,8 @@ class Attachments:
         with self._lock:
             attachment = self._by_rid.get(rid)
             if attachment is None:
-                if isinstance(self._calls.failure, EngineClosedError):
-                    raise self._calls.failure.with_traceback(None)
+                if self._closed is not None:
+                    raise self._closed.with_traceback(None)
                 raise ValueError(
                     f"no request {checks.shown(rid)} can be attached to: it had no resume_ttl, or its time is over"
                 )
@@ -137,9 +138,10 @@ class Attachments:
                 self._forget(attachment)
             self._calls.free_names(call)
 
-    def clear(self) -> None:
-        """Nobody can attach any more."""
+    def clear(self, error: EngineClosedError) -> None:
+        """Forget all requests; ``attach`` raises ``error`` from now on."""
         with self._lock:
+            self._closed = error
             for attachment in list(self._by_rid.values()):
                 self._forget(attachment)
 

@@ -10,9 +10,10 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from aioengine.frontend.attachments import Attachments
+from aioengine.frontend.calls import Ending
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.replay import ReaderOutput
-from aioengine.frontend.submitter import Ending, Submitter
+from aioengine.frontend.submitter import Submitter
 from aioengine.protocol.messages import Abort, FinishCode, Finished, Suspend
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls import Call, Calls, Name
     from aioengine.frontend.encoder import Encoder
     from aioengine.frontend.outputs import CallOutput, Place, RowStream
+    from aioengine.frontend.overload import Limits
     from aioengine.frontend.submitter import PromptRules
     from aioengine.protocol.messages import Submit
 
@@ -47,18 +49,18 @@ class CallLifecycle:
         encoder: Encoder | None,
         lock: threading.RLock,
         calls: Calls,
-        rows: dict[int, RowStream],
+        limits: Limits,
         send: Callable[[list[Submit] | list[Abort] | list[Suspend]], None],
         computed_since: Callable[[float], Collection[int] | None],
     ) -> None:
         """``computed_since`` gives the requests in the scheduler's steps, None where it has ended one since then."""
         self.idle = asyncio.Event()
         self.submitter = Submitter(
-            rules, encoder=encoder, lock=lock, calls=calls, rows=rows, submit=send, settle=self.settle
+            rules, encoder=encoder, lock=lock, calls=calls, limits=limits, submit=send, settle=self.settle
         )
         self._lock = lock
         self._calls = calls
-        self._rows = rows
+        self._limits = limits
         self.attachments = Attachments(calls, lock=lock, settle=self.settle)
         self._send = send
         self._computed_since = computed_since
@@ -66,9 +68,6 @@ class CallLifecycle:
     def start(self, call: Call) -> None:
         if call.output not in self._calls.by_output:
             return  # another thread ended it before this one could begin it
-        if self._calls.failure is not None:
-            self.fail(call, self._calls.failure)
-            return
         if call.deadlines:
             self._set_timer(call, min(call.deadlines.values()))
         self.submitter.submit_next(call)
@@ -107,9 +106,13 @@ class CallLifecycle:
             self.settle(call)
             return
         with self._lock:
-            self._calls.end_row(call, row, time.monotonic())
+            self._end_row(call, row, time.monotonic())
         if row.output.wants:
             self.submitter.submit_next(call)
+
+    def _end_row(self, call: Call, row: RowStream, now: float) -> None:
+        prompt = row.position // call.request.num_samples
+        self._limits.end_row(call.reservation, prompt, len(row.facts.prompt_token_ids), now)
 
     def settle(self, call: Call) -> None:
         """Close a call that is over, and free the rows that it leaves behind."""
@@ -119,9 +122,10 @@ class CallLifecycle:
                 return
             uids = [row.uid for row in output.live.values()]
             for uid in uids:
-                self._rows.pop(uid, None)
+                self._calls.rows.pop(uid, None)
             output.live.clear()
-            self._calls.close(call, time.monotonic())
+            self._calls.close(call)
+            self._limits.release(call.reservation, time.monotonic())
             is_idle = not self._calls.by_output
         if uids:
             self._send([Abort(uids)])
@@ -240,10 +244,10 @@ class CallLifecycle:
                 rows = self._surely_waiting(rows, call.called_at)
             for row in rows:
                 call.output.end_row(row, Finished(row.uid, code, which, ended_at=now), now)
-                self._calls.end_row(call, row, now)
+                self._end_row(call, row, now)
         uids = [row.uid for row in rows]
         for uid in uids:
-            self._rows.pop(uid, None)
+            self._calls.rows.pop(uid, None)
         if uids:
             self._send([Abort(uids, code)])
         self.settle(call)

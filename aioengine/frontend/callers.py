@@ -1,13 +1,14 @@
-"""Where a call comes from: its loop, its task or thread, and the places in which none may start."""
+"""Where a call comes from: its process, loop, task or thread, and the places in which none may start."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from typing import TYPE_CHECKING, Final
 
-from aioengine.errors import WrongLoopError
+from aioengine.errors import EngineClosedError, WrongLoopError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -89,3 +90,20 @@ def refuse_own_thread(loop: asyncio.AbstractEventLoop) -> None:
             "a call from the engine's own thread would wait for itself; a log handler or another callback that runs "
             "there must hand it to another thread"
         )
+
+
+def not_started() -> EngineClosedError:
+    return EngineClosedError("the engine was not started: use `async with AsyncEngine(...)`, or `await engine.start()`")
+
+
+def forked(owner: int) -> EngineClosedError:
+    return EngineClosedError(
+        f"this engine belongs to process {owner}, and this process ({os.getpid()}) is a fork of it; "
+        "make an engine, or start an AsyncEngine, in the process that uses it"
+    )
+
+
+def closed() -> EngineClosedError:
+    return EngineClosedError(
+        "the engine was shut down; an AsyncEngine can be started again (`await engine.start()`), an Engine is made anew"
+    )

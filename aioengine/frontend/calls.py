@@ -1,4 +1,4 @@
-"""The calls that are open: their ids, how many may wait, and how their rows are named.
+"""The calls that are open, their ids, and the ids of their rows.
 
 Everything here stands under the engine's lock and never waits.
 """
@@ -8,19 +8,18 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
 from aioengine.frontend.outputs import CallOutput
 from aioengine.frontend.replay import AttachableOutput
-from aioengine.frontend.room import Place, Room
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Iterator
 
-    from aioengine.config import QueueConfig
+    from aioengine.answers import RowError
     from aioengine.frontend.outputs import RowStream
+    from aioengine.frontend.overload import Reservation
     from aioengine.frontend.requests import CallRequest
-    from aioengine.frontend.submitter import Ending
+    from aioengine.protocol.messages import FinishCode
 
 
 MAX_PARTS: Final = 2
@@ -29,7 +28,13 @@ MAX_PARTS: Final = 2
 MAX_DIGITS: Final = 10
 """Digits of such a number; no batch has more rows, and Python converts only some thousand digits."""
 
-DRAINING = "the engine is draining and takes no new requests"
+
+class Ending(NamedTuple):
+    """What the rows of a call end with that were not begun when it was ended."""
+
+    code: FinishCode
+    matched: str | None = None
+    error: RowError | None = None
 
 
 class Call:
@@ -38,8 +43,7 @@ class Call:
     Attributes:
         number: counts the calls of the engine, from 1; 0 before it is registered.
         num_started: rows that were begun, in order.
-        num_rows_of: rows that the scheduler has, by prompt. num_prompt_tokens: of these prompts, for the bound on
-            queued tokens; a prompt of several samples counts once.
+        reservation: its part of the limits.
         deadlines: absolute times, by the words that name them in a finish reason.
         aborted: positions that were aborted before they were begun.
         ending: what all rows end with that are not begun yet; None while they may begin.
@@ -47,11 +51,11 @@ class Call:
     """
 
     __slots__ = (
-        "aborted", "called_at", "deadlines", "ending", "is_encoding", "num_prompt_tokens", "num_rows_of",
-        "num_started", "number", "output", "request", "reserved", "rid", "timer",
+        "aborted", "called_at", "deadlines", "ending", "is_encoding", "names", "num_started", "number",
+        "output", "request", "reservation", "rid", "timer",
     )  # fmt: skip
 
-    def __init__(self, request: CallRequest, called_at: float) -> None:
+    def __init__(self, request: CallRequest, called_at: float, reservation: Reservation) -> None:
         self.request = request
         self.rid = request.rid or os.urandom(16).hex()
         self.number = 0
@@ -59,12 +63,11 @@ class Call:
         self.deadlines = {which: called_at + seconds for which, seconds in request.timeouts().items()}
         self.output = _output_of(request, self.rid)
         self.num_started = 0
-        self.num_prompt_tokens = 0
-        self.num_rows_of: dict[int, int] = {}
+        self.reservation = reservation
         self.aborted: set[int] = set()
         self.ending: Ending | None = None
         self.is_encoding = False
-        self.reserved: list[str] = []
+        self.names: list[str] = []
         self.timer: asyncio.TimerHandle | None = None
 
     def expired_deadline(self, now: float) -> str | None:
@@ -84,7 +87,7 @@ class Call:
         )
         return f"{rid}_{sample}" if request.num_samples > 1 else rid
 
-    def names(self) -> dict[str, Name]:
+    def meanings(self) -> dict[str, Name]:
         """The ids that the caller gave, or the one that was drawn; those of its rows are found through these."""
         request, samples = self.request, self.request.num_samples
         of_samples = (1,) if samples > 1 else ()
@@ -113,99 +116,39 @@ class Name(NamedTuple):
 
 
 class Calls:
-    """All open calls. Refuses new ones when the engine cannot take them.
+    """All open calls, and what ids mean. Under the engine's lock.
 
     Attributes:
+        rows: rows that the scheduler has, by uid: submitted, and without an end here.
         num_opened: calls that were ever registered.
         _by_base: of the known ids with numbers behind them, those that an id without these numbers could mean.
     """
 
-    def __init__(self, queue: QueueConfig, *, max_running: int, max_total_tokens: int) -> None:
+    def __init__(self) -> None:
         self.by_output: dict[CallOutput, Call] = {}
-        self.failure: EngineError | None = None
-        self.is_draining = False
+        self.rows: dict[int, RowStream] = {}
         self.num_opened = 0
         self._names: dict[str, Name] = {}
         self._by_base: dict[str, set[str]] = {}
-        self.room = Room(queue, max_running=max_running, max_total_tokens=max_total_tokens)
 
-    def check(self, caller: Hashable) -> None:
-        """Raise EngineError where a call of ``caller`` could not be taken now, whatever it is."""
-        if self.failure is not None:
-            raise self.failure.with_traceback(None)
-        if self.is_draining:
-            raise EngineDrainingError(DRAINING)
-        self.room.check(caller)
-
-    def enter_line(self, caller: Hashable, wake: Callable[[], bool], now: float) -> Place:
-        """Stand in line for a call; ``wake`` is called, from any thread, when the place is given or will never be.
-
-        Raises:
-            EngineError: the engine is dead, closed or draining.
-        """
-        if self.failure is not None:
-            raise self.failure.with_traceback(None)
-        if self.is_draining:
-            raise EngineDrainingError(DRAINING)
-        place = Place(caller, wake)
-        self.room.enter_line(place, now)
-        return place
-
-    def drain(self) -> None:
-        """Take nothing new."""
-        self.is_draining = True
-        self.room.fail(EngineDrainingError(DRAINING))
-
-    def fail(self, error: EngineError) -> None:
-        """Take nothing any more."""
-        self.failure = error
-        self.room.fail(error)
-
-    def open(self, call: Call, caller: Hashable) -> None:
+    def open(self, call: Call) -> None:
         """Register a call.
 
         Raises:
-            EngineError: the engine is dead, closed, draining or overloaded.
             ValueError: an id is in use.
         """
-        self.check(caller)
-        request, names = call.request, call.names()
+        request, names = call.request, call.meanings()
         if request.rid is not None or request.rids is not None:  # an id that was drawn is no other's
             self._check_free(names)
-        num_bytes = request.num_bytes
-        call.reserved = [*names]
+        call.names = [*names]
         for name in names:
             for base in _bases(name):
                 self._by_base.setdefault(base, set()).add(name)
-        self.room.use_place(caller)
         # From here to the end nothing is called: a signal handler that raises comes before all of it, or after.
         self._names |= names
         self.num_opened += 1
         call.number = self.num_opened
-        self.room.num_calls += 1
-        self.room.num_bytes += num_bytes
         self.by_output[call.output] = call
-
-    def add_row(self, call: Call, row: RowStream) -> None:
-        """The row goes to the scheduler: its prompt counts until all rows of it have ended."""
-        prompt = row.position // call.request.num_samples
-        num_rows = call.num_rows_of.get(prompt, 0)
-        if not num_rows:
-            num_tokens = len(row.facts.prompt_token_ids)
-            call.num_prompt_tokens += num_tokens
-            self.room.num_tokens += num_tokens
-        call.num_rows_of[prompt] = num_rows + 1
-
-    def end_row(self, call: Call, row: RowStream, now: float) -> None:
-        """The row has ended, and its call goes on."""
-        prompt = row.position // call.request.num_samples
-        num_rows = call.num_rows_of.pop(prompt, 0) - 1
-        if num_rows > 0:
-            call.num_rows_of[prompt] = num_rows
-        elif num_rows == 0:
-            num_tokens = len(row.facts.prompt_token_ids)
-            call.num_prompt_tokens -= num_tokens
-            self.room.give_back_tokens(num_tokens, now)
 
     def find(self, rid: str) -> Name | None:
         """The rows that an id means: one that was given or drawn, or one made from it with ``_0``, ``_1`` ..."""
@@ -228,25 +171,24 @@ class Calls:
                 )
             self.free_names(call)
 
-    def close(self, call: Call, now: float) -> None:
+    def close(self, call: Call) -> None:
         """The call is over; its ids are free again, unless it can be attached to."""
         if self.by_output.pop(call.output, None) is None:
             return
         if call.request.resume_ttl_s is None:
             self.free_names(call)
-        self.room.give_back(call.num_prompt_tokens, call.request.num_bytes, now)
         if call.timer is not None:
             call.timer.cancel()
 
     def free_names(self, call: Call) -> None:
         """Its ids mean nothing any more."""
-        for name in call.reserved:
+        for name in call.names:
             if (found := self._names.get(name)) is not None and found.call is not call:
                 continue
             self._names.pop(name, None)
             for base in _bases(name):
                 self._forget_base(base, name)
-        call.reserved = []
+        call.names = []
 
     def _forget_base(self, base: str, name: str) -> None:
         made = self._by_base.get(base, set())
@@ -289,20 +231,3 @@ def _bases(rid: str) -> Iterator[str]:
         if not separator or not number.isdecimal():
             return
         yield rid
-
-
-def not_started() -> EngineClosedError:
-    return EngineClosedError("the engine was not started: use `async with AsyncEngine(...)`, or `await engine.start()`")
-
-
-def forked(owner: int) -> EngineClosedError:
-    return EngineClosedError(
-        f"this engine belongs to process {owner}, and this process ({os.getpid()}) is a fork of it; "
-        "make an engine, or start an AsyncEngine, in the process that uses it"
-    )
-
-
-def closed() -> EngineClosedError:
-    return EngineClosedError(
-        "the engine was shut down; an AsyncEngine can be started again (`await engine.start()`), an Engine is made anew"
-    )

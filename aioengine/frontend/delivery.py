@@ -31,14 +31,14 @@ told, so a thousand streams set off no garbage collection at every step, and no 
 
 
 class Router:
-    """The rows that the scheduler has, by uid.
+    """Puts chunks into their rows, and wakes their readers. On the engine's loop.
 
     Attributes:
-        rows: submitted, and without an end here. num_detokenizing: requests that the detokenizer holds.
+        rows: ``Calls.rows``. num_detokenizing: requests that the detokenizer holds.
     """
 
-    def __init__(self, lock: threading.RLock) -> None:
-        self.rows: dict[int, RowStream] = {}
+    def __init__(self, rows: dict[int, RowStream], lock: threading.RLock) -> None:
+        self.rows = rows
         self.num_detokenizing = 0
         self._lock = lock
         self._fresh: list[CallOutput] = []

@@ -9,7 +9,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from aioengine.errors import WrongLoopError
-from aioengine.frontend import calls
+from aioengine.frontend import callers
 from aioengine.frontend.callers import running_loop
 from aioengine.supervision.tasks import EngineTask
 
@@ -70,7 +70,7 @@ class EngineRun:
             WrongLoopError: this is another loop.
         """
         if self.is_forked:
-            raise calls.forked(self.pid)
+            raise callers.forked(self.pid)
         self.check_loop()
         self._num_starters += 1
 
@@ -86,7 +86,7 @@ class EngineRun:
         try:
             async with self._lock:
                 if self.is_ended:
-                    raise calls.closed()
+                    raise callers.closed()
                 if self.frontend is None:
                     self.frontend = await self._started(start_frontend)
                     self._finalizer = weakref.finalize(owner, _kill_quietly, self)
@@ -102,13 +102,13 @@ class EngineRun:
         try:
             frontend = await task
             if self.is_ended:  # it succeeded although it was cancelled
-                raise calls.closed()
+                raise callers.closed()
         except BaseException as error:
             self.has_failed = True
             if task.done() and not task.cancelled() and task.exception() is None:
                 await _stop(task.result())
             if isinstance(error, asyncio.CancelledError) and self.is_ended and not _is_cancelled():
-                raise calls.closed() from None
+                raise callers.closed() from None
             raise
         finally:
             self._start = None

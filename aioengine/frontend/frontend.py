@@ -19,25 +19,25 @@ from msgspec import Struct
 
 from aioengine import checks
 from aioengine.config import DeliveryConfig, QueueConfig, Settings
-from aioengine.errors import EngineClosedError, EngineError
-from aioengine.frontend import calls as open_calls
+from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
 from aioengine.frontend import info
 from aioengine.frontend.call_lifecycle import CallLifecycle
 from aioengine.frontend.callers import (
+    closed,
+    forked,
     is_deep_stack,
     is_interrupted,
     refuse_deep_stack,
     refuse_interrupting,
     refuse_own_thread,
     runs_here,
-    this_caller,
 )
 from aioengine.frontend.calls import Call, Calls
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.delivery import Router, SlowReaders
 from aioengine.frontend.encoder import Encoder, TextSizes
-from aioengine.frontend.entrance import Entrance
 from aioengine.frontend.outputs import Reader
+from aioengine.frontend.overload import Limits, Overload, Reservation
 from aioengine.frontend.requests import MAX_TIMEOUT_S
 from aioengine.frontend.submitter import PromptRules
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
@@ -83,11 +83,12 @@ class Frontend:
         self.loop = asyncio.get_running_loop()
         self.failure: EngineError | None = None
         self.last_stats: Stats | None = None
-        self.router = Router(lock := threading.RLock())
-        self.calls = Calls(
+        self.calls = Calls()
+        self.router = Router(self.calls.rows, lock := threading.RLock())
+        self.limits = Limits(
             parts.queue, max_running=settings.scheduler.max_running, max_total_tokens=parts.max_total_tokens
         )
-        self.entrance = Entrance(self.calls, lock, self.loop)
+        self.overload = Overload(self.limits, lock, self.loop)
         self.controls = Controls(self._send, abort_all=lambda: self._lifecycle.abort_opened(self.calls.num_opened))
         self._lock = lock
         self._pid = os.getpid()
@@ -107,7 +108,7 @@ class Frontend:
             encoder=self._encoder,
             lock=lock,
             calls=self.calls,
-            rows=self.router.rows,
+            limits=self.limits,
             send=self._send,
             computed_since=partial(_computed_since, self),
         )
@@ -118,7 +119,7 @@ class Frontend:
     # ------------------------------------------------------------ from any thread
 
     def open(self, make_request: Callable[[], CallRequest]) -> Reader:
-        """Register a call and begin it. Without room for one, nobody looks at what it asks for.
+        """Register a call and start it. One that does not fit is refused before anything looks at its arguments.
 
         Raises:
             TypeError, ValueError: from ``make_request``; ids outside the vocabulary, an id in use, text without a
@@ -128,19 +129,23 @@ class Frontend:
         called_at = time.monotonic()
         refuse_deep_stack()
         refuse_interrupting(self._lock)
-        self.entrance.check()
-        request = make_request()
-        self._lifecycle.submitter.check(request)
-        call = Call(request, called_at)
-        # The reader comes first: an exception after this point leaves the call.
-        reader = Reader(call.output.read_side, lock=self._lock, actions=self)
+        reservation, call = Reservation(), None
         try:
+            self.overload.reserve(reservation)
+            request = make_request()
+            self._lifecycle.submitter.check(request)
+            call = Call(request, called_at, reservation)
+            reader = Reader(call.output.read_side, lock=self._lock, actions=self)
             with self._lock:
-                self.calls.open(call, this_caller())
+                self.limits.check_refusal()  # it may have failed meanwhile
+                self.limits.add_bytes(reservation, request.num_bytes)
+                self.calls.open(call)
                 self.attachments.add(call)
             self._act(self._lifecycle.start, call)
         except BaseException:  # KeyboardInterrupt, too
-            post(self.loop, self._lifecycle.discard, call)
+            self.overload.release(reservation)
+            if call is not None:
+                post(self.loop, self._lifecycle.discard, call)
             raise
         return reader
 
@@ -158,7 +163,7 @@ class Frontend:
         if blocks:
             refuse_own_thread(self.loop)
         if os.getpid() != self._pid:
-            raise open_calls.forked(self._pid)
+            raise forked(self._pid)
 
     def leave(self, output: CallOutput) -> None:
         output.mark_left()
@@ -189,7 +194,7 @@ class Frontend:
     def state(self) -> str:
         """The word for the engine's state in ``health()``."""
         is_recovering = self.parts.processes.is_recovering
-        return info.state_of(self.failure, is_recovering=is_recovering, is_draining=self.calls.is_draining)
+        return info.state_of(self.failure, is_recovering=is_recovering, is_draining=self.limits.refusal is not None)
 
     def stats(self) -> dict[str, int]:
         """The last counters of the scheduler, with the frontend's own."""
@@ -227,7 +232,7 @@ class Frontend:
             return
         self.failure = error
         with self._lock:
-            self.calls.fail(error)
+            self.limits.refuse(error)
         for call in list(self.calls.by_output.values()):
             self._lifecycle.fail(call, error)
         self.controls.fail(error)
@@ -265,7 +270,7 @@ class Frontend:
         if timeout_s is not None:
             checks.number("timeout", timeout_s, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
         with self._lock:
-            self.calls.drain()
+            self.limits.refuse(EngineDrainingError("the engine is draining and takes no new requests"))
         self.controls.tell("continue")
         self._slow_readers.release()
         if not await self._become_idle(timeout_s):
@@ -287,8 +292,8 @@ class Frontend:
 
     async def stop(self) -> None:
         """End the processes; calls that wait get ``EngineClosedError``."""
-        self.fail(open_calls.closed())
-        self.attachments.clear()
+        self.fail(closed())
+        self.attachments.clear(closed())
         if self._encoder is not None:
             self._encoder.close()
         await self.parts.processes.stop(STOP_TIMEOUT_S)

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from aioengine.answers import RowError
-    from aioengine.frontend.calls import Call, Calls
+    from aioengine.frontend.calls import Call, Calls, Ending
     from aioengine.frontend.encoder import Encoded
     from aioengine.frontend.outputs import RowStream
+    from aioengine.frontend.overload import Limits
     from aioengine.frontend.prompts import Prompt
     from aioengine.frontend.requests import CallRequest
     from aioengine.params import SamplingParams
@@ -68,14 +69,6 @@ class _Known(NamedTuple):
     text: TextRules
 
 
-class Ending(NamedTuple):
-    """What the rows of a call end with that were not begun when it was ended."""
-
-    code: FinishCode
-    matched: str | None = None
-    error: RowError | None = None
-
-
 class _IdCheck:
     """Refuses ids outside the vocabulary with ValueError."""
 
@@ -104,7 +97,7 @@ class Submitter:
         encoder: Encoder | None,
         lock: threading.RLock,
         calls: Calls,
-        rows: dict[int, RowStream],
+        limits: Limits,
         submit: Callable[[list[Submit]], None],
         settle: Callable[[Call], None],
     ) -> None:
@@ -113,8 +106,8 @@ class Submitter:
         self._check_ids = _IdCheck(rules)
         self._encoder = encoder
         self._lock = lock
+        self._limits = limits
         self._calls = calls
-        self._rows = rows
         self._submit = submit
         self._settle = settle
         self._num_uids = 0
@@ -312,8 +305,8 @@ class Submitter:
         deadlines = call.deadlines
         row.uid = self._num_uids
         self._num_uids += 1
-        self._calls.add_row(call, row)
-        self._rows[row.uid] = row
+        self._limits.add_row(call.reservation, row.position // request.num_samples, len(ids))
+        self._calls.rows[row.uid] = row
         submits.append(
             Submit(
                 uid=row.uid,

@@ -124,8 +124,8 @@ async def in_the_midst(world: World) -> None:
 async def check_nothing_is_left(world: World) -> None:
     await until(lambda: world.engine.stats()["num_streams"] == 0)
     frontend = world.engine._running()
-    room = frontend.calls.room
-    assert (room.num_calls, room.num_tokens, room.num_bytes) == (0, 0, 0)
+    limits = frontend.limits
+    assert (limits.num_calls, limits.num_tokens, limits.num_bytes) == (0, 0, 0)
     assert not frontend.router.rows
     assert len(world.double.submits) == 16  # no row has begun meanwhile
     world.double.resume()

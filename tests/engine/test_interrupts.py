@@ -17,8 +17,9 @@ from aioengine import engine as engine_module
 from aioengine import portal, sync
 from aioengine.errors import EngineClosedError, EngineError
 from aioengine.frontend import callers
+from aioengine.frontend.calls import Calls
 from aioengine.frontend.delivery import NUM_LOOKS, Router
-from aioengine.frontend.room import Room
+from aioengine.frontend.overload import Limits
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World, until
 
@@ -46,8 +47,8 @@ def frontend_of(engine: AsyncEngine) -> Frontend:
 def is_clean(engine: AsyncEngine) -> bool:
     """Whether nothing is left of any call: rows, ids, places in the queue."""
     frontend = frontend_of(engine)
-    room = frontend.calls.room
-    counts = (room.num_calls, room.num_tokens, room.num_bytes)
+    limits = frontend.limits
+    counts = (limits.num_calls, limits.num_tokens, limits.num_bytes)
     return not (frontend.calls.by_output or frontend.calls._names or frontend.router.rows or any(counts))
 
 
@@ -73,7 +74,7 @@ class Interrupt:
         patch.setattr(owner, name, interrupted)
 
 
-SECTIONS = pytest.mark.parametrize(("owner", "name"), [(Room, "use_place"), (Router, "_note")])
+SECTIONS = pytest.mark.parametrize(("owner", "name"), [(Calls, "open"), (Router, "_note")])
 
 
 @SECTIONS
@@ -168,7 +169,7 @@ def test_a_blocking_call_from_a_handler_that_interrupts_the_engine_is_refused(mo
                     found.append(call())
             engine.abort_request(abort_all=True)
 
-        interrupt = Interrupt(monkeypatch, Room, "use_place", handler)
+        interrupt = Interrupt(monkeypatch, Limits, "add_bytes", handler)
         assert isinstance(engine.generate("a", GREEDY), dict)
         assert (interrupt.num_calls, interrupt.errors, found) == (1, [], [])
 
@@ -372,7 +373,7 @@ def test_a_shutdown_from_a_handler_that_interrupts_the_engine_waits_for_nothing(
             engine.shutdown()
             took.append(time.monotonic() - begun_at)
 
-    interrupt = Interrupt(monkeypatch, Room, "use_place", handler)
+    interrupt = Interrupt(monkeypatch, Limits, "add_bytes", handler)
     with pytest.raises(EngineClosedError):
         engine.generate("a", {"max_new_tokens": 2000})
     assert (interrupt.num_calls, interrupt.errors) == (1, [])

@@ -24,8 +24,7 @@ def prompts(number: int, size: int = NUM_PROMPT_TOKENS) -> list[list[int]]:
 
 
 def counted(world: World) -> int:
-    room = world.engine._running().calls.room  # pyright: ignore[reportPrivateUsage]
-    return room.num_tokens
+    return world.engine._running().limits.num_tokens  # pyright: ignore[reportPrivateUsage]
 
 
 def live(world: World) -> int:
@@ -147,8 +146,8 @@ async def test_the_counts_hold_whatever_happens(acts: list[tuple[str, int]], cra
             for call in open_calls:
                 call.abort()
         await until(lambda: not frontend.calls.by_output)
-        room = frontend.calls.room
-        assert (room.num_tokens, room.num_bytes, room.num_calls) == (0, 0, 0)
+        limits = frontend.limits
+        assert (limits.num_tokens, limits.num_bytes, limits.num_calls) == (0, 0, 0)
         await asyncio.gather(*(call for call in open_calls if not call._reader.is_stream), return_exceptions=True)  # pyright: ignore
 
 

@@ -269,7 +269,7 @@ class TestHandingOver:
 class TestRouter:
     def test_a_frame_reaches_its_rows(self) -> None:
         slot = Slot(3)
-        router = Router(slot.lock)
+        router = Router({}, slot.lock)
         router.rows = dict(zip((7, 8, 9), slot.rows, strict=True))
         frame = TextChunks(
             [8, 99, 7], ["bee", "lost", ""], [2, 1, 1], [1, 2, 3, 4], [Finished(8, FinishCode.LENGTH)], num_open=2
@@ -282,7 +282,7 @@ class TestRouter:
 
     def test_a_frame_of_one_id_for_each_row_brings_no_garbage_collection_nearer(self) -> None:
         slot = Slot(500)
-        router = Router(slot.lock)
+        router = Router({}, slot.lock)
         router.rows = dict(enumerate(slot.rows))
         frame = TextChunks(list(range(500)), ["a"] * 500, [1] * 500, list(range(500)))
         gc.collect()
@@ -293,7 +293,7 @@ class TestRouter:
 
     async def test_frames_that_come_together_are_one_chunk_with_the_end(self) -> None:
         slot = Slot()
-        router = Router(slot.lock)
+        router = Router({}, slot.lock)
         router.rows = {7: slot.rows[0]}
         waiter = await wait_here(slot)
         router.deliver(TextChunks([7], ["a"], [1], [1]))
@@ -306,7 +306,7 @@ class TestRouter:
 
     async def test_readers_are_told_some_at_a_time_and_all_in_the_end(self) -> None:
         slots = [Slot() for _ in range(2 * MAX_WOKEN + 1)]
-        router = Router(slots[0].lock)
+        router = Router({}, slots[0].lock)
         router.rows = {uid: slot.rows[0] for uid, slot in enumerate(slots)}
         waiters = [await wait_here(slot) for slot in slots]
         count = len(slots)
@@ -324,7 +324,7 @@ class TestRouter:
 
     def test_chunks_tell_of_the_cache_and_of_preemptions(self) -> None:
         slot = Slot(2)
-        router = Router(slot.lock)
+        router = Router({}, slot.lock)
         router.rows = dict(zip((7, 8), slot.rows, strict=True))
         begun = [Begun(uid, 16 * (uid - 7), 1.0, 2.0) for uid in (7, 8, 99)]
         router.deliver(TextChunks([7, 8], ["a", "b"], [1, 1], [1, 2], begun=begun))

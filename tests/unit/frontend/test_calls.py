@@ -6,29 +6,29 @@ import random
 
 import pytest
 
-from aioengine.config import QueueConfig
 from aioengine.frontend import calls as calls_module
 from aioengine.frontend.calls import Call, Calls, Name
+from aioengine.frontend.overload import Reservation
 from aioengine.frontend.requests import generate_request
 
 
 def open_call(calls: Calls, prompt: object, **options: object) -> Call:
     params = options.pop("sampling_params", None)
-    call = Call(generate_request(prompt, params, None, stream=True, options=options), 0.0)
-    calls.open(call, "somebody")
+    call = Call(generate_request(prompt, params, None, stream=True, options=options), 0.0, Reservation())
+    calls.open(call)
     return call
 
 
 @pytest.fixture
 def calls() -> Calls:
-    return Calls(QueueConfig(), max_running=8, max_total_tokens=1024)
+    return Calls()
 
 
 def test_an_id_is_free_when_its_call_is_over_and_was_not_closed_yet(calls: Calls) -> None:
     first = open_call(calls, ["a", "b"], rid="x")
     first.output.num_open = 0
     second = open_call(calls, "c", rid="x_1")
-    calls.close(first, 1.0)
+    calls.close(first)
     found = calls.find("x_1")
     assert found is not None
     assert found.call is second
@@ -63,7 +63,7 @@ def test_ids_are_compared_with_few_others(calls: Calls, monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="'x3_3_7' is in use"):
         open_call(calls, "a", rid="x3_3_7")
     for call in opened:
-        calls.close(call, 0.0)
+        calls.close(call)
     assert (calls._names, calls._by_base) == ({}, {})  # pyright: ignore[reportPrivateUsage]
 
 
@@ -78,8 +78,8 @@ def test_an_id_is_taken_by_one_with_numbers_behind_it_and_the_other_way_round(ca
         with pytest.raises(ValueError, match="'y_1_2' is in use"):
             open_call(calls, prompt, rid=rid, sampling_params=options)
     second = open_call(calls, ["a"], rid="y")  # it has no row y_1
-    calls.close(first, 0.0)
-    calls.close(second, 0.0)
+    calls.close(first)
+    calls.close(second)
     assert calls.find("y_1_2") is None
 
 

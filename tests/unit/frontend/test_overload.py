@@ -1,4 +1,4 @@
-"""Waiting at the entrance: a place that was not used goes to the next, also where the loop's timers are early."""
+"""Waiting until a call fits: a place that was not used goes to the next, also where the loop's timers are early."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aioengine.config import QueueConfig
-from aioengine.frontend import room
-from aioengine.frontend.calls import Calls
-from aioengine.frontend.entrance import Entrance
+from aioengine.frontend import overload
+from aioengine.frontend.overload import Limits, Overload, Reservation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,24 +32,24 @@ class HastyLoop(asyncio.SelectorEventLoop):
 
 @pytest.mark.parametrize("num_places", [1, 3])
 def test_places_that_are_not_used_go_on(monkeypatch: pytest.MonkeyPatch, num_places: int) -> None:
-    monkeypatch.setattr(room, "PLACE_S", 3 * EARLY_S)
+    monkeypatch.setattr(overload, "PLACE_S", 3 * EARLY_S)
     loop = HastyLoop()
 
-    async def wait(entrance: Entrance, order: list[int], number: int) -> None:
-        await entrance.wait()
+    async def wait(queue: Overload, order: list[int], number: int) -> None:
+        await queue.wait()
         order.append(number)
 
     async def main() -> None:
-        calls = Calls(QueueConfig(max_requests=num_places - 1), max_running=1, max_total_tokens=100)
-        entrance = Entrance(calls, threading.RLock(), loop)
+        limits = Limits(QueueConfig(max_requests=num_places - 1), max_running=1, max_total_tokens=100)
+        queue = Overload(limits, threading.RLock(), loop)
         order: list[int] = []
-        line = [asyncio.create_task(wait(entrance, order, number)) for number in range(4 * num_places)]
+        line = [asyncio.create_task(wait(queue, order, number)) for number in range(4 * num_places)]
         async with asyncio.timeout(20):
             await asyncio.wait(line)
             assert order == list(range(4 * num_places))
-            while calls.room.due_at is not None:  # noqa: ASYNC110  # there is no event for it
+            while limits.due_at is not None:  # noqa: ASYNC110  # there is no event for it
                 await asyncio.sleep(0.001)
-        entrance.check()
+        queue.reserve(Reservation())
         before = loop.num_timers
         await asyncio.sleep(0.001)
         assert loop.num_timers - before <= 1  # the sleep's own
@@ -64,14 +63,14 @@ def test_a_place_of_a_waiter_whose_loop_does_not_run_any_more_goes_on(
     monkeypatch: pytest.MonkeyPatch, is_closed: bool
 ) -> None:
     """At once where that loop is closed, else after the time in which every place must be used."""
-    monkeypatch.setattr(room, "PLACE_S", 3 * EARLY_S)
+    monkeypatch.setattr(overload, "PLACE_S", 3 * EARLY_S)
     elsewhere = asyncio.new_event_loop()
 
     async def main() -> None:
-        calls = Calls(QueueConfig(max_requests=0), max_running=1, max_total_tokens=100)
-        entrance = Entrance(calls, threading.RLock(), asyncio.get_running_loop())
-        calls.room.num_calls = 1
-        first = elsewhere.create_task(entrance.wait())
+        limits = Limits(QueueConfig(max_requests=0), max_running=1, max_total_tokens=100)
+        queue = Overload(limits, threading.RLock(), asyncio.get_running_loop())
+        queue.reserve(opened := Reservation())
+        first = elsewhere.create_task(queue.wait())
 
         def stand_in_line() -> None:
             elsewhere.call_soon(elsewhere.stop)
@@ -80,10 +79,10 @@ def test_a_place_of_a_waiter_whose_loop_does_not_run_any_more_goes_on(
                 elsewhere.close()
 
         await asyncio.to_thread(stand_in_line)
-        second = asyncio.create_task(entrance.wait())
+        second = asyncio.create_task(queue.wait())
         await asyncio.sleep(0)
-        assert calls.room.num_in_line == 2
-        calls.room.give_back(0, 0, 0.0)
+        assert limits.num_queued == 2
+        queue.release(opened)
         async with asyncio.timeout(10):
             await second
         assert not first.done()

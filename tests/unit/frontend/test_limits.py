@@ -1,0 +1,167 @@
+"""How much may wait, and the queue: nobody is let in too many, nobody is forgotten, whatever happens in any order."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.config import QueueConfig
+from aioengine.errors import EngineClosedError, EngineOverloadedError
+from aioengine.frontend.overload import PLACE_S, Limits, Place, Reservation
+
+RUNNING, QUEUED = 1, 2
+
+
+class World:
+    """Limits, the open calls, and the order in which places were given."""
+
+    def __init__(self, **bounds: int) -> None:
+        self.limits = Limits(QueueConfig(max_requests=QUEUED, **bounds), max_running=RUNNING, max_total_tokens=100)
+        self.opened: list[Reservation] = []
+        self.woken: list[int] = []
+        self.gone: set[int] = set()
+        self.now = 100.0
+
+    def enter(self, caller: int) -> Place:
+        place = Place(caller, partial(self.wake, caller))
+        self.limits.enter(place, self.now)
+        return place
+
+    def wake(self, caller: int) -> bool:
+        if caller in self.gone:
+            return False
+        self.woken.append(caller)
+        return True
+
+    def opens(self, caller: int = -1, *, num_bytes: int = 0) -> bool:
+        """Open a call, unless it is refused."""
+        reservation = Reservation()
+        try:
+            self.limits.reserve(reservation, caller)
+        except EngineOverloadedError:
+            return False
+        self.limits.add_bytes(reservation, num_bytes)
+        self.opened.append(reservation)
+        return True
+
+    def close(self) -> None:
+        self.limits.release(self.opened.pop(), self.now)
+
+    def fill(self) -> None:
+        """Open as many calls as fit."""
+        while self.opens():
+            pass
+
+
+def test_places_are_given_in_order_and_only_to_whom_they_are_for() -> None:
+    world = World()
+    world.fill()
+    assert len(world.opened) == RUNNING + QUEUED
+    for caller in (1, 2, 3):
+        world.enter(caller)
+    assert world.woken == []
+    world.close()
+    assert world.woken == [1]
+    assert [world.opens(caller) for caller in (2, 1, 1)] == [False, True, False]
+
+
+def test_a_place_that_is_not_used_goes_on() -> None:
+    world = World()
+    for caller in range(RUNNING + QUEUED + 1):
+        world.enter(caller)
+    assert world.woken == [0, 1, 2]
+    assert world.limits.due_at == world.now + PLACE_S
+    world.now += PLACE_S
+    world.limits.serve(world.now)
+    assert world.woken == [0, 1, 2, 3]
+    # Two of the three places are free again.
+    assert [world.opens(caller) for caller in (0, 0, 0, 3)] == [True, True, False, True]
+    assert world.limits.due_at is None
+
+
+def test_a_place_is_not_given_to_a_waiter_that_cannot_be_woken() -> None:
+    world = World()
+    world.fill()
+    places = [world.enter(caller) for caller in (1, 2, 3)]
+    world.gone = {1, 2}
+    world.close()
+    assert world.woken == [3]
+    assert [place.is_given for place in places] == [False, False, True]
+    assert world.limits.num_queued == 0
+    for place in places:
+        world.limits.remove(place, world.now)
+    assert world.opens(4)
+
+
+def test_nobody_waits_for_an_engine_that_takes_nothing() -> None:
+    world = World(max_bytes=0)
+    place = world.enter(1)
+    error = EngineClosedError("closed")
+    world.limits.refuse(error)
+    assert (place.is_given, place.error, world.woken, world.limits.num_queued) == (False, error, [1], 0)
+    with pytest.raises(EngineClosedError):
+        world.opens(1)
+    with pytest.raises(EngineClosedError):
+        world.enter(1)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"), [({"max_tokens": 50}, "150 prompt|50 prompt"), ({"max_bytes": 7}, "7 bytes")]
+)
+def test_every_bound_refuses_and_gives_way(bounds: dict[str, int], words: str) -> None:
+    world = World(**bounds)
+    assert world.opens(0, num_bytes=7)
+    world.limits.add_row(world.opened[0], 0, 150)
+    with pytest.raises(EngineOverloadedError, match=words):
+        world.limits.reserve(Reservation(), 0)
+    world.close()
+    assert world.opens()
+
+
+@pytest.mark.parametrize("ends_by_row", [True, False])
+def test_the_tokens_of_a_prompt_count_once_for_all_its_rows(ends_by_row: bool) -> None:
+    world = World()
+    assert world.opens()
+    [reservation] = world.opened
+    for prompt, num_tokens in ((0, 20), (0, 20), (1, 3)):
+        world.limits.add_row(reservation, prompt, num_tokens)
+    assert world.limits.num_tokens == 23
+    if ends_by_row:
+        world.limits.end_row(reservation, 0, 20, world.now)
+        assert world.limits.num_tokens == 23
+        world.limits.end_row(reservation, 0, 20, world.now)
+        assert world.limits.num_tokens == 3
+    world.close()
+    world.limits.release(reservation, world.now)  # harmless twice
+    assert (world.limits.num_tokens, world.limits.num_calls) == (0, 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "open", "close", "wait"]), st.integers(0, 7))))
+def test_counts_hold_in_any_order(acts: list[tuple[str, int]]) -> None:
+    """A caller is in the queue once at a time."""
+    world, places = World(), dict[int, Place]()
+    for act, caller in acts:
+        if act == "enter" and caller not in places:
+            places[caller] = world.enter(caller)
+        elif act == "leave" and caller in places:
+            world.limits.remove(places.pop(caller), world.now)
+        elif act == "open" and world.opens(caller, num_bytes=1):
+            places.pop(caller, None)
+        elif act == "close" and world.opened:
+            world.close()
+        elif act == "wait":
+            world.now += PLACE_S / 2
+            world.limits.serve(world.now)
+        assert len(world.opened) == world.limits.num_calls == world.limits.num_bytes <= RUNNING + QUEUED
+        if world.limits._excess() is None:  # pyright: ignore[reportPrivateUsage]
+            assert world.limits.num_queued == 0
+    while world.opened:
+        world.close()
+    for _ in range(20):
+        world.now += PLACE_S
+        world.limits.serve(world.now)
+    assert world.limits.num_queued == 0
+    assert world.opens()
