@@ -7,7 +7,7 @@ otherwise), and arguments that make no sense in a library (accepted with one war
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Final, cast
 
@@ -29,8 +29,6 @@ from aioengine.foreign_names import our_way
 from aioengine.logs import warn_caller
 from aioengine.resolve import CPU_LIMITS, CPU_MEMORY_FRACTION, GPU_GRAPH_ROWS, GPU_LIMITS, GPU_MEMORY_FRACTION
 
-Check = Callable[[str, object], object]
-
 
 class Argument(Struct, frozen=True):
     """One public argument.
@@ -41,7 +39,7 @@ class Argument(Struct, frozen=True):
 
     place: str
     kind: str
-    check: Check
+    check: checks.Check
     help: str
     unset: str = ""
 
@@ -90,15 +88,7 @@ def _template(name: str, value: object) -> str:
     return checks.text(name, given, max_bytes=MAX_TEMPLATE_BYTES)
 
 
-def _whole(low: int, high: int = checks.MAX_COUNT) -> Check:
-    return lambda name, value: checks.whole(name, value, low, high)
-
-
-def _number(low: float, high: float) -> Check:
-    return lambda name, value: checks.number(name, value, low, high, above=True)
-
-
-def _words(*words: str, **meanings: str) -> Check:
+def _words(*words: str, **meanings: str) -> checks.Check:
     choices = {word: word for word in words} | meanings
     return lambda name, value: checks.choice(name, value, choices)
 
@@ -173,7 +163,7 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     ),
     "dtype": Argument("model.dtype", "text", _dtype, "auto, bfloat16, float16 or float32"),
     "context_length": Argument(
-        "model.context_length", "whole", _whole(1), "tokens of prompt and output", unset="the model's"
+        "model.context_length", "whole", checks.whole_from(1), "tokens of prompt and output", unset="the model's"
     ),
     "trust_remote_code": Argument(
         "model.trust_remote_code", "switch", checks.switch, "no effect: no code of a model folder is run"
@@ -200,22 +190,22 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "cuda_graph_max_bs": Argument(
         "device.cuda_graph_max_rows",
         "whole",
-        _whole(1, 65536),
+        checks.whole_from(1, 65536),
         "most rows of a CUDA graph",
         unset=f"max_running_requests, {GPU_GRAPH_ROWS} at most",
     ),
-    "page_size": Argument("memory.page_size", "whole", _whole(1, 1024), "tokens of a page of KV memory"),
+    "page_size": Argument("memory.page_size", "whole", checks.whole_from(1, 1024), "tokens of a page of KV memory"),
     "max_total_tokens": Argument(
         "memory.max_total_tokens",
         "whole",
-        _whole(1),
+        checks.whole_from(1),
         "size of the KV pool in tokens",
         unset="what fits into the memory",
     ),
     "mem_fraction_static": Argument(
         "memory.mem_fraction_static",
         "number",
-        _number(0, 1),
+        checks.number_from(0, 1, above=True),
         "share of the memory for weights and KV pool",
         unset=f"{GPU_MEMORY_FRACTION} on a GPU, {CPU_MEMORY_FRACTION} on a CPU",
     ),
@@ -223,7 +213,7 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "max_running_requests": Argument(
         "scheduler.max_running",
         "whole",
-        _whole(1, 65536),
+        checks.whole_from(1, 65536),
         "requests computed at once",
         unset=f"{GPU_LIMITS[1]} on a GPU, {CPU_LIMITS[1]} on a CPU",
     ),
@@ -246,9 +236,11 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "disable_overlap_schedule": Argument(
         "scheduler.overlap", "switch", _negated, "read each step before the next is launched (a CPU always does)"
     ),
-    "max_queued_requests": Argument("queue.max_requests", "whole", _whole(0), "requests that may wait"),
-    "max_queued_tokens": Argument("queue.max_tokens", "whole", _whole(0), "prompt tokens that may wait"),
-    "max_queued_bytes": Argument("queue.max_bytes", "whole", _whole(0), "bytes of the prompts of open calls"),
+    "max_queued_requests": Argument("queue.max_requests", "whole", checks.whole_from(0), "requests that may wait"),
+    "max_queued_tokens": Argument("queue.max_tokens", "whole", checks.whole_from(0), "prompt tokens that may wait"),
+    "max_queued_bytes": Argument(
+        "queue.max_bytes", "whole", checks.whole_from(0), "bytes of the prompts of open calls"
+    ),
     "slow_reader": Argument(
         "delivery.slow_reader",
         "text",
@@ -258,33 +250,42 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "slow_reader_timeout": Argument(
         "delivery.slow_reader_timeout_s",
         "number",
-        _number(0, _A_DAY),
+        checks.number_from(0, _A_DAY, above=True),
         "seconds that a reader may stay away",
     ),
     "max_restarts": Argument(
         "supervision.max_restarts",
         "whole",
-        _whole(0),
+        checks.whole_from(0),
         "replacements of lost processes before the engine gives up; 0: none",
     ),
     "restart_window": Argument(
         "supervision.restart_window_s",
         "number",
-        _number(0, _A_DAY),
+        checks.number_from(0, _A_DAY, above=True),
         "seconds within which max_restarts counts",
     ),
     "stall_timeout": Argument(
         "supervision.stall_timeout_s",
         "number",
-        lambda name, value: checks.number(name, value, 2, _A_DAY),  # processes give signs of life once a second
+        checks.number_from(2, _A_DAY),  # processes give signs of life once a second
         "seconds (at least 2) without progress before the engine counts as stalled",
     ),
     "startup_timeout": Argument(
-        "supervision.startup_timeout_s", "number", _number(0, _A_DAY), "seconds that starting may take"
+        "supervision.startup_timeout_s",
+        "number",
+        checks.number_from(0, _A_DAY, above=True),
+        "seconds that starting may take",
     ),
-    "stream_interval": Argument("stream_interval", "whole", _whole(1), "output tokens between two chunks of a stream"),
+    "stream_interval": Argument(
+        "stream_interval", "whole", checks.whole_from(1), "output tokens between two chunks of a stream"
+    ),
     "random_seed": Argument(
-        "random_seed", "whole", _whole(0, 2**63 - 1), "seed from which the seeds of requests are drawn", unset="drawn"
+        "random_seed",
+        "whole",
+        checks.whole_from(0, 2**63 - 1),
+        "seed from which the seeds of requests are drawn",
+        unset="drawn",
     ),
     "log_level": Argument(
         "log_level",

@@ -9,13 +9,15 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Protocol, SupportsFloat, SupportsIndex, TypeVar, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 Value = TypeVar("Value")
+Check = Callable[[str, object], object]
+"""From a field's name and the value that was given to the value that is kept. Raises TypeError or ValueError."""
 
 MAX_COUNT = 2**31 - 1
 MAX_SHOWN_CHARACTERS = 80
@@ -102,6 +104,16 @@ def number(name: str, value: object, low: float, high: float, *, above: bool = F
     if not math.isfinite(found) or not low <= found <= high or (above and found == low):
         raise wrong_value(name, allowed, value)
     return found
+
+
+def whole_from(low: int, high: int = MAX_COUNT) -> Check:
+    """The check of an integer from ``low`` to ``high``."""
+    return lambda name, value: whole(name, value, low, high)
+
+
+def number_from(low: float, high: float, *, above: bool = False) -> Check:
+    """The check of a number from ``low``, or above it, to ``high``."""
+    return lambda name, value: number(name, value, low, high, above=above)
 
 
 def switch(name: str, value: object) -> bool:

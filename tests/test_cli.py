@@ -75,7 +75,7 @@ def test_sampling_flags() -> None:
         "generate", "Hi", "--temperature", "0.5", "--max-new-tokens", "7", "--seed", "3", "--stop", "a", "--stop", "b"
     )
     assert arguments.prompt == "Hi"
-    assert arguments.sampling() == {"temperature": 0.5, "max_new_tokens": 7, "seed": 3, "stop": ["a", "b"]}
+    assert arguments.sampling() == {"temperature": 0.5, "max_new_tokens": 7, "sampling_seed": 3, "stop": ["a", "b"]}
     assert parsed("chat").sampling() == {"temperature": 0.0}
 
 

@@ -27,7 +27,7 @@ FLOORS = {
     "0": Floor(
         (
             "resolve > model_folder > checkpoint, families, hub > machine > config",
-            "params > sampling_values, protocol, patterns",
+            "params > parameter_table > patterns, protocol",
             "plugins",
             "metrics",
             "checks > errors",

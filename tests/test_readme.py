@@ -7,13 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from msgspec import UNSET
-from msgspec.structs import fields
 
 import aioengine
-from aioengine import SamplingParams, plugins
-from aioengine.args import ALIASES, ARGUMENTS
+from aioengine import args, plugins
+from aioengine.args import ARGUMENTS
 from aioengine.frontend.info import Health
+from aioengine.params import ALIASES, PARAMETERS
 from aioengine.testing.fake_engine import fake_engine
 from tests.pages import GUIDES, README, blocks, broken_links, headings, links, pages, place, table
 from tests.source import PACKAGE, ROOT
@@ -57,20 +56,14 @@ def test_settings_equal_the_arguments() -> None:
     assert table(guide("settings"), "argument") == expected
 
 
-def test_sampling_parameters_equal_the_fields_with_their_defaults() -> None:
-    own = {field.name: str(field.default) for field in fields(SamplingParams) if field.default is not UNSET}
-    assert {name: cells[0] for name, cells in table(guide("sampling"), "parameter").items()} == own
+def test_sampling_parameters_equal_their_table() -> None:
+    expected = {name: [str(row.default), row.doc] for name, row in PARAMETERS.items()}
+    assert table(guide("sampling"), "parameter") == expected
 
 
-def test_other_names_of_sampling_parameters_are_accepted_as_the_table_says() -> None:
-    rows = {
-        name: cells[0].strip("`") for row, cells in table(guide("sampling"), "name").items() for name in names_in(row)
-    }
-    assert rows.keys() == {field.name for field in fields(SamplingParams) if field.default is UNSET}
-    values: dict[str, object] = {"stop": "x", "no_stop_trim": True}
-    for name, ours in rows.items():
-        value = values.get(ours, 7)
-        assert getattr(SamplingParams.parse({name: value}), ours) == value
+def test_other_names_of_sampling_parameters_equal_their_table() -> None:
+    rows = table(guide("sampling"), "name").items()
+    assert {name: cells[0].strip("`") for row, cells in rows for name in names_in(row)} == ALIASES
 
 
 def names_in(cell: str) -> list[str]:
@@ -79,7 +72,7 @@ def names_in(cell: str) -> list[str]:
 
 def test_other_names_of_settings_equal_the_aliases() -> None:
     rows = table(guide("coming_from"), "argument of the constructor")
-    assert {name: cells[0].strip("`") for name, cells in rows.items()} == ALIASES
+    assert {name: cells[0].strip("`") for name, cells in rows.items()} == args.ALIASES
 
 
 def test_errors_equal_the_tree() -> None:

@@ -12,36 +12,12 @@ from aioengine.args import ARGUMENTS, engine_config
 from aioengine.chat_template import is_text
 from aioengine.cli.benchmark import Workload
 from aioengine.frontend.info import __version__
-from aioengine.params import SamplingParams
+from aioengine.params import ALIASES, PARAMETERS, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from aioengine.config import EngineConfig
-
-_SAMPLING: Final[dict[str, tuple[Callable[[str], object], str]]] = {
-    "max_new_tokens": (int, "output tokens at most (default: 128)"),
-    "min_new_tokens": (int, "no end before so many output tokens"),
-    "temperature": (float, "0 (the likeliest token; the default here) to 2"),
-    "top_p": (float, "draw from the likeliest tokens that make up this share"),
-    "top_k": (int, "draw from so many of the likeliest tokens"),
-    "min_p": (float, "draw from tokens at least this likely, relative to the likeliest"),
-    "repetition_penalty": (float, "above 1: less of what was there before"),
-    "frequency_penalty": (float, "above 0: less of what the answer has often"),
-    "presence_penalty": (float, "above 0: less of what the answer has at all"),
-    "seed": (int, "the same seed gives the same answer"),
-}
-
-_REPEATED: Final[dict[str, tuple[Callable[[str], object], str, str]]] = {
-    "stop": (str, "TEXT", "end before this text (may be given again)"),
-    "stop_regex": (str, "PATTERN", "end before what matches (may be given again)"),
-    "stop_token_ids": (int, "N", "end at this token id (may be given again)"),
-}
-
-_SWITCHES: Final = {
-    "ignore_eos": "neither the model's own end of text nor --stop-token-ids end the answer",
-    "no_stop_trim": "print the text that ended the answer, too",
-}
 
 _EXAMPLES: Final = {
     None: """examples:
@@ -123,8 +99,8 @@ class Arguments:
 
     def sampling(self) -> dict[str, object]:
         """The sampling parameters that were given; greedy without a word about the temperature."""
-        names = (*_SAMPLING, *_REPEATED, *_SWITCHES)
-        return {"temperature": 0.0} | {name: self._values[name] for name in names if self._values[name] is not None}
+        given = {name: self._values[name] for name, row in PARAMETERS.items() if row.read is not None}
+        return {"temperature": 0.0} | {name: value for name, value in given.items() if value is not None}
 
     def workload(self) -> Workload:
         names = Workload.__struct_fields__
@@ -135,9 +111,9 @@ _TEXTS: Final = {"prompt": "the prompt", "system": "--system", "stop": "--stop",
 """Arguments that are text for the model or are found in its text, and their names in errors."""
 
 _FOREIGN: Final = {
-    "--max-tokens": ("--max-new-tokens", "--output-tokens"),
+    "--max-tokens": ("--output-tokens",),
     "--max-output-tokens": ("--max-new-tokens", "--output-tokens"),
-    "--max-completion-tokens": ("--max-new-tokens", "--output-tokens"),
+    "--max-completion-tokens": ("--output-tokens",),
     "--max-length": ("--max-new-tokens", "--output-tokens"),
     "--n-predict": ("--max-new-tokens", "--output-tokens"),
     "-n": ("--max-new-tokens", "--output-tokens"),
@@ -147,7 +123,6 @@ _FOREIGN: Final = {
     "--temp": ("--temperature",),
     "--repeat-penalty": ("--repetition-penalty",),
     "--system-prompt": ("--system",),
-    "--sampling-seed": ("--seed",),
     "--stop-sequence": ("--stop",),
     "--stop-words": ("--stop",),
     "--num-samples": ("--n",),
@@ -162,7 +137,8 @@ _FOREIGN: Final = {
     "--output-len": ("--output-tokens",),
     "--verbose": ("--log-level",),
 }
-"""Flags of other programs -> the flag here, the first that the command has."""
+"""Flags of other programs -> the flag here, the first that the command has. Other names of sampling parameters are in
+the table of those."""
 
 
 _LONG_WORD: Final = re.compile(r"\S{200,}")
@@ -194,9 +170,11 @@ def _hint(flag: str, known: Collection[str]) -> str:
     if flag in known:
         return " (a flag of a command comes after the command)"
     plain = flag.replace("_", "-")
-    foreign = (name for name in _FOREIGN.get(plain, ()) if name in known)
+    name = plain.removeprefix("--").replace("-", "_")
+    name = ALIASES.get(name, name)
+    foreign = [_sampling_flag(name)] if name in PARAMETERS else []
     near = difflib.get_close_matches(plain, sorted(known), n=1, cutoff=0.7)
-    meant = next(foreign, near[0] if near else None)
+    meant = next((each for each in (*foreign, *_FOREIGN.get(plain, ()), *near) if each in known), None)
     return f" (did you mean {meant}?)" if meant else ""
 
 
@@ -263,12 +241,14 @@ def _add_json(to: argparse.ArgumentParser) -> None:
 
 def _add_sampling(to: argparse.ArgumentParser) -> None:
     group = to.add_argument_group("sampling")
-    for name, (read, about) in _SAMPLING.items():
-        group.add_argument(_flag(name), dest=name, type=read, metavar="N", help=about)
-    for name, (read, metavar, about) in _REPEATED.items():
-        group.add_argument(_flag(name), dest=name, action="append", type=read, metavar=metavar, help=about)
-    for name, about in _SWITCHES.items():
-        group.add_argument(_flag(name), dest=name, action="store_const", const=True, help=about)
+    for name, row in PARAMETERS.items():
+        flag = _sampling_flag(name)
+        if row.read is bool:
+            group.add_argument(flag, dest=name, action="store_const", const=True, help=row.summary)
+        elif row.read is not None:
+            metavar = "TEXT" if row.read is str else "N"
+            action, about = ("append", f"{row.summary} (may be given again)") if row.is_list else ("store", row.summary)
+            group.add_argument(flag, dest=name, action=action, type=row.read, metavar=metavar, help=about)
 
 
 def _add_engine(to: argparse.ArgumentParser) -> None:
@@ -292,6 +272,10 @@ def _check_encoding(name: str, text: object) -> None:
     if isinstance(text, str) and (odd := re.search("[\udc80-\udcff]", text)):
         encoding = sys.getfilesystemencoding()
         raise ValueError(f"{name} is not {encoding}: it has the byte 0x{ord(odd[0]) - 0xDC00:02x}")
+
+
+def _sampling_flag(name: str) -> str:
+    return _flag(PARAMETERS[name].flag or name)
 
 
 def _flag(name: str) -> str:

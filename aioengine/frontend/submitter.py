@@ -17,7 +17,7 @@ from aioengine.errors import RequestError, RequestTooLargeError, describe
 from aioengine.frontend.encoder import Encoder, Job, look_at
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, RefusedPrompt, TextPrompt
-from aioengine.protocol.messages import FinishCode, Finished, Submit
+from aioengine.protocol.messages import SEED_MASK, FinishCode, Finished, Submit
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ MAX_ROWS_ENDED_AT_ONCE: Final = 512
 MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 """What such rows take as messages: every row, also every sample of one prompt, is sent with its ids and its stops."""
 
-SEED_MASK: Final = (1 << 63) - 1
 DRAWN_SEED_BITS: Final = 52
 """Seeds of all samples of a request stay below 2**53: a browser can keep and send them back."""
 
@@ -138,8 +137,8 @@ class Submitter:
                 prompts.refuse(place, error)
 
     def _check_params(self, params: SamplingParams) -> None:
-        self._known_of(params)
-        if self._encoder is None and (params.stop or params.stop_regex):
+        text = self._known_of(params).text
+        if self._encoder is None and (text.stop or text.stop_regex):
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
 
     def _known_of(self, params: SamplingParams) -> _Known:
@@ -154,9 +153,9 @@ class Submitter:
         rules = self._rules
         return _Known(
             params,
-            wire.sampling(params, seed=0, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
+            wire.sampling(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
             wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
-            wire.text_rules(params, context_token_ids=(), stream=True, stream_interval=rules.stream_interval),
+            wire.text_rules(params, stream_interval=rules.stream_interval),
         )
 
     def submit_next(self, call: Call) -> None:
@@ -335,7 +334,7 @@ class Submitter:
                 self._num_seeds += 1
             seed = _scrambled(self._rules.random_seed + self._num_seeds)
         else:
-            seed = int(params.sampling_seed)
+            seed = params.sampling_seed
         return (seed + sample) & SEED_MASK
 
     # ------------------------------------------------------------ rows that will not begin

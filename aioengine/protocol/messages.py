@@ -56,10 +56,17 @@ class RequestKind(IntEnum):
 # ---------------------------------------------------------------- the parts of a request
 
 
+SEED_MASK = 2**63 - 1
+"""The bits of a seed."""
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this means the likeliest token: divided by less, logits could overflow."""
+
+
 class Sampling(Struct, frozen=True, array_like=True, gc=False):
     """How the next token is drawn; the runner's part of a request.
 
-    ``temperature`` 0 is greedy. ``top_k`` -1 is off. ``logit_bias`` is parallel to ``bias_token_ids``.
+    ``seed`` is within ``SEED_MASK``. ``top_k`` -1 is off. ``logit_bias`` is parallel to ``bias_token_ids``.
     ``suppressed_token_ids`` cannot be drawn before ``min_new_tokens`` output tokens exist (the stop tokens).
     """
 
@@ -75,6 +82,10 @@ class Sampling(Struct, frozen=True, array_like=True, gc=False):
     logit_bias: tuple[float, ...] = ()
     min_new_tokens: int = 0
     suppressed_token_ids: tuple[int, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:

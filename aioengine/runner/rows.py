@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.protocol.messages import RequestKind
+from aioengine.protocol.messages import SEED_MASK, RequestKind
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
 from aioengine.runner.sampling.truncation import TOP_K_OFF
 from aioengine.runner.transfer import upload_to
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
 
-GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy: divided by less, logits could overflow."""
-
 SAMPLING_RECORD = np.dtype(
     [
         ("is_plain", np.bool_),  # greedy, and no processor
@@ -44,8 +41,6 @@ SAMPLING_RECORD = np.dtype(
         ("seed", np.uint64),
     ]
 )
-
-_SEED_MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -194,7 +189,7 @@ class RowTable:
 
     def _record(self, sampling: Sampling) -> tuple[bool, bool, bool, int, float, int, float, float, int]:
         has_top_k = 0 < sampling.top_k < self._num_embeddings
-        is_greedy = sampling.temperature < GREEDY_BELOW
+        is_greedy = sampling.is_greedy
         processors = sum(1 << i for i, processor in enumerate(self._processors) if processor.wants(sampling))
         return (
             is_greedy and not processors,
@@ -205,7 +200,7 @@ class RowTable:
             sampling.top_k if has_top_k else TOP_K_OFF,
             sampling.top_p,
             sampling.min_p,
-            sampling.seed & _SEED_MASK,
+            sampling.seed & SEED_MASK,
         )
 
 

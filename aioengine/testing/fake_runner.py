@@ -71,7 +71,7 @@ class NextToken:
     def __call__(self, checksum: int, num_tokens: int, num_prompt: int, sampling: Sampling) -> int:
         """The token at position ``num_tokens``. The seed matters unless ``sampling`` is greedy."""
         number = _mix(checksum + (num_tokens << 32))
-        if sampling.temperature > 0:
+        if not sampling.is_greedy:
             number = _mix(number ^ (sampling.seed * 0x9E3779B97F4A7C15 & MASK))
         suppressed = sampling.suppressed_token_ids if num_tokens - num_prompt < sampling.min_new_tokens else ()
         if number >> 32 < self._eos_below and self._eos_token_id not in suppressed:

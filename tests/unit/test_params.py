@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from aioengine.errors import RequestTooLargeError, UnknownParameterError
-from aioengine.params import SamplingParams, limits, output_limit, sampling, stop_ids, text_rules
+from aioengine.params import ALIASES, PARAMETERS, SamplingParams, limits, output_limit, sampling, stop_ids, text_rules
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -35,7 +35,7 @@ OUTSIDE = {
     "min_p": [-0.1, 1.1, math.nan],
     "frequency_penalty": [-2.1, 2.1, math.inf],
     "presence_penalty": [-2.1, 2.1, math.nan],
-    "repetition_penalty": [0, -1, 2.1, math.nan],
+    "repetition_penalty": [0, -1, 2.1, math.nan, 1e-300, 5e-324, 0.0099],
     "n": [0, -1, 1025, HUGE],
     "stream_interval": [0, -5, HUGE],
     "sampling_seed": [2**63, -(2**63) - 1],
@@ -112,8 +112,7 @@ def test_a_wrong_type_is_a_type_error_that_names_the_field(name: str, value: obj
 
 
 def test_every_field_has_a_wrong_type_here() -> None:
-    aliases = {name for name in SamplingParams.__struct_fields__ if getattr(SamplingParams(), name) is msgspec.UNSET}
-    assert set(WRONG_TYPES) == set(SamplingParams.__struct_fields__) - aliases
+    assert WRONG_TYPES.keys() == PARAMETERS.keys() == SamplingParams.__struct_fields__ - ALIASES.keys()
 
 
 def test_the_message_tells_field_value_and_range() -> None:
@@ -234,9 +233,9 @@ def test_the_same_fields_are_checked_once_and_others_are_not_taken_for_them() ->
     assert SamplingParams.parse({"stop": stops}).stop == ["a"]
     stops[0] = ""
     stops.append("b")
-    assert text_rules(
-        SamplingParams.parse({"stop": stops}), context_token_ids=(), stream=True, stream_interval=1
-    ).stop == ("b",)
+    params = SamplingParams.parse({"stop": stops})
+    stops.append("c")
+    assert text_rules(params, stream_interval=1).stop == ("b",)
 
 
 IDS = [[7, 2], (7, 2), {2: 0, 7: 0}.keys(), {7, 2}, frozenset((2, 7)), np.array([7, 2]), torch.tensor([7, 2]),
@@ -263,7 +262,7 @@ def test_a_bias_of_minus_infinity_rules_a_token_out() -> None:
     for infinity in (-math.inf, np.float32("-inf"), torch.tensor(-math.inf)):
         params = by_keyword({"logit_bias": {5: infinity, 6: -1}})
         assert params.logit_bias == {5: -1e6, 6: -1}
-        assert sampling(params, seed=0, vocab_size=10, eos_token_ids=()).logit_bias == (-1e6, -1)
+        assert sampling(params, vocab_size=10, eos_token_ids=()).logit_bias == (-1e6, -1)
 
 
 ROUND_TRIPS = [
@@ -316,34 +315,33 @@ def test_sampling_for_the_wire() -> None:
     params = SamplingParams.parse(
         {"temperature": 1e-7, "logit_bias": {"3": 1, 4: -2.5}, "min_new_tokens": 2, "stop_token_ids": [7, None, 2]}
     )
-    wire = sampling(params, seed=-1, vocab_size=10, eos_token_ids=(2,))
-    assert wire.seed == 2**63 - 1
-    assert wire.temperature == 0
+    wire = sampling(params, vocab_size=10, eos_token_ids=(2,))
+    assert wire.is_greedy
     assert (wire.bias_token_ids, wire.logit_bias) == ((3, 4), (1.0, -2.5))
     assert (wire.min_new_tokens, wire.suppressed_token_ids) == (2, (2, 7))
-    assert sampling(SamplingParams(), seed=5, vocab_size=10, eos_token_ids=(2,)).suppressed_token_ids == ()
+    assert sampling(SamplingParams(), vocab_size=10, eos_token_ids=(2,)).suppressed_token_ids == ()
 
 
 def test_ids_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(ValueError, match="logit_bias must be token ids from 0 to 9, got 10"):
-        sampling(SamplingParams(logit_bias={10: 1.0}), seed=0, vocab_size=10, eos_token_ids=())
+        sampling(SamplingParams(logit_bias={10: 1.0}), vocab_size=10, eos_token_ids=())
     with pytest.raises(ValueError, match="stop_token_ids must be token ids from 0 to 9, got 10"):
         stop_ids(SamplingParams(stop_token_ids=[10]), vocab_size=10, eos_token_ids=())
 
 
 def test_min_new_tokens_needs_a_token_that_does_not_stop() -> None:
     params = SamplingParams(stop_token_ids=list(range(9)), min_new_tokens=2)
-    assert len(sampling(params, seed=0, vocab_size=10, eos_token_ids=(8,)).suppressed_token_ids) == 9
+    assert len(sampling(params, vocab_size=10, eos_token_ids=(8,)).suppressed_token_ids) == 9
     with pytest.raises(ValueError, match="min_new_tokens=2 cannot be kept: all 10 tokens of the vocabulary are stop"):
-        sampling(params, seed=0, vocab_size=10, eos_token_ids=(9,))
+        sampling(params, vocab_size=10, eos_token_ids=(9,))
     free = SamplingParams(stop_token_ids=list(range(10)))
-    assert sampling(free, seed=0, vocab_size=10, eos_token_ids=(9,)).suppressed_token_ids == ()
+    assert sampling(free, vocab_size=10, eos_token_ids=(9,)).suppressed_token_ids == ()
 
 
 def test_ignore_eos_turns_all_stop_tokens_off() -> None:
     params = SamplingParams(stop_token_ids=[5], ignore_eos=True, min_new_tokens=3)
     assert stop_ids(params, vocab_size=10, eos_token_ids=(1,)) == ()
-    assert sampling(params, seed=0, vocab_size=10, eos_token_ids=(1,)).suppressed_token_ids == ()
+    assert sampling(params, vocab_size=10, eos_token_ids=(1,)).suppressed_token_ids == ()
 
 
 def test_limits_and_text_rules() -> None:
@@ -353,10 +351,10 @@ def test_limits_and_text_rules() -> None:
     found = limits(params, max_new_tokens=4, stop_token_ids=(1,), deadline=2.0, first_token_deadline=1.0)
     assert (found.max_new_tokens, found.min_new_tokens, found.stop_token_ids) == (4, 4, (1,))
     assert (found.deadline, found.queue_deadline, found.first_token_deadline) == (2.0, None, 1.0)
-    rules = text_rules(params, context_token_ids=[1, 2], stream=False, stream_interval=1)
+    rules = text_rules(params, stream_interval=1)
     assert (rules.stop, rules.stop_regex, rules.stream_interval) == (("a", "b"), ("c+",), 3)
-    assert (rules.context_token_ids, rules.no_stop_trim, rules.stream) == ((1, 2), True, False)
-    assert text_rules(SamplingParams(), context_token_ids=(), stream=True, stream_interval=2).stream_interval == 2
+    assert rules.no_stop_trim
+    assert text_rules(SamplingParams(), stream_interval=2).stream_interval == 2
 
 
 class OtherStr(str):
@@ -414,9 +412,9 @@ def test_values_of_other_types_are_kept_as_plain_ones_that_can_be_sent(
     assert made == plain
     assert repr(made) == repr(plain)
     assert msgspec.json.decode(msgspec.json.encode(made), type=SamplingParams) == plain
-    rules = text_rules(made, context_token_ids=(), stream=True, stream_interval=1)
+    rules = text_rules(made, stream_interval=1)
     assert {*map(type, (*rules.stop, *rules.stop_regex))} <= {str}
-    msgspec.msgpack.encode([rules, sampling(made, seed=1, vocab_size=100, eos_token_ids=())])
+    msgspec.msgpack.encode([rules, sampling(made, vocab_size=100, eos_token_ids=())])
 
 
 def test_a_logit_bias_of_many_entries_is_refused_before_they_are_looked_at() -> None:
