@@ -9,8 +9,7 @@ from aioengine.errors import RequestError
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import limit_threads
 from aioengine.processes.matching_queue import MatchingQueue, Token
-from aioengine.processes.open_text import ChunkColumns, OpenText
-from aioengine.processes.text_source import TextSource
+from aioengine.processes.open_text import ChunkColumns, OpenText, TextSource
 from aioengine.protocol.board import NO_END
 from aioengine.protocol.messages import (
     SCHEDULER,

@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING
 from aioengine import plugins
 from aioengine.memory.prefix_cache import PrefixCache
 from aioengine.protocol.messages import FinishCode
-from aioengine.scheduler.deadlines import Deadlines
 from aioengine.scheduler.forecast import Pace, refusal_of_late
 from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.outbox import Outbox
-from aioengine.scheduler.preemption import add_running, next_victim, remove_running
+from aioengine.scheduler.queue import Deadlines, Tenants
 from aioengine.scheduler.request import Request, State
 from aioengine.scheduler.stopping import Finish, num_wanted, refusal_of
-from aioengine.scheduler.tenants import Tenants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,9 +30,10 @@ if TYPE_CHECKING:
     from aioengine.config import SchedulerSettings
     from aioengine.memory.prefix_cache import Match
     from aioengine.protocol.messages import Submit
-    from aioengine.scheduler.queue_order import Policy
+    from aioengine.scheduler.policies._base import Policy
 
 _order = attrgetter("order")
+_rank = attrgetter("rank")
 
 
 class UidInUseError(ValueError):
@@ -140,7 +139,7 @@ class Lifecycle:
         num_cached = len(match.path) * self.cache.page_size
         del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
         request.start(hold, num_cached)
-        add_running(self.running, request)
+        insort(self.running, request, key=_rank)
         self.pace.note_admission(now, is_waited=bool(self.waiting))
         if not request.marks.num_charged:
             request.marks.num_charged = request.max_tokens
@@ -151,7 +150,7 @@ class Lifecycle:
 
     def preempt(self) -> Request:
         """Take the pages of the last running request and put it back into the queue, or beside it; returns it."""
-        request = next_victim(self.running)
+        request = self.running[-1]
         self._let_wait(request)
         self.outbox.preempt(request)
         return request
@@ -200,7 +199,7 @@ class Lifecycle:
         """Out of the list in which it stands now."""
         self.is_stalled = False
         if request.state is State.RUNNING:
-            remove_running(self.running, request)
+            del self.running[bisect_left(self.running, request.rank, key=_rank)]
             self.cache.unlock(request.hold, is_spoilt=is_spoilt)
             self.closed.append(request.uid)
         elif request.state is State.GATED:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import RequestKind
-from aioengine.scheduler.admission import Admission, Refusal
-from aioengine.scheduler.budget import TokenBudget
+from aioengine.scheduler.admission import Admission, Refusal, TokenBudget
 from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, OpenedRow, Plan, Row
 
 if TYPE_CHECKING:

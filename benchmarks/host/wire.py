@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import aioengine
 from aioengine.processes.detokenizer_process import DetokenizerService
-from aioengine.processes.text_source import TextSource
+from aioengine.processes.open_text import TextSource
 from aioengine.protocol.codec import FrameDecoder, FrameEncoder
 from aioengine.protocol.messages import Message, Opened, StepOutput, TextChunks, TextRules
 from aioengine.transport.addresses import Listener, listen

@@ -8,8 +8,8 @@ import pytest
 from aioengine.config import SchedulerSettings
 from aioengine.protocol.messages import Ended, FinishCode, Limits, StepOutput
 from aioengine.scheduler.core import MAX_FAILURES, SchedulerCore
-from aioengine.scheduler.deadlines import SPARE_ENTRIES
 from aioengine.scheduler.plan import NOTHING, TOKENS, Plan
+from aioengine.scheduler.queue import SPARE_ENTRIES
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 from aioengine.testing.faults import Faults, InjectedFault

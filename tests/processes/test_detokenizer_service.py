@@ -8,10 +8,9 @@ from typing import NoReturn
 import pytest
 
 from aioengine.errors import RequestError
-from aioengine.processes import text_source
+from aioengine.processes import open_text
 from aioengine.processes.detokenizer_process import DetokenizerService, build_service
-from aioengine.processes.open_text import ChunkColumns, OpenText
-from aioengine.processes.text_source import TextSource
+from aioengine.processes.open_text import ChunkColumns, OpenText, TextSource
 from aioengine.protocol.board import StepBoard, blank_board, read_board
 from aioengine.protocol.messages import (
     Abort,
@@ -31,7 +30,7 @@ from aioengine.text.token_table import TokenTable
 from aioengine.tokenizer import Tokenizer
 from tests.processes.engine_kit import fake_settings
 
-DEMO = Path(text_source.__file__).parents[1] / "demo"
+DEMO = Path(open_text.__file__).parents[1] / "demo"
 TOKENIZER = Tokenizer(DEMO)
 NOW = 100.0
 

@@ -9,8 +9,7 @@ import pytest
 
 from aioengine.processes.detokenizer_process import DetokenizerService
 from aioengine.processes.matching_queue import MatchingQueue
-from aioengine.processes.open_text import OpenText
-from aioengine.processes.text_source import TextSource
+from aioengine.processes.open_text import OpenText, TextSource
 from aioengine.protocol.messages import Abort, Ended, FinishCode, Finished, Opened, StepOutput, TextChunks, TextRules
 from aioengine.text import stop_regex
 from aioengine.text.stop_regex import PUSH_BUDGET_S

@@ -19,7 +19,7 @@ import pytest
 import uvloop
 
 from aioengine.errors import EngineClosedError, EngineDeadError, EngineError, EngineStalledError, EngineStartupError
-from aioengine.processes import text_source
+from aioengine.processes import open_text
 from aioengine.protocol.messages import (
     Abort,
     Control,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from aioengine.config import Settings
     from aioengine.protocol.messages import Message
 
-DEMO = str(Path(text_source.__file__).parents[1] / "demo")
+DEMO = str(Path(open_text.__file__).parents[1] / "demo")
 
 process = pytest.mark.process
 launchers = pytest.mark.parametrize("launcher", ["inline", pytest.param("process", marks=process)])

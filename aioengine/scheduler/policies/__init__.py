@@ -1,1 +1,1 @@
-"""Policies: in which order waiting requests are asked in. One file each, by name; see ``Policy`` in ``queue_order``."""
+"""Policies: in which order waiting requests are asked in. One file each, by name; see ``Policy`` in ``_base``."""

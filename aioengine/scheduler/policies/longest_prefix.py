@@ -10,8 +10,8 @@ from __future__ import annotations
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
+from aioengine.scheduler.policies._base import SAME_TIME_S, NumCached, head_start_key, queue_key
 from aioengine.scheduler.policies.fcfs import HEAD_START_S
-from aioengine.scheduler.queue_order import SAME_TIME_S, NumCached, head_start_key, queue_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

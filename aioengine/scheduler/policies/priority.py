@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.scheduler.queue_order import NumCached, queue_key
+from aioengine.scheduler.policies._base import NumCached, queue_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from aioengine.memory.prefix_cache import Match, PrefixCache
 from aioengine.memory.radix import Node
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
-from aioengine.scheduler.admission import MAX_PARTIAL, Admission, Refusal
-from aioengine.scheduler.preemption import reserve_for
+from aioengine.scheduler.admission import MAX_PARTIAL, Admission, Refusal, reserve_for
 from aioengine.scheduler.request import Request
 
 PAGE = 4

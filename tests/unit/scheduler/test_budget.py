@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.config import SchedulerSettings
-from aioengine.scheduler.budget import LEAST_SHARE, TokenBudget
+from aioengine.scheduler.admission import LEAST_SHARE, TokenBudget
 
 
 @pytest.mark.parametrize(

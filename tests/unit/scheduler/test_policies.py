@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from aioengine import plugins
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
+from aioengine.scheduler.policies._base import Policy, nearest_deadline
 from aioengine.scheduler.policies.longest_prefix import WINDOW
-from aioengine.scheduler.queue_order import Policy, nearest_deadline
 from aioengine.scheduler.request import Request
 
 
