@@ -16,6 +16,7 @@ from aioengine.protocol.messages import FinishCode, Finished
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from aioengine.protocol.columns import Extra
     from aioengine.protocol.messages import Begun
 
 WEIGHT_VERSION = "default"
@@ -109,18 +110,20 @@ class ChunkInfo(CommonInfo):
 
 
 class Answer(TypedDict):
-    """The whole output of one request."""
+    """The whole output of one request. ``extras``: what the runner gave beside the tokens, if anything."""
 
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
     prompt_token_ids: NotRequired[list[int]]
+    extras: NotRequired[list[Extra]]
 
 
 class Chunk(TypedDict):
     """A piece of a stream: what is new since the chunk before, and where it starts (in characters and tokens).
 
-    ``index`` is there in batches and with ``n`` > 1: the row that this chunk belongs to.
+    ``index`` is there in batches and with ``n`` > 1: the row that this chunk belongs to. ``extras``: what the runner
+    gave beside the tokens of the chunk, if anything.
     """
 
     text: str
@@ -130,6 +133,7 @@ class Chunk(TypedDict):
     token_offset: int
     index: NotRequired[int]
     prompt_token_ids: NotRequired[list[int]]
+    extras: NotRequired[list[Extra]]
 
 
 class MetaColumns(list[MetaInfo]):

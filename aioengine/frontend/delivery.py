@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final
 
 from aioengine.frontend.outputs import Wants
@@ -16,7 +15,7 @@ from aioengine.protocol.messages import FinishCode
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection
 
     from aioengine.config import DeliveryConfig
     from aioengine.frontend.call_lifecycle import CallLifecycle
@@ -47,9 +46,10 @@ class Router:
         """Put one frame into the slots of its rows; returns the rows that it ended. ``wake`` tells their readers."""
         rows, fresh = self.rows, self._fresh
         ended: list[RowStream] = []
+        tokens = chunks.tokens
         with self._lock:
             self._note(chunks)
-            for uid, text, new in zip(chunks.uids, chunks.texts, _ids_by_row(chunks), strict=True):
+            for uid, text, new in zip(tokens.uids, chunks.texts, tokens.rows(), strict=True):
                 row = rows.get(uid)
                 if row is not None and row.put(text, new):
                     fresh.append(row.output)
@@ -73,6 +73,10 @@ class Router:
             if (row := self.rows.get(uid)) is not None:
                 row.facts.preempt()
 
+        for extra in chunks.tokens.extras:
+            if (row := self.rows.get(extra.uid)) is not None:
+                row.put_extra(extra)
+
     def wake(self) -> None:
         """Tell some readers what is new, and the others when these have read.
 
@@ -85,15 +89,6 @@ class Router:
         del fresh[:MAX_WOKEN]
         if fresh:
             asyncio.get_running_loop().call_soon(self.wake)
-
-
-def _ids_by_row(chunks: TextChunks) -> Iterable[int | list[int]]:
-    """What each row gets: one id, where all of them get one."""
-    token_ids, counts = chunks.token_ids, chunks.counts
-    if counts.count(1) == len(counts):  # nearly every frame
-        return token_ids
-    ends = accumulate(counts, initial=0)
-    return (token_ids[start:end] for start, end in pairwise(ends))
 
 
 NUM_LOOKS: Final = 4

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.answers import RowError, RowFacts
+    from aioengine.protocol.columns import Extra
     from aioengine.protocol.messages import Finished
 
 MAX_UNJOINED_TEXTS = 64
@@ -78,6 +79,7 @@ class RowStream:
         text, more_texts, unread: what was not read yet. unread: ids, or one alone, which nearly every step brings: its
             list is made with its chunk, so a frame makes no list for each of its rows, which would set off garbage
             collections.
+        extras: those of unread tokens, by token index and kind; one that comes again replaces the first.
         text_offset, token_offset: what was read before, in characters and ids; ``token_ids``: what was read last.
         has_first_token: whether its first token is known of.
         finished: its end, once that came; ``error`` where it has no answer.
@@ -85,7 +87,7 @@ class RowStream:
     """
 
     __slots__ = (
-        "delivered_at", "error", "facts", "finished", "has_first_token", "is_queued", "more_texts", "output",
+        "delivered_at", "error", "extras", "facts", "finished", "has_first_token", "is_queued", "more_texts", "output",
         "position", "text", "text_offset", "token_ids", "token_offset", "uid", "unread",
     )  # fmt: skip
 
@@ -104,6 +106,7 @@ class RowStream:
         self.text = ""
         self.more_texts: list[str] = []
         self.unread: int | list[int] = []
+        self.extras: dict[tuple[int, str], Extra] = {}
         self.token_ids: list[int] = []
 
     def put(self, text: str, new: int | list[int]) -> bool:
@@ -118,6 +121,19 @@ class RowStream:
         self.is_queued = True
         self.output.ready.append(self)
         return True
+
+    def put_extra(self, extra: Extra) -> None:
+        """Add what came beside a token (or the prompt: the first token), unless that was read. Under the lock."""
+        if max(extra.index, 0) >= self.token_offset:
+            self.extras[extra.index, extra.kind] = extra
+
+    def take_extras(self) -> list[Extra]:
+        """Those of the tokens up to the last of ``token_ids``."""
+        end = self.token_offset + len(self.token_ids)
+        taken = [extra for extra in self.extras.values() if extra.index < end]
+        for extra in taken:
+            del self.extras[extra.index, extra.kind]
+        return taken
 
     def _merge(self, text: str, new: int | list[int]) -> None:
         """Add to what was not read yet."""
@@ -138,11 +154,21 @@ class RowStream:
         else:
             self.join()
         made = answers.chunk(self.facts, self)
+        if self.extras and (extras := self.take_extras()):
+            made["extras"] = extras
         self.text_offset += len(self.text)
         self.token_offset += len(self.token_ids)
         self.is_queued = False
         if self.finished is not None:
             self.output.num_held -= 1
+        return made
+
+    def answer(self) -> Answer:
+        """The whole row. Under the lock, behind its end."""
+        self.join()
+        made = answers.answer(self.facts, self)
+        if self.extras:
+            made["extras"] = self.take_extras()
         return made
 
     def join(self) -> None:
@@ -271,8 +297,7 @@ class CallOutput:
             self.wake()
         else:
             self.num_held -= 1
-            row.join()
-            self.results[row.position] = row.error or answers.answer(row.facts, row)
+            self.results[row.position] = row.error or row.answer()
             if self.num_open == 0:
                 self.wake()
 

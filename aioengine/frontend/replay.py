@@ -10,19 +10,21 @@ from aioengine.frontend.outputs import CallOutput, RowStream, Wants
 
 if TYPE_CHECKING:
     from aioengine.answers import RowError, RowFacts
+    from aioengine.protocol.columns import Extra
     from aioengine.protocol.messages import Finished
 
 
 class Replay:
-    """All text and ids of one row, in the pieces in which they came. It grows with the output and no further."""
+    """All text, ids and extras of one row, in the pieces in which they came. It grows as the output does."""
 
-    __slots__ = ("_text_ends", "_texts", "_token_ends", "_token_ids")
+    __slots__ = ("_text_ends", "_texts", "_token_ends", "_token_ids", "extras")
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._text_ends: list[int] = []
         self._token_ends: list[int] = []
+        self.extras: dict[tuple[int, str], Extra] = {}
 
     @property
     def num_characters(self) -> int:
@@ -70,6 +72,11 @@ class LoggedRow(RowStream):
         self.request.replay.add(text, [new] if isinstance(new, int) else new)
         reader = self.request.reader
         return reader is not None and reader.row is not None and reader.row.put(text, new)
+
+    def put_extra(self, extra: Extra) -> None:
+        self.request.replay.extras[extra.index, extra.kind] = extra
+        if (reader := self.request.reader) is not None and reader.row is not None:
+            reader.row.put_extra(extra)
 
 
 class ReaderOutput(CallOutput):
@@ -157,6 +164,8 @@ class AttachableOutput(CallOutput):
         if self.row is not None:
             row = reader.add_row(self.row.position, self.row.facts)
             row.text_offset, row.token_offset = offset, place
+            for extra in self.replay.extras.values():
+                row.put_extra(extra)
             if text or token_ids:
                 row.put(text, token_ids)
             if self.row.finished is not None:

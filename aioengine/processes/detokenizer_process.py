@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from itertools import repeat
 from typing import TYPE_CHECKING, NoReturn
 
 from aioengine.errors import RequestError
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import limit_threads
 from aioengine.processes.matching_queue import MatchingQueue, Token
-from aioengine.processes.open_text import ChunkColumns, OpenText, TextSource
+from aioengine.processes.open_text import OpenText, TextSource
 from aioengine.protocol.board import NO_END
 from aioengine.protocol.messages import (
     SCHEDULER,
@@ -26,7 +27,7 @@ from aioengine.protocol.messages import (
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from aioengine.config import Settings
     from aioengine.protocol.board import StepBoard
@@ -69,13 +70,12 @@ class DetokenizerService:
         for message in messages:
             if isinstance(message, StepOutput):
                 if self._board is not None:
-                    uids = message.uids
+                    uids = message.tokens.uids
                     self._board.begin(uids, lambda uids=uids: [NO_END] * len(uids))
-                columns = self._read(message, now)
+                chunks = self._read(message, now)
                 if self._board is not None:
                     self._board.end()
-                if columns.has_news:
-                    self._chunks.append(columns.as_message(num_open=len(self._open)))
+                self._keep(chunks)
         if self._matching.is_exhausted:
             self._matching.rest(now)
 
@@ -85,7 +85,7 @@ class DetokenizerService:
             self._catch_up(now)
         to_frontend, self._chunks = self._chunks, []
         if not to_frontend and now - self._sent_at >= HEARTBEAT_S:
-            to_frontend.append(TextChunks([], [], [], [], num_open=len(self._open)))
+            to_frontend.append(TextChunks(num_open=len(self._open)))
         if to_frontend:
             self._sent_at = now
         to_peer: list[Message] = []
@@ -103,84 +103,89 @@ class DetokenizerService:
         self._open.clear()
         self._matching = MatchingQueue()
 
-    def _read(self, output: StepOutput, now: float) -> ChunkColumns:
-        columns = ChunkColumns()
+    def _read(self, output: StepOutput, now: float) -> TextChunks:
+        chunks = TextChunks()
         for opened in output.opened:
-            self._begin(opened, columns, now)
-        ended = {end.uid: end for end in output.ended}
-        requests = self._open
-        for uid, token_id in zip(output.uids, output.token_ids, strict=True):
+            self._begin(opened, chunks, now)
+        tokens, requests = output.tokens, self._open
+        if tokens.extras:
+            chunks.tokens.extras = [extra for extra in tokens.extras if extra.uid in requests]
+        for uid, token_id, end in zip(tokens.uid_of_each(), tokens.token_ids, _ends(output), strict=False):
             request = requests.get(uid)
             if request is None:
                 continue  # a stop string ended it before the scheduler heard of that
-            end = ended.get(uid) if ended else None
             if request.has_patterns:
-                self._match(request, Token(token_id, end), columns, now)
+                self._match(request, Token(token_id, end), chunks, now)
                 continue
             try:
-                if request.push(token_id, end, columns):
-                    self._end_here(request, columns, now)
+                if request.push(token_id, end, chunks):
+                    self._end_here(request, chunks, now)
             except Exception as error:
-                self._fail(request, error, columns, now)
+                self._fail(request, error, chunks, now)
         for uid in output.preempted:
             if uid in requests:
                 requests[uid].num_preemptions += 1
-                columns.preempted.append(uid)
+                chunks.preempted.append(uid)
         for end in output.ended:
-            self._end(end, columns, now)
-        return columns
+            self._end(end, chunks, now)
+        return chunks
 
-    def _match(self, request: OpenText, token: Token, columns: ChunkColumns, now: float) -> None:
+    def _keep(self, chunks: TextChunks) -> None:
+        """Send them with the next ``step``, if they have any news."""
+        if chunks.has_news:
+            chunks.num_open = len(self._open)
+            self._chunks.append(chunks)
+
+    def _match(self, request: OpenText, token: Token, chunks: TextChunks, now: float) -> None:
         """Take an id of a request with patterns, now or later."""
         if self._matching.delays(request):
             self._matching.add(request, token)
         else:
-            self._match_now(request, token, columns, now)
+            self._match_now(request, token, chunks, now)
 
-    def _match_now(self, request: OpenText, token: Token, columns: ChunkColumns, now: float) -> None:
+    def _match_now(self, request: OpenText, token: Token, chunks: TextChunks, now: float) -> None:
         used_s = request.matching_s
         try:
             if token.is_replayed:
                 request.replay(token.token_id)
-            elif request.push(token.token_id, token.end, columns):
-                self._end_here(request, columns, now)
+            elif request.push(token.token_id, token.end, chunks):
+                self._end_here(request, chunks, now)
         except Exception as error:
-            self._fail(request, error, columns, now)
+            self._fail(request, error, chunks, now)
         self._matching.spend(request.matching_s - used_s)
 
     def _catch_up(self, now: float) -> None:
         """A turn of the requests whose ids wait."""
-        columns = ChunkColumns()
+        chunks = TextChunks()
         self._matching.begin()
         while self._matching and not self._matching.is_exhausted:
             request, entry = self._matching.take()
             if self._board is not None:
                 self._board.begin([request.uid], lambda: [NO_END])
             if isinstance(entry, Ended):
-                self._end(entry, columns, now)
+                self._end(entry, chunks, now)
             else:
-                self._match_now(request, entry, columns, now)
+                self._match_now(request, entry, chunks, now)
             if self._board is not None:
                 self._board.end()
-        if columns.has_news:
-            self._chunks.append(columns.as_message(num_open=len(self._open)))
+        self._keep(chunks)
         if len(self._open) > len(self._matching):
             self._matching.rest(now)
 
-    def _begin(self, opened: Opened, columns: ChunkColumns, now: float) -> None:
+    def _begin(self, opened: Opened, chunks: TextChunks, now: float) -> None:
         request = OpenText(opened)
         self._open[opened.uid] = request
-        columns.begun.append(Begun(opened.uid, opened.num_cached, opened.admitted_at, opened.first_token_at))
+        chunks.begun.append(Begun(opened.uid, opened.num_cached, opened.admitted_at, opened.first_token_at))
         try:
             resumed_ids = request.prepare(self._source)
         except Exception as error:
-            self._fail(request, error, columns, now)
+            self._fail(request, error, chunks, now)
             return
         for token_id in resumed_ids:
             if opened.uid in self._open:  # it may fail at any of them
-                self._match(request, Token(token_id, is_replayed=True), columns, now)
+                self._match(request, Token(token_id, is_replayed=True), chunks, now)
 
-    def _end(self, end: Ended, columns: ChunkColumns, now: float) -> None:
+    def _end(self, end: Ended, chunks: TextChunks, now: float) -> None:
         """The scheduler ended a request: give the rest of its text, which may itself hold a stop."""
         if end.uid in self._matching:
             if end.code in _WITH_ALL_TEXT:
@@ -192,28 +197,28 @@ class DetokenizerService:
             if end.uid in self._stopped:
                 del self._stopped[end.uid]
             else:  # it never gave a token
-                columns.finished.append(Finished(end.uid, end.code, end.matched, end.stage, end.message, ended_at=now))
+                chunks.finished.append(Finished(end.uid, end.code, end.matched, end.stage, end.message, ended_at=now))
             return
         code, matched = end.code, end.matched
         try:
-            stop = request.finish(columns)
+            stop = request.finish(chunks)
         except Exception as error:
             self._open[end.uid] = request
-            self._fail(request, error, columns, now)
+            self._fail(request, error, chunks, now)
             return
         if stop is not None and code in _WITH_ALL_TEXT:
             code, matched = FinishCode.STOP, stop
-        columns.finished.append(request.finished(code, now, matched=matched, stage=end.stage, message=end.message))
+        chunks.finished.append(request.finished(code, now, matched=matched, stage=end.stage, message=end.message))
 
-    def _end_here(self, request: OpenText, columns: ChunkColumns, now: float) -> None:
+    def _end_here(self, request: OpenText, chunks: TextChunks, now: float) -> None:
         """A stop string ended it; the scheduler is told to free it."""
-        columns.finished.append(request.finished(FinishCode.STOP, now, matched=request.matched))
+        chunks.finished.append(request.finished(FinishCode.STOP, now, matched=request.matched))
         self._forget(request.uid)
 
-    def _fail(self, request: OpenText, error: Exception, columns: ChunkColumns, now: float) -> None:
+    def _fail(self, request: OpenText, error: Exception, chunks: TextChunks, now: float) -> None:
         """Something in its own text went wrong: this request ends, the others go on."""
         message = error.cause if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
-        columns.finished.append(request.finished(FinishCode.FAILED, now, stage=_STAGE, message=message))
+        chunks.finished.append(request.finished(FinishCode.FAILED, now, stage=_STAGE, message=message))
         self._forget(request.uid)
 
     def _forget(self, uid: int) -> None:
@@ -224,6 +229,22 @@ class DetokenizerService:
         self._stopped[uid] = None
         if len(self._stopped) > _MAX_REMEMBERED:
             del self._stopped[next(iter(self._stopped))]
+
+
+def _ends(output: StepOutput) -> Iterable[Ended | None]:
+    """For each token the end of its request, where it is the last one."""
+    if not output.ended:
+        return repeat(None)
+    ended = {end.uid: end for end in output.ended}
+    tokens = output.tokens
+    ends = [ended.get(uid) for uid in tokens.uids]
+    if tokens.counts is None:
+        return ends
+    return [
+        end if left == 1 else None
+        for end, count in zip(ends, tokens.counts, strict=True)
+        for left in range(count, 0, -1)
+    ]
 
 
 def build_service(settings: Settings, board: StepBoard | None = None) -> DetokenizerService:

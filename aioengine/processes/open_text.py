@@ -1,4 +1,4 @@
-"""The text of one request while it is open: what makes it, and the columns that a step's texts are collected in."""
+"""The text of one request while it is open, and what makes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from aioengine.patterns import PatternCache
-from aioengine.protocol.messages import Begun, Ended, FinishCode, Finished, Opened, TextChunks
+from aioengine.protocol.messages import Ended, FinishCode, Finished, Opened
 from aioengine.text.detokenizer import Decode, make_detokenizer
 from aioengine.text.pipeline import TextPipeline
 from aioengine.text.stop import StopMatcher
@@ -17,7 +17,7 @@ from aioengine.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aioengine.protocol.messages import TextRules
+    from aioengine.protocol.messages import TextChunks, TextRules
     from aioengine.text.stop_regex import RegexSearch
 
 _WHOLE_INTERVAL = 64
@@ -70,30 +70,6 @@ class TextSource:
         return source
 
 
-class ChunkColumns:
-    """The ``TextChunks`` of a step, while it grows."""
-
-    __slots__ = ("begun", "counts", "finished", "preempted", "texts", "token_ids", "uids")
-
-    def __init__(self) -> None:
-        self.uids: list[int] = []
-        self.texts: list[str] = []
-        self.counts: list[int] = []
-        self.token_ids: list[int] = []
-        self.finished: list[Finished] = []
-        self.begun: list[Begun] = []
-        self.preempted: list[int] = []
-
-    def as_message(self, num_open: int) -> TextChunks:
-        return TextChunks(
-            self.uids, self.texts, self.counts, self.token_ids, self.finished, num_open, self.begun, self.preempted
-        )
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.uids or self.finished or self.begun or self.preempted)
-
-
 class OpenText:
     """A request between its first token and its end.
 
@@ -103,6 +79,7 @@ class OpenText:
     """
 
     __slots__ = (
+        "_gives_each",
         "_has_stops",
         "_interval",
         "_num_decoded",
@@ -126,6 +103,7 @@ class OpenText:
         self.has_patterns = False
         self._pipeline: TextPipeline | None = None
         self._has_stops = bool(rules.stop or rules.stop_regex)
+        self._gives_each = rules.stream and rules.stream_interval <= 1 and not self._has_stops
         self._interval = max(1, rules.stream_interval) if rules.stream else _WHOLE_INTERVAL
         self._num_wanted = 1 if rules.stream else self._interval
         self._token_ids: list[int] = []
@@ -174,11 +152,15 @@ class OpenText:
         """The stop that ended its text."""
         return None if self._pipeline is None else self._pipeline.matched
 
-    def push(self, token_id: int, end: Ended | None, columns: ChunkColumns) -> bool:
-        """Take the next id; ``end`` is there when the scheduler ended it in this step. Whether a stop is complete.
+    def push(self, token_id: int, end: Ended | None, chunks: TextChunks) -> bool:
+        """Take the next id; ``end`` is there when the scheduler ended it with this id. Whether a stop is complete.
 
         Raises whatever decoding raises.
         """
+        if self._gives_each and end is None:  # nothing waits
+            chunks.texts.append("" if self._pipeline is None else self._pipeline.push((token_id,))[0])
+            chunks.tokens.add(self.uid, (token_id,))
+            return False
         self._token_ids.append(token_id)
         is_trimmed = (
             end is not None
@@ -192,21 +174,21 @@ class OpenText:
         elif self._has_stops:
             self._decode(len(self._token_ids))
             if self.matched is not None:
-                self._emit(columns)
+                self._emit(chunks)
                 return True
         if len(self._token_ids) >= self._num_wanted and end is None:
             self._decode(len(self._token_ids))
-            self._emit(columns)
+            self._emit(chunks)
             self._num_wanted = self._interval
         return False
 
-    def finish(self, columns: ChunkColumns) -> str | None:
+    def finish(self, chunks: TextChunks) -> str | None:
         """Give all that is left; the stop, should the last of the text complete one."""
         self._decode(len(self._token_ids))
         if self._pipeline is not None:
             self._texts.append(self._pipeline.flush())
         if self._token_ids or any(self._texts):
-            self._emit(columns)
+            self._emit(chunks)
         return self.matched
 
     def finished(
@@ -232,11 +214,9 @@ class OpenText:
         if token_ids and self._pipeline is not None:
             self._texts.append(self._pipeline.push(token_ids)[0])
 
-    def _emit(self, columns: ChunkColumns) -> None:
-        columns.uids.append(self.uid)
-        columns.texts.append("".join(self._texts))
-        columns.counts.append(len(self._token_ids))
-        columns.token_ids += self._token_ids
+    def _emit(self, chunks: TextChunks) -> None:
+        chunks.tokens.add(self.uid, self._token_ids)
+        chunks.texts.append("".join(self._texts))
         self._texts.clear()
         self._token_ids.clear()
         self._num_decoded = 0

@@ -103,7 +103,7 @@ class SchedulerService:
         """One step where there is work, and what has to be said beside its tokens."""
         to_peer: list[Message] = []
         if self._refused:
-            to_peer.append(StepOutput([], [], ended=self._refused))
+            to_peer.append(StepOutput(ended=self._refused))
             self._refused = []
         output = self._core.step(now)
         if output is not None:
@@ -113,7 +113,7 @@ class SchedulerService:
         if stats := self._due_stats(now, has_tokens=output is not None):
             to_frontend.append(stats)
             if not to_peer:
-                to_peer.append(StepOutput([], []))
+                to_peer.append(StepOutput())
         return Outbox(to_peer, to_frontend)
 
     def wait_s(self, now: float) -> float:

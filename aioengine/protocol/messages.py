@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from msgspec import Struct
+from msgspec import Struct, field
+
+from aioengine.protocol.columns import BadColumnsError, TokenColumns
 
 
 class Role(Struct, frozen=True, array_like=True, gc=False):
@@ -249,20 +251,15 @@ class Ended(Struct, array_like=True, gc=False):
 
 
 class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
-    """The sampled tokens of one step, as columns, and what else happened in it.
+    """The sampled tokens of one step, and what else happened in it.
 
-    Order of reading: ``opened``, then the tokens, then ``preempted``, then ``ended``. An empty one is a sign of life.
+    Order of reading: ``opened``, then ``tokens``, then ``preempted``, then ``ended``. An empty one is a sign of life.
     """
 
-    uids: list[int]
-    token_ids: list[int]
+    tokens: TokenColumns = field(default_factory=TokenColumns)
     opened: list[Opened] = []
     preempted: list[int] = []
     ended: list[Ended] = []
-
-    def __post_init__(self) -> None:
-        if len(self.uids) != len(self.token_ids):
-            raise ValueError(f"{len(self.uids)} uids and {len(self.token_ids)} token ids")
 
 
 # ---------------------------------------------------------------- to the frontend
@@ -284,26 +281,28 @@ class Finished(Struct, array_like=True, gc=False):
 
 
 class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
-    """New text and ids of one step, as columns; ``counts[i]`` of the flat ``token_ids`` belong to ``uids[i]``.
+    """New tokens of one step, with ``texts[i]`` for ``tokens.uids[i]``. A uid can be there more than once.
 
     A request may be in ``finished`` and in the columns; its chunk comes first. ``num_open``: requests that the
     detokenizer holds after this frame. ``begun``: those that gave their first token, with or without a chunk.
     ``preempted``: uids of requests that were preempted since the frame before, once for each time.
     """
 
-    uids: list[int]
-    texts: list[str]
-    counts: list[int]
-    token_ids: list[int]
+    tokens: TokenColumns = field(default_factory=TokenColumns)
+    texts: list[str] = []
     finished: list[Finished] = []
     num_open: int = 0
     begun: list[Begun] = []
     preempted: list[int] = []
 
     def __post_init__(self) -> None:
-        counts = self.counts
-        if not len(self.uids) == len(self.texts) == len(counts) or sum(counts) != len(self.token_ids):
-            raise ValueError(f"{len(self.uids)} uids, {len(self.texts)} texts, {sum(counts)} ids do not match")
+        if len(self.tokens.uids) != len(self.texts):
+            raise BadColumnsError(f"{len(self.tokens.uids)} uids and {len(self.texts)} texts")
+
+    @property
+    def has_news(self) -> bool:
+        """Whether it says more than that the sender is alive."""
+        return bool(self.texts or self.tokens.extras or self.finished or self.begun or self.preempted)
 
 
 class Stats(Struct, tag="stats", array_like=True, gc=False):

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from aioengine.protocol.columns import TokenColumns
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Readback
-from aioengine.scheduler.plan import TOKENS, StepResult, UnknownOrderError
+from aioengine.scheduler.plan import StepResult, UnknownOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,9 +62,9 @@ class DeviceParts:
 class Ticket:
     """A launched step.
 
-    wanted: uids of the rows that sample, in the order of the plan. sampled: those that were computed. silent: uids of
-    the computed rows that do not sample. values: a token for each of ``sampled``, then for each of ``silent`` 0 or,
-    where its numbers are bad, FAILED. failed: rows that were not computed.
+    wanted: uids of the rows that give anything, in the order of the plan. sampled: those that were computed. silent:
+    uids of the computed rows that do not sample. values: a token for each of ``sampled``, then for each of ``silent``
+    0 or, where its numbers are bad, FAILED. failed: rows that were not computed.
     """
 
     wanted: list[int]
@@ -134,7 +135,7 @@ class ModelRunner:
         with part("prepare"):
             self._change_requests(plan)
             rows = self._read(plan.rows)
-        wanted = [row.uid for row in plan.rows if row.gives & TOKENS]
+        wanted = [row.uid for row in plan.rows if row.gives]
         broken = self._broken
         failed = {row.uid: broken[row.uid] for row in plan.rows if row.uid in broken} if broken else {}
         if not rows.requests:
@@ -156,14 +157,15 @@ class ModelRunner:
             self._newest = None
         values = ticket.values.wait()
         if FAILED not in values and not ticket.failed:
-            return StepResult(values[: len(ticket.sampled)])
+            return StepResult(TokenColumns(ticket.wanted, values[: len(ticket.sampled)]))
         value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True))
         bad = [uid for uid, value in value_of.items() if value == FAILED]
         for uid in self._table.requests.keys() & bad:  # others were closed while the step was in flight
             self._break(uid, _NOT_FINITE)
             self._poisoned.add(uid)
         failed = {**ticket.failed, **dict.fromkeys(bad, _NOT_FINITE)}
-        return StepResult([value_of.get(uid, FAILED) for uid in ticket.wanted], failed)
+        token_ids = [value_of.get(uid, FAILED) for uid in ticket.wanted]
+        return StepResult(TokenColumns(ticket.wanted, token_ids), failed)
 
     def control(self, order: Control) -> Reply:
         """It implements no order yet.

@@ -240,6 +240,7 @@ class SchedulerCore(Generic[Ticket]):
         try:
             with self._trace.part("collect"):
                 result = self._runner.collect(ticket)
+                result.check(plan)
         except Exception as error:
             self._fail(plan, error)
             return None

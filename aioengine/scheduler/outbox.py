@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Ended, FinishCode, Opened, StepOutput
 
 if TYPE_CHECKING:
@@ -97,10 +98,10 @@ class Outbox:
 
     def clear(self) -> None:
         """Nobody is told of what happened until now; the totals stay."""
-        self.take([], [])
+        self.take()
 
-    def take(self, uids: list[int], token_ids: list[int]) -> StepOutput:
-        """The tokens of a step with all events up to now."""
-        output = StepOutput(uids, token_ids, self._opened, self._preempted, self._ended)
+    def take(self, tokens: TokenColumns | None = None) -> StepOutput:
+        """The tokens of a step, if there was one, with all events up to now."""
+        output = StepOutput(tokens or TokenColumns(), self._opened, self._preempted, self._ended)
         self._opened, self._preempted, self._ended = [], [], []
         return output

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from aioengine.protocol.columns import BadColumnsError, TokenColumns
 from aioengine.protocol.messages import RequestKind, Sampling
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ class Row(Struct, array_like=True, gc=False):
     token_ids: ids at positions ``start`` ... ``start + count - 1``; a decode row carries none (the runner holds the
         token that it sampled last for this request).
     count: positions to compute, at least 1.
-    gives: bits. TOKENS: the logits of the last position give a new token, at position ``start + count``. VECTOR: the
-        hidden states of the request give its pooled vector. NOTHING: the row writes KV only, as a chunk of a prompt.
+    gives: bits. TOKENS: the logits of the last position give a new token, at position ``start + count``; the runner
+        may give none, or several from this position on. VECTOR: the hidden states of the request give its pooled
+        vector. NOTHING: the row writes KV only, as a chunk of a prompt.
     new_pages: pages appended to the request's page table since its last row.
     """
 
@@ -78,16 +80,23 @@ class Plan(Struct, array_like=True, gc=False):
 
 
 class StepResult(Struct, array_like=True, gc=False):
-    """The sampled ids, one for each row that gives TOKENS, in the order of the plan.
+    """What a step gave.
 
-    ``failed`` maps the uid of a row that could not be computed or sampled to what happened (its token id, if it gives
-    TOKENS, is -1): that request ends alone, and what stands in its pages is of no use to others.
-    ``vectors`` maps the uid of each other row with VECTOR to its vector, bytes that the scheduler does not read.
+    tokens: has a row for each row of the plan that gives TOKENS or VECTOR, in the same order. A row with VECTOR has no
+        tokens and an extra of the kind ``POOLED_VECTOR``. Behind a number of tokens other than one, rows of the
+        request that were launched already do not count, whatever they give; the next one carries all its tokens.
+    failed: maps the uid of a row that could not be computed or sampled to what happened. Its tokens (one that is -1,
+        for example) do not count; that request ends alone, and what stands in its pages is of no use to others.
     """
 
-    token_ids: list[int]
+    tokens: TokenColumns
     failed: dict[int, str] = {}
-    vectors: dict[int, bytes] = {}
+
+    def check(self, plan: Plan) -> None:
+        """Raise BadColumnsError unless its rows are those that ``plan`` asks for."""
+        expected = [row.uid for row in plan.rows if row.gives]
+        if self.tokens.uids != expected:
+            raise BadColumnsError(f"the runner gave rows of the requests {self.tokens.uids}, not of {expected}")
 
 
 class UnknownOrderError(ValueError):

@@ -80,8 +80,12 @@ class Planner:
         rows, requests, holds = flight.plan.rows, flight.requests, flight.holds
         for request in self._life.running:
             if not request.decodes:
-                if request.num_missing and not request.gates:  # else a pooled one whose vector is on its way
+                if not request.num_missing or request.gates:
+                    continue  # one without a closed gate has its vector on its way
+                if not request.is_behind:
                     prompts.append(request)
+                elif (row := self._catch_up(request)) is not None:
+                    flight.add(row, request)
                 continue
             start = request.num_computed
             if start + 1 >= request.max_tokens:
@@ -100,6 +104,18 @@ class Planner:
             request.num_computed = start + 1
             request.num_tokens += 1
         return prompts
+
+    def _catch_up(self, request: Request) -> Row | None:
+        """A row for all that is missing of a request that gave none or several tokens; None: it was preempted."""
+        pages: list[int] = []
+        while request.hold.room < request.num_tokens:
+            page = self._grow(request)
+            if page is None:
+                return None
+            pages.append(page)
+        request.is_behind = False
+        start = request.num_computed
+        return Row(request.uid, start, request.num_missing, TOKENS, request.token_ids[start:], pages)
 
     def _grow(self, request: Request) -> int | None:
         """A page for the next position, preempting others where none is left. None: there is none, it must wait.

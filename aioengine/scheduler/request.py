@@ -7,6 +7,7 @@ it, what is left after a prefix hit and a decode are the same thing.
 
 from __future__ import annotations
 
+from copy import copy
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -58,8 +59,9 @@ class Request:
     kind: POOL ends when its vector was given, and never has output tokens.
     gates: the closed gates.
     decodes: whether its next row is a decode: the runner holds the newest token, and all gates are open.
-    hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption, so a row of a plan is
-        late when its request has another hold than at the launch.
+    hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption and each ``fall_behind``,
+        so a row of a plan is late when its request has another hold than at the launch.
+    is_behind: the runner gave another number of tokens than one, and the next row computes what is missing.
     waits_for: the last page of its prefix that another request is computing.
     """
 
@@ -68,6 +70,7 @@ class Request:
         "gates",
         "hold",
         "holds_last",
+        "is_behind",
         "kind",
         "marks",
         "max_tokens",
@@ -102,6 +105,7 @@ class Request:
         self.hold = NOTHING_HELD
         self.holds_last = False
         self.decodes = False
+        self.is_behind = False
         self.gates = ALL_OPEN
         self.waits_for: Node | None = None
         self.marks = Marks()
@@ -132,10 +136,23 @@ class Request:
         self.hold = NOTHING_HELD
         self.holds_last = False
         self.decodes = False
+        self.is_behind = False
         self.num_computed = 0
         self.num_tokens = len(self.token_ids)
         self.wait_for(None)
         self.state = state
+
+    def fall_behind(self, num_computed: int) -> None:
+        """A row up to ``num_computed`` gave none or several tokens, where one was planned for: later rows are late.
+
+        Without a token the last position is computed again, for its logits.
+        """
+        self.hold = copy(self.hold)
+        self.num_tokens = len(self.token_ids)
+        self.num_computed = min(num_computed, self.num_tokens - 1)
+        self.holds_last = False
+        self.decodes = False
+        self.is_behind = True
 
     def wait_for(self, node: Node | None) -> None:
         """Wait for the prefix up to ``node``, which another request is computing; None: for no prefix."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from aioengine.protocol.columns import POOLED_VECTOR
 from aioengine.protocol.messages import FinishCode, Stats, StepOutput
 from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.lifecycle import Lifecycle
@@ -114,44 +115,65 @@ class Scheduler:
         flight = self._take_flight(plan)
         self._life.pace.note_step(now - max(flight.planned_at, self._applied_at), flight.num_prompt_tokens)
         self._applied_at = now
-        uids: list[int] = []
-        token_ids: list[int] = []
-        sampled = iter(result.token_ids)
         cache = self.cache
-        for row, request, hold in zip(plan.rows, flight.requests, flight.holds, strict=True):
-            gives = row.gives
-            token_id = next(sampled, -1) if gives & TOKENS else -1
+        single, others = _by_row(plan, result)
+        limits: dict[int, int] = {}  # uid -> how many of its tokens count, where that is not all
+        for row, request, hold, token_id in zip(plan.rows, flight.requests, flight.holds, single, strict=True):
             if request.hold is not hold:
-                continue  # late
-            if row.uid in result.failed or (token_id < 0 and gives and not _has_vector(row, result)):
-                message = result.failed.get(row.uid, f"the runner gave no {'vector' if gives & VECTOR else 'token'}")
-                self._life.end(request, Finish(FinishCode.FAILED, stage="sample", message=message), is_spoilt=True)
+                limits[row.uid] = 0  # late
+                continue
+            if token_id < 0:
+                num_taken = self._take_other(row, request, result, others.get(row.uid), now=now)
+                if num_taken is not None:
+                    limits[row.uid] = num_taken
                 continue
             end = row.start + row.count
             if end >= hold.border:
                 cache.insert(hold, request.token_ids, end)
-            if token_id < 0:
-                if gives:  # and the vector is there
-                    self._end_pooled(request, now)
-                continue
             known = request.token_ids
             known.append(token_id)
-            uids.append(row.uid)
-            token_ids.append(token_id)
             if not request.marks.is_opened:
                 self._outbox.open(request, now)
             if token_id in request.stop_ids or len(known) >= request.max_tokens:
                 finish = finish_of(request)
                 if finish is not None:
                     self._life.end(request, finish)
+        tokens = result.tokens.limited(limits)
         self._outbox.totals.num_steps += 1
-        self._outbox.totals.output_tokens += len(uids)
-        return self._outbox.take(uids, token_ids)
+        self._outbox.totals.output_tokens += len(tokens.token_ids)
+        return self._outbox.take(tokens)
 
-    def _end_pooled(self, request: Request, now: float) -> None:
-        """Its vector was given, which is all that it asked for."""
-        self._outbox.open(request, now)
-        self._life.end(request, Finish(FinishCode.STOP))
+    def _take_other(
+        self, row: Row, request: Request, result: StepResult, new: list[int] | None, *, now: float
+    ) -> int | None:
+        """Take in a row that does not give exactly one token; returns how many tokens count, None for all of them.
+
+        new: its tokens; None where it has none and should have given something.
+        """
+        error = result.failed.get(row.uid)
+        if error is None and new is None and row.gives:
+            error = f"the runner gave no {'vector' if row.gives & VECTOR else 'token'}"
+        if error is not None:
+            self._life.end(request, Finish(FinishCode.FAILED, stage="sample", message=error), is_spoilt=True)
+            return 0
+        end = row.start + row.count
+        if end >= request.hold.border:
+            self.cache.insert(request.hold, request.token_ids, end)
+        if not row.gives or new is None:
+            return None
+        if (new or row.gives & VECTOR) and not request.marks.is_opened:
+            self._outbox.open(request, now)
+        if row.gives & VECTOR:
+            self._life.end(request, Finish(FinishCode.STOP))
+            return None
+        for num_taken, token_id in enumerate(new, 1):
+            request.token_ids.append(token_id)
+            finish = finish_of(request)
+            if finish is not None:
+                self._life.end(request, finish)
+                return num_taken
+        request.fall_behind(end)
+        return None
 
     def fail(self, plan: Plan, message: str) -> None:
         """A plan in flight gave nothing: its requests end, all others go on.
@@ -169,7 +191,7 @@ class Scheduler:
 
     def take_events(self) -> StepOutput:
         """What happened since the last ``StepOutput``, without tokens."""
-        return self._outbox.take([], [])
+        return self._outbox.take()
 
     def _take_flight(self, plan: Plan) -> Flight:
         flight = self._flights[self._place_of(plan)]
@@ -209,6 +231,25 @@ class Scheduler:
         self.cache.check_integrity(request.hold for request in self._life.running)
 
 
-def _has_vector(row: Row, result: StepResult) -> bool:
-    """Whether ``row`` asked for a vector alone, and it is there."""
-    return row.gives == VECTOR and row.uid in result.vectors
+def _by_row(plan: Plan, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
+    """For each row of the plan its only token, -1 for any other row; and by uid the tokens of those other rows.
+
+    These have an entry where they gave what they should, none or several tokens or a vector.
+    """
+    tokens = result.tokens
+    others: dict[int, list[int]] = {}
+    single = tokens.token_ids
+    if tokens.counts is not None:
+        vectors = {extra.uid for extra in tokens.extras if extra.kind == POOLED_VECTOR}
+        rows = [row for row in plan.rows if row.gives]
+        single = list[int]()
+        for row, new in zip(rows, tokens.rows(), strict=True):
+            ids = [new] if isinstance(new, int) else new
+            single.append(ids[0] if len(ids) == 1 else -1)
+            if len(ids) != 1 and (row.gives & TOKENS or row.uid in vectors):
+                others[row.uid] = ids
+    if len(single) < len(plan.rows) or result.failed:
+        each = iter(single)
+        of_rows = [(row.uid, next(each) if row.gives else -1) for row in plan.rows]
+        single = [-1 if uid in result.failed else token_id for uid, token_id in of_rows]
+    return single, others

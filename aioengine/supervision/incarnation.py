@@ -366,7 +366,7 @@ def _failure(message: Message, error: UnencodableError) -> ToFrontend:
     match message:
         case Submit(uid=uid):
             end = Finished(uid, FinishCode.FAILED, stage=_STAGE, message=words, ended_at=time.monotonic())
-            return TextChunks([], [], [], [], [end])
+            return TextChunks(finished=[end])
         case Control(call_id=call_id):
             return Reply(call_id, False, words, stage=_STAGE)
         case _:

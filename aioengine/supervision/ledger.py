@@ -266,7 +266,7 @@ class Ledger:
                 preempted.num_preemptions += 1
         for finished in chunks.finished:
             self._forget(finished.uid)
-        if chunks.token_ids:
+        if chunks.tokens.token_ids:
             self._has_progress = True
         trials = self._trials
         if trials.on_trial is None:
@@ -280,23 +280,16 @@ class Ledger:
         return [*due, *self._release()] if trials.settle() else due
 
     def _note_ids(self, chunks: TextChunks) -> None:
-        given, token_ids, counts = map(self._given.get, chunks.uids), chunks.token_ids, chunks.counts
-        if counts.count(1) == len(counts):  # nearly every frame
-            for known, token_id in zip(given, token_ids, strict=True):
-                if known is not None:
-                    known.append(token_id)
-            return
-        start = 0
-        for known, count in zip(given, counts, strict=True):
+        tokens = chunks.tokens
+        for known, token_id in zip(map(self._given.get, tokens.uid_of_each()), tokens.token_ids, strict=True):
             if known is not None:
-                known += token_ids[start : start + count]
-            start += count
+                known.append(token_id)
 
     def take_reports(self) -> list[ToFrontend]:
         """What no process will report: the ends of requests, and the replies to controls that were lost."""
         ended, self._ended = self._ended, []
         lost = self.calls.take_lost()
-        return [TextChunks([], [], [], [], ended), *lost] if ended else [*lost]
+        return [TextChunks(finished=ended), *lost] if ended else [*lost]
 
     def expire(self, now: float) -> None:
         """End what waits here beyond its deadline, and gave nothing yet."""

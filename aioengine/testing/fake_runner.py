@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
+from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns
 from aioengine.protocol.messages import Reply, RequestKind
 from aioengine.scheduler.plan import TOKENS, VECTOR, StepResult, UnknownOrderError
 from aioengine.testing.faults import Faults
@@ -31,6 +32,7 @@ UNWRITTEN = -1
 DEFAULT_NUM_PAGES = 4096
 ECHO = "echo"
 """The one order that fake runners implement."""
+FAKE_EXTRA = "fake"
 PRINTABLE = "abcdefghijklmnopqrstuvwxyz etaoin. "  # an alphabet whose texts look a little like text
 
 
@@ -39,13 +41,17 @@ class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     vocab_size: tokens are 0 ... vocab_size - 1. alphabet: if given, only the code points of these characters are
     sampled, which are tokens of a byte-level tokenizer. eos_token_id is sampled with ``eos_probability`` at each
-    position, and never else. step_time_s, token_time_s: how long the device takes for a step, and for each token of it.
+    position, and never else. tokens_per_step: digits; in its n-th step a request gives as many tokens as the n-th digit
+    says, counted round and round. gives_extras: each token has an extra, ``extra_of``. step_time_s, token_time_s: how
+    long the device takes for a step, and for each token of it.
     """
 
     vocab_size: int = 256
     alphabet: str = ""
     eos_token_id: int = -1
     eos_probability: float = 0.0
+    tokens_per_step: str = "1"
+    gives_extras: bool = False
     step_time_s: float = 0.0
     token_time_s: float = 0.0
 
@@ -110,16 +116,23 @@ def reference_vector(prompt_token_ids: list[int]) -> bytes:
     return zlib.crc32(array("q", prompt_token_ids)).to_bytes(4, "little")
 
 
+def extra_of(uid: int, index: int, token_id: int) -> Extra:
+    """What ``FakeModel.gives_extras`` gives beside an output token."""
+    return Extra(uid, index, FAKE_EXTRA, token_id.to_bytes(4, "little"))
+
+
 class _FakeRow:
     """What the runner keeps of a request between steps."""
 
-    __slots__ = ("kind", "last_token", "num_prompt", "pages", "sampling")
+    __slots__ = ("is_behind", "kind", "last_token", "num_prompt", "num_steps", "pages", "sampling")
 
     def __init__(self, opened: OpenedRow) -> None:
         self.sampling = opened.sampling
         self.kind = opened.kind
         self.num_prompt = opened.num_prompt
         self.pages = list(opened.pages)
+        self.num_steps = 0
+        self.is_behind = False
         self.last_token: int | None = None
 
 
@@ -174,9 +187,9 @@ class FakeRunner:
             self._rows.pop(uid, None)
         for opened in plan.opened:
             self._rows[opened.uid] = _FakeRow(opened)
-        result = StepResult([])
+        result = StepResult(TokenColumns())
         for row in plan.rows:
-            self._compute(row, result)
+            self._compute(row, result.tokens)
         self._fail_row(plan, result)
         ticket = FakeTicket(self._step, result, self._done_at(plan))
         self._num_in_flight += 1
@@ -208,12 +221,15 @@ class FakeRunner:
     def close(self) -> None:
         self._rows.clear()
 
-    def _compute(self, row: Row, result: StepResult) -> None:
-        """Write the row's tokens to its slots, and add to ``result`` the token or the vector that it gives."""
+    def _compute(self, row: Row, tokens: TokenColumns) -> None:
+        """Write the row's tokens to its slots, and add to ``tokens`` the tokens or the vector that it gives."""
         held = self._rows.get(row.uid)
         if held is None:
             raise RuntimeError(f"row of request {row.uid}, which was never opened")
         held.pages += row.new_pages
+        if held.is_behind and len(row.token_ids) < row.count:
+            tokens.add(row.uid, ())  # launched before it was known how many tokens the step before gives
+            return
         self._write(row, held)
         if not row.gives:
             return
@@ -223,10 +239,20 @@ class FakeRunner:
         end = row.start + row.count
         checksum = self._checksum(held.pages, end)
         if is_pooled:
-            result.vectors[row.uid] = checksum.to_bytes(4, "little")
-        else:
-            held.last_token = self._next_token(checksum, end, held.num_prompt, held.sampling)
-            result.token_ids.append(held.last_token)
+            tokens.add(row.uid, ())
+            tokens.extras.append(Extra(row.uid, NO_TOKEN, POOLED_VECTOR, checksum.to_bytes(4, "little")))
+            return
+        digits = self._model.tokens_per_step
+        new: list[int] = []
+        for position in range(end, end + int(digits[held.num_steps % len(digits)])):
+            new.append(self._next_token(checksum, position, held.num_prompt, held.sampling))
+            checksum = zlib.crc32(array("q", new[-1:]), checksum)
+            if self._model.gives_extras:
+                tokens.extras.append(extra_of(row.uid, position - held.num_prompt, new[-1]))
+        held.num_steps += 1
+        held.is_behind = len(new) != 1
+        held.last_token = new[-1] if new else held.last_token
+        tokens.add(row.uid, new)
 
     def _write(self, row: Row, held: _FakeRow) -> None:
         token_ids = row.token_ids
@@ -262,9 +288,6 @@ class FakeRunner:
         row = next((row for row in plan.rows if row.gives), None)
         if row is None:
             return
-        if row.gives & TOKENS:
-            result.token_ids[0] = -1
-        result.vectors.pop(row.uid, None)
         result.failed[row.uid] = f"as asked for by fail_row_at={self._step}"
 
     def _done_at(self, plan: Plan) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from aioengine.protocol.columns import TokenColumns
 from aioengine.scheduler.plan import TOKENS
 from aioengine.testing import fake_runner
 from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, NUM_BYTES
@@ -49,9 +50,11 @@ class ScriptedRunner:
         sampling = [row for row in plan.rows if row.gives & TOKENS]
         token_ids = [
             token_id if row.uid in ticket.result.failed else self._token(row)
-            for row, token_id in zip(sampling, ticket.result.token_ids, strict=True)
+            for row, token_id in zip(sampling, ticket.result.tokens.token_ids, strict=True)
         ]
-        ticket.result = msgspec.structs.replace(ticket.result, token_ids=token_ids)
+        ticket.result = msgspec.structs.replace(
+            ticket.result, tokens=TokenColumns([row.uid for row in sampling], token_ids)
+        )
         return ticket
 
     def collect(self, ticket: FakeTicket) -> StepResult:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from aioengine.config import SchedulerSettings
+from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.plan import TOKENS, Plan, StepResult, UnknownOrderError
@@ -39,7 +40,8 @@ class NullRunner:
         return {}
 
     def launch(self, plan: Plan) -> StepResult:
-        return StepResult([1 + row.uid % 1000 for row in plan.rows if row.gives & TOKENS])
+        uids = [row.uid for row in plan.rows if row.gives & TOKENS]
+        return StepResult(TokenColumns(uids, [1 + uid % 1000 for uid in uids]))
 
     def collect(self, ticket: StepResult) -> StepResult:
         return ticket

@@ -27,6 +27,7 @@ import aioengine
 from aioengine.processes.detokenizer_process import DetokenizerService
 from aioengine.processes.open_text import TextSource
 from aioengine.protocol.codec import FrameDecoder, FrameEncoder
+from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Message, Opened, StepOutput, TextChunks, TextRules
 from aioengine.transport.addresses import Listener, listen
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
@@ -52,14 +53,14 @@ class Figure:
 
 def tokens_of(rows: int) -> StepOutput:
     """A step with a token for each row."""
-    return StepOutput(list(range(1000, 1000 + rows)), [index * 7919 % 150_000 for index in range(rows)])
+    return StepOutput(TokenColumns(list(range(1000, 1000 + rows)), [index * 7919 % 150_000 for index in range(rows)]))
 
 
 def chunks_of(rows: int) -> TextChunks:
     """The same step with its text."""
     step = tokens_of(rows)
     texts = [WORDS[index % len(WORDS)] for index in range(rows)]
-    return TextChunks(step.uids, texts, [1] * rows, step.token_ids, num_open=rows)
+    return TextChunks(step.tokens, texts, num_open=rows)
 
 
 def best_us(function: Callable[[], object], calls: int) -> float:
@@ -131,7 +132,7 @@ def measure_detokenizer() -> list[Figure]:
     source = TextSource(str(Path(aioengine.__file__).parent / "demo"))
     draw = random.Random(1)
     uids = list(range(NUM_STREAMS))
-    steps = [StepOutput(uids, [draw.randrange(10, 2000) for _ in uids]) for _ in range(NUM_STEPS)]
+    steps = [StepOutput(TokenColumns(uids, [draw.randrange(10, 2000) for _ in uids])) for _ in range(NUM_STEPS)]
     rules = {
         "streaming": TextRules(),
         "streaming, with stop strings": TextRules(stop=("\n\nUser:", "###")),
@@ -143,7 +144,7 @@ def measure_detokenizer() -> list[Figure]:
         rounds: list[float] = []
         for _ in range(REPEATS):
             service = DetokenizerService(source)
-            service.handle([StepOutput([], [], [Opened(uid, rule, 0, 0.0, 0.0) for uid in uids])], 0.0)
+            service.handle([StepOutput(opened=[Opened(uid, rule, 0, 0.0, 0.0) for uid in uids])], 0.0)
             start = time.process_time()
             for step in steps:
                 service.handle([step], 0.0)

@@ -118,7 +118,7 @@ class World:
         output = self.core.step(0.0)
         if output is None:
             return
-        for uid, token_id in zip(output.uids, output.token_ids, strict=True):
+        for uid, token_id in zip(output.tokens.uids, output.tokens.token_ids, strict=True):
             self.outputs[uid].append(token_id)
         self.num_cached |= {opened.uid: opened.num_cached for opened in output.opened}
         self.num_preemptions += len(output.preempted)

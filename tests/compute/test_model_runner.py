@@ -179,10 +179,10 @@ def test_a_row_without_room_fails_alone(qwen: Path) -> None:
         Row(5, 0, 1, TOKENS, [1]),  # never opened
     ]
     result = runner.collect(runner.launch(Plan(rows)))
-    assert result.token_ids == [-1, *good.token_ids, -1, -1, -1]
+    assert result.tokens.token_ids == [-1, *good.tokens.token_ids, -1, -1, -1]
     assert set(result.failed) == {2, 3, 4, 5}
     again = runner.collect(runner.launch(Plan([Row(1, 0, 3, TOKENS, [1, 2, 3])], closed=[2, 3, 4, 5, 99])))
-    assert again.token_ids == good.token_ids
+    assert again.tokens == good.tokens
     assert again.failed == {}
 
 
@@ -206,8 +206,8 @@ def test_a_pooled_request_fails_alone(tmp_path: Path) -> None:
     opened = [OpenedRow(1, greedy, 2, [5, 6], [0]), OpenedRow(2, greedy, 2, [5, 6], [1], RequestKind.POOL)]
     rows = [Row(2, 0, 2, VECTOR, [5, 6]), Row(1, 0, 2, TOKENS, [5, 6])]
     result = runner.collect(runner.launch(Plan(rows, opened)))
-    assert len(result.token_ids) == 1
-    assert result.token_ids[0] >= 0
+    assert result.tokens.uids == [2, 1]
+    assert result.tokens.token_ids[1] >= 0
     assert result.failed.keys() == {2}
     assert "this one is POOL" in result.failed[2]
 
@@ -222,7 +222,7 @@ def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_own
     greedy = Sampling(0, temperature=0.0)
     expected = runner.collect(
         runner.launch(Plan([Row(4, 0, 2, TOKENS, [5, 6])], [OpenedRow(4, greedy, 2, [5, 6], [9])]))
-    ).token_ids
+    ).tokens.token_ids
     opened = [OpenedRow(uid, greedy, 3, [5, 77, 6], [uid]) for uid in (1, 2)]
     bad = [Row(1, 0, 3, gives, [5, 77, 6]), Row(2, 0, 1, TOKENS, [5])]
     in_flight = runner.launch(Plan(bad, opened, closed=[4]))
@@ -231,7 +231,7 @@ def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_own
     next_one = runner.launch(Plan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
     assert "not finite" in runner.collect(in_flight).failed[1]
     result = runner.collect(next_one)
-    assert (result.token_ids, result.failed) == (expected, {})
+    assert (result.tokens.token_ids, result.failed) == (expected, {})
     assert runner._kv_pool.tensor.isfinite().all()
     assert torch.equal(runner._kv_pool.tensor[:, :, 1 + 2], before), "a row that went well keeps what it wrote"
 
@@ -249,7 +249,7 @@ def test_a_request_has_room_to_the_end_of_the_context_and_no_more(qwen: Path, de
 def test_a_plan_without_rows_gives_nothing(qwen: Path) -> None:
     runner = build(make_settings(qwen), lambda _: None)
     result = runner.collect(runner.launch(Plan([], closed=[7])))
-    assert (result.token_ids, result.failed) == ([], {})
+    assert (result.tokens.token_ids, result.failed) == ([], {})
 
 
 def test_the_padded_part_of_the_vocabulary_is_never_sampled(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aioengine.config import SchedulerSettings
+from aioengine.protocol.columns import POOLED_VECTOR, Extra
 from aioengine.protocol.messages import (
     Ended,
     FinishCode,
@@ -52,12 +53,14 @@ def submit_of(
 class WatchedRunner:
     """A FakeRunner that keeps the plans, and checks that no running decode is left out of a plan.
 
+    gives_one: whether each row that gives tokens gives one; plans are checked where it does.
     gates: the closed gates of each request; one with a closed gate must not be in a plan.
     vectors: those of all results.
     """
 
-    def __init__(self, runner: FakeRunner) -> None:
+    def __init__(self, runner: FakeRunner, *, gives_one: bool) -> None:
         self._runner = runner
+        self.gives_one = gives_one
         self.plans: list[Plan] = []
         self.max_new: dict[int, int] = {}
         self.gates: dict[int, set[Gate]] = {}
@@ -70,13 +73,14 @@ class WatchedRunner:
         return dict(self._runner.facts)
 
     def launch(self, plan: Plan) -> FakeTicket:
-        self._check(plan)
+        if self.gives_one:
+            self._check(plan)
         self.plans.append(plan)
         return self._runner.launch(plan)
 
     def collect(self, ticket: FakeTicket) -> StepResult:
         result = self._runner.collect(ticket)
-        self.vectors.update(result.vectors)
+        self.vectors.update({extra.uid: extra.data for extra in result.tokens.extras if extra.kind == POOLED_VECTOR})
         return result
 
     def control(self, order: Control) -> Reply:
@@ -120,11 +124,12 @@ class World:
     ended: dict[int, Ended] = field(default_factory=dict[int, Ended])
     stopped: set[int] = field(default_factory=set[int])
     preempted: list[int] = field(default_factory=list[int])
+    extras: dict[int, list[Extra]] = field(default_factory=dict[int, list[Extra]])
     num_never_told: int = 0
 
     def __post_init__(self) -> None:
         runner = FakeRunner(self.model, num_pages=self.num_pages, page_size=self.page_size, faults=self.faults)
-        self.runner = WatchedRunner(runner)
+        self.runner = WatchedRunner(runner, gives_one=self.model.tokens_per_step == "1")
         self.scheduler = Scheduler(self.settings, num_pages=self.num_pages, page_size=self.page_size)
         self.core: SchedulerCore[FakeTicket] = SchedulerCore(self.scheduler, self.runner, self.settings.depth)
 
@@ -181,11 +186,14 @@ class World:
         for opened in output.opened:
             assert opened.uid not in self.opened
             self.opened[opened.uid] = opened
-        for uid, token_id in zip(output.uids, output.token_ids, strict=True):
+        for uid, token_id in zip(output.tokens.uid_of_each(), output.tokens.token_ids, strict=True):
             assert uid in self.opened
             assert uid not in self.ended
             assert uid not in self.stopped
             self.outputs[uid].append(token_id)
+        for extra in output.tokens.extras:
+            assert extra.uid in self.opened
+            self.extras.setdefault(extra.uid, []).append(extra)
         for uid in output.preempted:
             assert uid in self.opened
             self.preempted.append(uid)

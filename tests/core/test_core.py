@@ -66,7 +66,7 @@ def test_the_first_output_of_a_request_opens_it() -> None:
     world.now = 5.0
     world.submit(submit_of(1, list(range(10)), limits=Limits(max_new_tokens=2)))
     outputs = [world.step() for _ in range(4)]
-    assert [output.uids if output else None for output in outputs] == [[], [], [1], [1]]
+    assert [output.tokens.uids if output else None for output in outputs] == [[], [], [1], [1]]
     third, fourth = outputs[2], outputs[3]
     assert third is not None
     assert fourth is not None

@@ -7,6 +7,7 @@ import gc
 import pytest
 
 from aioengine.processes.child import GC_THRESHOLDS
+from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Limits, Submit
 from aioengine.scheduler.plan import TOKENS, StepResult
 from aioengine.scheduler.scheduler import Scheduler
@@ -21,7 +22,8 @@ def run(scheduler: Scheduler, submits: list[Submit]) -> None:
     while scheduler.has_requests:
         plan = scheduler.schedule(0.0)
         assert plan is not None
-        scheduler.apply(plan, StepResult([5] * sum(row.gives == TOKENS for row in plan.rows)), 0.0)
+        uids = [row.uid for row in plan.rows if row.gives == TOKENS]
+        scheduler.apply(plan, StepResult(TokenColumns(uids, [5] * len(uids))), 0.0)
 
 
 def family(first: int) -> list[Submit]:

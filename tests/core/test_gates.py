@@ -252,7 +252,7 @@ def test_a_row_that_needs_its_last_token_stays_out_of_overlapped_steps(depth: in
             steps_of[row.uid].append(num_plans)
             if row.uid == 1:
                 world.close_gate([1], Gate.LAST_TOKEN)
-        if output is not None and 1 in output.uids:
+        if output is not None and 1 in output.tokens.uids:
             world.open_gate([1], Gate.LAST_TOKEN)
     assert steps_of[2] == list(range(40))
     assert steps_of[1] == list(range(0, 8 * (depth + 1), depth + 1))

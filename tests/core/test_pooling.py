@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit
 from aioengine.scheduler.gates import Gate
-from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, OpenedRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, OpenedRow, Plan, Row, StepResult
 from aioengine.testing.fake_runner import FakeRunner
 from aioengine.testing.faults import Faults
 from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
@@ -130,7 +131,7 @@ def test_a_runner_that_forgets_a_vector_is_an_error_of_that_request() -> None:
     world.submit(pooled(submit_of(1, [1, 2])))
     plan = world.scheduler.schedule(0.0)
     assert plan is not None
-    output = world.scheduler.apply(plan, msgspec.structs.replace(world.runner.launch(plan).result, vectors={}), 0.0)
+    output = world.scheduler.apply(plan, StepResult(TokenColumns([1], [], [0])), 0.0)
     (ended,) = output.ended
     assert (ended.code, ended.message) == (FinishCode.FAILED, "the runner gave no vector")
     world.core.check_integrity()

@@ -19,6 +19,7 @@ from aioengine.config import (
 )
 from aioengine.engine import AsyncEngine
 from aioengine.frontend.startup import Blueprint
+from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Reply, Stats, Submit, TextChunks
 from aioengine.supervision.processes import Events
 
@@ -139,7 +140,7 @@ class Double:
         for uid in uids:
             del self.live[uid]
         if finished:
-            chunks = TextChunks([], [], [], [], finished, len(self.live))
+            chunks = TextChunks(TokenColumns(), [], finished, len(self.live))
             asyncio.get_running_loop().call_soon(self.events.on_messages, [chunks])
 
     def step(self) -> None:
@@ -164,7 +165,7 @@ class Double:
                 del self.live[uid]
         texts = [chr(token_id) for token_id in token_ids]
         stats = Stats(time.monotonic(), len(self.live), 0, 64, 64, 0, 0, 1, 0, 0, 0, 0, 0)
-        self.events.on_messages([TextChunks(uids, texts, [1] * len(uids), token_ids, finished, len(self.live)), stats])
+        self.events.on_messages([TextChunks(TokenColumns(uids, token_ids), texts, finished, len(self.live)), stats])
 
     def _step_soon(self) -> None:
         if not self._is_stepping and self.live and not self.is_held:

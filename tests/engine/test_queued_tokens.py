@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from aioengine.config import QueueConfig
 from aioengine.errors import EngineDeadError, EngineOverloadedError
+from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Begun, FinishCode, TextChunks
 from aioengine.stream import Generation
 from tests.engine.engine_double import World, until
@@ -160,7 +161,7 @@ async def test_a_row_that_the_scheduler_never_ends_keeps_what_its_chunks_said(co
         await until(lambda: bool(world.double.submits))
         now = world.double.submits[0].arrived_at
         begun = [Begun(0, 2, now, now)]
-        world.double.events.on_messages([TextChunks([0], ["x"], [1], [120], begun=begun, preempted=[0])])
+        world.double.events.on_messages([TextChunks(TokenColumns([0], [120]), ["x"], begun=begun, preempted=[0])])
         first = (await anext(stream))["meta_info"]
         assert (first["cached_tokens"], first["num_preemptions"]) == (2, 1)
         frontend = engine._running()  # pyright: ignore[reportPrivateUsage]

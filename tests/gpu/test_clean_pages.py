@@ -48,7 +48,7 @@ def test_the_next_owner_of_a_page(tmp_path: Path, backend: str, graphs: int) -> 
     runner = build(msgspec.structs.replace(found, runner=settings), lambda _: None)
     greedy = Sampling(0, temperature=0.0)
     first = runner.launch(Plan([Row(4, 0, 2, TOKENS, [5, 6])], [OpenedRow(4, greedy, 2, [5, 6], [9])]))
-    expected = runner.collect(first).token_ids
+    expected = runner.collect(first).tokens.token_ids
     opened = [OpenedRow(1, greedy, 3, [5, 6, 6], [1]), OpenedRow(2, greedy, 1, [5], [2])]
     runner.collect(runner.launch(Plan([Row(1, 0, 3, TOKENS, [5, 6, 6])], opened, closed=[4])))
     runner._table.last_tokens[runner._table.requests[1].slot] = 77
@@ -57,6 +57,6 @@ def test_the_next_owner_of_a_page(tmp_path: Path, backend: str, graphs: int) -> 
     good = runner.launch(Plan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
     assert "not finite" in runner.collect(bad).failed[1]
     result = runner.collect(good)
-    assert (result.token_ids, result.failed) == (expected, {})
+    assert (result.tokens.token_ids, result.failed) == (expected, {})
     assert runner._kv_pool.tensor[:, :, 1:].isfinite().all()
     runner.close()

@@ -140,11 +140,8 @@ class Frontend:
         ids: list[int] = []
         for chunks in self.heard:
             if isinstance(chunks, TextChunks):
-                start = 0
-                for owner, count in zip(chunks.uids, chunks.counts, strict=True):
-                    if owner == uid:
-                        ids += chunks.token_ids[start : start + count]
-                    start += count
+                pairs = zip(chunks.tokens.uid_of_each(), chunks.tokens.token_ids, strict=True)
+                ids += [token_id for owner, token_id in pairs if owner == uid]
         return ids
 
     def text(self, uid: int) -> str:
@@ -153,7 +150,7 @@ class Frontend:
             text
             for chunks in self.heard
             if isinstance(chunks, TextChunks)
-            for owner, text in zip(chunks.uids, chunks.texts, strict=True)
+            for owner, text in zip(chunks.tokens.uids, chunks.texts, strict=True)
             if owner == uid
         )
 

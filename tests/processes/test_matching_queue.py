@@ -10,6 +10,7 @@ import pytest
 from aioengine.processes.detokenizer_process import DetokenizerService
 from aioengine.processes.matching_queue import MatchingQueue
 from aioengine.processes.open_text import OpenText, TextSource
+from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Abort, Ended, FinishCode, Finished, Opened, StepOutput, TextChunks, TextRules
 from aioengine.text import stop_regex
 from aioengine.text.stop_regex import PUSH_BUDGET_S
@@ -44,18 +45,17 @@ class World:
             self.take(message)
 
     def take(self, chunks: TextChunks) -> None:
-        start = 0
-        for uid, text, count in zip(chunks.uids, chunks.texts, chunks.counts, strict=True):
+        for uid, text in zip(chunks.tokens.uids, chunks.texts, strict=True):
             assert uid not in self.ends
             self.texts[uid] = self.texts.get(uid, "") + text
-            self.token_ids.setdefault(uid, []).extend(chunks.token_ids[start : start + count])
-            start += count
+        for uid, token_id in zip(chunks.tokens.uid_of_each(), chunks.tokens.token_ids, strict=True):
+            self.token_ids.setdefault(uid, []).append(token_id)
         for end in chunks.finished:
             assert end.uid not in self.ends
             self.ends[end.uid] = end
 
     def open(self, uid: int, rules: TextRules, resumed_ids: list[int] | None = None) -> None:
-        self.step(StepOutput([], [], [Opened(uid, rules, 0, 1.0, 2.0, resumed_ids or [])]))
+        self.step(StepOutput(opened=[Opened(uid, rules, 0, 1.0, 2.0, resumed_ids or [])]))
 
     def requests(self) -> list[OpenText]:
         return list(self.service._open.values())  # pyright: ignore[reportPrivateUsage]
@@ -74,7 +74,7 @@ def test_many_hostile_requests_take_a_bounded_part_of_each_step(monkeypatch: pyt
     requests = world.requests()
     for token_id in ids_of(SENTENCE * 6):
         used_s = sum(request.matching_s for request in requests)
-        world.step(StepOutput([*hostile, honest, with_pattern], [token_id] * 14))
+        world.step(StepOutput(TokenColumns([*hostile, honest, with_pattern], [token_id] * 14)))
         used_s = sum(request.matching_s for request in requests) - used_s
         assert used_s < 1.5 * (PUSH_BUDGET_S + 0.01)
         assert world.texts[honest] == (SENTENCE * 6)[: len(world.texts[honest])]
@@ -111,9 +111,9 @@ def play(rules: TextRules, code: FinishCode, num_resumed: int) -> tuple[World, F
     world.open(0, TextRules())
     world.open(1, rules, token_ids[:num_resumed])
     for token_id in token_ids[num_resumed:-1]:
-        world.step(StepOutput([1], [token_id]))
+        world.step(StepOutput(TokenColumns([1], [token_id])))
     matched = token_ids[-1] if code == FinishCode.STOP else None
-    world.step(StepOutput([1], [token_ids[-1]], ended=[Ended(1, code, matched)]))
+    world.step(StepOutput(TokenColumns([1], [token_ids[-1]]), ended=[Ended(1, code, matched)]))
     for _ in range(1000):
         if 1 in world.ends:
             break
@@ -153,15 +153,15 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> World:
     world.open(0, TextRules())
     world.open(1, TextRules(stop_regex=("the", "x")))
     for token_id in ids_of("see "):
-        world.step(StepOutput([1], [token_id]))
+        world.step(StepOutput(TokenColumns([1], [token_id])))
     monkeypatch.setattr(MatchingQueue, "delays", lambda self, request: True)
     for token_id in ids_of("the"):
-        world.service.handle([StepOutput([1], [token_id])], world.now)
+        world.service.handle([StepOutput(TokenColumns([1], [token_id]))], world.now)
     return world
 
 
 def test_an_abort_does_not_wait(waiting: World) -> None:
-    waiting.service.handle([StepOutput([], [], ended=[Ended(1, FinishCode.ABORT)])], waiting.now)
+    waiting.service.handle([StepOutput(ended=[Ended(1, FinishCode.ABORT)])], waiting.now)
     waiting.step()
     assert waiting.ends[1].code == FinishCode.ABORT
     assert waiting.texts[1] == "see "
@@ -173,12 +173,12 @@ def test_a_stop_found_before_the_scheduler_ended_the_request(waiting: World) -> 
     assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
     assert waiting.texts[1] == "see "
     assert waiting.service.num_remembered == 1
-    waiting.step(StepOutput([], [], ended=[Ended(1, FinishCode.LENGTH)]))
+    waiting.step(StepOutput(ended=[Ended(1, FinishCode.LENGTH)]))
     assert waiting.service.num_remembered == 0
 
 
 def test_a_stop_found_after_the_scheduler_ended_the_request(waiting: World) -> None:
-    waiting.step(StepOutput([], [], ended=[Ended(1, FinishCode.LENGTH)]))
+    waiting.step(StepOutput(ended=[Ended(1, FinishCode.LENGTH)]))
     waiting.step()
     assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
     assert waiting.aborted == []

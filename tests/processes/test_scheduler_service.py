@@ -73,7 +73,7 @@ def test_requests_run_to_their_ends() -> None:
     loop.give(1.0, submit(1), submit(2), Abort([2]))
     loop.run(1.0)
     assert {uid: end.code for uid, end in loop.ends().items()} == {1: FinishCode.LENGTH, 2: FinishCode.ABORT}
-    assert sum(output.uids.count(1) for output in loop.outputs) == 4
+    assert sum(output.tokens.uids.count(1) for output in loop.outputs) == 4
 
 
 def test_a_request_that_cannot_be_queued_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from aioengine.answers import RowFacts
 from aioengine.errors import EngineDeadError, RequestError
 from aioengine.frontend.delivery import MAX_WOKEN, Router
 from aioengine.frontend.outputs import MAX_UNJOINED_TEXTS, CallOutput, EndOfOutput, Reader, RowStream, Wants
+from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Begun, FinishCode, Finished, TextChunks
 
 if TYPE_CHECKING:
@@ -272,7 +273,10 @@ class TestRouter:
         router = Router({}, slot.lock)
         router.rows = dict(zip((7, 8, 9), slot.rows, strict=True))
         frame = TextChunks(
-            [8, 99, 7], ["bee", "lost", ""], [2, 1, 1], [1, 2, 3, 4], [Finished(8, FinishCode.LENGTH)], num_open=2
+            TokenColumns([8, 99, 7], [1, 2, 3, 4], [2, 1, 1]),
+            ["bee", "lost", ""],
+            [Finished(8, FinishCode.LENGTH)],
+            num_open=2,
         )
         assert router.deliver(frame) == [slot.rows[1]]
         assert (slot.rows[1].text, slot.rows[1].unread) == ("bee", [1, 2])
@@ -284,7 +288,7 @@ class TestRouter:
         slot = Slot(500)
         router = Router({}, slot.lock)
         router.rows = dict(enumerate(slot.rows))
-        frame = TextChunks(list(range(500)), ["a"] * 500, [1] * 500, list(range(500)))
+        frame = TextChunks(TokenColumns(list(range(500)), list(range(500))), ["a"] * 500)
         gc.collect()
         before = gc.get_count()[0]
         router.deliver(frame)
@@ -296,8 +300,8 @@ class TestRouter:
         router = Router({}, slot.lock)
         router.rows = {7: slot.rows[0]}
         waiter = await wait_here(slot)
-        router.deliver(TextChunks([7], ["a"], [1], [1]))
-        router.deliver(TextChunks([7], ["b"], [1], [2], [Finished(7, FinishCode.LENGTH)]))
+        router.deliver(TextChunks(TokenColumns([7], [1]), ["a"]))
+        router.deliver(TextChunks(TokenColumns([7], [2]), ["b"], [Finished(7, FinishCode.LENGTH)]))
         chunk = waiter.result()
         assert chunk is not None
         assert (chunk["text"], chunk["meta_info"]["finish_reason"]) == ("ab", "length")
@@ -310,11 +314,11 @@ class TestRouter:
         router.rows = {uid: slot.rows[0] for uid, slot in enumerate(slots)}
         waiters = [await wait_here(slot) for slot in slots]
         count = len(slots)
-        router.deliver(TextChunks(list(range(count)), ["a"] * count, [1] * count, [1] * count))
+        router.deliver(TextChunks(TokenColumns(list(range(count)), [1] * count), ["a"] * count))
         assert sum(waiter.done() for waiter in waiters) == 0
         router.wake()
         assert [waiter.done() for waiter in waiters] == [True] * MAX_WOKEN + [False] * (MAX_WOKEN + 1)
-        router.deliver(TextChunks([0, count - 1], ["b", "b"], [1, 1], [2, 2]))  # meanwhile, another step
+        router.deliver(TextChunks(TokenColumns([0, count - 1], [2, 2]), ["b", "b"]))  # meanwhile, another step
         for _ in range(3):
             await asyncio.sleep(0)
         assert all(waiter.done() for waiter in waiters)
@@ -327,9 +331,9 @@ class TestRouter:
         router = Router({}, slot.lock)
         router.rows = dict(zip((7, 8), slot.rows, strict=True))
         begun = [Begun(uid, 16 * (uid - 7), 1.0, 2.0) for uid in (7, 8, 99)]
-        router.deliver(TextChunks([7, 8], ["a", "b"], [1, 1], [1, 2], begun=begun))
+        router.deliver(TextChunks(TokenColumns([7, 8], [1, 2]), ["a", "b"], begun=begun))
         first = [slot.reader.take(), slot.reader.take()]
-        router.deliver(TextChunks([7, 8], ["a", "b"], [1, 1], [1, 2], preempted=[7, 99, 7]))
+        router.deliver(TextChunks(TokenColumns([7, 8], [1, 2]), ["a", "b"], preempted=[7, 99, 7]))
         second = [slot.reader.take(), slot.reader.take()]
         keys = ("cached_tokens", "num_preemptions", "num_retractions")
         told = [tuple(chunk["meta_info"][key] for key in keys) for chunk in (*first, *second) if chunk is not None]  # type: ignore[literal-required]

@@ -16,6 +16,7 @@ from aioengine.protocol.codec import (
     LostFrameError,
     fingerprint,
 )
+from aioengine.protocol.columns import NO_TOKEN, Extra, TokenColumns
 from aioengine.protocol.messages import (
     SCHEDULER,
     Abort,
@@ -54,8 +55,14 @@ MESSAGES: list[Message] = [
     Abort([1, 2], FinishCode.STOP, "why"),
     Suspend([1, 2], True),
     Control(3, "flush_cache", {"a": None, "b": 1.5, "c": "d", "e": True, "f": ["g", "h"]}, b"\x00\xff"),
-    StepOutput([1], [2], [Opened(1, TextRules(), 3, 1.0, 2.0)], [4], [Ended(1, FinishCode.LENGTH)]),
-    TextChunks([1], ["é\U0001f600"], [1], [2], [Finished(1, FinishCode.STOP, "x", ended_at=3.0)], 4),
+    StepOutput(TokenColumns([1], [2]), ended=[Ended(1, FinishCode.LENGTH)]),
+    StepOutput(
+        TokenColumns([1, 3], [2, 2], [2, 0], [Extra(3, NO_TOKEN, "kind", b"\x00\xff")]),
+        [Opened(1, TextRules(), 3, 1.0, 2.0)],
+        [4],
+        [Ended(1, FinishCode.LENGTH)],
+    ),
+    TextChunks(TokenColumns([1], [2]), ["é\U0001f600"], [Finished(1, FinishCode.STOP, "x", ended_at=3.0)], 4),
     Stats(1.0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12),
     Reply(3, True, "", "{}", payload=b"\x00\xff"),
     Ready(SCHEDULER, 12, "ab"),
@@ -182,15 +189,20 @@ def test_senders_without_end_are_refused() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        ["step_output", [1, 2], [3]],
-        ["text_chunks", [1], ["a", "b"], [1], [5]],
-        ["text_chunks", [1], ["a"], [1, 1], [5, 6]],
-        ["text_chunks", [1, 2], ["a", "b"], [1, 1], [5]],
+        ["step_output", [[1, 2], [3]]],
+        ["step_output", [[1, 2], [3, 4], [1]]],
+        ["step_output", [[1, 2], [3, 4], [1, 2]]],
+        ["step_output", [[1, 2], [3, 4], [3, -1]]],
+        ["step_output", [[1], [3], None, [[1, -2, "kind", b"data"]]]],
+        ["step_output", [[1], [3], None, [[1, 0, "kind"]]]],
+        ["text_chunks", [[1], [5]], ["a", "b"]],
+        ["text_chunks", [[1], [5, 6]], ["a"]],
+        ["text_chunks", [[1], [5, 6], [1]], ["a"]],
     ],
 )
 def test_columns_that_do_not_match_are_no_message(message: list[object]) -> None:
     frame = b"\x01" + msgspec.msgpack.encode([EPOCH, 1, 0, [message]])
-    with pytest.raises(BadFrameError, match="uids"):
+    with pytest.raises(BadFrameError, match="uids|Extra|Expected `(int|array)`"):
         FrameDecoder(EPOCH).decode(frame)
 
 
@@ -265,7 +277,7 @@ def test_the_fingerprint_knows_each_field_of_each_struct(monkeypatch: pytest.Mon
     codec._describe(codec.Frame, lines)
     names = {type(message).__name__ for message in MESSAGES} | {"Frame", "Sampling", "Limits", "TextRules"}
     assert set(lines) == names | {
-        "Begun", "Resumed", "Opened", "Ended", "Finished", "FinishCode", "RequestKind", "Role",
+        "Begun", "Resumed", "Opened", "Ended", "Extra", "Finished", "FinishCode", "RequestKind", "Role", "TokenColumns",
     }  # fmt: skip
     assert "queue_deadline:float | None:False" in lines["Limits"]
     assert "('DEADLINE', 3)" in lines["FinishCode"]

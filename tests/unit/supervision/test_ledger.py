@@ -8,6 +8,7 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import (
     Abort,
     Begun,
@@ -41,8 +42,10 @@ def submit_of(uid: int, *, limits: Limits | None = None, num_prompt: int = 3) ->
 def chunks_of(uid: int, token_ids: Sequence[int], *, begins: bool = False, ends: bool = False) -> TextChunks:
     begun = [Begun(uid, 0, 1.0, 2.0)] if begins else []
     finished = [Finished(uid, FinishCode.LENGTH)] if ends else []
-    columns = ([uid], ["x"], [len(token_ids)], list(token_ids)) if token_ids else ([], [], [], [])
-    return TextChunks(*columns, finished, 0, begun)
+    tokens = TokenColumns()
+    if token_ids:
+        tokens.add(uid, token_ids)
+    return TextChunks(tokens, ["x"] * len(tokens.uids), finished, 0, begun)
 
 
 def ends_of(ledger: Ledger) -> list[Finished]:
@@ -110,7 +113,7 @@ def test_preemptions_are_counted_on() -> None:
     world = World(1)
     world.hear(1, [7], begins=True)
     for _ in range(2):
-        world.ledger.hear(TextChunks([], [], [], [], preempted=[1, 9]))
+        world.ledger.hear(TextChunks(preempted=[1, 9]))
         world.restart()
     resumed = world.resumed(1)
     assert resumed is not None
@@ -462,7 +465,7 @@ class NaiveWorld(RuleBasedStateMachine):
             elif isinstance(message, Abort):
                 for uid in message.uids:
                     if self.running.pop(uid, None) is not None:
-                        self.hear(TextChunks([], [], [], [], [Finished(uid, message.code)]))
+                        self.hear(TextChunks(finished=[Finished(uid, message.code)]))
                         self.close(uid)
 
     def hear(self, chunks: TextChunks) -> None:

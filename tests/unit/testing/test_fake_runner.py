@@ -34,7 +34,7 @@ def runner_with(model: FakeModel = MODEL, faults: Faults | None = None) -> FakeR
 def give(
     runner: FakeRunner, *rows: Row, opened: list[OpenedRow] | None = None, closed: list[int] | None = None
 ) -> list[int]:
-    return runner.collect(runner.launch(Plan(list(rows), opened or [], closed or []))).token_ids
+    return runner.collect(runner.launch(Plan(list(rows), opened or [], closed or []))).tokens.token_ids
 
 
 def first_token(runner: FakeRunner, prompt: list[int], pages: list[int], sampling: Sampling = GREEDY) -> int:

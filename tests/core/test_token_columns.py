@@ -1,0 +1,178 @@
+"""Rows that give none, one or several tokens in a step, and what comes beside tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, BadColumnsError, Extra, TokenColumns
+from aioengine.protocol.messages import FinishCode, Limits
+from aioengine.scheduler.plan import Plan, Row, StepResult
+from aioengine.testing.fake_runner import FakeModel, extra_of, reference_vector
+from tests.core.core_world import World, random_requests, settings_of, submit_of
+from tests.core.test_pooling import pooled
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
+
+
+def world_of(tokens_per_step: str, *, depth: int = 0, num_pages: int = 64, **settings: int | bool) -> World:
+    model = FakeModel(
+        vocab_size=50, eos_token_id=3, eos_probability=0.02, tokens_per_step=tokens_per_step, gives_extras=True
+    )
+    return World(settings_of(depth=depth, **settings), num_pages, page_size=4, model=model)
+
+
+@DEPTHS
+@pytest.mark.parametrize("tokens_per_step", ["2", "0121", "10", "3", "001"])
+def test_any_number_of_tokens_in_a_step_gives_the_same_output(tokens_per_step: str, depth: int) -> None:
+    world = world_of(tokens_per_step, depth=depth)
+    for uid in range(4):
+        world.submit(submit_of(uid, list(range(uid, 3 * uid + 6)), limits=Limits(9 + uid, stop_token_ids=(3,))))
+    world.run()
+    world.check_all_over()
+
+
+def test_two_tokens_in_each_step_halve_the_number_of_steps() -> None:
+    steps = {}
+    for tokens_per_step in ("1", "2"):
+        world = world_of(tokens_per_step)
+        world.submit(submit_of(1, [5] * 6, limits=Limits(16)))
+        world.run()
+        steps[tokens_per_step] = len(world.runner.plans)
+    assert (steps["1"], steps["2"]) == (16, 8)
+
+
+def test_the_next_row_computes_all_tokens_of_the_step_before() -> None:
+    world = world_of("20")
+    world.submit(submit_of(1, [5] * 6, limits=Limits(5)))
+    for _ in range(4):
+        world.step()
+    rows = [row for plan in world.runner.plans for row in plan.rows]
+    first, second = world.outputs[1][:2]
+    assert [(row.start, row.count) for row in rows] == [(0, 6), (6, 2), (7, 1), (8, 2)]
+    assert rows[1].token_ids == [first, second]
+    assert rows[2].token_ids == [second]  # again, since it gave no token
+
+
+def test_tokens_behind_the_end_do_not_count() -> None:
+    world = world_of("3")
+    world.submit(submit_of(1, [5] * 6, limits=Limits(4)))
+    world.run()
+    assert len(world.outputs[1]) == 4
+    assert world.ended[1].code is FinishCode.LENGTH
+    assert world.core.stats(0.0).output_tokens == 4
+    world.check_all_over()
+
+
+@DEPTHS
+@given(
+    seed=st.integers(0, 2**32),
+    tokens_per_step=st.text("0123", min_size=1, max_size=5).filter(lambda digits: digits.strip("0") != ""),
+    num_pages=st.sampled_from([16, 24, 256]),
+    chunk_tokens=st.sampled_from([1, 7, 32]),
+)
+def test_random_requests_give_the_reference_and_one_extra_a_token(
+    depth: int, *, seed: int, tokens_per_step: str, num_pages: int, chunk_tokens: int
+) -> None:
+    rng = random.Random(seed)
+    world = world_of(
+        tokens_per_step, depth=depth, num_pages=num_pages, chunk_tokens=chunk_tokens, context_length=4 * num_pages
+    )
+    waiting = random_requests(rng, count=16, max_prompt=24, max_output=20)
+    waiting = [pooled(submit) if rng.random() < 0.2 else submit for submit in waiting]
+    aborted = rng.sample(range(16), 2)
+    while waiting or world.core.has_work:
+        if waiting and rng.random() < 0.4:
+            world.submit(waiting.pop())
+        if rng.random() < 0.05:
+            world.abort(aborted)
+        world.step()
+    world.check_all_over()
+    for uid, output in world.outputs.items():
+        extras = {extra.index: extra for extra in world.extras.get(uid, []) if extra.kind != POOLED_VECTOR}
+        assert {index: extras[index] for index in range(len(output))} == {
+            index: extra_of(uid, index, token_id) for index, token_id in enumerate(output)
+        }
+
+
+@DEPTHS
+def test_a_pooled_vector_is_an_extra_of_the_output(depth: int) -> None:
+    world = world_of("1", depth=depth)
+    world.submit(pooled(submit_of(1, [5, 6, 7])), submit_of(2, [5, 6]))
+    world.run()
+    assert world.extras[1] == [Extra(1, NO_TOKEN, POOLED_VECTOR, reference_vector([5, 6, 7]))]
+    world.check_all_over()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_that_comes_too_late_gives_neither_token_nor_extra(depth: int) -> None:
+    world = world_of("1", depth=depth)
+    world.submit(submit_of(1, [5, 6, 7]), submit_of(2, [8, 9]))
+    while not world.outputs[1]:
+        world.step()
+    world.abort([1])
+    num_extras = len(world.extras[1])
+    world.run()
+    assert len(world.extras[1]) == num_extras == len(world.outputs[1])
+    world.check_all_over()
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        TokenColumns(),
+        TokenColumns([1], [7]),
+        TokenColumns([2, 1], [7, 7]),
+        TokenColumns([1, 2, 3], [7, 7, 7]),
+        TokenColumns([1, 3], [7], [1, 0]),
+    ],
+)
+def test_a_runner_that_gives_other_rows_fails_the_step_by_a_named_error(
+    tokens: TokenColumns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = world_of("1")
+    world.submit(submit_of(1, [5, 6]), submit_of(2, [7, 8]))
+    monkeypatch.setattr(world.runner, "collect", lambda _: StepResult(tokens))
+    output = world.core.step(0.0)
+    assert output is not None
+    assert [(ended.uid, ended.code) for ended in output.ended] == [(1, FinishCode.FAILED), (2, FinishCode.FAILED)]
+    assert "BadColumnsError: the runner gave rows of the requests" in output.ended[0].message
+    monkeypatch.undo()
+    world.submit(submit_of(3, [5, 6]))
+    world.run()
+    assert world.outputs[3] == world.reference(3)
+
+
+@pytest.mark.parametrize(
+    ("uids", "token_ids", "counts"),
+    [([1], [], None), ([1], [5, 6], None), ([1, 2], [5, 6], [2]), ([1], [5], [2]), ([1, 2], [5], [2, -1])],
+)
+def test_columns_that_contradict_each_other_are_refused(
+    uids: list[int], token_ids: list[int], counts: list[int] | None
+) -> None:
+    with pytest.raises(BadColumnsError, match=f"{len(uids)} uids"):
+        TokenColumns(uids, token_ids, counts)
+
+
+def test_rows_are_added_read_and_cut() -> None:
+    tokens = TokenColumns(extras=[extra_of(1, 0, 5), extra_of(2, 4, 6)])
+    tokens.add(1, [5])
+    assert (tokens.counts, list(tokens.rows())) == (None, [5])
+    tokens.add(2, [6, 7, 8])
+    tokens.add(3, ())
+    tokens.add(4, [9])
+    assert tokens == TokenColumns([1, 2, 3, 4], [5, 6, 7, 8, 9], [1, 3, 0, 1], tokens.extras)
+    assert list(tokens.rows()) == [[5], [6, 7, 8], [], [9]]
+    assert list(tokens.uid_of_each()) == [1, 2, 2, 2, 4]
+    assert tokens.limited({}) is tokens
+    assert tokens.limited({1: 0, 2: 2}) == TokenColumns([2, 3, 4], [6, 7, 9], [2, 0, 1], [extra_of(2, 4, 6)])
+
+
+def test_the_check_of_a_result_knows_rows_that_give_nothing() -> None:
+    plan = Plan([Row(1, 0, 2, 0, [5, 6]), Row(2, 0, 1, 1, [5])])
+    StepResult(TokenColumns([2], [7])).check(plan)
+    with pytest.raises(BadColumnsError, match=r"rows of the requests \[1, 2\], not of \[2\]"):
+        StepResult(TokenColumns([1, 2], [7, 7])).check(plan)
