@@ -21,7 +21,7 @@ from aioengine.stream import Generation, Stream
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
     from pathlib import PurePath
     from types import TracebackType
     from typing import Self, Unpack
@@ -96,7 +96,7 @@ class AsyncEngine:
         run = self._run
         if run is not None and not run.is_forked and (run.is_ended or run.loop.is_closed()):
             await run.end()  # memory of a device is free only when the last process has ended
-        await self._joined_run().start(self._start_frontend, owner=self)
+        await self._joined_run().start(self._start_frontend)
 
     def _joined_run(self) -> EngineRun:
         """The run of this loop: the present one, or a new one where there is none."""
@@ -115,15 +115,20 @@ class AsyncEngine:
         finally:
             bars.close()
 
-    async def shutdown(self) -> None:
-        """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; harmless twice."""
-        run = self._run
-        is_in_use = run is not None and run.is_in_use and not run.is_forked
-        if run is not None and is_in_use and not run.loop.is_closed():
-            run.check_loop()
-        self._is_closed = True
-        if run is not None and is_in_use:
+    def shutdown(self) -> Coroutine[object, None, None]:
+        """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; harmless twice.
+
+        It begins at this call: a task that is cancelled before its first step ends the engine too.
+        """
+        run = self._run if self._run is not None and self._run.is_in_use and not self._run.is_forked else None
+        if run is None or run.begin_end():
+            self._is_closed = True
+        return self._shutdown(run)
+
+    async def _shutdown(self, run: EngineRun | None) -> None:
+        if run is not None:
             await run.end()
+        self._is_closed = True
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -135,9 +140,8 @@ class AsyncEngine:
         await self.shutdown()
 
     def __del__(self) -> None:
-        run = self._run
-        if run is not None and run.frontend is not None and not run.is_over and not run.is_forked:
-            warnings.warn(f"{self!r} was not shut down", ResourceWarning, stacklevel=1, source=self)
+        if self._run is not None and self._run.kill_now():
+            warnings.warn("an AsyncEngine was not shut down", ResourceWarning, stacklevel=1, source=self)
 
     def __repr__(self) -> str:
         return info.described("AsyncEngine", self._model_name, self.health()["state"])

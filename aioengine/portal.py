@@ -12,7 +12,7 @@ import uvloop
 from aioengine.errors import EngineClosedError, RequestError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.green_threads import require_real_threads
-from aioengine.supervision.tasks import post
+from aioengine.supervision.tasks import post, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -52,26 +52,50 @@ class _Outcome:
 
 
 class Portal:
-    """A uvloop event loop on a daemon thread. Made running; ``close`` ends it.
+    """A uvloop event loop on a daemon thread, from ``start`` to ``close``.
 
     Attributes:
         _calls: the calls that have no outcome yet, with their coroutines. Whoever takes one out gives its outcome, so
             that each gets one, also where the loop ends before the call has begun.
     """
 
-    def __init__(self, name: str, closed: Callable[[], EngineError] = EngineClosedError) -> None:
-        """``closed`` makes the error of calls that come too late."""
+    def __init__(
+        self,
+        name: str,
+        closed: Callable[[], EngineError] = EngineClosedError,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        """``closed`` makes the error of calls that come too late. ``on_end`` is called after the end of the loop."""
+        self._name = name
+        self._closed = closed
+        self._on_end = on_end
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: dict[_Outcome, Coroutine[object, None, object]] = {}
+        self._tasks: dict[_Outcome, asyncio.Task[object]] = {}
+        self._is_closing = False
+        self._is_ending = False
+        self._stopping = asyncio.Event()
+        self._started = _Outcome()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, which makes, runs and closes the loop: an exception here leaves nothing without an owner.
+
+        Raises:
+            EngineStartupError: the system has too few threads or file descriptors.
+        """
         require_real_threads()
         require_descriptors(FOR_AN_ENGINE + _FOR_THE_LOOP)  # where it finds none, libuv aborts the program
         hold_standard_descriptors()
-        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        self._closed = closed
-        self._calls: dict[_Outcome, Coroutine[object, None, object]] = {}
-        self._tasks: dict[_Outcome, asyncio.Task[object]] = {}
-        self._is_ending = False
-        self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name=self._name)
+        self._started.wait(None)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop, once ``start`` has returned."""
+        if self._loop is None:
+            raise self._closed()
+        return self._loop
 
     @property
     def is_current(self) -> bool:
@@ -109,28 +133,37 @@ class Portal:
         return cast("Value", outcome.value)
 
     def close(self, *, waits: bool = True) -> None:
-        """End the loop, cancel what still runs on it, and end the thread. Harmless twice."""
-        post(self.loop, self._stopping.set)
+        """End the loop, cancel what still runs on it, and end the thread. Harmless twice, and before ``start``."""
+        self._is_closing = True
+        if self._loop is not None:
+            post(self._loop, self._stopping.set)
         if waits:
             self.join(JOIN_TIMEOUT_S)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the thread, which something else brings about."""
-        if not self.is_current:
+        if self._thread is not None and not self.is_current:
             self._thread.join(timeout_s)
 
     # ------------------------------------------------------------ on the portal's thread
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve())
         finally:
+            if not self._started.is_done:
+                self._started.set(None)
             self._refuse_all()  # those that came while the loop was closed
+            if self._on_end is not None:
+                self._on_end()
 
     async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._started.set(None)
         try:
-            await self._stopping.wait()
+            if not self._is_closing:
+                await self._stopping.wait()
         finally:
             self._is_ending = True
             self._refuse_all()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from aioengine import signatures
 from aioengine.answers import Answer
 from aioengine.args import engine_config
-from aioengine.errors import EngineClosedError
+from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.foreign_names import no_attribute
 from aioengine.frontend import callers, info, requests
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
@@ -23,7 +23,6 @@ from aioengine.frontend.progress import ProgressBars
 from aioengine.frontend.startup import parts_of, start_frontend
 from aioengine.portal import Portal
 from aioengine.stream import Generation, Stream
-from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.outputs import Reader
     from aioengine.frontend.requests import CallRequest, ChatOptions, RequestOptions
     from aioengine.frontend.startup import Blueprint
+    from aioengine.protocol.messages import Progress
     from aioengine.signatures import Chat, EngineArguments, Generate
     from aioengine.tokenizer import Tokenizer
 
@@ -150,15 +150,16 @@ class Engine:
         self._model_name = model_name
         self._pid = os.getpid()
         bars = ProgressBars(progress)
-        self._portal = Portal("aioengine", callers.closed)
+        run = _Run()
+        self._portal = run.portal
+        self._finalizer = weakref.finalize(self, run.end)  # before anything is started: no exception leaves it running
         try:
-            self._frontend = self._portal.call(start_frontend(prepare, bars.show))
+            self._frontend = run.start(prepare, bars.show)
         except BaseException:
-            self._portal.close()
+            self._finalizer()
             raise
         finally:
             bars.close()
-        self._finalizer = weakref.finalize(self, _end, self._portal, self._frontend, self._pid)
 
     # ------------------------------------------------------------ life
 
@@ -408,20 +409,51 @@ class Engine:
         return info.model_info(self._running().parts.settings)
 
 
-def _end(portal: Portal, frontend: Frontend, pid: int) -> None:
-    """Shutdown, for the method, for the end of the program and for forgotten engines. A fork has no say."""
-    if os.getpid() != pid:
-        return
-    try:
-        if portal.is_current or frontend.is_interrupted:  # its own thread, or one that holds what its thread waits for
-            post(frontend.loop, frontend.fail, callers.closed())
-            frontend.kill_now()
-        else:
-            portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)
-    except (TimeoutError, EngineClosedError):  # it does not end in time, or its loop has ended already
-        frontend.kill_now()
-    except BaseException:  # interrupted, and this is called once
-        frontend.kill_now()
-        raise
-    finally:
-        portal.close(waits=not frontend.is_interrupted)
+class _Run:
+    """The loop of an Engine, and the frontend on it. Whatever ends them must not keep the Engine itself alive.
+
+    Attributes:
+        frontend: set as soon as the start has succeeded.
+    """
+
+    def __init__(self) -> None:
+        self.portal = Portal("aioengine", callers.closed, self._on_loop_ended)
+        self.frontend: Frontend | None = None
+        self._pid = os.getpid()
+
+    def start(self, prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
+        self.portal.start()
+        return self.portal.call(self._start(prepare, on_progress))
+
+    async def _start(self, prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
+        self.frontend = await start_frontend(prepare, on_progress)
+        return self.frontend
+
+    def end(self) -> None:
+        """Shutdown, for the method, for the end of the program and for forgotten engines. Does nothing in a fork."""
+        if os.getpid() != self._pid:
+            return
+        frontend = self.frontend
+        try:
+            if frontend is not None:  # else a start that is under way is cancelled with its loop
+                self._stop(frontend)
+        finally:
+            self.portal.close(waits=frontend is None or not frontend.is_interrupted)
+
+    def _stop(self, frontend: Frontend) -> None:
+        try:
+            if self.portal.is_current or frontend.is_interrupted:  # that thread waits for nobody, or for this one
+                frontend.close_now()
+            else:
+                self.portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)
+        except (TimeoutError, EngineClosedError):  # it does not end in time, or its loop has ended already
+            frontend.close_now()
+        except BaseException:  # interrupted, and this is called once
+            frontend.close_now()
+            raise
+
+    def _on_loop_ended(self) -> None:
+        """On the loop's thread: calls that are still open have no other end, nor children that still run."""
+        if self.frontend is not None:
+            reason = "the engine's event loop was ended from outside"
+            self.frontend.close_now(EngineDeadError("frontend", pid=self._pid, reason=reason))

@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import EngineClosedError, WrongLoopError
+from aioengine.supervision.tasks import runs_here
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -73,14 +74,6 @@ def refuse_interrupting(lock: threading.RLock) -> None:
             "request here; abort_request(), abort(), close(), stats() and health() may be called, everything else "
             "must be handed to another thread or to the event loop (loop.call_soon_threadsafe)"
         )
-
-
-def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether this thread is just running ``loop``."""
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
 
 
 def refuse_own_thread(loop: asyncio.AbstractEventLoop) -> None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.errors import RequestError, RequestTooLargeError, describe
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, Prompt, RefusedPrompt, TextPrompt
-from aioengine.frontend.worker_thread import WorkerThread
 from aioengine.supervision.tasks import post
+from aioengine.supervision.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     import os
@@ -160,7 +160,7 @@ class Lane:
     def __init__(self, name: str, encode: Callable[[list[Job]], list[list[Encoded]]]) -> None:
         """Start the thread: where the system allows no more of them, that is known now and not at a request.
 
-        Raises RuntimeError: the thread cannot be started.
+        Raises EngineStartupError: the thread cannot be started.
         """
         self._encode = encode
         self._thread = WorkerThread[_Timed](f"aioengine-{name}")

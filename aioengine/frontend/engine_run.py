@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import weakref
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from aioengine.errors import WrongLoopError
 from aioengine.frontend import callers
 from aioengine.frontend.callers import running_loop
-from aioengine.supervision.tasks import EngineTask
+from aioengine.supervision.tasks import EngineTask, runs_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -36,7 +37,6 @@ class EngineRun:
         self.has_failed = False
         self.is_ended = False
         self.is_over = False
-        self._finalizer: weakref.finalize[..., object] | None = None
         self._lock = asyncio.Lock()
         self._num_starters = 0
         self._start: asyncio.Task[Frontend] | None = None
@@ -74,10 +74,10 @@ class EngineRun:
         self.check_loop()
         self._num_starters += 1
 
-    async def start(self, start_frontend: Callable[[], Coroutine[object, None, Frontend]], owner: object) -> None:
+    async def start(self, start_frontend: Callable[[], Coroutine[object, None, Frontend]]) -> None:
         """Start the processes, unless that was done. Of several callers one does it, the others wait.
 
-        They are killed when ``owner`` is collected, and at the end of the interpreter.
+        They are killed at the end of the interpreter.
 
         Raises:
             EngineClosedError: ``end`` was called.
@@ -89,7 +89,7 @@ class EngineRun:
                     raise callers.closed()
                 if self.frontend is None:
                     self.frontend = await self._started(start_frontend)
-                    self._finalizer = weakref.finalize(owner, _kill_quietly, self)
+                    _running.add(self)
                 elif self.frontend.failure is not None:
                     raise self.frontend.failure.with_traceback(None)
         finally:
@@ -114,46 +114,61 @@ class EngineRun:
             self._start = None
         return frontend
 
-    async def end(self) -> None:
-        """End the processes, and a start that is under way. Harmless twice; being cancelled does not stop it."""
+    def begin_end(self) -> bool:
+        """Begin to end the processes, and a start that is under way; False on another loop than its own."""
         if self.is_over:
-            return
+            return True
         if self.loop.is_closed():
             self.kill_now()
-            return
-        self.check_loop()
+            return True
+        if not runs_here(self.loop):
+            return False
         self.is_ended = True
         if self._end is None:
             if self._start is not None:
                 self._start.cancel()
             # (Cancelled with all tasks of the loop, it may not even begin.)
             self._end = EngineTask(self._stop(), name="aioengine-shutdown", on_failure=lambda _: self.kill_now())
-        await self._end.wait()
+        return True
+
+    async def end(self) -> None:
+        """End the processes, and a start that is under way. Harmless twice; being cancelled does not stop it.
+
+        Raises:
+            WrongLoopError: this is another loop.
+        """
+        if not self.begin_end():
+            self.check_loop()
+        if self._end is not None and not self.is_over:
+            await self._end.wait()
+            self.kill_now()  # where that has not ended in time
 
     async def _stop(self) -> None:
         async with self._lock:
             if self.frontend is not None:
                 await _stop(self.frontend)
-            self._set_over()
+            self.is_over = True
 
-    def kill_now(self) -> None:
-        """End the processes at once and without a loop. Does nothing in a fork, nor where they have ended."""
+    def kill_now(self) -> bool:
+        """End the processes at once and without a loop. False, and nothing, in a fork, and where none runs."""
         if self.is_forked or self.is_over:
-            return
-        self._set_over()
+            return False
+        self.is_ended = self.is_over = True
         if self.frontend is not None:
-            self.frontend.kill_now()
+            with contextlib.suppress(OSError):
+                self.frontend.close_now()
         elif self._start is not None and self.loop.is_closed():
             self._start.get_coro().close()  # it was under way, and kills what it has started
-
-    def _set_over(self) -> None:
-        self.is_ended = self.is_over = True
-        if self._finalizer is not None:
-            self._finalizer.detach()  # it would keep this run, and with it the frames of the error that ended it
+        return self.frontend is not None
 
 
-def _kill_quietly(run: EngineRun) -> None:
-    with contextlib.suppress(OSError):
+_running: weakref.WeakSet[EngineRun] = weakref.WeakSet()
+"""Those that have been started. The engine alone keeps a run alive, and kills it when it is itself collected."""
+
+
+@atexit.register
+def _kill_running() -> None:
+    for run in list(_running):
         run.kill_now()
 
 
@@ -167,5 +182,5 @@ async def _stop(frontend: Frontend) -> None:
     try:
         await frontend.stop()
     except BaseException:  # cancelled
-        frontend.kill_now()
+        frontend.close_now()
         raise

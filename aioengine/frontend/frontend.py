@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from functools import partial
@@ -30,7 +31,6 @@ from aioengine.frontend.callers import (
     refuse_deep_stack,
     refuse_interrupting,
     refuse_own_thread,
-    runs_here,
 )
 from aioengine.frontend.calls import Call, Calls
 from aioengine.frontend.controls import Controls
@@ -42,7 +42,7 @@ from aioengine.frontend.requests import MAX_TIMEOUT_S
 from aioengine.frontend.submitter import PromptRules
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.supervision.processes import Processes
-from aioengine.supervision.tasks import post
+from aioengine.supervision.tasks import post, runs_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -235,9 +235,10 @@ class Frontend:
             self.limits.refuse(error)
         for call in list(self.calls.by_output.values()):
             self._lifecycle.fail(call, error)
-        self.controls.fail(error)
         self._slow_readers.stop()
-        self._ended.set()
+        if not self.loop.is_closed():  # else no task waits there any more
+            self.controls.fail(error)
+            self._ended.set()
 
     def _send(self, messages: Sequence[ToScheduler]) -> None:
         if self.failure is None:
@@ -300,11 +301,27 @@ class Frontend:
         # Before the loop ends: readers on other threads wait for these rows.
         await self._lifecycle.submitter.wait_ended()
 
-    def kill_now(self) -> None:
-        """End the processes and the threads at once; for when the loop is closed."""
+    def close_now(self, error: EngineError | None = None) -> None:
+        """End the processes and the threads at once, and the calls in the next turn of the loop. From any thread.
+
+        ``error``: the loop has ended, and the calls of other threads end here with this error.
+        """
+        if error is None:
+            post(self.loop, _end_calls, self, closed())
+        else:
+            _end_calls(self, error)
         if self._encoder is not None:
             self._encoder.close()
         self.parts.processes.kill_now()
+
+
+def _end_calls(frontend: Frontend, error: EngineError) -> None:
+    """Fail every call, with all its rows at once: in a turn of the loop that may be the last, or after its end."""
+    with frontend._lock:
+        frontend.limits.refuse(frontend.failure or error)
+    frontend.attachments.clear(closed())  # no timer of a closed loop can forget them
+    frontend.fail(error)
+    frontend._lifecycle.submitter.end_some(sys.maxsize)
 
 
 def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:

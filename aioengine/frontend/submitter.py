@@ -18,6 +18,7 @@ from aioengine.frontend.encoder import Encoder, Job, look_at
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, RefusedPrompt, TextPrompt
 from aioengine.protocol.messages import SEED_MASK, FinishCode, Finished, Submit
+from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class Submitter:
         self._calls = calls
         self._submit = submit
         self._settle = settle
+        self._loop = asyncio.get_running_loop()
         self._num_uids = 0
         self._num_seeds = 0
         self._last_known: _Known | None = None
@@ -142,21 +144,19 @@ class Submitter:
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
 
     def _known_of(self, params: SamplingParams) -> _Known:
-        """As it was made last, if no other parameters came between; rows of one call share theirs."""
-        known = self._last_known
-        if known is None or known.params is not params:
-            self._last_known = known = self._look(params)
-        return known
+        """As it was made last, if no other parameters came between; rows of one call share theirs.
 
-    def _look(self, params: SamplingParams) -> _Known:
-        """Raises ValueError for ids outside the vocabulary."""
-        rules = self._rules
-        return _Known(
-            params,
-            wire.sampling(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
-            wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
-            wire.text_rules(params, stream_interval=rules.stream_interval),
-        )
+        Raises ValueError: ids outside the vocabulary.
+        """
+        known, rules = self._last_known, self._rules
+        if known is None or known.params is not params:
+            self._last_known = known = _Known(
+                params,
+                wire.sampling(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
+                wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
+                wire.text_rules(params, stream_interval=rules.stream_interval),
+            )
+        return known
 
     def submit_next(self, call: Call) -> None:
         """Begin as many rows of the call as may be in flight: some now, more in the next turns of the loop.
@@ -192,7 +192,7 @@ class Submitter:
         if len(known) == len(ready):
             self._start_rows(call, _rows_of(call, known), 0.0)
             if call.num_started < request.num_rows and not output.is_over:
-                asyncio.get_running_loop().call_soon(self.submit_next, call)
+                self._loop.call_soon(self.submit_next, call)
         elif self._encoder is not None:
             call.is_encoding = True
             self._encoder.encode(Job(prompts, partial(self._encoded, call, ready), self._check_ids))
@@ -252,7 +252,7 @@ class Submitter:
                 num_bytes += _size(submits[-1]) if submits else 0
                 if num_bytes >= MAX_BYTES_AT_ONCE:
                     call.is_encoding = True
-                    asyncio.get_running_loop().call_soon(self._go_on, call, rows, tokenize_s)
+                    self._loop.call_soon(self._go_on, call, rows, tokenize_s)
                     break
             if not call.request.refuses_late or not submits:  # else its first chunk says that it was not refused
                 call.output.accept()
@@ -349,7 +349,7 @@ class Submitter:
             call.ending = ending
             self._ending.append(call)
             if len(self._ending) == 1:
-                asyncio.get_running_loop().call_soon(self._end_some)
+                post(self._loop, self.end_some)
         with self._lock:
             call.output.accept()
 
@@ -358,16 +358,15 @@ class Submitter:
         while self._ending:  # noqa: ASYNC110  # it is over after a known number of turns
             await asyncio.sleep(0)
 
-    def _end_some(self) -> None:
-        """End some rows, of one call after the other, and more in the next turn of the loop."""
-        num_left = MAX_ROWS_ENDED_AT_ONCE
+    def end_some(self, max_rows: int = MAX_ROWS_ENDED_AT_ONCE) -> None:
+        """End some rows, of one call after the other, and more in the next turn of the loop, where there is one."""
         try:
-            while self._ending and num_left > 0:
+            while self._ending and max_rows > 0:
                 call = self._ending.popleft()
-                num_left -= self._end_rows(call, num_left)
+                max_rows -= self._end_rows(call, max_rows)
         finally:
             if self._ending:
-                asyncio.get_running_loop().call_soon(self._end_some)
+                post(self._loop, self.end_some)
 
     def _end_rows(self, call: Call, max_rows: int) -> int:
         """Returns how many were ended, or 1 where there was nothing to do: that takes a moment as well."""

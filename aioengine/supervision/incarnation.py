@@ -39,7 +39,7 @@ from aioengine.supervision.family import Family
 from aioengine.supervision.handshake import Handshake
 from aioengine.supervision.heartbeats import Heartbeats
 from aioengine.supervision.processes import ProcessState
-from aioengine.supervision.tasks import EngineTask
+from aioengine.supervision.tasks import EngineTask, post, runs_here
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ class Incarnation:
         self._on_messages = on_messages
         self._on_loss = on_loss
         self._on_progress = on_progress
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._handshake: Handshake | None = None
         self._pump: EngineTask | None = None
         self._outgoing = Outgoing(self._transmit, settings.scheduler.chunk_tokens)
@@ -171,6 +172,7 @@ class Incarnation:
 
     async def _begin(self, stages: list[tuple[Collection[Role], Callable[[], Awaitable[None]]]]) -> dict[str, object]:
         """Do each of these, and wait until the children of these roles are ready."""
+        self._loop = asyncio.get_running_loop()
         facts: dict[str, object] = {}
         try:
             for roles, launch in stages:
@@ -335,10 +337,17 @@ class Incarnation:
         self._family.kill()
 
     def kill_now(self) -> None:
-        """End the children at once and without a loop."""
+        """End the children at once, from any thread, and with or without a loop that runs."""
         self._is_ended = True
         self._family.kill_and_reap()
+        if self._loop is not None and self._loop.is_running() and not runs_here(self._loop):
+            post(self._loop, self._close)  # its timers and sockets belong to its thread
+        else:
+            self._close()
+
+    def _close(self) -> None:
         self._mark_ended()
+        self._heartbeats.stop()
         if self._pump is not None:
             self._pump.cancel()
         self._launcher.close()

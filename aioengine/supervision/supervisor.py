@@ -131,7 +131,7 @@ class Supervisor:
 
     async def stop(self, timeout_s: float) -> None:
         """End the children: ask, then kill; all within about ``timeout_s``. Harmless when repeated or never started."""
-        self._mark_ended()
+        self._is_ended = True
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
             await recovery.stop()
@@ -144,7 +144,7 @@ class Supervisor:
         """
         if os.getpid() != self._owner_pid:
             return
-        self._mark_ended()
+        self._is_ended = True
         if self._recovery is not None:
             self._recovery.cancel()
         self._incarnation.kill_now()
@@ -286,7 +286,7 @@ class Supervisor:
         """The engine is over: say why, once."""
         if self._is_ended:
             return
-        self._mark_ended()
+        self._is_ended = True
         try:
             self._incarnation.give_up()
         finally:
@@ -301,12 +301,6 @@ class Supervisor:
         self._events.on_failure(error)
         level = logging.INFO if _is_cancellation(error) else logging.ERROR
         log(logger, level, "the engine has ended: %s", _describe(error))
-
-    def _mark_ended(self) -> None:
-        self._is_ended = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class RestartWindow:

@@ -1,15 +1,27 @@
-"""Tasks and callbacks of the engine on event loops that belong to the program, which may cancel or close anything."""
+"""Tasks, callbacks and threads of the engine inside the program, which may cancel, close or use up anything."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Final
 
-from aioengine.errors import EngineDeadError
+from aioengine.errors import EngineDeadError, EngineStartupError
+from aioengine.logs import warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S: Final = 5.0
+"""How long a task may take to end after it was cancelled."""
+
+END_TIMEOUT_S: Final = 30.0
+"""How long a task may take that ends by itself."""
 
 
 def post(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *arguments: object) -> bool:
@@ -26,6 +38,32 @@ def post(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *arguments
     return True
 
 
+def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this thread is just running ``loop``."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+def start_thread(target: Callable[..., object], *arguments: object, name: str) -> threading.Thread:
+    """Start a daemon thread, which does not keep the program from exiting.
+
+    Raises:
+        EngineStartupError: the system allows no more threads.
+    """
+    thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise EngineStartupError(
+            f"the engine needs another thread ({name}), and the system allows this program no more than its "
+            f"{threading.active_count()} ({error}); raise the limit (ulimit -u, or pids.max of its control group) "
+            "or run fewer threads"
+        ) from error
+    return thread
+
+
 class EngineTask:
     """A task that only the engine may end.
 
@@ -37,7 +75,7 @@ class EngineTask:
     __slots__ = ("_is_stopping", "_on_failure", "_task")
 
     def __init__(
-        self, coroutine: Coroutine[object, object, None], *, name: str, on_failure: Callable[[EngineDeadError], None]
+        self, coroutine: Coroutine[object, object, None], *, name: str, on_failure: Callable[[EngineDeadError], object]
     ) -> None:
         self._on_failure = on_failure
         self._is_stopping = False
@@ -49,21 +87,28 @@ class EngineTask:
         return self._task.done()
 
     def cancel(self) -> None:
-        """End the task without waiting for it. Harmless when its loop is closed."""
+        """End the task a moment later. From any thread and finalizer; harmless when its loop is closed."""
         self._is_stopping = True
-        if not self._task.get_loop().is_closed():
-            self._task.cancel()
+        post(self._task.get_loop(), self._task.cancel)
 
     async def wait(self) -> None:
-        """Wait for the end of the task, and raise what it raised. Cancelling this does not cancel the task."""
-        await asyncio.wait([self._task])
-        if not self._task.cancelled():
+        """Wait for the end of the task, and raise what it raised. Cancelling this does not cancel the task.
+
+        Gives up after ``END_TIMEOUT_S``, with a warning in the log.
+        """
+        if await self._has_ended(END_TIMEOUT_S) and not self._task.cancelled():
             self._task.result()
 
     async def stop(self) -> None:
-        """End the task and wait for its end."""
+        """End the task and wait for its end. Gives up after ``STOP_TIMEOUT_S``, with a warning in the log."""
         self.cancel()
-        await asyncio.wait([self._task])
+        await self._has_ended(STOP_TIMEOUT_S)
+
+    async def _has_ended(self, timeout_s: float) -> bool:
+        await asyncio.wait([self._task], timeout=timeout_s)
+        if not self._task.done():
+            warn(logger, "the engine's task %r did not end within %g s", self._task.get_name(), timeout_s)
+        return self._task.done()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -144,6 +144,7 @@ def test_a_call_at_any_moment_of_the_end_of_a_portal(make: Callable[[], Coroutin
     with rapid_switches():
         for number in range(ROUNDS):
             portal = Portal("test")
+            portal.start()
             barrier = threading.Barrier(3)
 
             def call(portal: Portal = portal, barrier: threading.Barrier = barrier) -> object:
@@ -170,6 +171,7 @@ def test_a_call_at_any_moment_of_the_end_of_a_portal(make: Callable[[], Coroutin
 def test_a_call_that_was_posted_and_never_begun_ends() -> None:
     """The loop has ended when its turn would come."""
     portal = Portal("test")
+    portal.start()
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -191,6 +193,7 @@ def test_a_call_that_was_posted_and_never_begun_ends() -> None:
 
 def test_a_call_whose_portal_is_closed_from_its_own_loop_ends() -> None:
     portal = Portal("test")
+    portal.start()
 
     async def close_and_wait() -> None:
         asyncio.get_running_loop().call_later(0.01, portal.close)
@@ -205,6 +208,7 @@ def test_a_call_whose_portal_is_closed_from_its_own_loop_ends() -> None:
 
 def test_a_call_that_is_cancelled_on_the_loop_gets_a_named_error() -> None:
     portal = Portal("test")
+    portal.start()
 
     async def cancelled() -> None:
         task = asyncio.current_task()

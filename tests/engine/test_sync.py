@@ -361,7 +361,7 @@ class TestLife:
         with pytest.raises(KeyboardInterrupt):
             here.engine.shutdown()
         timer.join()
-        assert here.double.num_kills == 1
+        assert here.double.num_kills >= 1
         assert here.engine.health()["state"] == "closed"
         assert not [thread for thread in threading.enumerate() if thread.name == "aioengine"]
 
@@ -407,6 +407,7 @@ class TestLife:
 class TestPortal:
     def test_a_call_from_its_own_thread_is_refused(self) -> None:
         portal = Portal("test")
+        portal.start()
 
         async def inner() -> str:
             try:
@@ -424,6 +425,7 @@ class TestPortal:
 
     def test_closing_cancels_what_runs(self) -> None:
         portal = Portal("test")
+        portal.start()
         ended = threading.Event()
 
         async def forever() -> None:

@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING
 
 from aioengine.protocol.board import read_board
-from aioengine.supervision.tasks import post
 from aioengine.transport.addresses import BOARD_SUFFIX
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ class ProcessChild:
         self._log_path = log_path
         self._spare = spare
         self._unwatch: Callable[[], None] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler, or a finalizer, may look at the child in the midst of it
         self._has_ended = False
         self._exit_code: int | None = None
 
@@ -58,12 +56,12 @@ class ProcessChild:
         return self._exit_code
 
     def watch(self, on_exit: Callable[[], None]) -> None:
-        """Call ``on_exit`` on the running loop when the process has ended: by its descriptor, else by a thread."""
+        """Call ``on_exit`` on the running loop when the process has ended: by its descriptor, else by looking often."""
         loop = asyncio.get_running_loop()
         try:
             fd = os.pidfd_open(self.pid)
         except (AttributeError, OSError):
-            self._watch_by_thread(loop, on_exit)
+            self._unwatch = loop.call_soon(self._look, loop, on_exit).cancel
             return
 
         def unwatch() -> None:
@@ -139,18 +137,9 @@ class ProcessChild:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def _watch_by_thread(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
-        def wait() -> None:
-            while self.is_alive:
-                self._wait_for_change()
-            post(loop, on_exit)
-
-        threading.Thread(target=wait, name=f"aioengine-wait-{self.role}", daemon=True).start()
-
-    def _wait_for_change(self) -> None:
-        """Block until it has ended, on Linux; elsewhere for a moment."""
-        if sys.platform == "linux":
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+    def _look(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
+        if self.is_alive:
+            self._unwatch = loop.call_later(_POLL_S, self._look, loop, on_exit).cancel
         else:
-            time.sleep(_POLL_S)
+            self._unwatch = None
+            on_exit()

@@ -8,11 +8,9 @@ import os
 import secrets
 import subprocess
 import sys
-import threading
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from aioengine.errors import EngineStartupError
@@ -20,7 +18,9 @@ from aioengine.file_descriptors import SpareDescriptors
 from aioengine.protocol.board import blank_board
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
 from aioengine.protocol.orders import Orders, encode_orders
+from aioengine.supervision.family import KILL_WAIT_S
 from aioengine.supervision.launchers._process_child import ProcessChild
+from aioengine.supervision.worker_thread import WorkerThread
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, listen
 from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError, end_context
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 _BOOTSTRAP = Path(__file__).resolve().parents[2] / "processes" / "bootstrap.py"
 _FRONTEND = "frontend"
 _EPOCH_BITS = 62
-_JOIN_S = 1.0
+_MAX_SPAWN_S = 5.0
+_SHUT_DOWN = "the engine was shut down while it started"
 # Descriptors: those that a launcher uses when it runs, with those that it needs for a moment only, and those that it
 # holds back. With the latter and its own, it leaves enough for the launcher that follows it.
 _FOR_DIRECTORY = 1
@@ -60,9 +61,13 @@ class ProcessLauncher:
         self._uplinks: dict[Role, str] = {}  # role -> the endpoint at which the frontend listens to it
         self._listeners: dict[str, Listener] = {}  # endpoint -> its listener, while this object owns that
         self._num_started = 0
+        self._owner_pid = os.getpid()
         self._is_closed = False
+        self._spawning: Future[None] | None = None
         self._processes: list[ProcessChild] = []
-        self._thread = SpawnThread()
+        # The kernel ends a child when the thread that started it ends, so this is none of the program's threads. Nor
+        # does the event loop wait while a large process is duplicated.
+        self._thread = WorkerThread[None]("aioengine-spawn")
         self._spare = SpareDescriptors()
         # Now, when the launcher of lost processes has just closed its own; ``launch`` finds out whether they suffice.
         self._spare.hold(self._num_needed + _HELD_BACK)
@@ -110,21 +115,32 @@ class ProcessLauncher:
         self.children.remove(before)
 
     async def _in_thread(self, spawn: Callable[[], None]) -> None:
-        future = self._thread.call(spawn)
+        self._spawning = self._thread.submit(spawn)
         try:
-            await asyncio.shield(asyncio.wrap_future(future))
-        except asyncio.CancelledError:
-            # Starting takes milliseconds; whatever starts must be known to whoever cleans up.
-            future.exception()
-            raise
+            await asyncio.shield(asyncio.wrap_future(self._spawning))
+        except BaseException as error:  # cancelled, or the loop was closed
+            self._wait_for_thread()
+            if not (self._is_closed and isinstance(error, asyncio.CancelledError)):
+                raise
         if self._is_closed:
-            raise EngineStartupError("the engine was shut down while it started")
+            raise EngineStartupError(_SHUT_DOWN)
+
+    def _wait_for_thread(self) -> None:
+        """Starting takes milliseconds; whatever starts must be known to whoever cleans up."""
+        if self._spawning is not None:
+            with contextlib.suppress(CancelledError, TimeoutError):
+                self._spawning.exception(_MAX_SPAWN_S)
 
     def close(self) -> None:
+        if os.getpid() != self._owner_pid:
+            return  # in a fork; all this is the original's
         self._is_closed = True
+        self._thread.close()
+        self._wait_for_thread()
         for process in self._processes:
+            process.kill()  # started while the others were killed
+            process.reap(KILL_WAIT_S)
             process.close()
-        self._thread.stop()
         if self._context is not None:
             for end in self._ends:
                 end.close()
@@ -145,6 +161,8 @@ class ProcessLauncher:
         except OSError as error:
             raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
         for role in self._roles:
+            if self._is_closed:
+                raise EngineStartupError(_SHUT_DOWN)
             self._spawn(role)
         for role, endpoint in self._inboxes.items():
             if role != DETOKENIZER:  # the next detokenizer needs this one
@@ -243,47 +261,6 @@ def _may_name_folder(entry: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-class SpawnThread:
-    """A thread that starts processes and then lives as long as they should.
-
-    The kernel ends a child when the thread that started it ends, and a program may start an engine from a thread of
-    any kind. Nor does the event loop wait here while a large process is duplicated.
-    """
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def call(self, function: Callable[[], None]) -> Future[None]:
-        """Run ``function`` in the thread."""
-        future: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                function()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="aioengine-spawn", daemon=True)
-            self._thread.start()
-        self._calls.put(run)
-        return future
-
-    def stop(self) -> None:
-        """End the thread, and with it the processes that it started."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._calls.put(None)
-            thread.join(_JOIN_S)  # bounded: at the interpreter's end a daemon thread may never come back
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
 
 
 PLUGIN = ProcessLauncher

@@ -216,7 +216,7 @@ async def test_every_mix_of_jobs_is_answered_once_and_in_order(jobs: list[list[s
 
 ENDLESS = """
 import asyncio, time
-from aioengine.frontend import worker_thread
+from aioengine.supervision import worker_thread
 from aioengine.frontend.encoder import Encoder, Job
 from aioengine.frontend.prompts import TextPrompt
 

@@ -8,11 +8,13 @@ import time
 import weakref
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from aioengine.supervision.tasks import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from threading import Thread
 
 Found = TypeVar("Found")
 
@@ -26,20 +28,23 @@ class WorkerThread(Generic[Found]):
     """
 
     def __init__(self, name: str) -> None:
-        """Raises RuntimeError: the system allows no more threads."""
+        """Raises EngineStartupError: the system allows no more threads."""
         self._work: SimpleQueue[_Work[Found] | None] = SimpleQueue()
-        thread = Thread(target=_run, args=(self._work,), name=name, daemon=True)
-        thread.start()
-        _threads[thread] = self._work
+        self._is_closed = False
+        _threads[start_thread(_run, self._work, name=name)] = self._work
         weakref.finalize(self, self._work.put, None).atexit = False
 
     def submit(self, work: Callable[[], Found]) -> Future[Found]:
+        """Have the thread call ``work``; after ``close`` the future is cancelled."""
         future: Future[Found] = Future()
         self._work.put((work, future))
+        if self._is_closed:
+            future.cancel()
         return future
 
     def close(self) -> None:
         """End the thread after the work that it has begun; cancel the rest."""
+        self._is_closed = True
         _end(self._work)
 
 

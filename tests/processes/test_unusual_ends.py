@@ -1,0 +1,234 @@
+"""Engines that end from the wrong thread, half-way, or forgotten: nothing waits for ever, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from aioengine.errors import EngineClosedError, EngineDeadError
+from aioengine.supervision import tasks
+from aioengine.supervision.launchers._process_child import ProcessChild
+from aioengine.supervision.tasks import EngineTask
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from tests.processes.restart_kit import frontend_of, until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aioengine.engine import AsyncEngine
+    from aioengine.sync import Engine
+
+process = pytest.mark.process
+
+NUM_ROWS = 5000
+LONG = {"max_new_tokens": 1000}
+
+
+def read_batch(llm: Engine, outcome: list[object], **options: object) -> None:
+    """What a batch of thousands of rows comes to."""
+    try:
+        found = llm.generate(["a"] * NUM_ROWS, LONG, **options)  # type: ignore[call-overload]
+        outcome += [error for error in found if isinstance(error, Exception)]
+    except Exception as error:
+        outcome.append(error)
+
+
+def cancel_all() -> None:
+    for task in asyncio.all_tasks():
+        task.cancel()
+
+
+ENDS: dict[str, tuple[Callable[[Engine], Callable[[], object]], type[Exception]]] = {
+    "shut down there": (lambda llm: llm.shutdown, EngineClosedError),
+    "all tasks cancelled": (lambda _: cancel_all, EngineDeadError),
+    "loop stopped": (lambda llm: llm._portal.loop.stop, EngineDeadError),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("options", [{}, {"return_exceptions": True}], ids=["whole", "in place"])
+@pytest.mark.parametrize("end", ENDS)
+def test_an_end_on_the_engine_s_own_thread_ends_every_row_of_a_batch(end: str, options: dict[str, object]) -> None:
+    llm, outcome = fake_engine(max_queued=2 * NUM_ROWS), list[object]()
+    reading = threading.Thread(target=read_batch, args=(llm, outcome), kwargs=options, daemon=True)
+    reading.start()
+    time.sleep(0.1)
+    act, expected = ENDS[end]
+    llm._portal.loop.call_soon_threadsafe(act(llm))
+    reading.join(20)
+    assert not reading.is_alive()
+    assert outcome
+    assert {type(error) for error in outcome} == {expected}
+    with pytest.raises(expected):
+        llm.generate("a", LONG)
+    llm.shutdown()
+
+
+# ---------------------------------------------------------------- shutdowns that are cancelled
+
+
+@pytest.mark.parametrize("how", ["cancelled", "no time"])
+async def test_a_shutdown_that_is_cancelled_before_its_first_step_ends_every_call(how: str) -> None:
+    engine = fake_async_engine()
+    await engine.start()
+    calls = [engine.async_generate("a", LONG), engine.async_generate("a", LONG, stream=True)]
+    if how == "cancelled":
+        ending = asyncio.ensure_future(engine.shutdown())
+        ending.cancel()
+        await asyncio.wait([ending])
+    else:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(engine.shutdown(), 0)
+    async with asyncio.timeout(10):
+        for call in calls:
+            with pytest.raises(EngineClosedError):
+                await call
+        await engine.shutdown()
+
+
+async def test_a_shutdown_whose_own_task_is_cancelled_ends_every_call() -> None:
+    engine = fake_async_engine(max_queued=2 * NUM_ROWS)
+    await engine.start()
+    whole = asyncio.ensure_future(engine.async_generate("a", LONG))
+    batch = asyncio.ensure_future(engine.async_generate(["a"] * NUM_ROWS, LONG, return_exceptions=True))
+    await asyncio.sleep(0.01)
+    ending = asyncio.ensure_future(engine.shutdown())
+    [task] = [task for task in asyncio.all_tasks() if task.get_name() == "aioengine-shutdown"]
+    task.cancel()
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineClosedError):
+            await whole
+        assert {type(error) for error in await batch if isinstance(error, Exception)} == {EngineClosedError}
+        with contextlib.suppress(asyncio.CancelledError):
+            await ending
+    assert engine.health()["state"] == "closed"
+
+
+# ---------------------------------------------------------------- tasks
+
+
+async def ignore_cancellation(is_over: asyncio.Event) -> None:
+    while not is_over.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+            await is_over.wait()
+
+
+@pytest.mark.parametrize("method", ["stop", "wait"])
+async def test_a_task_that_does_not_end_is_given_up(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tasks, "STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(tasks, "END_TIMEOUT_S", 0.05)
+    is_over, failures = asyncio.Event(), list[EngineDeadError]()
+    task = EngineTask(ignore_cancellation(is_over), name="aioengine-deaf", on_failure=failures.append)
+    await asyncio.sleep(0)
+    with caplog.at_level(logging.WARNING):
+        async with asyncio.timeout(5):
+            await (task.stop() if method == "stop" else task.wait())
+    assert "'aioengine-deaf' did not end within 0.05 s" in caplog.text
+    is_over.set()
+    await task.wait()
+    assert failures == []
+
+
+async def test_a_task_is_cancelled_from_another_thread_at_once() -> None:
+    failures = list[EngineDeadError]()
+    task = EngineTask(asyncio.sleep(60), name="aioengine-work", on_failure=failures.append)
+    asyncio.get_running_loop().set_debug(True)  # in which tasks refuse other threads
+    await asyncio.sleep(0)
+    await asyncio.to_thread(task.cancel)
+    async with asyncio.timeout(5):
+        with contextlib.suppress(asyncio.CancelledError):
+            await task.wait()
+    assert task.is_done
+    assert failures == []
+
+
+# ---------------------------------------------------------------- children
+
+
+@process
+async def test_a_handler_may_look_at_a_child_in_the_midst_of_a_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fake_async_engine(processes=True) as engine:
+        child = frontend_of(engine).parts.processes._incarnation._launcher.children[0]  # type: ignore[attr-defined]
+        assert isinstance(child, ProcessChild)
+        plain, seen = os.waitpid, list[bool]()
+
+        def interrupted(pid: int, options: int) -> tuple[int, int]:
+            if not seen:
+                seen.append(True)
+                seen.append(child.is_alive)
+            return plain(pid, options)
+
+        monkeypatch.setattr(os, "waitpid", interrupted)
+        looking = asyncio.to_thread(lambda: child.is_alive)
+        async with asyncio.timeout(5):
+            assert await looking
+        assert seen == [True, True]
+
+
+# ---------------------------------------------------------------- forgotten engines
+
+
+async def started(*, has_stream: bool) -> tuple[weakref.ref[AsyncEngine], list[psutil.Process]]:
+    """An engine that nobody refers to."""
+    engine = fake_async_engine(processes=True)
+    await engine.start()
+    if has_stream:
+        await anext(engine.async_generate("a", LONG, stream=True))
+    return weakref.ref(engine), [psutil.Process(pid) for pid in engine.get_all_child_pids()]
+
+
+def assert_gone(children: list[psutil.Process]) -> None:
+    assert len(children) == 2
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+
+
+@process
+@pytest.mark.filterwarnings("ignore:.*was not shut down:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("has_stream", [False, True])
+async def test_an_engine_that_is_forgotten_on_its_running_loop_is_collected(has_stream: bool) -> None:
+    num_fds = len(os.listdir("/proc/self/fd"))
+    forgotten, children = await started(has_stream=has_stream)
+    gc.collect()
+    assert forgotten() is None
+    assert_gone(children)
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= num_fds)
+    await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name().startswith("aioengine")])
+
+
+@process
+@pytest.mark.filterwarnings("ignore:.*was not shut down:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_an_engine_that_is_forgotten_with_its_loop_is_collected(is_closed: bool) -> None:
+    """Also where a task still waits for its answer."""
+
+    async def main() -> tuple[weakref.ref[AsyncEngine], list[psutil.Process]]:
+        engine = fake_async_engine(processes=True, step_time_s=0.01)
+        await engine.start()
+        waiting = asyncio.ensure_future(engine.async_generate("a", LONG))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        return weakref.ref(engine), [psutil.Process(pid) for pid in engine.get_all_child_pids()]
+
+    loop = asyncio.new_event_loop()
+    forgotten, children = loop.run_until_complete(main())
+    if is_closed:
+        loop.close()
+    del loop
+    gc.collect()
+    assert forgotten() is None
+    assert_gone(children)
