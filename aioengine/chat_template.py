@@ -26,6 +26,7 @@ Source: TypeAlias = str | os.PathLike[str]
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 MAX_TEMPLATE_BYTES: Final = 1024 * 1024
+MAX_NAME_BYTES: Final = 256
 MAX_COMPILED: Final = 32
 """Templates that are kept compiled: calls may bring their own."""
 
@@ -75,7 +76,7 @@ class ChatTemplates:
 
         ``variables`` may hold the two switches too.
         """
-        plain = {name: _plain(name, value) for name, value in variables.items()}
+        plain = {name: _plain(f"the chat template variable {name!r}", value) for name, value in variables.items()}
         add_generation_prompt = _switch(plain, "add_generation_prompt", add_generation_prompt)
         continue_final_message = _switch(plain, "continue_final_message", continue_final_message)
         chat = [_normalized(message) for message in _checked_messages(messages)]
@@ -227,9 +228,8 @@ def template_variables(keywords: Mapping[str, object]) -> dict[str, object]:
         return found
     if not isinstance(more, Mapping):
         raise checks.wrong_type(VARIABLES, "a dict of variables for the chat template", more)
-    for name, value in cast("Mapping[object, object]", more).items():
-        if not isinstance(name, str):
-            raise checks.wrong_type(f"{VARIABLES} keys", "strings", name)
+    for key, value in cast("Mapping[object, object]", more).items():
+        name = checks.text(f"{VARIABLES} keys", key, max_bytes=MAX_NAME_BYTES)
         if name in _NOT_VARIABLES:
             raise ValueError(f"{VARIABLES} has {name!r}, which is no variable of a chat template")
         if name in found:

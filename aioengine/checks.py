@@ -37,6 +37,13 @@ class Array(Protocol):
 
 def shown(value: object) -> str:
     """The value as an error message shows it: its repr, cut to a readable length without building all of it."""
+    try:
+        return _shown(plain(value) if isinstance(value, str) else value)
+    except Exception as error:
+        return f"a {type(value).__name__} (its repr raises {type(error).__name__})"
+
+
+def _shown(value: object) -> str:
     if isinstance(value, str | bytes) and len(value) > MAX_SHOWN_CHARACTERS:
         return f"{value[:MAX_SHOWN_CHARACTERS]!r}... ({len(value)} long)"
     if isinstance(value, int) and value.bit_length() > 256:
@@ -64,9 +71,13 @@ def wrong_value(name: str, allowed: str, value: object) -> ValueError:
 
 
 def plain(value: object) -> object:
-    """The number or list that an array of any package holds; every other value as it is."""
+    """The number or list that an array of any package holds, the plain string of a subclass of str (as numpy and
+    enumerations have); every other value as it is.
+    """
     if type(value) in _PLAIN:  # nearly always, and much quicker
         return value
+    if isinstance(value, str):
+        return str.__str__(value)
     return value.tolist() if isinstance(value, Array) else value
 
 
@@ -125,7 +136,7 @@ def switch(name: str, value: object) -> bool:
 def text(name: str, value: object, *, max_bytes: int | None = None) -> str:
     """A string that can be encoded (no lone surrogates) and has at most ``max_bytes`` bytes of UTF-8.
 
-    Of a subclass of str, as numpy and enumerations have, it is the plain string: messages hold no others.
+    Of a subclass of str it is the plain string: messages hold no others.
     """
     if not isinstance(value, str):
         raise wrong_type(name, "a string", value)
@@ -143,6 +154,7 @@ def text(name: str, value: object, *, max_bytes: int | None = None) -> str:
 
 def choice(name: str, value: object, choices: Mapping[str, Value]) -> Value:
     """The meaning of one of the words ``choices`` allows."""
+    value = plain(value)
     if not isinstance(value, str):
         raise wrong_type(name, "one of " + ", ".join(map(repr, choices)), value)
     if value not in choices:

@@ -90,6 +90,7 @@ _REPEAT_ANYWHERE = re.compile(
 _FLAGS = rf"\({_SPACE}\?{_SPACE}(?:[A-Za-z0-9-]{_SPACE})*"
 _IGNORES_CASE = re.compile(_FLAGS + "i")
 _FOLDS_FULLY = re.compile(rf"{_FLAGS}(?:f|V{_SPACE}1)")
+_MOVES_START = re.compile(r"(?:[^\\]|\\.)*?(\\[GK])", re.DOTALL)
 _NO_DIGITS = re.compile(r"\#[^\n]*|[^0-9]")
 
 
@@ -107,6 +108,8 @@ class Pattern(Protocol):
 
     @property
     def pattern(self) -> str: ...
+    @property
+    def flags(self) -> int: ...
     def search(self, string: str, pos: int = ..., *, partial: bool = ..., timeout: float = ...) -> Match | None: ...
 
 
@@ -153,14 +156,16 @@ def compile_pattern(pattern: str) -> Pattern:
     """Compile a pattern within the bounds, and past the cache of ``regex``, which is bounded only by its number.
 
     Raises:
-        ValueError: it is no pattern, is beyond the bounds, or matches the empty text and so would end every request
-            at once.
+        ValueError: it is no pattern, is beyond the bounds, cannot be searched for piece by piece, or matches the empty
+            text and so would end every request at once.
     """
     return _compile_with_size(pattern)[0]
 
 
 def _compile_with_size(pattern: str) -> tuple[Pattern, int]:
     size = expanded_size(pattern)
+    if found := _MOVES_START.match(pattern):
+        raise _refused(pattern, f"has {found[1]}, which has no meaning in text that is searched piece by piece")
     try:
         compiled = _compile(pattern, flags=0 if "V1" in pattern else regex.V0, cache_pattern=False)
         empty_match = compiled.search("", timeout=_EMPTY_SEARCH_S)
@@ -175,6 +180,8 @@ def _compile_with_size(pattern: str) -> tuple[Pattern, int]:
     finally:
         if next(_num_compiled) % _PURGE_EVERY == 0:
             regex.purge()  # it keeps a note of each pattern, cached or not
+    if compiled.flags & regex.REVERSE:
+        raise _refused(pattern, "searches backwards (flag r), but text is searched as it comes; leave the flag out")
     if empty_match is not None:
         raise _refused(
             pattern,

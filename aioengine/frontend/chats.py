@@ -81,5 +81,5 @@ def _num_characters(value: object) -> int:
         elif isinstance(each, list | tuple):
             waiting += cast("Sequence[object]", each)
         else:
-            num_characters += len(each) if isinstance(each, str) else 1
+            num_characters += str.__len__(each) if isinstance(each, str) else 1
     return MANY_CHARACTERS

@@ -314,6 +314,8 @@ class Encoder:
             )
         except ValueError as error:
             return error
+        except TypeError as error:  # a value that the message names
+            return ValueError(str(error))
         except BaseException as error:  # templates are code of the model's author: all that they raise is this chat's
             return ValueError(f"the chat template refused the messages: {describe(error)}")
 

@@ -188,7 +188,7 @@ class Frontend:
         elif not isinstance(cast("object", rid), str):
             raise checks.wrong_type("rid", "a string", rid)
         else:
-            post(self.loop, self._lifecycle.abort_named, rid, self.calls.num_opened)
+            post(self.loop, self._lifecycle.abort_named, str.__str__(rid), self.calls.num_opened)
 
     @property
     def state(self) -> str:

@@ -88,6 +88,7 @@ Prompt = TextPrompt | ChatPrompt | IdsPrompt | RefusedPrompt | LargePrompt
 
 
 def text_prompt(name: str, value: object) -> TextPrompt | LargePrompt:
+    value = checks.plain(value)
     if not isinstance(value, str):
         is_id = isinstance(value, int) and not isinstance(value, bool)
         raise checks.wrong_type(name, "a string (token ids are given as input_ids)" if is_id else "a string", value)
@@ -238,7 +239,7 @@ def _weight(message: object) -> int:
     content = cast("Mapping[object, object]", message).get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list | tuple):
         return len(cast("Sequence[object]", content)) * (MAX_CHARACTERS_AT_CALL // MAX_MESSAGES_AT_CALL)
-    return len(content) if isinstance(content, str) else 0
+    return str.__len__(content) if isinstance(content, str) else 0
 
 
 def _many_messages(form: ChatForm, name: str, value: object) -> ChatPrompt:
@@ -254,20 +255,20 @@ def _message(name: str, value: object) -> dict[str, object]:
     """A message with its role and its content: text, text parts, or None, as calls of tools and assistants have it."""
     if not isinstance(value, Mapping):
         raise checks.wrong_type(name, "a dict with role and content", value)
-    message = dict(cast("Mapping[str, object]", value))
+    message = _with_plain_keys(value)
     if message.get("role") is None:
         raise ValueError(f"{name} has no role, got {checks.shown(message)}")
-    checks.text(f"the role of {name}", message["role"])
+    role = message["role"] = checks.text(f"the role of {name}", message["role"])
     content = message.get("content")
     if content is None:
-        is_silent = message["role"] == "assistant" and "content" in message
+        is_silent = role == "assistant" and "content" in message
         if not message.get("tool_calls") and not is_silent:
             raise ValueError(f"{name} has no content, got {checks.shown(message)}")
     elif isinstance(content, list | tuple):
         parts = cast("Sequence[object]", content)
         message["content"] = [_part(f"part {place} of {name}", part) for place, part in enumerate(parts)]
     elif isinstance(content, str):
-        checks.text(f"the content of {name}", content)
+        message["content"] = checks.text(f"the content of {name}", content)
     else:
         raise checks.wrong_type(f"the content of {name}", "a string or a list of text parts", content)
     return message
@@ -277,11 +278,15 @@ def _part(name: str, value: object) -> dict[str, object]:
     """One part of a message's content: ``{"type": "text", "text": ...}``; there are no others yet."""
     if not isinstance(value, Mapping):
         raise checks.wrong_type(name, 'a dict such as {"type": "text", "text": "..."}', value)
-    part = dict(cast("Mapping[str, object]", value))
-    if part.get("type") != "text":
+    part = _with_plain_keys(value)
+    if checks.plain(part.get("type")) != "text":
         raise ValueError(f"{name} is of type {checks.shown(part.get('type'))}; only text is supported yet")
-    checks.text(f"the text of {name}", part.get("text"))
-    return part
+    return part | {"type": "text", "text": checks.text(f"the text of {name}", part.get("text"))}
+
+
+def _with_plain_keys(value: Mapping[object, object]) -> dict[str, object]:
+    """A copy, with plain strings for keys of an enumeration."""
+    return {cast("str", checks.plain(key)): entry for key, entry in value.items()}
 
 
 def _num_characters(value: object) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,16 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 SHORT = {"max_new_tokens": 1}
 
 
+class Unprintable:
+    def __repr__(self) -> str:
+        raise KeyError
+
+
+class Mood(str, Enum):  # noqa: UP042  # not StrEnum: its str() is "Mood.NAME"
+    NAME = "mood"
+    CALM = "calm"
+
+
 async def prompt_of(engine: AsyncEngine, messages: Any = MESSAGES, **options: Any) -> str:
     """The text that the model gets."""
     answer = await engine.async_chat(messages, SHORT, return_prompt_token_ids=True, **options)
@@ -38,6 +49,7 @@ async def prompt_of(engine: AsyncEngine, messages: Any = MESSAGES, **options: An
         ({"enable_thinking": True}, "<user>Hi<assistant>"),
         ({"enable_thinking": None, "tools": None}, "<user>Hi<assistant>"),
         ({"chat_template_kwargs": {"mood": "calm", "enable_thinking": False}}, "<user>Hi<assistant>!calm"),
+        ({"chat_template_kwargs": {Mood.NAME: Mood.CALM}}, "<user>Hi<assistant>calm"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "<user>Hi"),
         ({"chat_template_kwargs": {"continue_final_message": True}}, "<user>Hi"),
         (
@@ -96,6 +108,11 @@ async def test_a_file_is_read_when_the_chat_is_written(tmp_path: Path) -> None:
         ({"chat_template": "\ud800{{ 1 }}"}, ValueError, "chat_template must be text that UTF-8 can encode"),
         ({"chat_template_kwargs": "mood"}, TypeError, "chat_template_kwargs must be a dict"),
         ({"chat_template_kwargs": {"messages": []}}, ValueError, "chat_template_kwargs has 'messages'"),
+        ({"chat_template_kwargs": {"tools": []}}, ValueError, "chat_template_kwargs has 'tools'"),
+        ({"chat_template_kwargs": {5: 1}}, TypeError, "chat_template_kwargs keys must be a string, got 5"),
+        ({"chat_template_kwargs": {"x" * 300: 1}}, ValueError, "chat_template_kwargs keys must be at most 256 bytes"),
+        ({"chat_template_kwargs": {"\ud800": 1}}, ValueError, "chat_template_kwargs keys must be text that UTF-8"),
+        ({"chat_template_kwargs": {Unprintable(): 1}}, TypeError, "chat_template_kwargs keys must be .* repr raises"),
         ({"enable_thinking": "no"}, TypeError, "enable_thinking must be True or False"),
         ({"chat_template_kwargs": {"enable_thinking": "no"}}, TypeError, "enable_thinking must be True or False"),
         ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": True}}, ValueError, "given twice"),
@@ -122,7 +139,9 @@ async def test_wrong_options_are_refused_at_the_call(
         ({"chat_template": "no_such_name"}, "neither the text of a template"),
         ({"chat_template": "{{ raise_exception('no') }}"}, "refused the messages: no"),
         ({"tools": [{"name": object()}]}, "tools must be made of dicts, lists, text"),
-        ({"chat_template_kwargs": {"mood": object()}}, "mood must be made of dicts, lists, text"),
+        ({"chat_template_kwargs": {"mood": object()}}, "^the chat template variable 'mood' must be made of dicts"),
+        ({"chat_template_kwargs": {"mood": Unprintable()}}, "^the chat template variable 'mood' must .* repr raises"),
+        ({"chat_template_kwargs": {"add_generation_prompt": 1}}, "^add_generation_prompt must be True or False"),
     ],
 )
 async def test_wrong_templates_are_refused_at_the_await(options: dict[str, Any], message: str) -> None:

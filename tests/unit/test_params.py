@@ -22,6 +22,7 @@ from aioengine.errors import RequestTooLargeError, UnknownParameterError
 from aioengine.params import ALIASES, PARAMETERS, SamplingParams, limits, output_limit, sampling, stop_ids, text_rules
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
 HUGE = 10**40
@@ -211,6 +212,16 @@ def test_the_default_length_is_clipped_and_an_explicit_one_refused() -> None:
     for params in (SamplingParams(), SamplingParams(max_new_tokens=None), SamplingParams(max_new_tokens=0)):
         with pytest.raises(RequestTooLargeError, match="the prompt has 100 tokens"):
             output_limit(params, 100, **room)
+
+
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.5, "top_p": 1}, {"stop": ["a"], "logit_bias": {5: 1}}])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda params: pickle.loads(pickle.dumps(params))])
+def test_copies_look_the_same(given: dict[str, object], copied: Callable[[SamplingParams], SamplingParams]) -> None:
+    params = by_keyword(given)
+    found = copied(params)
+    assert (found, repr(found), hash(found)) == (params, repr(params), hash(params))
+    assert msgspec.json.encode(found) == msgspec.json.encode(params)
+    assert sampling(found, vocab_size=10, eos_token_ids=()) == sampling(params, vocab_size=10, eos_token_ids=())
 
 
 def test_copies_and_changed_copies_are_as_their_originals() -> None:

@@ -278,3 +278,27 @@ def test_checking_many_patterns_keeps_nothing() -> None:
 def test_an_error_of_the_compiler_itself_is_told_as_one_of_the_pattern() -> None:
     with pytest.raises(ValueError, match="cannot be compiled by the regex package, which raises IndexError"):
         compile_pattern(r"(?ifr)\Xİß")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("(?r)ab", "searches backwards"),
+        ("(?ir:ab)", "searches backwards"),
+        ("(?V1)(?r)ab", "searches backwards"),
+        ("(?x)(? r)ab", "searches backwards"),
+        (r"\Gab", r"has \\G, which"),
+        (r"a\Kb", r"has \\K, which"),
+        (r"a\\\Kb", r"has \\K, which"),
+        (r"(?V1)(?x) a \G b", r"has \\G, which"),
+    ],
+)
+def test_patterns_that_cannot_be_searched_for_piece_by_piece_are_refused(pattern: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        SamplingParams(stop_regex=pattern)
+    assert repr(pattern) in str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", [r"a\\Gb", r"a\\\\Kb", "(?i)GK", "(?<=a)b"])
+def test_what_looks_like_them_is_not(pattern: str) -> None:
+    assert SamplingParams(stop_regex=pattern).stop_regex == pattern

@@ -270,13 +270,13 @@ def test_templates_see_data_and_no_objects(llama: Sample, tmp_path: Path) -> Non
     for place, options in [
         ("messages", {"messages": [{"role": "user", "content": "a", "more": [secret]}]}),
         ("tools", {"messages": MESSAGES, "tools": [{"name": secret}]}),
-        ("mood", {"messages": MESSAGES, "mood": {"a": secret}}),
+        ("the chat template variable .mood.", {"messages": MESSAGES, "mood": {"a": secret}}),
     ]:
         with pytest.raises(TypeError, match=f"{place} must be made of dicts, lists, text, numbers"):
             tokenizer.apply_chat_template(**options)  # type: ignore[arg-type]
     endless: list[object] = []
     endless.append(endless)
-    with pytest.raises(ValueError, match="mood is nested too deeply, or holds itself"):
+    with pytest.raises(ValueError, match="'mood' is nested too deeply, or holds itself"):
         tokenizer.apply_chat_template(MESSAGES, mood=endless)
 
 
@@ -285,7 +285,7 @@ def test_wrong_variables(llama: Sample, tmp_path: Path) -> None:
     wrong: Any
     for wrong, error, message in [
         ([1], TypeError, "chat_template_kwargs must be a dict"),
-        ({1: 2}, TypeError, "chat_template_kwargs keys must be strings"),
+        ({1: 2}, TypeError, "chat_template_kwargs keys must be a string"),
         ({"messages": []}, ValueError, "chat_template_kwargs has 'messages'"),
         ({"mood": 1}, ValueError, "mood is given twice"),
         ({"add_generation_prompt": 1}, TypeError, "add_generation_prompt must be True or False"),

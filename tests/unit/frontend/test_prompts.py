@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 
+import msgspec
 import numpy as np
 import pytest
 
-from aioengine.frontend.prompts import IdsPrompt, ids_prompt
-from aioengine.frontend.requests import generate_request
+from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, TextPrompt, ids_prompt
+from aioengine.frontend.requests import chat_request, generate_request
 from aioengine.params import SamplingParams
 
 
@@ -42,13 +43,70 @@ def test_the_callers_list_may_change_afterwards() -> None:
     assert prompt.token_ids == [1, 2, 3]
 
 
-def test_texts_of_a_subclass_of_str_are_kept_as_plain_ones() -> None:
-    class OtherStr(str):
-        __slots__ = ()
+class OtherStr(str):
+    """Its methods do not do what those of str do."""
 
-    given = OtherStr("é")
-    ask = generate_request("a", None, None, stream=False, options={"tenant": given, "rid": given})
-    assert (type(ask.tenant), ask.tenant, type(ask.rid), ask.rid) == (str, "é", str, "é")
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "other"
+
+    def __len__(self) -> int:
+        raise RuntimeError
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError
+
+    def __hash__(self) -> int:
+        raise RuntimeError
+
+    def isascii(self) -> bool:
+        raise RuntimeError
+
+
+class Word(str, Enum):  # noqa: UP042  # not StrEnum: its str() is "Word.HI"
+    HI = "é"
+    USER = "user"
+    TEXT = "text"
+
+
+@pytest.mark.parametrize("given", [OtherStr("é"), Word.HI], ids=["subclass", "enum"])
+def test_texts_of_a_subclass_of_str_are_kept_as_plain_ones(given: str) -> None:
+    request = generate_request(given, None, None, stream=False, options={"tenant": given, "rid": given})
+    prompt = request.prompts[0]
+    assert isinstance(prompt, TextPrompt)
+    for kept in (request.tenant, request.rid, prompt.text):
+        assert (type(kept), kept) == (str, "é")
+    rows = generate_request([given, "b"], None, None, stream=False, options={"rid": [given, "c"]})
+    assert [type(text.text) for text in rows.prompts if isinstance(text, TextPrompt)] == [str, str]
+    assert [type(rid) for rid in rows.rids or ()] == [str, str]
+    for params in ({"stop": given}, {"stop": [given]}, {"stop_regex": given}, {"stop_regex": [given]}):
+        assert repr(SamplingParams.parse(params)).count("é") == 1
+        assert "Word" not in repr(SamplingParams.parse(params))
+
+
+@pytest.mark.parametrize(
+    ("role", "text"), [(OtherStr("user"), OtherStr("é")), (Word.USER, Word.HI)], ids=["subclass", "enum"]
+)
+def test_messages_are_kept_with_plain_strings(role: str, text: str) -> None:
+    messages = [{"role": role, "content": text}, {"role": role, "content": [{"type": Word.TEXT, "text": text}]}]
+    (prompt,) = chat_request(messages, None, stream=False, options={}).prompts
+    assert isinstance(prompt, ChatPrompt)
+    first, second = prompt.messages
+    assert msgspec.json.encode(first) == '{"role":"user","content":"é"}'.encode()
+    assert msgspec.json.encode(second) == '{"role":"user","content":[{"type":"text","text":"é"}]}'.encode()
+    assert type(first["role"]) is type(first["content"]) is str
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise KeyError
+
+
+@pytest.mark.parametrize("options", [{"rid": Unprintable()}, {"tenant": Unprintable()}, {"timeout": Unprintable()}])
+def test_a_value_whose_repr_fails_is_refused_by_the_name_of_its_argument(options: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match=rf"{next(iter(options))} must be .*its repr raises KeyError"):
+        generate_request("a", None, None, stream=False, options=options)
 
 
 IDS = list(range(1000))
