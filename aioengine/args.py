@@ -76,7 +76,8 @@ def _path(name: str, value: object) -> str:
         readable = path.encode(errors="surrogateescape").decode(errors="replace") if isinstance(path, str) else path
     except UnicodeEncodeError:
         readable = path
-    checks.text(name, readable, max_bytes=4096)
+    if "\0" in checks.text(name, readable, max_bytes=4096):
+        raise checks.wrong_value(name, "a hub id or a path, which has no null character", readable)
     return str(path)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import msgspec
 
-from aioengine import added_tokens, checks, folder_files
+from aioengine import checks, folder_files
 
 if TYPE_CHECKING:
     from aioengine.template_language import Template
@@ -25,7 +25,7 @@ Source: TypeAlias = str | os.PathLike[str]
 """A template as callers give it: its text, or a file."""
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-MAX_TEMPLATE_BYTES: Final = 1024 * 1024
+MAX_TEMPLATE_BYTES: Final = 128 * 1024
 MAX_NAME_BYTES: Final = 256
 MAX_COMPILED: Final = 32
 """Templates that are kept compiled: calls may bring their own."""
@@ -151,10 +151,12 @@ def read_template(path: Source) -> str:
         ValueError: the file cannot be read, or is too large.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"chat_template={os.fspath(path)!r} cannot be read: {error}") from error
-    return checks.text(f"the chat template in {os.fspath(path)!r}", text, max_bytes=MAX_TEMPLATE_BYTES)
+        text = folder_files.read_text(Path(path), MAX_TEMPLATE_BYTES)
+    except ValueError as error:
+        raise ValueError(f"chat_template: {error}") from error
+    if text is None:
+        raise ValueError(f"chat_template={checks.shown(os.fspath(path))} cannot be read: there is no such file")
+    return text
 
 
 def checked_template(source: str) -> str:
@@ -182,11 +184,11 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
         ValueError: one of the files cannot be read, or has no template in the place of one.
     """
     found: dict[str, str] = {}
-    for path in (folder / added_tokens.CONFIG, folder / "chat_template.json"):
+    for path in (folder / folder_files.TOKENIZER_CONFIG, folder / "chat_template.json"):
         found |= _templates_in(path)
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     for name, path in {**files, DEFAULT: folder / "chat_template.jinja"}.items():
-        text = folder_files.read_text(path)
+        text = folder_files.read_text(path, MAX_TEMPLATE_BYTES)
         if text is not None:
             found[name] = text
     return found
@@ -194,7 +196,7 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
 
 def _templates_in(path: Path) -> dict[str, str]:
     """The templates in a JSON file: one text, or a list of named ones."""
-    value = added_tokens.read_json(path).get("chat_template")
+    value = folder_files.read_object(path).get("chat_template")
     if value is None or isinstance(value, str):
         return {} if value is None else {DEFAULT: value}
     try:
@@ -208,7 +210,7 @@ def _templates_in(path: Path) -> dict[str, str]:
 
 def check_files(folder: Path) -> None:
     """Look at the files beside tokenizer.json before anything is started. Raises ValueError, naming what is wrong."""
-    added_tokens.added_texts(folder)
+    folder_files.added_texts(folder)
     read_chat_templates(folder)
 
 

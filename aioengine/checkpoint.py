@@ -6,12 +6,12 @@ import math
 import os
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from aioengine import folder_files
+from aioengine import checks, folder_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +25,8 @@ DTYPE_BYTES: Final = _FLOAT_BYTES | _OTHER_BYTES
 
 _INDEX: Final = "model.safetensors.index.json"
 _FOREIGN_SUFFIXES: Final = (".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
-_MAX_HEADER_BYTES: Final = 100_000_000
-"""The safetensors library takes no more, either."""
+_MAX_HEADER_BYTES: Final = 16 * 1024 * 1024
+"""Enough for 100,000 tensors in one file."""
 _MAX_PROBLEMS: Final = 8
 
 
@@ -51,10 +51,13 @@ class _DamagedError(ValueError):
     """What is wrong with a file, without its name."""
 
 
+_Size = Annotated[int, Meta(ge=0, lt=2**60)]
+
+
 class _Described(Struct):
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: Annotated[tuple[_Size, ...], Meta(max_length=16)]
+    data_offsets: tuple[_Size, _Size]
 
 
 def check_folder(
@@ -132,12 +135,12 @@ def read_headers(folder: Path) -> list[Entry]:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """The files that the index names, or where there is none, all that there are."""
+    """The files that the index names; all that there are if it is missing."""
     index = folder / _INDEX
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
     found = folder_files.read_json(index, _Index)
-    names = sorted(set(found.weight_map.values())) if found is not None else []
+    if found is None:
+        return sorted(folder.glob("*.safetensors"))
+    names = sorted(set(found.weight_map.values()))
     for name in names:
         if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
             raise ValueError(f"cannot read {index}: it names {name!r}, which is not in the model folder")
@@ -164,38 +167,43 @@ def _nothing_usable(folder: Path) -> str:
 
 def _read_header(path: Path) -> list[Entry]:
     """The tensors of a file, in the order of their bytes: 8 bytes of length, a JSON header, and the tensors."""
-    try:
-        with folder_files.open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            described = _described(file, size)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except _DamagedError as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    tensors = sorted(described.items(), key=lambda item: item[1].data_offsets)
-    return [Entry(name, path, tensor.shape, tensor.dtype) for name, tensor in tensors]
+    file = folder_files.open_file(path)
+    if file is None:
+        raise ValueError(f"cannot read {path}: there is no such file")
+    with file:
+        try:
+            described = _described(file)
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        except RecursionError as error:
+            raise ValueError(f"cannot read {path}: its header is damaged: it is nested too deeply") from error
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {path}: its header is damaged: {error}") from error
+        except _DamagedError as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+    return [Entry(name, path, tensor.shape, tensor.dtype) for name, tensor in described]
 
 
-def _described(file: BinaryIO, size: int) -> dict[str, _Described]:
-    """Raises _DamagedError where the header or the file has another length, before anything of it is allocated."""
+def _described(file: BinaryIO) -> list[tuple[str, _Described]]:
+    """Raises _DamagedError if the tensors are not the whole rest of the file, one after the other."""
+    size = os.fstat(file.fileno()).st_size
     num_header_bytes = int.from_bytes(file.read(8), "little")
-    start = 8 + num_header_bytes
-    if num_header_bytes > _MAX_HEADER_BYTES or size < start:
+    if num_header_bytes > _MAX_HEADER_BYTES or size < 8 + num_header_bytes:
         raise _DamagedError(f"it is truncated or no safetensors file ({size} bytes, a header of {num_header_bytes})")
-    try:
-        header = msgspec.json.decode(file.read(num_header_bytes), type=dict[str, msgspec.Raw])
-        msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
-        described = {name: msgspec.json.decode(raw, type=_Described) for name, raw in header.items()}
-    except RecursionError as error:
-        raise _DamagedError("its header is damaged: it is nested too deeply") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _DamagedError(f"its header is damaged: {error}") from error
-    for name, tensor in described.items():
+    header = msgspec.json.decode(file.read(num_header_bytes), type=dict[str, msgspec.Raw])
+    msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
+    described = [(name, msgspec.json.decode(raw, type=_Described)) for name, raw in header.items()]
+    described.sort(key=lambda item: item[1].data_offsets)
+    position = 0
+    for name, tensor in described:
         begin, end = tensor.data_offsets
-        num_bytes = DTYPE_BYTES.get(tensor.dtype, 0) * math.prod(tensor.shape)
-        if begin < 0 or min(tensor.shape, default=0) < 0 or (num_bytes and end - begin != num_bytes):
-            raise _DamagedError(f"its header is damaged: {name} has shape {list(tensor.shape)} in {end - begin} bytes")
-    expected = start + max((tensor.data_offsets[1] for tensor in described.values()), default=0)
+        shown = f"its header is damaged: {checks.shown(name)}"
+        if begin != position or end < begin:  # a name that occurs twice leaves a gap, too
+            raise _DamagedError(f"{shown} has the bytes {begin} to {end}, and the tensor before ends at {position}")
+        if tensor.dtype in DTYPE_BYTES and DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape) != end - begin:
+            raise _DamagedError(f"{shown} has shape {list(tensor.shape)} of {tensor.dtype} in {end - begin} bytes")
+        position = end
+    expected = 8 + num_header_bytes + position
     if size != expected:
         state = "truncated" if size < expected else "damaged"
         raise _DamagedError(f"it is {state}: it has {size} bytes of {expected}; fetch it again")

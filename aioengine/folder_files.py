@@ -1,10 +1,11 @@
-"""The one way to read the small files of a model folder: whatever is wrong with one is a ValueError that names it."""
+"""The small files of a model folder, and the tokens that they name. Errors are ValueErrors that name the file."""
 
 from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -12,72 +13,176 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-_LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
-
+Json: TypeAlias = dict[str, Any]
 File = TypeVar("File")
 
+TOKENIZER: Final = "tokenizer.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+SPECIAL_TOKENS: Final = "special_tokens_map.json"
+MAX_BYTES: Final = 32 * 1024 * 1024
+"""Of every file but the next one. The largest known: the index of 100,000 tensors, 10 MB."""
+MAX_TOKENIZER_BYTES: Final = 512 * 1024 * 1024
+MAX_PATH: Final = 4096
+"""Characters of a path in an error message: Linux has no longer ones."""
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading. What is no regular file is not opened, which might wait for ever.
+_LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
+
+
+# ---------------------------------------------------------------- reading
+
+
+def open_file(path: Path) -> BinaryIO | None:
+    """Open a file for reading; None: there is none. Pipes and devices, which might block for ever, are not opened.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is none.
-        ValueError: it is no regular file, may not be read, or is what Git LFS puts in place of one.
+        ValueError: it is not a regular file, may not be read, or is a pointer of Git LFS.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            kind = "a folder" if path.is_dir() else "a pipe, socket or device"
-            raise ValueError(f"{str(path)!r} is {kind}, not a file")
-        file = path.open("rb")
+        mode = path.stat().st_mode
+        file = path.open("rb") if stat.S_ISREG(mode) else None
     except (FileNotFoundError, NotADirectoryError):
-        raise
+        return None
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise _unreadable(path, error) from error
+    if file is None:
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        raise ValueError(f"{_shown(path)} is {kind}, not a file")
+    try:
+        is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+        file.seek(0)
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+        file.close()
+        raise _unreadable(path, error) from error
     if is_pointer:
         file.close()
-        raise ValueError(f"{str(path)!r} is a Git LFS pointer, not the file: run `git lfs pull` in its folder")
-    file.seek(0)
+        raise ValueError(f"{_shown(path)} is a Git LFS pointer, not the file: run `git lfs pull` in its folder")
     return file
 
 
-def read_bytes(path: Path) -> bytes | None:
-    """The contents of a file, None where there is none."""
-    try:
-        with open_file(path) as file:
-            return file.read()
-    except (FileNotFoundError, NotADirectoryError):
+def is_file(path: Path) -> bool:
+    """Whether there is a file that can be opened; False: there is nothing. Raises ValueError as ``open_file``."""
+    file = open_file(path)
+    if file is not None:
+        file.close()
+    return file is not None
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
+    """The contents of a file; None: there is none. Raises ValueError also if it has more than ``max_bytes``."""
+    file = open_file(path)
+    if file is None:
         return None
+    try:
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            content = b"" if size > max_bytes else file.read(max_bytes + 1)  # files of /proc say that they are empty
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+        raise _unreadable(path, error) from error
+    if max(size, len(content)) > max_bytes:
+        raise _unreadable(path, f"it has more than {max_bytes} bytes")
+    return content
 
 
-def read_text(path: Path) -> str | None:
-    """The text of a file, None where there is none."""
-    content = read_bytes(path)
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str | None:
+    """The text of a file; None: there is none."""
+    content = read_bytes(path, max_bytes)
     try:
         return None if content is None else content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
+        raise _unreadable(path, error) from error
 
 
-def read_json(path: Path, form: type[File]) -> File | None:
-    """What a JSON file holds, None where there is no file."""
-    content = read_bytes(path)
-    if content is None:
-        return None
+def read_json(path: Path, form: type[File], max_bytes: int = MAX_BYTES) -> File | None:
+    """The value in a JSON file, which must be of a type; None: there is no file."""
+    content = read_bytes(path, max_bytes)
     try:
-        return msgspec.json.decode(content, type=form)
+        return None if content is None else msgspec.json.decode(content, type=form)
     except RecursionError as error:
-        raise ValueError(f"{str(path)!r} cannot be read: it is nested too deeply") from error
+        raise _unreadable(path, "it is nested too deeply") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
+        raise _unreadable(path, error) from error
 
 
-def check_is_whole(path: Path) -> None:
-    """Raises ValueError where there is something under the name of a file that cannot be one."""
-    if os.path.lexists(path):
-        try:
-            open_file(path).close()
-        except OSError as error:
-            raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+def _unreadable(path: Path, reason: Exception | str) -> ValueError:
+    words = reason.strerror if isinstance(reason, OSError) else reason
+    return ValueError(f"{_shown(path)} cannot be read: {words}")
+
+
+def _shown(path: Path) -> str:
+    text = str(path)
+    return repr(text) if len(text) <= MAX_PATH else f"{text[:80]!r}... ({len(text)} characters)"
+
+
+def read_object(path: Path) -> Json:
+    """The object in a JSON file; empty: there is no file."""
+    return read_json(path, dict[str, Any]) or {}
+
+
+# ---------------------------------------------------------------- tokens beside those of tokenizer.json
+
+
+def named_tokens(config: Json, older: Json) -> dict[str, str]:
+    """The text of each ``..._token`` in tokenizer_config.json and special_tokens_map.json (``older``).
+
+    The older file counts only if the newer one does not describe its tokens.
+    """
+    extra = config.get("extra_special_tokens")
+    found: dict[str, str] = {}
+    for source in (
+        config,
+        {} if "added_tokens_decoder" in config else older,
+        cast("Json", extra) if isinstance(extra, dict) else {},
+    ):
+        for name, token in source.items():
+            content = _content(token)
+            if name.endswith("_token") and content:
+                found[name] = content
+    return found
+
+
+def described_tokens(config: Json, folder: Path) -> list[tuple[str, dict[str, bool]]]:
+    """The text and the flags of each entry of ``added_tokens_decoder``, in the order of the ids.
+
+    Raises:
+        ValueError: an entry is not of the form {"id": {"content": text, ...}}.
+    """
+    described = cast("dict[str, Json]", config.get("added_tokens_decoder") or {})
+    try:
+        entries = [entry for _, entry in sorted(described.items(), key=lambda item: int(item[0]))]
+        return [
+            (str(entry["content"]), {name: value for name, value in entry.items() if isinstance(value, bool)})
+            for entry in entries
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        form = 'not of the form {"id": {"content": text, ...}}'
+        raise ValueError(f"added_tokens_decoder in {_shown(folder / TOKENIZER_CONFIG)} is {form}") from error
+
+
+def special_tokens(config: Json, named: Mapping[str, str]) -> list[str]:
+    """The texts of the special tokens, each once: the named ones and those of the lists."""
+    found = list(named.values())
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        listed = config.get(key)
+        if isinstance(listed, list):
+            found += [content for token in cast("list[object]", listed) if (content := _content(token))]
+    return list(dict.fromkeys(found))
+
+
+def added_texts(folder: Path) -> list[str]:
+    """The texts of all tokens that the config files in the folder add or describe, in the order of adding.
+
+    Raises:
+        ValueError: one of the files cannot be read.
+    """
+    config = read_object(folder / TOKENIZER_CONFIG)
+    named = named_tokens(config, read_object(folder / SPECIAL_TOKENS))
+    return list(
+        dict.fromkeys([*(text for text, _ in described_tokens(config, folder)), *special_tokens(config, named)])
+    )
+
+
+def _content(token: object) -> str | None:
+    """The text of a token in a config file: a string, or an object with its flags."""
+    if isinstance(token, Mapping):
+        token = cast("Mapping[str, object]", token).get("content")
+    return token if isinstance(token, str) else None

@@ -1,6 +1,7 @@
-"""Model folders: find one (on disk, in the wheel, or on the Hugging Face hub) and read the facts about it.
+"""Find a model folder (on disk, in the wheel, or on the Hugging Face hub) and read the facts about the model.
 
-``locate`` and ``find_facts`` may block for as long as a download takes: call it from a thread where an event loop runs.
+``locate`` and ``find_facts`` may block for as long as a download takes: call them on a thread without an event loop.
+The hub's token, cache and ``HF_HUB_OFFLINE`` come from the environment.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import Struct
 
-from aioengine import checkpoint, checks, folder_files, hub, plugins
+from aioengine import checkpoint, checks, folder_files, plugins
 from aioengine.families._config import MAX_SIZES
 from aioengine.families._tensors import is_ignored, tensor_shapes
 
@@ -25,20 +26,26 @@ if TYPE_CHECKING:
 
     ReadConfig = Callable[[Mapping[str, object]], DecoderConfig]
 
-PACKAGE: Final = Path(__file__).parent
-DEMO_MODEL: Final = PACKAGE / "demo"
+DEMO_MODEL: Final = Path(__file__).parent / "demo"
 
 _DTYPES: Final = ("bfloat16", "float16", "float32")
 _UNREADABLE_WEIGHTS: Final = ("*.bin", "*.pt", "*.pth", "*.gguf")
+_TOKENIZER_FILES: Final = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
+_WANTED_FILES: Final = {"model_path": (*_TOKENIZER_FILES, "*.safetensors"), "tokenizer_path": _TOKENIZER_FILES}
+"""Files to download, by the constructor's argument that names the model."""
+_MAX_HUB_ID: Final = 200
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """What the JSON files of a model folder say.
+    """The facts about a model that its JSON files give.
 
-    dtype: of the checkpoint: "bfloat16", "float16" or "float32". context_length: positions that the model was made
-    for, with its rope scaling. eos_token_ids: from generation_config.json, config.json and tokenizer_config.json.
-    tokenizer_path: the folder with tokenizer.json, or None where there is none. missing_weights: what is wrong where
-    the folder has no safetensors. sliding_window: the positions that a token attends to; None: all.
+    Attributes:
+        context_length: positions that the model was made for, with its rope scaling.
+        dtype: of the checkpoint: "bfloat16", "float16" or "float32".
+        eos_token_ids: from generation_config.json and config.json.
+        tokenizer_path: the folder with tokenizer.json; None: there is no such file.
+        missing_weights: why the folder has no weights to load; None: it has.
+        sliding_window: the number of positions that a token attends to; None: all.
     """
 
     path: str
@@ -53,13 +60,12 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     tokenizer_path: str | None = None
     missing_weights: str | None = None
     sliding_window: int | None = None
 
 
-# ---------------------------------------------------------------- where it is
+# ---------------------------------------------------------------- finding the folder
 
 
 def locate(
@@ -72,7 +78,7 @@ def locate(
 ) -> str:
     """The local folder of a model: the folder itself, the demo model for None, or a download of a hub id.
 
-    ``argument`` "tokenizer_path": of a tokenizer.
+    ``argument``: the constructor's argument that is looked up, "model_path" or "tokenizer_path".
 
     Raises:
         ValueError: there is no such folder, and no such model on the hub; or the hub cannot be reached.
@@ -81,19 +87,41 @@ def locate(
         return str(DEMO_MODEL)
     if not model_path:
         raise ValueError(f"{argument} is empty; give a folder or hub id, or leave it out")
-    folder = Path(model_path).expanduser()
+    folder, shown = _expanded(model_path, argument), checks.shown(model_path)
     if folder.is_dir():
         return str(folder.resolve())
     if folder.is_file():
-        raise ValueError(f"{argument} {model_path!r} is a file; give the folder that holds it")
-    if not hub.may_be_hub_id(model_path):
-        raise ValueError(f"{argument} {model_path!r}: there is no such folder; {_nearest_parent(folder)}")
-    return hub.download(model_path, revision=revision, download_dir=download_dir, progress=progress, argument=argument)
+        raise ValueError(f"{argument} {shown} is a file; give the folder that holds it")
+    if not may_be_hub_id(model_path):
+        raise ValueError(f"{argument} {shown}: there is no such folder; {_nearest_parent(folder)}")
+    if download_dir is not None:
+        download_dir = str(_expanded(download_dir, "download_dir"))
+    return download(model_path, revision=revision, download_dir=download_dir, progress=progress, argument=argument)
 
 
 def needs_download(path: str | None) -> bool:
     """Whether ``locate`` would ask the hub."""
-    return path is not None and not Path(path).expanduser().exists() and hub.may_be_hub_id(path)
+    return path is not None and may_be_hub_id(path) and not Path(path).exists()
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether this reads "owner/name" (or an old plain "name"), and not as a path."""
+    parts = name.split("/")
+    if name.startswith((".", "~", "/")) or len(parts) > 2 or len(name) > _MAX_HUB_ID:
+        return False
+    return all(part and part.translate({ord(mark): None for mark in "-_."}).isalnum() for part in parts)
+
+
+def _expanded(path: str, argument: str) -> Path:
+    """The path with the user's folder for "~"; the system can look it up."""
+    try:
+        found = Path(path).expanduser()
+        os.fsencode(found)
+        found.exists()  # pathlib itself takes a name with a null character for one that does not exist
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
+        raise ValueError(f"{argument} {checks.shown(path)} cannot be looked up: {reason}") from error
+    return found
 
 
 def _nearest_parent(folder: Path) -> str:
@@ -104,136 +132,136 @@ def _nearest_parent(folder: Path) -> str:
     return f"{str(parent)!r} holds {'the folders ' + ', '.join(names) if names else 'no folders'}"
 
 
-# ---------------------------------------------------------------- what it holds
+def download(
+    name: str, *, revision: str | None, download_dir: str | None, progress: bool, argument: str = "model_path"
+) -> str:
+    """Fetch the files of a model or a tokenizer that are not in the hub's cache yet; returns the local folder.
+
+    Raises:
+        ValueError: the hub has no such model for this user, or it could not be reached.
+    """
+    # Imported here alone: it takes a third of a second, and most programs read a local folder.
+    import huggingface_hub
+    from huggingface_hub import errors
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    is_switched = not progress and not are_progress_bars_disabled()  # bars that the program switched off stay off
+    if is_switched:
+        disable_progress_bars()
+    try:
+        return huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
+            name, revision=revision, cache_dir=download_dir, allow_patterns=list(_WANTED_FILES[argument])
+        )
+    except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        wanted = f"revision {revision!r} of this model" if revision else "model of this name"
+        raise ValueError(
+            f"{_not_here(argument, name)}, and the hub has no {wanted} that you may read; check the spelling, "
+            "and for a private or gated model log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
+        is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise ValueError(
+            f"{_not_here(argument, name)}, and the hub's model of this name is not in the cache and could not be "
+            f"fetched{' (HF_HUB_OFFLINE is set)' if is_offline else ''}: {reason}"
+        ) from error
+    finally:
+        if is_switched:
+            enable_progress_bars()
+
+
+def _not_here(argument: str, name: str) -> str:
+    try:
+        here = repr(str(Path.cwd()))
+    except OSError:
+        here = "the working directory, which was removed"
+    return f"{argument} {name!r}: there is no such folder in {here}"
+
+
+# ---------------------------------------------------------------- reading the facts
 
 
 class _Quantization(Struct):
     quant_method: str = "of an unknown kind"
 
 
-class _Rope(Struct):
-    rope_type: str | None = None
-    type: str | None = None
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
-
-
-class _ConfigFile(Struct):
-    """The parts of config.json that are facts here; the runner decodes it again into what a family needs."""
+class _Config(Struct):
+    """The facts in config.json that no family reads."""
 
     architectures: list[str] | None = None
     model_type: str | None = None
-    max_position_embeddings: int = 0
-    vocab_size: int = 0
-    hidden_size: int = 0
-    num_hidden_layers: int = 0
-    num_attention_heads: int = 0
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
     eos_token_id: int | list[int] | None = None
-    bos_token_id: int | list[int] | None = None
     quantization_config: _Quantization | None = None
 
 
-class _GenerationFile(Struct):
+class _GenerationConfig(Struct):
     eos_token_id: int | list[int] | None = None
-    bos_token_id: int | list[int] | None = None
 
 
-class _Token(Struct):
-    content: str
-
-
-class _TokenizerConfigFile(Struct):
-    eos_token: str | _Token | None = None
-    added_tokens_decoder: dict[int, _Token] = {}
-
-
-class _AddedToken(Struct):
-    id: int
-    content: str
-
-
-class _TokenizerFile(Struct):
-    """The one part of tokenizer.json that is read here; the decoder skips the rest."""
-
-    added_tokens: list[_AddedToken] = []
-
-
-def find_facts(wishes: ModelConfig, *, progress: bool = False) -> ModelFacts:
-    """Locate the model that is asked for, and its tokenizer where that is elsewhere, and read what they are.
+def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
+    """Locate the model that is asked for, and its tokenizer if that is elsewhere, and read what they are.
 
     Raises:
-        ValueError: one of them cannot be found, or the model cannot be served.
+        ValueError: one of them cannot be found, or the model cannot be served; the message says what could be.
     """
-    path = locate(wishes.path, revision=wishes.revision, download_dir=wishes.download_dir, progress=progress)
-    words = wishes.tokenizer_path
-    if words is not None:
-        words = locate(words, download_dir=wishes.download_dir, progress=progress, argument="tokenizer_path")
-    facts = read_facts(path, words)
-    decoder = _read_family(Path(path), facts.model_type)
-    if wishes.load_format != "dummy" and not facts.missing_weights:
+    path = locate(wanted.path, revision=wanted.revision, download_dir=wanted.download_dir, progress=progress)
+    tokenizer = folder = Path(path)
+    if wanted.tokenizer_path is not None:
+        tokenizer = Path(
+            locate(
+                wanted.tokenizer_path, download_dir=wanted.download_dir, progress=progress, argument="tokenizer_path"
+            )
+        )
+    config, decoder = _read_config(folder)
+    generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
+    missing_weights = _missing_weights(folder)
+    if wanted.load_format != "dummy" and not missing_weights:
         checkpoint.check_folder(
-            Path(path),
+            folder,
             partial(tensor_shapes, decoder),
             num_layers=decoder.num_layers,
             is_ignored=partial(is_ignored, decoder),
         )
-    if facts.tokenizer_path:
-        folder_files.check_is_whole(Path(facts.tokenizer_path) / "tokenizer.json")
-    return msgspec.structs.replace(facts, sliding_window=decoder.sliding_window)
-
-
-def _read_family(folder: Path, model_type: str) -> DecoderConfig:
-    """What config.json comes to. Raises ValueError, naming it, for a value that is missing or not implemented."""
-    file = folder / "config.json"
-    try:
-        read: ReadConfig = plugins.load("families", model_type)
-        return read(folder_files.read_json(file, dict[str, object]) or {})
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r}: {error}") from error
-
-
-def read_facts(path: str, tokenizer_path: str | None = None) -> ModelFacts:
-    """Read config.json, generation_config.json and what the tokenizer's files say about the end of text.
-
-    Raises:
-        ValueError: the folder cannot be served; the message tells what could be.
-    """
-    folder = Path(path)
-    config = folder_files.read_json(folder / "config.json", _ConfigFile)
-    if config is None:
-        raise ValueError(f"{path!r} is no model folder: {_what_instead(folder)}")
-    _check_supported(config, path)
-    words = Path(tokenizer_path) if tokenizer_path else folder
-    generation = folder_files.read_json(folder / "generation_config.json", _GenerationFile) or _GenerationFile()
-    eos = (*_ids(generation.eos_token_id), *_ids(config.eos_token_id), *_ids(_tokenizer_eos(words)))
+    eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id)))
     return ModelFacts(
         path=path,
         architecture=(config.architectures or [""])[0],
         model_type=config.model_type or "",
-        context_length=_context_length(config, path),
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        context_length=_context_length(decoder, folder),
+        vocab_size=decoder.vocab_size,
+        hidden_size=decoder.hidden_size,
+        num_layers=decoder.num_layers,
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_size,
         dtype=_dtype(config),
-        missing_weights=_missing_weights(folder),
-        eos_token_ids=tuple(token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < config.vocab_size),
-        bos_token_id=next(iter((*_ids(generation.bos_token_id), *_ids(config.bos_token_id))), None),
-        tokenizer_path=str(words) if (words / "tokenizer.json").exists() else None,
+        missing_weights=missing_weights,
+        eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < decoder.vocab_size),
+        tokenizer_path=str(tokenizer) if folder_files.is_file(tokenizer / folder_files.TOKENIZER) else None,
+        sliding_window=decoder.sliding_window,
     )
 
 
-def supported_model_types() -> tuple[str, ...]:
-    """The families that have a file in ``models/``; the name of the file is the ``model_type``."""
-    return tuple(sorted(file.stem for file in (PACKAGE / "models").glob("[a-z]*.py")))
+def supported_model_types() -> list[str]:
+    """The ``model_type`` of every family."""
+    return plugins.names("families")
+
+
+def _read_config(folder: Path) -> tuple[_Config, DecoderConfig]:
+    """The facts of config.json. Raises ValueError for a value that is missing or not implemented; it is named."""
+    file = folder / "config.json"
+    raw = folder_files.read_json(file, dict[str, object])
+    if raw is None:
+        raise ValueError(f"{str(folder)!r} is no model folder: {_what_instead(folder)}")
+    try:
+        config = msgspec.convert(raw, _Config)
+        _check_supported(config)
+        read: ReadConfig = plugins.load("families", config.model_type or "")
+        return config, read(raw)
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r}: {error}") from error
 
 
 def _what_instead(folder: Path) -> str:
@@ -257,50 +285,34 @@ def _missing_weights(folder: Path) -> str | None:
     )
 
 
-def _check_supported(config: _ConfigFile, path: str) -> None:
-    architecture = (config.architectures or ["no architecture"])[0]
-    supported = supported_model_types()
-    if config.model_type not in supported or not config.architectures:
+def _check_supported(config: _Config) -> None:
+    if config.model_type not in supported_model_types() or not config.architectures:
+        architecture = (config.architectures or ["no architecture"])[0]
         raise ValueError(
-            f"{path!r} holds a model of type {config.model_type!r} ({architecture}), which is not supported; "
-            f"what works are causal language models of the types {', '.join(supported)}"
+            f"a model of type {checks.shown(config.model_type)} ({architecture:.80}), which is not supported; "
+            f"what works are causal language models of the types {', '.join(supported_model_types())}"
         )
     if config.quantization_config is not None:
         method = config.quantization_config.quant_method
-        raise ValueError(f"{path!r} holds quantized weights ({method}), which are not read; give the original model")
-    for name, most in MAX_SIZES.items():
-        value = getattr(config, name, None)
-        if value is not None and value < 1:
-            raise ValueError(f"config.json of {path!r} has no {name}, or one below 1")
-        if value is not None and value > most:
-            raise ValueError(f"config.json of {path!r} has {name} {checks.shown(value)}; at most {most} works")
+        raise ValueError(f"quantized weights ({method:.80}), which are not read; give the original model")
 
 
-def _context_length(config: _ConfigFile, path: str) -> int:
-    length = _stretched_length(config)
+def _context_length(decoder: DecoderConfig, folder: Path) -> int:
+    """Positions with rope scaling: llama3 has stretched max_position_embeddings itself, the others name a factor."""
+    given, rope = decoder.max_position_embeddings, decoder.rope
+    length: float = given
+    if rope.factor and rope.rope_type in {"linear", "dynamic"}:
+        length = given * rope.factor
+    elif rope.factor and rope.rope_type == "yarn":
+        length = max(given, (rope.original_max_position_embeddings or given) * rope.factor)
     if not 1 <= length <= MAX_SIZES["max_position_embeddings"]:
-        raise ValueError(
-            f"config.json of {path!r}: rope_scaling makes {length:g} positions of {config.max_position_embeddings}"
-        )
+        raise ValueError(f"config.json of {str(folder)!r}: rope_scaling makes {length:g} positions of {given}")
     return int(length)
 
 
-def _stretched_length(config: _ConfigFile) -> float:
-    """Positions with rope scaling: llama3 has stretched max_position_embeddings itself, the others name a factor."""
-    length, rope = config.max_position_embeddings, config.rope_scaling or config.rope_parameters
-    if rope is None or not rope.factor:
-        return length
-    kind = rope.rope_type or rope.type
-    if kind in {"linear", "dynamic"}:
-        return length * rope.factor
-    if kind == "yarn":
-        return max(length, (rope.original_max_position_embeddings or length) * rope.factor)
-    return length
-
-
-def _dtype(config: _ConfigFile) -> str:
-    word = (config.dtype or config.torch_dtype or "float32").removeprefix("torch.")
-    return word if word in _DTYPES else "float32"
+def _dtype(config: _Config) -> str:
+    name = (config.dtype or config.torch_dtype or "float32").removeprefix("torch.")
+    return name if name in _DTYPES else "float32"
 
 
 def _ids(value: int | list[int] | None) -> list[int]:
@@ -308,16 +320,3 @@ def _ids(value: int | list[int] | None) -> list[int]:
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
-
-
-def _tokenizer_eos(folder: Path) -> int | None:
-    """The id of the end-of-text token that tokenizer_config.json names by its text."""
-    config = folder_files.read_json(folder / "tokenizer_config.json", _TokenizerConfigFile)
-    if config is None or config.eos_token is None:
-        return None
-    text = config.eos_token if isinstance(config.eos_token, str) else config.eos_token.content
-    known = {token.content: token_id for token_id, token in config.added_tokens_decoder.items()}
-    if text not in known:
-        tokenizer = folder_files.read_json(folder / "tokenizer.json", _TokenizerFile) or _TokenizerFile()
-        known = {token.content: token.id for token in tokenizer.added_tokens}
-    return known.get(text)

@@ -1,6 +1,6 @@
 """What the user asked for, and facts about model and machine, become ``Settings``: every "auto" is answered here, once.
 
-Pure: facts come as arguments (``model_folder.read_facts``, ``machine.device_facts``).
+Pure: facts come as arguments (``model_folder.find_facts``, ``machine.device_facts``).
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from aioengine import added_tokens
-from aioengine.added_tokens import named_tokens, read_json
+from aioengine import folder_files
 from aioengine.chat_template import (
     DEFAULT,
     ChatTemplates,
@@ -61,14 +60,15 @@ class Tokenizer:
             ValueError: the folder has no ``tokenizer.json``, or a file in it cannot be read.
         """
         self.folder = Path(folder)
-        self._config = read_json(self.folder / added_tokens.CONFIG)
+        config = folder_files.read_object(self.folder / folder_files.TOKENIZER_CONFIG)
         self._fast = _read_fast_tokenizer(self.folder)
         self._fast.no_truncation()  # some files have these on; a prompt must not be cut or filled up silently
         self._fast.no_padding()
-        self.special_tokens = named_tokens(self._config, read_json(self.folder / added_tokens.OLDER_CONFIG))
+        older = folder_files.read_object(self.folder / folder_files.SPECIAL_TOKENS)
+        self.special_tokens = folder_files.named_tokens(config, older)
         """The text of the special tokens by name, as chat templates know them: ``bos_token``, ``eos_token``..."""
         with _panics_as_errors:
-            _add_tokens(self._fast, self._config, self.special_tokens)
+            _add_tokens(self._fast, self.folder, config, self.special_tokens)
         own = read_chat_templates(self.folder)
         self._chats = ChatTemplates(own if chat_template is None else {DEFAULT: chat_template}, self.special_tokens)
 
@@ -95,7 +95,7 @@ class Tokenizer:
         """All ids that end a text: those of generation_config.json and config.json, and the tokenizer's own."""
         found: list[int] = []
         for name in ("generation_config.json", "config.json"):
-            value = read_json(self.folder / name).get("eos_token_id")
+            value = folder_files.read_object(self.folder / name).get("eos_token_id")
             listed = cast("list[object]", value) if isinstance(value, list) else [value]
             found += [item for item in listed if isinstance(item, int)]
         own = self._id_of("eos_token")
@@ -214,8 +214,9 @@ class Tokenizer:
 
 
 def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    path = folder / folder_files.TOKENIZER
+    content = folder_files.read_bytes(path, folder_files.MAX_TOKENIZER_BYTES)
+    if content is None:
         others = [
             name for name in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json") if (folder / name).exists()
         ]
@@ -227,22 +228,22 @@ def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
         )
     try:
         with _panics_as_errors:
-            return FastTokenizer.from_buffer(path.read_bytes())  # its from_file takes UTF-8 paths alone
+            return FastTokenizer.from_buffer(content)  # its from_file takes UTF-8 paths alone
     except Exception as error:  # the library raises nothing more specific
         raise ValueError(f"{path} is not a tokenizer that this version of tokenizers can read: {error}") from error
 
 
-def _add_tokens(fast: FastTokenizer, config: Json, named: dict[str, str]) -> None:
+def _add_tokens(fast: FastTokenizer, folder: Path, config: Json, named: dict[str, str]) -> None:
     """Add the tokens that tokenizer_config.json has and tokenizer.json has not, or describes otherwise."""
     known = {token.content: token for token in fast.get_added_tokens_decoder().values()}
     new: list[AddedToken] = []
-    for content, flags in added_tokens.described_tokens(config):
+    for content, flags in folder_files.described_tokens(config, folder):
         token = AddedToken(content, **flags)
         token.special = token.special or token.content in named.values()
         if repr(token) != repr(known.get(token.content)):
             new.append(token)
         known[token.content] = token
-    special = added_tokens.special_tokens(config, named)
+    special = folder_files.special_tokens(config, named)
     new += [AddedToken(content, special=True) for content in special if content not in known]
     fast.add_tokens(new)  # pyright: ignore[reportUnknownMemberType]
 

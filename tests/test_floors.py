@@ -26,7 +26,7 @@ CLOCK_AND_LOOP = "asyncio time threading multiprocessing subprocess socket selec
 FLOORS = {
     "0": Floor(
         (
-            "resolve > model_folder > checkpoint, families, hub > machine > config",
+            "resolve > model_folder > checkpoint, families > machine > config",
             "params > parameter_table > patterns, protocol",
             "plugins",
             "metrics",
@@ -34,7 +34,7 @@ FLOORS = {
             "logs",
             "file_descriptors",
             "foreign_names",
-            "added_tokens > folder_files",
+            "folder_files",
         ),
         "0",
         "msgspec regex",
@@ -65,7 +65,7 @@ STRICTER = {"supervision/ledger.py": "1", "supervision/trials.py": "1", "supervi
 """Parts of a floor that obey the rules of a lower one."""
 
 ALLOWED = {
-    ("hub", "huggingface_hub"): "the one lazy import: it is slow, and most programs read a local folder",
+    ("model_folder", "huggingface_hub"): "the one lazy import: it is slow, and most programs read a local folder",
     ("runner", "time"): "durations of loading and of steps",
 }
 

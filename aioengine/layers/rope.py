@@ -10,6 +10,7 @@ Here a token at position p always has the base for a sequence of p + 1 tokens: t
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from aioengine.families._config import RopeConfig
 
 TABLE_ROWS = 4096
+"""Rows of the table that are computed at once."""
+MAX_TABLE = 2**18
+"""Positions. A table of them takes 128 MiB with heads of 128."""
 
 
 def _given(value: float | None) -> float:
@@ -28,7 +32,8 @@ def _given(value: float | None) -> float:
 
 
 def _plain(base: float | Tensor, head_size: int) -> Tensor:
-    return 1.0 / (base ** (torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size))
+    device = base.device if isinstance(base, torch.Tensor) else None
+    return 1.0 / (base ** (torch.arange(0, head_size, 2, dtype=torch.int64, device=device).float() / head_size))
 
 
 def _llama3(config: RopeConfig, head_size: int, original: int) -> Tensor:
@@ -89,7 +94,10 @@ def _dynamic(config: RopeConfig, head_size: int, positions: Tensor, max_position
 
 
 class RotaryEmbedding:
-    """cos and sin of every position up to ``num_positions``, made once so that a position always has the same bits."""
+    """cos and sin of positions, the same bits for a position in every step.
+
+    A table holds them for windows of up to ``MAX_TABLE`` positions; for longer ones each step computes its own.
+    """
 
     def __init__(
         self,
@@ -100,19 +108,28 @@ class RotaryEmbedding:
         num_positions: int,
         device: torch.device,
     ) -> None:
-        fixed, factor = frequencies(config, head_size, max_position_embeddings)
-        self._table = torch.empty(num_positions, 2, head_size // 2)
-        for part in self._table.split(TABLE_ROWS):
-            start = int(part.storage_offset()) // head_size
-            positions = torch.arange(start, start + part.shape[0])
-            if config.rope_type == "dynamic":
-                angles = positions.unsqueeze(1) * _dynamic(config, head_size, positions, max_position_embeddings)
-            else:
-                angles = positions.float().unsqueeze(1) * fixed
-            torch.stack((angles.cos() * factor, angles.sin() * factor), 1, out=part)
-        self._table = self._table.to(device)
+        fixed, self._factor = frequencies(config, head_size, max_position_embeddings)
+        self._frequencies = fixed if num_positions <= MAX_TABLE else fixed.to(device)
+        self._dynamic = partial(_dynamic, config, head_size, max_position_embeddings=max_position_embeddings)
+        self._is_dynamic = config.rope_type == "dynamic"
+        self._table: Tensor | None = None
+        if num_positions <= MAX_TABLE:
+            table = torch.empty(num_positions, 2, head_size // 2)
+            for part in table.split(TABLE_ROWS):
+                start = int(part.storage_offset()) // head_size
+                part.copy_(self._rows(torch.arange(start, start + part.shape[0])))
+            self._table = table.to(device)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[T] -> cos and sin as ``kernels.rope`` wants them, [T, 1, E]; the same for all layers of a step."""
-        cos, sin = self._table.index_select(0, positions).split(1, dim=1)
+        rows = self._rows(positions) if self._table is None else self._table.index_select(0, positions)
+        cos, sin = rows.split(1, dim=1)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+    def _rows(self, positions: Tensor) -> Tensor:
+        """[T] -> cos and sin, [T, 2, E / 2]."""
+        if self._is_dynamic:
+            angles = positions.unsqueeze(1) * self._dynamic(positions)
+        else:
+            angles = positions.float().unsqueeze(1) * self._frequencies
+        return torch.stack((angles.cos() * self._factor, angles.sin() * self._factor), 1)

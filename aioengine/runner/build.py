@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from aioengine import attention, models
+from aioengine import attention, folder_files, models
 from aioengine.attention import fused
 from aioengine.attention._base import BackendUnavailableError
 from aioengine.families._config import Task
@@ -202,23 +201,15 @@ def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Mode
         max_positions=settings.model.context_length,
         batch_invariant=settings.runner.batch_invariant,
     )
-    return models.build(_read_config(Path(settings.model.path)), options)
+    return models.build(_config(Path(settings.model.path)), options)
 
 
-def _read_config(folder: Path) -> dict[str, object]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        message = f"cannot read {path}: {error.strerror}; a model folder of transformers has a config.json"
-        raise ValueError(message) from error
-    except ValueError as error:
-        message = f"{path} is not JSON: {error}"
-        raise ValueError(message) from error
-    if not isinstance(config, dict):
-        message = f"{path} must hold a JSON object, it holds a {type(config).__name__}"
+def _config(folder: Path) -> dict[str, object]:
+    config = folder_files.read_json(folder / "config.json", dict[str, object])
+    if config is None:
+        message = f"{folder} has no config.json; a model folder of transformers has one"
         raise ValueError(message)
-    return cast("dict[str, object]", config)
+    return config
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,8 @@ class DeviceParts:
 
     @property
     def max_row_pages(self) -> int:
-        return -(-self.context_length // self.kv_pool.page_size)  # a step in flight computes no position past the end
+        """Of the longest request: a step in flight computes no position past the end of the context."""
+        return min(-(-self.context_length // self.kv_pool.page_size), self.kv_pool.num_pages)
 
 
 @dataclass(frozen=True, slots=True)

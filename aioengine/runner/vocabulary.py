@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aioengine.added_tokens import added_texts
+from aioengine import folder_files
 
 if TYPE_CHECKING:
     from aioengine.config import Settings
@@ -36,16 +36,15 @@ def num_token_ids(tokenizer_path: str) -> int:
     Raises:
         ValueError: a file cannot be read, or is no tokenizer.json.
     """
-    file = Path(tokenizer_path) / "tokenizer.json"
-    try:
-        tokenizer = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
-    except (OSError, msgspec.MsgspecError) as error:
-        message = f"cannot read {file}: {error}"
-        raise ValueError(message) from error
+    file = Path(tokenizer_path) / folder_files.TOKENIZER
+    tokenizer = folder_files.read_json(file, _Tokenizer, folder_files.MAX_TOKENIZER_BYTES)
+    if tokenizer is None:
+        message = f"cannot read {file}: there is no such file"
+        raise ValueError(message)
     vocab = tokenizer.model.vocab
     ids = [len(vocab) - 1] if isinstance(vocab, list) else vocab.values()
     num_ids = 1 + max(chain(ids, (token.id for token in tokenizer.added_tokens)), default=-1)
-    added = set(added_texts(file.parent)) - {token.content for token in tokenizer.added_tokens}
+    added = set(folder_files.added_texts(file.parent)) - {token.content for token in tokenizer.added_tokens}
     return num_ids if not added else num_ids + len(added - _texts(vocab))
 
 

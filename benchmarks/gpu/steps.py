@@ -20,7 +20,7 @@ import torch
 
 from aioengine.args import engine_config
 from aioengine.machine import device_facts
-from aioengine.model_folder import read_facts
+from aioengine.model_folder import find_facts
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.resolve import resolve
 from aioengine.runner.build import build
@@ -96,7 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = write_folder(options.models, options.model)
     config = engine_config(str(folder), {"load_format": "dummy", "disable_cuda_graph": options.eager})
-    settings = resolve(config, read_facts(str(folder)), device_facts())
+    settings = resolve(config, find_facts(config.model), device_facts())
     started = time.perf_counter()
     runner = build(settings, lambda _: None)
     print(f"built in {time.perf_counter() - started:.1f} s: {runner.facts}", flush=True)

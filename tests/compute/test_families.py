@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from aioengine import models
+from aioengine.families._config import RopeConfig
+from aioengine.layers.rope import RotaryEmbedding
 from tests.compute.stepping import Stepper, options
 
 if TYPE_CHECKING:
@@ -115,3 +117,19 @@ def test_older_configs_name_the_scaling_in_rope_scaling() -> None:
     older.finish_loading()
     token_ids = list(range(40))
     assert torch.equal(Stepper(older).run(token_ids, [40]), Stepper(ours).run(token_ids, [40]))
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic"])
+def test_long_windows_have_the_rotations_of_short_ones_without_their_table(rope_type: str) -> None:
+    config = RopeConfig(rope_type=rope_type, factor=4.0)  # pyright: ignore[reportArgumentType]
+    short, long = (
+        RotaryEmbedding(
+            config, 16, max_position_embeddings=4000, num_positions=num_positions, device=torch.device("cpu")
+        )
+        for num_positions in (10_000, 2**31 - 1)
+    )
+    for num_tokens in (1, 2, 7, 1000):
+        positions = torch.arange(num_tokens) * 9
+        for wanted, found in zip(short.tables(positions), long.tables(positions), strict=True):
+            assert torch.equal(wanted, found)
+    assert long.tables(torch.tensor([2**31 - 2]))[0].isfinite().all()

@@ -120,9 +120,20 @@ def with_text(name: str, text: str | bytes) -> Break:
     return lambda folder: (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
 
-def with_header(header: dict[str, object]) -> Break:
-    text = json.dumps(header).encode()
-    return with_bytes(len(text).to_bytes(8, "little") + text)
+def with_header(header: dict[str, object] | str, size: int = 0) -> Break:
+    """``size``: of the tensors, in bytes."""
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    return with_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+
+
+def tensor(begin: int, end: int, *shape: object, dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+
+
+def write_sparse(path: Path, size: int) -> None:
+    """A file that says in its first bytes that its header fills it, and takes no room on the disk."""
+    path.write_bytes((size - 8).to_bytes(8, "little"))
+    os.truncate(path, size)
 
 
 def with_link(name: str, to: str) -> Break:
@@ -193,6 +204,33 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "name above": (with_index('{"weight_map": {"a": "../x.safetensors"}}'), "names '../x.saf.*', which is not in"),
     "odd name": (with_index('{"weight_map": {"a": "x\\u0000"}}'), "which is not in the model folder"),
     "deep index": (with_index('{"weight_map": ' + "[" * 10**5), "index.json' cannot be read"),
+    "overlapping tensors": (
+        with_header({"a": tensor(0, 8, 2), "b": tensor(4, 12, 2)}, 12),
+        "its header is damaged: 'b' has the bytes 4 to 12, and the tensor before ends at 8",
+    ),
+    "a gap": (with_header({"a": tensor(0, 8, 2), "b": tensor(12, 20, 2)}, 20), "'b' has the bytes 12 to 20, and the"),
+    "a gap at the start": (
+        with_header({"a": tensor(8, 16, 2)}, 16),
+        "'a' has the bytes 8 to 16, and the tensor before",
+    ),
+    "a name that occurs twice": (
+        with_header(f'{{"a": {json.dumps(tensor(0, 8, 2))}, "a": {json.dumps(tensor(8, 16, 2))}}}', 16),
+        "'a' has the bytes 8 to 16, and the tensor before ends at 0",
+    ),
+    "tensors beyond the file": (with_header({"a": tensor(0, 2**50, 2**48)}, 8), "it is truncated: it has .* bytes of"),
+    "bytes that belong to no tensor": (with_header({"a": tensor(0, 8, 2)}, 9), "it is damaged: it has .* bytes of"),
+    "a size of another type": (
+        with_header({"a": tensor(0, 8, 2, dtype="F64")}, 8),
+        r"'a' has shape \[2\] of F64 in 8 bytes",
+    ),
+    "a tensor that ends before it begins": (with_header({"a": tensor(0, 0, 0), "b": tensor(0, -8, 2)}), "`int` >= 0"),
+    "a negative size": (with_header({"a": tensor(0, 8, -2)}, 8), "its header is damaged: Expected `int` >= 0"),
+    "an immense size": (with_header({"a": tensor(0, 8, 2**62)}, 8), "its header is damaged: Expected `int` <= "),
+    "many dimensions": (with_header({"a": tensor(0, 8, *[1] * 99)}, 8), "Expected `array` of length <= 16"),
+    "a size that is no number": (with_header({"a": tensor(0, 8, "two")}, 8), "Expected `int`, got `str`"),
+    "a header of gigabytes": (lambda folder: write_sparse(folder / WEIGHTS, 2**34), "no safetensors file"),
+    "pipe for the index": (with_pipe(INDEX), "index.json' is a pipe, socket or device, not a file"),
+    "large config": (lambda folder: write_sparse(folder / "config.json", 2**40), "config.json' cannot be read: it has"),
     "odd metadata": (with_header({"__metadata__": {"format": 5}}), "its header is damaged: Expected `str`, got `int`"),
     "pipe for weights": (with_pipe(WEIGHTS), "model.safetensors' is a pipe, socket or device, not a file"),
     "pipe for config": (with_pipe("config.json"), "config.json' is a pipe, socket or device, not a file"),
@@ -235,17 +273,23 @@ BREAKS: dict[str, tuple[Break, str]] = {
         with_config(num_hidden_layers=10_000),
         "they are 21 tensors, for num_hidden_layers=10000",
     ),
-    "a million layers": (with_config(num_hidden_layers=10**6), "num_hidden_layers 1000000; at most 16384 works"),
-    "a negative number of heads": (with_config(num_key_value_heads=-2), "num_key_value_heads.* one below 1"),
+    "a million layers": (
+        with_config(num_hidden_layers=10**6),
+        "num_hidden_layers 1000000 is not implemented; what works: 1 to 16384",
+    ),
+    "a negative number of heads": (
+        with_config(num_key_value_heads=-2),
+        "num_key_value_heads -2 is not implemented; what works: 1 to",
+    ),
     **{
-        f"{name} of {value:.0e}": (with_config(**{name: value}), f"{name}.* (at most|1 to|one below 1)")
+        f"{name} of {value:.0e}": (with_config(**{name: value}), f"{name}.* (1 to|Integer value out of range)")
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
         for value in (10**12, 10**30, -5)
     },
     **{
         f"{name} of {value}": (
             with_config(**{name: value}),
-            f"config.json.*{name}.* (is not implemented; what works|one below 1)",
+            f"config.json.*{name}.* (is not implemented; what works)",
         )
         for name, value in (
             ("rope_theta", 0),
@@ -274,6 +318,28 @@ BREAKS: dict[str, tuple[Break, str]] = {
             {"rope_type": "llama3", "high_freq_factor": 1.0},
         )
     },
+    **{
+        f"{name} of {value!r}": (with_config(**{name: value}), f"config.json': .*{name}")
+        for name in ("max_position_embeddings", "vocab_size", "num_key_value_heads")
+        for value in (
+            1e30,
+            2.5,
+            True,
+            "512",
+            [512],
+            {"a": 1},
+            2**31 if name == "max_position_embeddings" else 3 * 10**8,
+        )
+    },
+    "NaN": (
+        lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": float("nan")})),
+        "config.json' cannot be read: JSON is malformed",
+    ),
+    "heads that do not divide": (
+        with_config(num_attention_heads=3),
+        "num_key_value_heads 2 is not implemented; what works: a divisor of 3 heads",
+    ),
+    "nested lists": (with_config(architectures=[["MistralForCausalLM"]]), "config.json': .*architectures"),
     "wrong value": (with_config(hidden_act="gelu"), "config.json': .*hidden_act"),
     "missing number of the rope": (
         with_config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
@@ -324,7 +390,7 @@ def test_arguments_that_do_not_go_together_are_errors_of_the_constructor() -> No
 
 
 def test_models_of_the_hub_are_looked_at_when_the_engine_starts(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr("aioengine.hub.download", lambda *_, **__: str(folder))
+    monkeypatch.setattr("aioengine.model_folder.download", lambda *_, **__: str(folder))
     monkeypatch.setattr("aioengine.supervision.supervisor.Supervisor.start", pytest.fail)
     BREAKS["truncated"][0](folder)
     engine = AsyncEngine("owner/model", device="cpu")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from aioengine import hub, model_folder
+from aioengine import model_folder
 from aioengine.config import EngineConfig, ModelConfig
 from aioengine.frontend.startup import blueprint_of
-from aioengine.model_folder import locate, read_facts
+from aioengine.model_folder import ModelFacts, find_facts, locate
 
 bars = import_module("huggingface_hub.utils.tqdm")
 
@@ -21,6 +21,7 @@ CONFIG = {
     "max_position_embeddings": 1024,
     "vocab_size": 300,
     "hidden_size": 64,
+    "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -28,11 +29,6 @@ CONFIG = {
     "bos_token_id": 4,
     "torch_dtype": "bfloat16",
 }
-
-
-@pytest.fixture(autouse=True)
-def _families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_folder, "supported_model_types", lambda: ("llama", "qwen3"))
 
 
 def folder(path: Path, files: dict[str, object] | None = None, **changes: object) -> str:
@@ -43,12 +39,16 @@ def folder(path: Path, files: dict[str, object] | None = None, **changes: object
     return str(path)
 
 
+def read_facts(path: str, tokenizer_path: str | None = None) -> ModelFacts:
+    return find_facts(ModelConfig(path=path, tokenizer_path=tokenizer_path, load_format="dummy"))
+
+
 def test_the_facts(tmp_path: Path) -> None:
     facts = read_facts(folder(tmp_path))
     assert (facts.architecture, facts.model_type, facts.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
     assert (facts.context_length, facts.vocab_size, facts.num_layers) == (1024, 300, 2)
     assert (facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.hidden_size) == (4, 2, 16, 64)
-    assert (facts.eos_token_ids, facts.bos_token_id) == ((5,), 4)
+    assert facts.eos_token_ids == (5,)
     assert (facts.tokenizer_path, facts.missing_weights) == (str(tmp_path), None)
 
 
@@ -61,7 +61,16 @@ def test_the_facts(tmp_path: Path) -> None:
         ({"type": "dynamic", "factor": 2}, 2048),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}, 1024),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128}, 1024),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            1024,
+        ),
     ],
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -69,19 +78,9 @@ def test_the_context_with_rope_scaling(tmp_path: Path, key: str, rope: object, e
     assert read_facts(folder(tmp_path, **{key: rope})).context_length == expected
 
 
-def test_end_of_text_ids_come_from_three_files(tmp_path: Path) -> None:
-    path = folder(
-        tmp_path,
-        {
-            "generation_config.json": {"eos_token_id": [7, 5], "bos_token_id": 8},
-            "tokenizer_config.json": {"eos_token": {"content": "<end>"}},
-            "tokenizer.json": {"added_tokens": [{"id": 9, "content": "<end>"}], "model": {"vocab": {"a": 1}}},
-        },
-    )
-    facts = read_facts(path)
-    assert (facts.eos_token_ids, facts.bos_token_id) == ((7, 5, 9), 8)
-    decoder = {"eos_token": "<e>", "added_tokens_decoder": {"11": {"content": "<e>"}}}
-    assert read_facts(folder(tmp_path, {"tokenizer_config.json": decoder})).eos_token_ids == (7, 5, 11)
+def test_end_of_text_ids_come_from_two_files(tmp_path: Path) -> None:
+    path = folder(tmp_path, {"generation_config.json": {"eos_token_id": [7, 5, 300, -1]}})
+    assert read_facts(path).eos_token_ids == (7, 5)
 
 
 @pytest.mark.parametrize(("key", "word"), [("dtype", "float16"), ("torch_dtype", "torch.float16")])
@@ -92,11 +91,11 @@ def test_both_spellings_of_the_type(tmp_path: Path, key: str, word: str) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt9"}, "type 'gpt9'.*not supported.*llama, qwen3"),
+        ({"model_type": "gpt9"}, "type 'gpt9'.*not supported.*llama, .*qwen3"),
         ({"architectures": None}, "no architecture"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq\)"),
         ({"vocab_size": None}, "vocab_size"),
-        ({"hidden_size": 0}, "no hidden_size"),
+        ({"hidden_size": 0}, "hidden_size 0 is not implemented"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers"),
     ],
 )
@@ -176,7 +175,7 @@ def test_a_tokenizer_of_the_hub_is_fetched_without_weights(monkeypatch: pytest.M
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    path = folder(tmp_path, intermediate_size=96)
+    path = folder(tmp_path)
     model = ModelConfig(path=path, tokenizer_path="owner/words", download_dir="cache", load_format="dummy")
     assert model_folder.find_facts(model).tokenizer_path == str(model_folder.DEMO_MODEL)
     assert asked == [("owner/words", "cache", ["*.json", "*.jinja", "tokenizer.model", "*.txt"])]
@@ -184,12 +183,12 @@ def test_a_tokenizer_of_the_hub_is_fetched_without_weights(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["owner/name", "gpt2", "Qwen/Qwen2.5-0.5B-Instruct", "a_b/c-d.e"])
 def test_hub_ids(name: str) -> None:
-    assert hub.may_be_hub_id(name)
+    assert model_folder.may_be_hub_id(name)
 
 
 @pytest.mark.parametrize("name", ["/a/b", "./a", "../a", "~/a", "a/b/c", "a//b", "", "a b", "a/", "C:\\x"])
 def test_paths_are_no_hub_ids(name: str) -> None:
-    assert not hub.may_be_hub_id(name)
+    assert not model_folder.may_be_hub_id(name)
 
 
 def test_without_a_network_the_error_tells_what_was_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -214,7 +213,7 @@ def test_a_download_leaves_the_program_s_progress_bars_as_they_were(
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.setattr(bars, "progress_bar_states", {"_global": not is_off})
     for progress in (False, True):
-        hub.download("owner/name", revision=None, download_dir=None, progress=progress)
+        model_folder.download("owner/name", revision=None, download_dir=None, progress=progress)
         assert bars.are_progress_bars_disabled() is is_off
     assert seen == [True, is_off]
 
@@ -232,7 +231,7 @@ def test_downloads_have_a_bar_on_a_terminal_or_where_asked_for(
         told.append(options["progress"])
         raise ValueError("no network in a test")
 
-    monkeypatch.setattr(hub, "download", download)
+    monkeypatch.setattr(model_folder, "download", download)
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
     with pytest.raises(ValueError, match="no network"):
         blueprint_of(EngineConfig(model=ModelConfig(path="owner/name"), progress=wish))

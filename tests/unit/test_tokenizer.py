@@ -240,7 +240,7 @@ def test_a_template_in_a_file(llama: Sample, tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(MESSAGES, chat_template=file) == "Hi <b>é"
     file.write_bytes(b"\xff{{ 1 }}")
     for wrong in (file, tmp_path / "missing.jinja", tmp_path):
-        with pytest.raises(ValueError, match=f"chat_template='{wrong}' cannot be read"):
+        with pytest.raises(ValueError, match=f"chat_template(=|: )'{wrong}' (cannot be read|is a folder, not a file)"):
             tokenizer.apply_chat_template(MESSAGES, chat_template=wrong)
     with pytest.raises(ValueError, match=r"neither the text of a template .*\(default\); a file is given as a pathlib"):
         tokenizer.apply_chat_template(MESSAGES, chat_template=str(file))
@@ -361,7 +361,7 @@ def test_files_that_cannot_be_read(llama: Sample, tmp_path: Path) -> None:
         Tokenizer(write_folder(tmp_path, llama, tokenizer__json="{}"))
     with pytest.raises(ValueError, match=r"tokenizer_config\.json' cannot be read"):
         Tokenizer(write_folder(tmp_path, llama, tokenizer_config__json="{"))
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json' must hold a JSON object, not a list"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json' cannot be read: Expected `object`"):
         Tokenizer(write_folder(tmp_path, llama, tokenizer_config__json="[]"))
 
 
