@@ -34,8 +34,8 @@ GPU_DECODE_COST: Final = 4
 tokens of a prompt.
 """
 GPU_GRAPH_ROWS: Final = 1024
-POSITIONS_TOGETHER: Final = {"fused": 512, "torch": 256}
-"""The number of positions that these backends work on at a time, which must be whole pages."""
+FUSED_CHUNK: Final = 512
+"""Positions that attention_backend='fused' works on at a time, which must be whole pages."""
 
 CPU_MEMORY_FRACTION: Final = 0.4
 """Modest: a laptop's other programs stay in memory."""
@@ -162,11 +162,10 @@ def _model_settings(config: EngineConfig, model: ModelFacts, device: DeviceFacts
 
 
 def _check_page_size(page_size: int, backend: str) -> None:
-    most = POSITIONS_TOGETHER.get(backend)
-    if most is not None and most % page_size:
+    if backend == "fused" and FUSED_CHUNK % page_size:
         raise ValueError(
-            f"page_size must be a power of two from 1 to {most} with attention_backend={backend!r}, got {page_size}; "
-            "on a GPU, 'flashinfer' and 'triton' take any from 1 to 1024"
+            f"page_size must be a power of two from 1 to {FUSED_CHUNK} with attention_backend='fused', got {page_size};"
+            " 'torch', and on a GPU 'flashinfer' and 'triton', take any from 1 to 1024"
         )
 
 

@@ -1,7 +1,7 @@
-"""How decode rows are cut into units for the backends of ``attention/torch.py`` and ``attention/fused.py``.
+"""How decode rows are divided into units for ``attention/fused.py``.
 
-A *unit* is one chunk of positions of one row. Many units are one product, and a chunk that many rows share (the same
-pages) is a unit of all of them.
+A *unit* is one chunk of positions of one row. Many units are one call of the kernel, and a chunk that many rows share
+(the same pages) is a unit of all of them.
 
 Shape letters: R rows, K kv heads, U units, C positions of a chunk, P pages of a chunk, X chunks of the longest row.
 """
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.attention._chunks import MASKED
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -22,19 +20,26 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import ForwardBatch
 
+CHUNK = 512
+"""Positions that the kernel itself takes at a time."""
+MASKED = -1.0e30
+"""Added to the score of a position that a token may not see: its weight is zero, and a chunk without any position
+that the token may see loses against all others.
+"""
 MIN_SHARING = 4
-"""Rows from which on a shared chunk is worth a product of its own."""
+"""Rows from which on a shared chunk is worth a call of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Some units that are one batched product, or one chunk that all ``rows`` share.
+    """Some units that are one call of the kernel, or one chunk that all ``rows`` share.
 
-    rows: [U] row of each unit, counted among the decode rows.
-    places: [U] chunk * R + row.
-    pages: indices into the pool's (page, kv head) pairs: [U * K * P], or [K * P] if shared.
-    width: C, as many positions of the chunk as a unit may need.
-    hidden: [U, 1, C] what to add to the scores, None if shared.
+    Attributes:
+        rows: [U] row of each unit, counted among the decode rows.
+        places: [U] chunk * R + row.
+        pages: indices into the pool's (page, kv head) pairs: [U * K * P], or [K * P] if shared.
+        width: C, as many positions of the chunk as a unit may need.
+        hidden: [U, 1, C] what to add to the scores, None if shared.
     """
 
     rows: Tensor
@@ -46,7 +51,11 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The rows of the batch that compute one token. ``tokens``: [R] indices into T, None where these are all of T."""
+    """The rows of the batch that compute one token.
+
+    Attributes:
+        tokens: [R] indices into T, None where these are all of T.
+    """
 
     num_rows: int
     num_chunks: int
@@ -56,19 +65,25 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paging:
-    """chunk: positions of a whole chunk, a multiple of the page size. width_of: positions that a product takes for so
-    many that are visible. max_units: of one product.
+    """How pages hold positions.
+
+    Attributes:
+        page_size: divides ``CHUNK``.
+        width_of: visible positions of a chunk -> positions that the kernel takes for them.
+        max_units: of one call.
+
+    Raises:
+        ValueError: the page size does not divide ``CHUNK``.
     """
 
     num_kv_heads: int
     page_size: int
-    chunk: int
     width_of: Callable[[int], int]
     max_units: int
 
     def __post_init__(self) -> None:
-        if self.chunk % self.page_size:
-            message = f"page_size {self.page_size} does not divide {self.chunk}, as this attention backend needs"
+        if CHUNK % self.page_size:
+            message = f"page_size {self.page_size} does not divide {CHUNK}, as 'fused' needs; 'torch' takes any"
             raise ValueError(message)
 
     def new_slots(self, slot_mapping: Tensor) -> Tensor:
@@ -80,7 +95,7 @@ class Paging:
     def chunk_table(self, page_table: Tensor, num_chunks: int) -> Tensor:
         """[R, pages] -> [R, X, P] page ids of each chunk, padded with page 0."""
         num_rows, given = page_table.shape
-        chunk_pages = self.chunk // self.page_size
+        chunk_pages = CHUNK // self.page_size
         table = page_table.new_zeros(num_rows, num_chunks * chunk_pages, dtype=torch.int64)
         used = min(given, table.shape[1])
         table[:, :used] = page_table[:, :used]
@@ -99,10 +114,10 @@ class Paging:
         everything = len(single) == len(batch.query_lengths)
         device = batch.page_table.device
         kv_lengths = [batch.kv_lengths[row] for row in single]
-        num_chunks = -(-max(kv_lengths) // self.chunk)
+        num_chunks = -(-max(kv_lengths) // CHUNK)
         page_table = batch.page_table if everything else batch.page_table[torch.tensor(single, device=device)]
         table = self.chunk_table(page_table, num_chunks)
-        left = torch.tensor(kv_lengths, device=device) - _starts(num_chunks, self.chunk, device)
+        left = torch.tensor(kv_lengths, device=device) - torch.arange(num_chunks, device=device).unsqueeze(1) * CHUNK
         shared, alone = self._find_shared(table, left)
         chunks, rows = torch.nonzero(alone, as_tuple=True)
         units = [
@@ -115,9 +130,9 @@ class Paging:
         return DecodeRows(num_rows=len(single), num_chunks=num_chunks, tokens=tokens, units=shared + units)
 
     def _own_chunks(self, table: Tensor, left: Tensor, rows: Tensor, chunks: Tensor) -> Units:
-        """One product of the chunks [U] of these rows [U]."""
+        """One call for the chunks [U] of these rows [U]. ``left``: [X, R] positions of each row from each chunk on."""
         visible = left[chunks, rows]
-        width = self.width_of(min(self.chunk, int(visible.max())))
+        width = self.width_of(min(CHUNK, int(visible.max())))
         pages = self.pairs(table[rows, chunks, : width // self.page_size])
         columns = torch.arange(width, device=table.device)
         hidden = ((columns >= visible.unsqueeze(1)) * MASKED).unsqueeze(1)
@@ -131,7 +146,7 @@ class Paging:
         if num_rows < MIN_SHARING or num_chunks == 1:
             return shared, alone
         for chunk in range(num_chunks):
-            candidates = torch.nonzero(left[chunk] >= self.chunk).squeeze(1)
+            candidates = torch.nonzero(left[chunk] >= CHUNK).squeeze(1)
             if candidates.numel() < MIN_SHARING:
                 break
             pages, group, counts = table[candidates, chunk].unique(dim=0, return_inverse=True, return_counts=True)
@@ -142,13 +157,8 @@ class Paging:
                 rows = candidates[group == index]
                 alone[chunk, rows] = False
                 its_pages = self.pairs(pages[index : index + 1])
-                shared.append(Units(rows, chunk * num_rows + rows, its_pages, self.chunk, None))
+                shared.append(Units(rows, chunk * num_rows + rows, its_pages, CHUNK, None))
         return shared, alone
-
-
-def _starts(num_chunks: int, chunk: int, device: torch.device) -> Tensor:
-    """[X, 1] first positions of the chunks."""
-    return torch.arange(num_chunks, device=device).unsqueeze(1) * chunk
 
 
 def first_tokens(query_lengths: list[int]) -> list[int]:

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from aioengine.attention._chunks import MASKED, combine_sums, round_up
-from aioengine.attention._cpu import Paging, first_tokens
+from aioengine.attention._cpu import CHUNK, MASKED, Paging, first_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, ForwardBatch
     from aioengine.attention._cpu import DecodeRows, Units
 
-CHUNK = 512
-"""Positions that the kernel itself takes at a time."""
 BLOCK_TOKENS = 128
 """Tokens of a prefill row that go together: more would see more positions that they may not use."""
 UNIT_BYTES = 8 << 20
@@ -41,6 +38,8 @@ TRIED_TIMES = (1, 2, 3, 5, 9, 12)
 TRIED_WIDTHS = tuple(range(64, CHUNK, 64))
 MOST_ROWS = 200
 """Above 192 rows, and below it, the kernel takes blocks of other sizes."""
+TRIED_OFFSETS = (0, 16, 37)
+"""Where a row is among many: without AVX-512, its bits depend on that."""
 
 Sums = tuple["Tensor", "Tensor"]
 """Of one chunk: outputs [..., M, E] and logarithms of the sums of exponentials [..., M]."""
@@ -88,12 +87,13 @@ def _agree(rows: int, width: int, head_size: int, dtype: torch.dtype) -> bool:
     hidden = ((torch.arange(CHUNK) >= width) * MASKED).view(1, 1, 1, -1)
     for scale in (0.05, 4.0):
         expected = _attend(queries, keys, values, hidden=hidden, scale=scale)
-        for times, (batch, heads) in product(TRIED_TIMES, ((1, 1), (1, 2), (2, 2))):
-            few = queries[:batch, :heads, : rows * times].contiguous()
+        for times, (batch, heads), offset in product(TRIED_TIMES, ((1, 1), (1, 2), (2, 2)), TRIED_OFFSETS):
+            inside = slice(offset, offset + rows * times)
+            few = queries[:batch, :heads, inside].contiguous()
             cut_keys, cut_values = keys[:batch, :heads, :width], values[:batch, :heads, :width]
             found = _attend(few, cut_keys, cut_values, hidden=hidden[..., :width], scale=scale)
             for part, whole in zip(found, expected, strict=True):
-                if not torch.equal(part, whole[:batch, :heads, : rows * times]):
+                if not torch.equal(part, whole[:batch, :heads, inside]):
                     return False
     return True
 
@@ -107,6 +107,23 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, hidden: Tensor | N
         queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
     )
     return sums
+
+
+def _combine(outputs: Tensor, sums: Tensor) -> Tensor:
+    """Outputs of chunks [X, ..., E] and logarithms of their sums of exponentials [X, ...] -> fp32 [..., E]."""
+    weights = torch.exp(sums - sums.amax(0))
+    weights = weights.div_(_sum_by_halves(weights.clone()))
+    return _sum_by_halves(weights.unsqueeze(-1) * outputs)
+
+
+def _sum_by_halves(terms: Tensor) -> Tensor:
+    """[X, ...] -> [...], the sum over the first axis, in place. Zeros at its end change no bit of the sum."""
+    count = terms.shape[0]
+    while count > 1:
+        half = 1 << (count - 1).bit_length() - 1
+        terms[: count - half] += terms[half:count]
+        count = half
+    return terms[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +163,6 @@ class FusedAttention:
         self._paging = Paging(
             num_kv_heads=num_kv_heads,
             page_size=page_size,
-            chunk=CHUNK,
             width_of=self._width_of,
             max_units=max(1, UNIT_BYTES // (2 * num_kv_heads * CHUNK * head_size * kv_pool.itemsize)),
         )
@@ -210,7 +226,7 @@ class FusedAttention:
             outputs = [self._attend_units(queries, units, pages, layer)[0] for units, pages in each]
             merged = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         else:
-            merged = combine_sums(*self._decode_sums(decode, queries, layer)).to(q.dtype)
+            merged = _combine(*self._decode_sums(decode, queries, layer)).to(q.dtype)
         return merged[:, :, : self._group].reshape(decode.num_rows, -1)
 
     def _decode_sums(self, decode: DecodeRows, queries: Tensor, layer: int) -> Sums:
@@ -245,7 +261,7 @@ class FusedAttention:
         for offset in range(0, count, BLOCK_TOKENS):
             size = min(BLOCK_TOKENS, count - offset)
             position = first + offset
-            last = position + torch.arange(round_up(size, self._limits.rows))
+            last = position + torch.arange(size + -size % self._limits.rows)
             if not self._is_causal:
                 last.fill_(kv_length - 1)
             blocks.append(_Block(start + offset, start + offset + size, self._chunks(last, size)))
@@ -277,7 +293,7 @@ class FusedAttention:
                 mask = None if hidden is None else hidden.view(1, 1, *hidden.shape)
                 parts.append(_attend(queries, *seen, hidden=mask, scale=self._scale))
             outputs, sums = zip(*parts, strict=True)
-            merged = outputs[0] if len(parts) == 1 else combine_sums(torch.stack(outputs), torch.stack(sums))
+            merged = outputs[0] if len(parts) == 1 else _combine(torch.stack(outputs), torch.stack(sums))
             target = out[block.start : block.stop].view(size, kv_heads, group, head_size)
             target.copy_(merged[:, :, :size].permute(2, 0, 1, 3))
 

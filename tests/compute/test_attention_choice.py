@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aioengine import resolve
-from aioengine.attention import _chunks, fused
+from aioengine.attention import fused
 from aioengine.attention._base import AttentionShape, BackendUnavailableError
 from aioengine.config import RunnerSettings
 from aioengine.runner.build import AttentionChoice, choose_attention
@@ -129,5 +129,5 @@ def test_keys_and_values_of_another_type_than_the_queries(monkeypatch: pytest.Mo
             choose_typed(settings, kv_dtype=torch.float32)
 
 
-def test_the_positions_that_a_backend_takes_together_are_those_that_page_sizes_are_checked_with() -> None:
-    assert resolve.POSITIONS_TOGETHER == {"fused": fused.CHUNK, "torch": _chunks.CHUNK}
+def test_page_sizes_are_checked_against_the_chunk_of_fused_attention() -> None:
+    assert resolve.FUSED_CHUNK == fused.CHUNK

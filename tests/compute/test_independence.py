@@ -227,11 +227,25 @@ def test_attention_is_that_of_the_definition(dtype: torch.dtype, backend_class: 
     torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("backend_class", BACKENDS)
-def test_page_size_that_does_not_divide_a_chunk_is_refused(backend_class: type[Backend]) -> None:
+def test_a_page_size_that_does_not_divide_a_chunk_of_fused_attention_is_refused() -> None:
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
-    with pytest.raises(ValueError, match="page_size 24"):
-        backend_class(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=24)))
+    with pytest.raises(ValueError, match="page_size 24.*'torch' takes any"):
+        FusedAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=24)))
+
+
+@pytest.mark.parametrize("page_size", [3, 24, 512, 1024])
+def test_torch_attention_takes_pages_of_any_size(page_size: int) -> None:
+    torch.manual_seed(0)
+    shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
+    tokens = tuple(torch.randn(70, num_heads, 8) for num_heads in (2, 1, 1))
+    expected, found = (
+        run_attention(
+            TorchAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=100 // size + 2, page_size=size))),
+            tokens, [(0, 70)], list(range(-(-70 // size))),
+        )
+        for size in (16, page_size)
+    )  # fmt: skip
+    assert torch.equal(found, expected)
 
 
 def test_fused_attention_is_refused_where_rows_would_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +266,8 @@ def test_a_kernel_that_adds_up_in_another_order_is_found_out(monkeypatch: pytest
         return outputs.to(q.dtype), outputs[..., 0]
 
     monkeypatch.setattr(fused, "_attend", attend)
-    monkeypatch.setattr(fused, "MOST_ROWS", 20)
+    monkeypatch.setattr(fused, "MOST_ROWS", 40)
+    monkeypatch.setattr(fused, "TRIED_OFFSETS", (0, 5))
     monkeypatch.setattr(fused, "TRIED_TIMES", (1, 2))
     assert fused._agree(4, 192, 8, torch.bfloat16)
     assert not fused._agree(4, 256, 8, torch.bfloat16)
