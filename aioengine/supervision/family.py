@@ -1,9 +1,10 @@
-"""The children of one engine together: hear of each one's end, end all of them."""
+"""Family: the children of one start, watched and ended together."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,11 +14,11 @@ if TYPE_CHECKING:
     from aioengine.supervision.launchers._base import RunningChild
 
 KILL_WAIT_S = 1.0
-"""So long a killed process may take to be gone (memory of a device is given back then)."""
+"""How long a killed process may take to be gone; only then is its memory of a device free."""
 
 
 class Family:
-    """``children`` is the launcher's list, which changes when it starts some. ``on_exit`` is told who has ended."""
+    """The children of a launcher, whose list changes when it starts some. ``on_exit`` receives each that exited."""
 
     def __init__(self, children: list[RunningChild], on_exit: Callable[[RunningChild], None]) -> None:
         self.children = children
@@ -26,19 +27,25 @@ class Family:
         self._dismissed: RunningChild | None = None
 
     def ended(self, roles: Collection[Role]) -> list[RunningChild]:
-        """Those of these roles that have ended."""
+        """The children of these roles that have exited."""
         return [child for child in self.children if child.role in roles and not child.is_alive]
 
     def watch(self) -> None:
-        """Hear of the ends of all children, on the running loop; those that are watched already are left out."""
+        """Watch all children for their exits, on the running loop; those that are watched already stay so."""
         self._exits = {child: exited for child, exited in self._exits.items() if child in self.children}
         for child in self.children:
             if child not in self._exits:
-                self._watch(child)
+                exited = self._exits[child] = asyncio.Event()
+                child.watch(partial(self._exited, child, exited))
+
+    def _exited(self, child: RunningChild, exited: asyncio.Event) -> None:
+        exited.set()
+        if child is not self._dismissed:
+            self._on_exit(child)
 
     async def end(self, polite_s: float) -> None:
-        """Ask all to end, give them ``polite_s`` seconds, and kill what is left then."""
-        self.watch()  # a start that was cancelled half-way had not come to this
+        """Ask all to exit, wait up to ``polite_s`` seconds, and kill the rest."""
+        self.watch()  # a start that was cancelled half-way did not get to this
         if polite_s > 0:
             for child in self.children:
                 child.terminate()
@@ -47,7 +54,7 @@ class Family:
         await self._wait_for_exits(KILL_WAIT_S)
 
     async def end_one(self, role: Role) -> None:
-        """Kill the child of this role; nobody is told of its end any more."""
+        """Kill the child of this role, whose exit is not reported any more."""
         for child in self.children:
             if child.role == role:
                 self._dismissed = child
@@ -62,20 +69,10 @@ class Family:
             child.kill()
 
     def kill_and_reap(self) -> None:
-        """Kill all and wait for it, without a loop."""
+        """Kill all and wait for their exits, without a loop."""
         self.kill()
         for child in self.children:
             child.reap(KILL_WAIT_S)
-
-    def _watch(self, child: RunningChild) -> None:
-        exited = self._exits[child] = asyncio.Event()
-
-        def on_exit() -> None:
-            exited.set()
-            if child is not self._dismissed:
-                self._on_exit(child)
-
-        child.watch(on_exit)
 
     async def _wait_for_exits(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -173,7 +173,7 @@ class Fleet:
         self._num_open[number] = 0
         if number in self._stats:
             self._stats[number] = msgspec.structs.replace(self._stats[number], **dict.fromkeys(_OF_LIVING, 0))
-        reports, requests = replica.hand_over(str(error).partition(";")[0])
+        reports, requests = replica.hand_over(error)
         self._on_messages(number, reports)
         self.send(requests)
 

@@ -1,8 +1,9 @@
-"""Incarnation: one start of the scheduler, from its launch until it is lost or all children are ended.
+"""Incarnation: one start of the children, from its launch until they are lost or ended.
 
-What comes after a loss, another incarnation or the end of the engine, is the supervisor's business. Every incarnation
-has sockets and an epoch of its own, so nothing of an earlier one can come. An incarnation that lost its detokenizer
-alone can be mended: another one is started, and the scheduler goes on with it in a new epoch, without its requests.
+What follows a loss, another incarnation or the end of the engine, is decided by the supervisor. Every incarnation has
+its own sockets and its own epoch, so no message of an earlier one can arrive. An incarnation that lost only its
+detokenizer can be mended: a new detokenizer is started, and the scheduler goes on with it in a new epoch, without the
+requests that it had.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
@@ -26,14 +28,12 @@ from aioengine.protocol.messages import (
     FinishCode,
     Finished,
     LogRecord,
-    Message,
     Progress,
     Ready,
     Reply,
     Stats,
     Submit,
     TextChunks,
-    ToFrontend,
 )
 from aioengine.supervision.family import Family
 from aioengine.supervision.handshake import Handshake
@@ -46,22 +46,17 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
     from aioengine.config import Settings
-    from aioengine.protocol.messages import Role, ToScheduler
+    from aioengine.protocol.messages import Message, Role, ToFrontend, ToScheduler
     from aioengine.supervision.launchers._base import Launcher, RunningChild
 
-
 MEND_TIMEOUT_S: Final = 20.0
-"""So long the scheduler may take to end its step, and then another detokenizer to start; else both are replaced."""
-
-
-_STAGE: Final = "submit"
+"""How long a mend may take: the scheduler ends its step, then a detokenizer starts. Otherwise both are replaced."""
 
 
 class Loss(Struct, frozen=True):
-    """Why an incarnation is over. ``rows``: what the lost child was computing, uid -> end of its row.
+    """Why an incarnation is over. ``rows``: what the lost child was computing, uid -> the end of its row.
 
-    ``is_final``: nothing that another incarnation would mend. ``is_mendable``: all but the detokenizer live and can go
-    on.
+    ``is_final``: another incarnation would fail too. ``is_mendable``: only the detokenizer is lost.
     """
 
     error: EngineError
@@ -70,56 +65,19 @@ class Loss(Struct, frozen=True):
     is_mendable: bool = False
 
 
-class Timeouts(Struct, frozen=True):
-    """How long a start may take, and a child may be silent."""
-
-    startup_s: float
-    stall_s: float
-
-
-class Outgoing:
-    """Gathers messages for the rest of a round of the loop, or until their prompts fill a step.
-
-    A program that starts a thousand requests at once takes long to start them all. The first of them are computed
-    meanwhile, in as large steps as if all had come together.
-    """
-
-    def __init__(self, send: Callable[[list[Message]], None], step_tokens: int) -> None:
-        """``send`` gets what makes one frame. ``step_tokens``: prompt tokens of the largest step."""
-        self._send = send
-        self._step_tokens = step_tokens
-        self._messages: list[Message] = []
-        self._num_tokens = 0
-        self._is_due = False
-
-    def add(self, messages: Iterable[Message]) -> None:
-        """Send these soon, behind those before them. Without messages: an empty frame, if there is nothing else."""
-        for message in messages:
-            self._messages.append(message)
-            if isinstance(message, Submit):
-                self._num_tokens += len(message.prompt_token_ids)
-        if self._num_tokens >= self._step_tokens:
-            self._flush()
-        elif not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._end_round)
-
-    def _end_round(self) -> None:
-        self._is_due = False
-        self._flush()
-
-    def _flush(self) -> None:
-        messages, self._messages, self._num_tokens = self._messages, [], 0
-        self._send(messages)
+class _State(Enum):
+    STARTING = 0
+    RUNNING = 1
+    BROKEN = 2  # without a detokenizer, until it is mended
+    ENDED = 3
 
 
 class Incarnation:
     """Owns the children of one start, on one loop.
 
-    ``on_messages`` gets what the children say (``TextChunks``, ``Stats``, ``Reply``), ``on_progress`` how far long
-    work has come. ``on_loss`` is called when, after the start, a child died, gave no sign of life for too long, or
-    messages could not be handled. The children are killed then, and ``end`` is still to be called; only where the loss
-    is mendable, ``mend`` may be called instead. Until then nothing is heard of them.
+    ``on_messages`` receives ``TextChunks``, ``Stats`` and ``Reply``. ``on_loss`` is called once when, after the start,
+    a child died, gave no sign of life for too long, or messages could not be handled. The children are killed then,
+    and ``end`` is still to be called. Only after a mendable loss may ``mend`` be called instead.
     """
 
     def __init__(
@@ -128,41 +86,45 @@ class Incarnation:
         roles: Sequence[Role],
         launcher_class: type[Launcher],
         *,
-        timeouts: Timeouts,
+        startup_timeout_s: float,
+        stall_timeout_s: float,
         on_messages: Callable[[list[ToFrontend]], None],
         on_loss: Callable[[Loss], None],
-        on_progress: Callable[[Progress], None],
     ) -> None:
         self._roles = roles
         self._launcher = launcher_class(settings, roles)
         self._family = Family(self._launcher.children, self._child_ended)
-        self._startup_timeout_s = timeouts.startup_s
+        self._heartbeats = Heartbeats(stall_timeout_s)
+        self._startup_timeout_s = startup_timeout_s
+        self._step_tokens = settings.scheduler.chunk_tokens
         self._on_messages = on_messages
         self._on_loss = on_loss
-        self._on_progress = on_progress
+        self._on_progress: Callable[[Progress], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._state = _State.STARTING
         self._handshake: Handshake | None = None
         self._pump: EngineTask | None = None
-        self._outgoing = Outgoing(self._transmit, settings.scheduler.chunk_tokens)
-        self._is_started = False
-        self._is_broken = False  # from the loss of the detokenizer until it is mended
-        self._is_ended = False  # from any other loss, end or kill on
-        self._heartbeats = Heartbeats(timeouts.stall_s)
+        self._unsent: list[Message] = []
+        self._num_unsent_tokens = 0
+        self._flushing: asyncio.Handle | None = None
         self._step_ended_at = 0.0
 
-    async def start(self) -> dict[str, object]:
-        """Start the children, wait until all are ready, and return what they run on. Once only.
+    async def start(self, on_progress: Callable[[Progress], None] | None = None) -> dict[str, object]:
+        """Start the children, wait until all are ready, and return their facts. Once only.
+
+        ``on_progress`` receives how far the children are with long work.
 
         Raises:
-            EngineStartupError: with a child's own error, message and traceback; none is left running then.
+            EngineStartupError: with the child's own error, message and traceback; none is left running.
         """
+        self._on_progress = on_progress
         return await self._begin([(self._roles, self._launcher.launch)])
 
     async def mend(self) -> dict[str, object]:
-        """Replace the detokenizer, after a loss that is mendable.
+        """Replace the detokenizer, after a mendable loss.
 
         Raises:
-            EngineStartupError, BacklogFullError: that could not be done; none of the children is left running then.
+            EngineStartupError, BacklogFullError: that failed; none of the children is left running.
         """
         self._startup_timeout_s = min(self._startup_timeout_s, MEND_TIMEOUT_S)
         await self._family.end_one(DETOKENIZER)
@@ -171,7 +133,7 @@ class Incarnation:
         )
 
     async def _begin(self, stages: list[tuple[Collection[Role], Callable[[], Awaitable[None]]]]) -> dict[str, object]:
-        """Do each of these, and wait until the children of these roles are ready."""
+        """Run each stage, and wait until the children of its roles are ready."""
         self._loop = asyncio.get_running_loop()
         facts: dict[str, object] = {}
         try:
@@ -184,10 +146,10 @@ class Incarnation:
                 for child in self._family.ended(roles):
                     self._handshake.child_ended(child)
                 facts |= await self._handshake.wait(self._startup_timeout_s)
-            self._is_started, self._is_broken = True, False
-            # (Further ranks step together with the first, whose silence is theirs.)
+            self._state = _State.RUNNING
+            # (Further ranks step together with the first: when they are silent, so is it.)
             self._heartbeats.watch([role for role in self._roles if role.rank == 0], self._lose)
-            for child in self._family.ended(self._roles):  # just now, which the handshake did not care about any more
+            for child in self._family.ended(self._roles):  # too late for the handshake
                 asyncio.get_running_loop().call_soon(self._child_ended, child)
             return facts
         except GeneratorExit:  # the loop was closed, and nothing can be awaited
@@ -196,10 +158,6 @@ class Incarnation:
         except BaseException:
             await self.end(polite_s=0.0)
             raise
-
-    def send(self, messages: list[ToScheduler]) -> None:
-        """Send to the scheduler soon; what is sent in one round of the loop makes few frames. Nothing after an end."""
-        self._outgoing.add(messages)
 
     def processes(self) -> list[ProcessState]:
         """Every child as it is now."""
@@ -223,58 +181,60 @@ class Incarnation:
 
     # ------------------------------------------------------------ messages
 
-    def _transmit(self, messages: list[Message]) -> None:
-        """Send one frame. Who sends is in the midst of something else: a loss is told later."""
-        if self._is_ended or self._is_broken:
+    def send(self, messages: Iterable[ToScheduler]) -> None:
+        """Send to the scheduler, in order: at the end of this round of the loop, or once a step is full of prompts.
+
+        A program that starts a thousand requests at once takes long to start them all. The first are computed
+        meanwhile, in steps as large as if all had come together. Without messages an empty frame is sent.
+        """
+        for message in messages:
+            self._unsent.append(message)
+            if isinstance(message, Submit):
+                self._num_unsent_tokens += len(message.prompt_token_ids)
+        if self._num_unsent_tokens >= self._step_tokens:
+            self._flush()
+        elif self._flushing is None:
+            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Send one frame. The caller may be in the midst of something else, so a loss is reported later."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        messages, self._unsent, self._num_unsent_tokens = self._unsent, [], 0
+        if self._state is not _State.RUNNING:
             return
         loop = asyncio.get_running_loop()
         try:
-            self._send(messages)
+            self._transmit(messages)
         except BacklogFullError as error:
             stalled = EngineStalledError(f"the scheduler process does not take its messages: {error}")
             loop.call_soon(self._lose, SCHEDULER, stalled)
-        except Exception as error:  # messages that are lost would be waited for without an end
+        except Exception as error:  # calls would wait for ever for the replies to lost messages
             failure = EngineError(f"messages for the scheduler could not be sent: {error!r}")
             failure.__cause__ = error
             loop.call_soon(partial(self._lose, None, failure, is_final=True))
 
-    def _send(self, messages: list[Message]) -> None:
-        """Send them as one frame, or one by one without those that cannot be encoded, which fail alone."""
+    def _transmit(self, messages: list[Message]) -> None:
+        """Send one frame; where a message cannot be encoded, one frame each, and that message fails alone."""
         try:
             self._launcher.sender.send(messages)
         except UnencodableError as error:
             if len(messages) == 1:
-                asyncio.get_running_loop().call_soon(self._tell, _failure(messages[0], error))
+                asyncio.get_running_loop().call_soon(self._report, [_failure(messages[0], error)])
                 return
             for message in messages:
-                self._send([message])
+                self._transmit([message])
 
-    def _tell(self, message: ToFrontend) -> None:
-        """Hand on what this process itself has found; what is lost until then comes again."""
-        if not self._is_ended and not self._is_broken:
-            self._on_messages([message])
+    def _report(self, messages: list[ToFrontend]) -> None:
+        """Pass messages on, unless what they concern is submitted again."""
+        if self._state in (_State.STARTING, _State.RUNNING):
+            self._on_messages(messages)
 
     async def _run_pump(self) -> None:
-        """The only reader of what the children say. It ends with the engine, or the engine ends with it."""
-        receiver = self._launcher.receiver
-        try:
-            while True:
-                self._dispatch(await receiver.receive())
-        except Exception as error:
-            if self._handshake is not None:
-                self._handshake.broke(error)
-            is_lost = isinstance(error, LostFrameError)
-            what = "came damaged" if is_lost else "could not be handled"
-            failure = EngineError(f"messages of the engine's processes {what}: {error!r}")
-            failure.__cause__ = error
-            self._lose(None, failure, is_final=not is_lost)
-
-    def _pump_failed(self, error: EngineDeadError) -> None:
-        """Nothing is received any more, so nothing that waits can end, also while a detokenizer is replaced."""
-        if self._handshake is not None:
-            self._handshake.broke(error)
-        self._is_broken = False
-        self._lose(None, error, is_final=True)
+        """The only reader of the children's messages."""
+        while True:
+            self._dispatch(await self._launcher.receiver.receive())
 
     def _dispatch(self, messages: list[Message]) -> None:
         now = time.monotonic()
@@ -282,52 +242,67 @@ class Incarnation:
         for message in messages:
             match message:
                 case TextChunks():
-                    self._heartbeats.hear(DETOKENIZER, now)
+                    self._heartbeats.record(DETOKENIZER, now)
                     for_frontend.append(message)
                 case Stats():
-                    self._heartbeats.hear(SCHEDULER, now)
+                    self._heartbeats.record(SCHEDULER, now)
                     self._step_ended_at = message.step_ended_at
                     for_frontend.append(message)
-                    self.send([])  # an empty frame, by which it finds that one before was lost
+                    self.send([])  # from the number of this frame the scheduler sees whether one before it was lost
+                case Reply():
+                    for_frontend.append(message)
                 case Progress() | Ready() | Failed():
-                    if self._handshake is not None and not self._handshake.is_over:
-                        self._handshake.take(message)
-                    if isinstance(message, Progress):
+                    if self._handshake is not None:
+                        self._handshake.receive(message)
+                    if not isinstance(message, Progress):
+                        self._heartbeats.record(message.role, now)
+                    elif self._on_progress is not None:
                         self._on_progress(message)
-                    else:
-                        self._heartbeats.hear(message.role, now)
                 case LogRecord():
                     log(logging.getLogger(message.logger), message.level, "%s", message.message)
                 case _:
-                    for_frontend.append(cast("ToFrontend", message))
-        if for_frontend and not self._is_ended and not self._is_broken:
-            self._on_messages(for_frontend)
+                    raise TypeError(f"{type(message).__name__} is no message to the frontend")
+        if for_frontend:
+            self._report(for_frontend)
 
     # ------------------------------------------------------------ losses
 
+    def _pump_failed(self, error: EngineDeadError) -> None:
+        """The pump raised, or was cancelled. No message is received any more, so no call that waits could end."""
+        failure: EngineError = error
+        cause = error.__cause__
+        if cause is not None:
+            what = "came damaged" if isinstance(cause, LostFrameError) else "could not be handled"
+            failure = EngineError(f"messages of the engine's processes {what}: {cause!r}")
+            failure.__cause__ = cause
+        elif self._state is _State.BROKEN:
+            self._state = _State.RUNNING  # cancelled by the program: this loss is final, and nothing is mended
+        if self._handshake is not None:
+            self._handshake.fail(str(failure))
+        self._lose(None, failure, is_final=not isinstance(cause, LostFrameError))
+
     def _child_ended(self, child: RunningChild) -> None:
-        if self._is_ended or self._handshake is None or child not in self._launcher.children:
+        if self._state is _State.ENDED or self._handshake is None or child not in self._launcher.children:
             return
-        if not self._is_started or self._is_broken:
+        if self._state is not _State.RUNNING:
             self._handshake.child_ended(child)
             return
         error = EngineDeadError(str(child.role), pid=child.pid, exit_code=child.exit_code, log_lines=child.log_lines())
         self._lose(child.role, error)
 
     def _lose(self, role: Role | None, error: EngineError, *, is_final: bool = False) -> None:
-        """It is over, or broken: end what cannot go on, and say why, once. ``role``: of the child that is lost."""
-        if self._is_ended or self._is_broken or not self._is_started:
+        """End what cannot go on, and report the loss, once. ``role``: of the child that is lost."""
+        if self._state is not _State.RUNNING:
             return
         rows = self.rows_in_flight(role) if role is not None else {}
         others = [other for other in self._roles if other != DETOKENIZER]
         is_mendable = role == DETOKENIZER and not self._family.ended(others)
-        loss = Loss(error, rows, is_final=is_final, is_mendable=is_mendable)
-        if loss.is_mendable:
-            self._is_broken = True
+        if is_mendable:
+            self._state = _State.BROKEN
             self._heartbeats.stop()
         else:
             self.give_up()
-        self._on_loss(loss)
+        self._on_loss(Loss(error, rows, is_final=is_final, is_mendable=is_mendable))
 
     # ------------------------------------------------------------ ends
 
@@ -338,7 +313,7 @@ class Incarnation:
 
     def kill_now(self) -> None:
         """End the children at once, from any thread, and with or without a loop that runs."""
-        self._is_ended = True
+        self._state = _State.ENDED
         self._family.kill_and_reap()
         if self._loop is not None and self._loop.is_running() and not runs_here(self._loop):
             post(self._loop, self._close)  # its timers and sockets belong to its thread
@@ -347,15 +322,13 @@ class Incarnation:
 
     def _close(self) -> None:
         self._mark_ended()
-        self._heartbeats.stop()
         if self._pump is not None:
             self._pump.cancel()
         self._launcher.close()
 
     async def end(self, polite_s: float) -> None:
-        """End the children: ask, give them ``polite_s``, then kill. Harmless when repeated or never started."""
+        """End the children: ask, wait up to ``polite_s``, then kill. Harmless when repeated or never started."""
         self._mark_ended()
-        self._heartbeats.stop()
         await self._family.end(polite_s)
         pump, self._pump = self._pump, None
         if pump is not None:
@@ -363,20 +336,20 @@ class Incarnation:
         self._launcher.close()
 
     def _mark_ended(self) -> None:
-        self._is_ended = True
-        self._heartbeats.give_up()
+        self._state = _State.ENDED
+        self._heartbeats.stop()
         if self._handshake is not None:
-            self._handshake.give_up()
+            self._handshake.fail("the engine was shut down while it started")
 
 
 def _failure(message: Message, error: UnencodableError) -> ToFrontend:
-    """The answer to a message that cannot be encoded, where there is one; else raises the error."""
-    words = f"it cannot be sent to the scheduler process: {error}"
+    """The answer to a message that cannot be encoded; raises the error where a message has no answer."""
+    text = f"it cannot be sent to the scheduler process: {error}"
     match message:
         case Submit(uid=uid):
-            end = Finished(uid, FinishCode.FAILED, stage=_STAGE, message=words, ended_at=time.monotonic())
+            end = Finished(uid, FinishCode.FAILED, stage="submit", message=text, ended_at=time.monotonic())
             return TextChunks(finished=[end])
         case Control(call_id=call_id):
-            return Reply(call_id, False, words, stage=_STAGE)
+            return Reply(call_id, False, text, stage="submit")
         case _:
             raise error

@@ -119,7 +119,7 @@ class ControlCalls:
         """What a new scheduler is told before anything else."""
         return [Control(_OWN_CALL, "pause")] if self._is_paused else []
 
-    def answered(self, reply: Reply) -> None:
+    def receive(self, reply: Reply) -> None:
         """One has its reply; what it changed outlives the scheduler from now on."""
         asked = self._asked.pop(reply.call_id, None)
         if asked is not None and reply.success and asked.name in ("pause", "continue"):
@@ -180,7 +180,7 @@ class Ledger:
 
     # ------------------------------------------------------------ to the scheduler
 
-    def pass_on(self, messages: Iterable[ToScheduler], now: float) -> list[ToScheduler]:
+    def record(self, messages: Iterable[ToScheduler], now: float) -> list[ToScheduler]:
         """Note what the scheduler is told; returns what is to be sent now."""
         due: list[ToScheduler] = []
         for message in messages:
@@ -255,7 +255,7 @@ class Ledger:
 
     # ------------------------------------------------------------ from the processes
 
-    def hear(self, chunks: TextChunks) -> list[ToScheduler]:
+    def receive(self, chunks: TextChunks) -> list[ToScheduler]:
         """Note what is given out; returns what is to be sent now."""
         for begun in chunks.begun:
             if (entry := self._entries.get(begun.uid)) is not None:
@@ -269,7 +269,7 @@ class Ledger:
         if chunks.tokens.token_ids:
             self._has_progress = True
         trials = self._trials
-        if trials.on_trial is None:
+        if trials.on_trial is None or not self.is_connected:  # new children give signs of life before all are ready
             return []
         tried = self._entries.get(trials.on_trial)
         due: list[ToScheduler] = []

@@ -1,8 +1,8 @@
-"""Supervisor: has the children of an engine run, carries messages, and replaces children that were lost.
+"""Supervisor: runs the children of one replica, carries messages, and replaces children that were lost.
 
-A scheduler that dies or stalls is replaced together with the detokenizer; a detokenizer alone, where that can be done.
-They hold nothing that the ledger does not know, but for the weights and the prefix cache. Whoever sends and hears
-through the supervisor notices nothing of it but the time.
+A scheduler that dies or stalls is replaced together with the detokenizer; a detokenizer is replaced alone where that is
+possible. The children hold no state that the ledger does not have, except the weights and the prefix cache, so the
+frontend notices a replacement only by the time that it takes.
 """
 
 from __future__ import annotations
@@ -21,35 +21,34 @@ from aioengine.errors import EngineClosedError, EngineDeadError, EngineError
 from aioengine.logs import log, warn
 from aioengine.protocol.messages import SCHEDULER, Reply, Stats, TextChunks
 from aioengine.protocol.orders import ROLES
-from aioengine.supervision.incarnation import Incarnation, Loss, Timeouts
+from aioengine.supervision.incarnation import Incarnation, Loss
 from aioengine.supervision.ledger import Ledger
 from aioengine.supervision.tasks import EngineTask
 from aioengine.supervision.trials import Blame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from aioengine.config import Settings, SupervisionConfig
-    from aioengine.protocol.messages import Progress, Role, ToFrontend, ToScheduler
+    from aioengine.protocol.messages import Role, ToFrontend, ToScheduler
     from aioengine.supervision.launchers._base import Launcher
     from aioengine.supervision.processes import Events, ProcessState
 
 logger = logging.getLogger(__name__)
 
 _POLITE_PART: Final = 0.6
-"""Of the time that ``stop`` has, the children get this part to end by themselves."""
+"""The part of the time for ``stop`` that children have to exit by themselves."""
 
 _PATIENCE: Final = 10.0
 _MIN_PATIENCE_S: Final = 60.0
-"""New children hang that are not ready after so many times what the first start took, and so many seconds at least."""
+"""Replacements that are not ready after this many times the duration of the first start, and this long, hang."""
 
 _MIN_RETRY_S: Final = 0.1
 _MAX_RETRY_S: Final = 3.0
-"""The pause after a replacement that could not start; it doubles each time, for what was lacking may come back."""
+"""The pause after a replacement that could not start; it doubles each time, since a shortage may pass."""
 
 _TICK_S: Final = 0.05
-"""So often the deadlines of requests that wait here are looked at."""
-
+"""How often the deadlines of requests that wait in the ledger are checked."""
 
 _TOTALS: Final = (
     "num_preemptions", "num_steps", "prompt_tokens", "cached_tokens", "output_tokens", "num_finished", "num_aborted",
@@ -57,15 +56,15 @@ _TOTALS: Final = (
 
 
 class Supervisor:
-    """Owns the children of one engine, from ``start`` to ``stop``, on one loop.
+    """Owns the children of one replica, from ``start`` to ``stop``, on one loop.
 
     A child that dies, or gives no sign of life for ``stall_timeout_s``, is replaced, and requests go on where they
-    were; up to ``max_restarts`` times within ``restart_window_s``, not counting what a single request does again and
-    again, which ends with an error then. Beyond that, and where messages could not be handled, ``on_failure`` is
-    called; the children are ended then, and ``stop`` is still to be called.
+    were; up to ``max_restarts`` times within ``restart_window_s``. Losses that one request causes again and again do
+    not count; that request ends with an error. After more losses, and where messages cannot be handled, ``on_failure``
+    is called and the children are killed; ``stop`` is still to be called.
 
     Attributes:
-        num_restarts: how often the children were replaced.
+        num_restarts: how often children were replaced.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Supervisor:
         events: Events,
         roles: Sequence[Role] = ROLES,
     ) -> None:
-        """``roles``: of the children, one child each."""
+        """``launcher``: the name of a plug-in of ``launchers/``. ``roles``: one child is started for each."""
         self._settings = settings
         self._roles = roles
         self._limits = limits
@@ -88,7 +87,7 @@ class Supervisor:
         self._window = RestartWindow(limits.max_restarts, limits.restart_window_s)
         self._totals = Totals()
         self._startup_timeout_s = limits.startup_timeout_s
-        self._incarnation = self._make(events.on_progress)
+        self._incarnation = self._make()
         self._recovery: EngineTask | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.num_restarts = 0
@@ -97,24 +96,24 @@ class Supervisor:
         self._is_ended = False  # from the failure, stop or kill on
 
     async def start(self) -> dict[str, object]:
-        """Start the children, wait until all are ready, and return what they run on. Once only.
+        """Start the children, wait until all are ready, and return their facts. Once only.
 
         Raises:
-            EngineStartupError: with a child's own error, message and traceback; none is left running then.
+            EngineStartupError: with the child's own error, message and traceback; none is left running.
         """
         began_at = time.monotonic()
-        facts = await self._incarnation.start()
+        facts = await self._incarnation.start(self._events.on_progress)
         self._is_started = True
         took_s = time.monotonic() - began_at
         self._startup_timeout_s = min(self._startup_timeout_s, max(_MIN_PATIENCE_S, _PATIENCE * took_s))
-        # Those that come after must have as much room as was told to everybody, whatever is free then.
+        # Replacements get a pool of the same size, which was published, whatever memory is free by then.
         if isinstance(num_pages := facts.get("num_pages"), int):
             memory = msgspec.structs.replace(self._settings.memory, num_pages=num_pages)
             self._settings = msgspec.structs.replace(self._settings, memory=memory)
         return facts
 
     def send(self, messages: Sequence[ToScheduler]) -> None:
-        """Send to the scheduler, or keep for the next one. Nothing after an end.
+        """Send to the scheduler, or keep for the next one. Does nothing after the end.
 
         Raises:
             EngineClosedError: before the start.
@@ -123,8 +122,7 @@ class Supervisor:
             return
         if not self._is_started:
             raise EngineClosedError("the engine's processes are not started yet")
-        due = self._ledger.pass_on(messages, time.monotonic())
-        if due:
+        if due := self._ledger.record(messages, time.monotonic()):
             self._incarnation.send(due)
         if self._ledger.holds_back:
             self._look_later()
@@ -138,9 +136,9 @@ class Supervisor:
         await self._incarnation.end(timeout_s * _POLITE_PART)
 
     def kill_now(self) -> None:
-        """The same at once and without a loop, for the end of the interpreter and for forgotten engines.
+        """End the children at once and without a loop, for the end of the interpreter and for forgotten engines.
 
-        Does nothing in a fork of this process: the children are the original's.
+        Does nothing in a fork of this process: the children belong to the original.
         """
         if os.getpid() != self._owner_pid:
             return
@@ -149,12 +147,9 @@ class Supervisor:
             self._recovery.cancel()
         self._incarnation.kill_now()
 
-    def hand_over(self, how: str) -> tuple[list[ToFrontend], list[ToScheduler]]:
-        """After ``on_failure``: what is still to be reported, and the open requests, to go on in another replica.
-
-        ``how``: what happened, for calls that are lost.
-        """
-        requests = self._ledger.hand_over(how, time.monotonic())
+    def hand_over(self, error: EngineError) -> tuple[list[ToFrontend], list[ToScheduler]]:
+        """After ``on_failure`` with this error: last messages, and the open requests, for another replica."""
+        requests = self._ledger.hand_over(_describe(error), time.monotonic())
         return self._ledger.take_reports(), requests
 
     def processes(self) -> list[ProcessState]:
@@ -162,7 +157,7 @@ class Supervisor:
         return self._incarnation.processes()
 
     def rows_in_flight(self) -> Collection[int]:
-        """The requests in the steps that the scheduler process computes now."""
+        """The uids of the requests in the steps that the scheduler process computes now."""
         return self._incarnation.rows_in_flight(SCHEDULER)
 
     @property
@@ -172,27 +167,27 @@ class Supervisor:
 
     # ------------------------------------------------------------ from the children
 
-    def _make(self, on_progress: Callable[[Progress], None]) -> Incarnation:
+    def _make(self) -> Incarnation:
         return Incarnation(
             self._settings,
             self._roles,
             self._launcher_class,
-            timeouts=Timeouts(self._startup_timeout_s, self._limits.stall_timeout_s),
-            on_messages=self._hear,
+            startup_timeout_s=self._startup_timeout_s,
+            stall_timeout_s=self._limits.stall_timeout_s,
+            on_messages=self._receive,
             on_loss=self._lose,
-            on_progress=on_progress,
         )
 
-    def _hear(self, messages: list[ToFrontend]) -> None:
-        """Note what is given out, and hand it on."""
-        for place, message in enumerate(messages):
+    def _receive(self, messages: list[ToFrontend]) -> None:
+        """Record what is delivered, and deliver it."""
+        for index, message in enumerate(messages):
             if isinstance(message, TextChunks):
-                if due := self._ledger.hear(message):
+                if due := self._ledger.receive(message):
                     self._incarnation.send(due)
             elif isinstance(message, Stats):
-                messages[place] = self._totals.add(message)
+                messages[index] = self._totals.add(message)
             elif isinstance(message, Reply):
-                self._ledger.calls.answered(message)
+                self._ledger.calls.receive(message)
         self._events.on_messages(messages)
 
     def _look_later(self) -> None:
@@ -200,14 +195,11 @@ class Supervisor:
             self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._look)
 
     def _look(self) -> None:
-        """Tell the ends that no child will tell of: of requests that wait here and were aborted or are too late, and of
-        calls that were lost.
-        """
+        """Deliver what no child will report: ends of requests that wait here, and replies to calls that were lost."""
         self._timer = None
         if self._is_ended:
             return
-        now = time.monotonic()
-        self._ledger.expire(now)
+        self._ledger.expire(time.monotonic())
         if reports := self._ledger.take_reports():
             self._events.on_messages(reports)
         if self._ledger.holds_back:
@@ -216,7 +208,7 @@ class Supervisor:
     # ------------------------------------------------------------ losses
 
     def _lose(self, loss: Loss) -> None:
-        """A child is gone: go on with another one, or give up."""
+        """A child is lost: start a recovery, or fail."""
         if self._is_ended:
             return
         try:
@@ -232,7 +224,7 @@ class Supervisor:
         warn(logger, "%s; %d requests go on in new processes", _describe(loss.error), self._ledger.num_open)
 
     def _may_recover(self, loss: Loss) -> bool:
-        """Whether lost children are replaced: not beyond ``max_restarts``, where no single request is guilty."""
+        """Whether the loss is one of ``max_restarts``, or caused by a request and so not counted."""
         if loss.is_final or not self._limits.max_restarts:
             return False
         now = time.monotonic()
@@ -242,15 +234,15 @@ class Supervisor:
         return blame is not Blame.NOBODY or self._window.take(now)
 
     async def _recover(self, loss: Loss) -> None:
-        """Replace the children that were lost. A start that fails counts like a loss of all.
+        """Replace the lost children. A start that fails counts as another loss of all.
 
-        But a detokenizer that cannot be replaced alone was lost together with the scheduler.
+        But a failed mend does not count: the scheduler was lost together with the detokenizer.
         """
         is_mendable, pause_s = loss.is_mendable, _MIN_RETRY_S
         while not self._is_ended:
             try:
                 await (self._incarnation.mend() if is_mendable else self._replace_all())
-            except Exception as startup_error:  # of whatever kind: else everybody would wait for ever
+            except Exception as startup_error:  # of any kind: every call would wait for ever
                 if not is_mendable and not self._window.take(time.monotonic()):
                     loss.error.__cause__ = startup_error
                     self._fail(loss.error)
@@ -269,21 +261,21 @@ class Supervisor:
             return
 
     async def _replace_all(self) -> None:
-        """End what is left of the children and start new ones.
+        """End the remaining children and start new ones.
 
         Raises:
-            EngineStartupError: one could not start; none is left running then.
+            EngineStartupError: one could not start; none is left running.
         """
         await self._incarnation.end(polite_s=0.0)
         if self._is_ended:  # by another thread
             return
-        self._incarnation = self._make(_ignore)
+        self._incarnation = self._make()
         self._totals.restart()
         self.num_restarts += 1
         await self._incarnation.start()
 
     def _fail(self, error: EngineError) -> None:
-        """The engine is over: say why, once."""
+        """End everything and report the failure, once."""
         if self._is_ended:
             return
         self._is_ended = True
@@ -299,12 +291,13 @@ class Supervisor:
                 f"{self._window.window_s:g} seconds, which is all that max_restarts={self._window.max_restarts} allows"
             )
         self._events.on_failure(error)
-        level = logging.INFO if _is_cancellation(error) else logging.ERROR
-        log(logger, level, "the engine has ended: %s", _describe(error))
+        # The program itself may have cancelled the engine's tasks, as ``asyncio.run`` does at its end.
+        is_cancelled = isinstance(error, EngineDeadError) and error.role == "frontend" and error.__cause__ is None
+        log(logger, logging.INFO if is_cancelled else logging.ERROR, "the engine has ended: %s", _describe(error))
 
 
 class RestartWindow:
-    """How many restarts there may be within a time."""
+    """How many restarts are allowed within a time."""
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self.max_restarts = max_restarts
@@ -313,7 +306,7 @@ class RestartWindow:
 
     @property
     def num_taken(self) -> int:
-        """Those that count, as of the last ``take``."""
+        """Restarts that count, as of the last ``take``."""
         return len(self._times)
 
     def take(self, now: float) -> bool:
@@ -326,38 +319,28 @@ class RestartWindow:
         return True
 
     def give_back(self) -> None:
-        """The last one is not counted: it was a single request's."""
+        """Do not count the last restart: a single request caused it."""
         if self._times:
             self._times.pop()
 
 
 class Totals:
-    """Keeps the totals of ``Stats`` from falling when a new scheduler begins to count anew."""
+    """Keeps the totals of ``Stats`` from falling when a new scheduler counts from 0."""
 
     def __init__(self) -> None:
-        self._before = dict.fromkeys(_TOTALS, 0)
-        self._last = dict.fromkeys(_TOTALS, 0)
+        self._before = self._last = dict.fromkeys(_TOTALS, 0)
 
     def add(self, stats: Stats) -> Stats:
-        """The same with what was counted before."""
+        """The same with the counts of earlier schedulers."""
         counts: dict[str, int] = msgspec.structs.asdict(stats)
         self._last = {name: counts[name] + before for name, before in self._before.items()}
         return msgspec.structs.replace(stats, **self._last)
 
     def restart(self) -> None:
-        """Counting begins anew."""
+        """A new scheduler counts from 0."""
         self._before = self._last
 
 
 def _describe(error: EngineError) -> str:
-    """What happened, in one line."""
+    """The failure in one line."""
     return str(error).partition(";")[0]
-
-
-def _is_cancellation(error: EngineError) -> bool:
-    """Whether the program itself has cancelled the engine's tasks, as ``asyncio.run`` does at its end."""
-    return isinstance(error, EngineDeadError) and error.role == "frontend" and error.__cause__ is None
-
-
-def _ignore(progress: Progress) -> None:
-    """Nobody looks at the progress of a replacement."""

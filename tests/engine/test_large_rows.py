@@ -10,7 +10,7 @@ import pytest
 from aioengine.errors import EngineDeadError
 from aioengine.frontend import submitter
 from aioengine.protocol.messages import Message, Submit
-from aioengine.supervision.incarnation import Outgoing
+from aioengine.supervision.incarnation import Incarnation
 from aioengine.testing.fake_engine import fake_async_engine
 
 NUM_SAMPLES = 64
@@ -22,15 +22,15 @@ LARGE = {"n": NUM_SAMPLES, "stop": STOPS, "max_new_tokens": 3, "temperature": 1}
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[Submit]]:
     """The rows that began in each turn."""
     found: list[list[Submit]] = []
-    plain = Outgoing.add
+    plain = Incarnation.send
 
-    def add(own: Outgoing, messages: Iterable[Message]) -> None:
+    def send(own: Incarnation, messages: Iterable[Message]) -> None:
         messages = list(messages)
         if submits := [message for message in messages if isinstance(message, Submit)]:
             found.append(submits)
         plain(own, messages)
 
-    monkeypatch.setattr(Outgoing, "add", add)
+    monkeypatch.setattr(Incarnation, "send", send)
     return found
 
 

@@ -63,13 +63,13 @@ class World:
 
     def __init__(self, *uids: int) -> None:
         self.ledger = Ledger()
-        self.sent = self.ledger.pass_on([submit_of(uid) for uid in uids], 0.0)
+        self.sent = self.ledger.record([submit_of(uid) for uid in uids], 0.0)
 
     def hear(self, uid: int, token_ids: Sequence[int], *, begins: bool = False, ends: bool = False) -> None:
-        self.sent += self.ledger.hear(chunks_of(uid, token_ids, begins=begins, ends=ends))
+        self.sent += self.ledger.receive(chunks_of(uid, token_ids, begins=begins, ends=ends))
 
     def tell(self, *messages: ToScheduler, now: float = 0.0) -> None:
-        self.sent += self.ledger.pass_on(messages, now)
+        self.sent += self.ledger.record(messages, now)
 
     def crash(self, *uids: int, end: int = 0) -> Blame:
         self.sent = []
@@ -113,7 +113,7 @@ def test_preemptions_are_counted_on() -> None:
     world = World(1)
     world.hear(1, [7], begins=True)
     for _ in range(2):
-        world.ledger.hear(TextChunks(preempted=[1, 9]))
+        world.ledger.receive(TextChunks(preempted=[1, 9]))
         world.restart()
     resumed = world.resumed(1)
     assert resumed is not None
@@ -161,8 +161,8 @@ def test_deadlines_of_what_waits() -> None:
         4: Limits(8),
         5: Limits(8, deadline=1.0),
     }
-    ledger.pass_on([submit_of(uid, limits=limit) for uid, limit in limits.items()], 0.0)
-    ledger.hear(chunks_of(5, [1], begins=True))
+    ledger.record([submit_of(uid, limits=limit) for uid, limit in limits.items()], 0.0)
+    ledger.receive(chunks_of(5, [1], begins=True))
     ledger.expire(9.0)
     assert ends_of(ledger) == []  # the scheduler sees to what it has
     ledger.crash({}, "", 0.0)
@@ -179,11 +179,11 @@ def test_deadlines_of_what_waits() -> None:
 def test_a_pause_outlives_the_scheduler_that_was_paused() -> None:
     world = World(1)
     world.tell(Control(1, "pause"))
-    world.ledger.calls.answered(Reply(1, True))
+    world.ledger.calls.receive(Reply(1, True))
     world.restart()
     assert [type(message) for message in world.sent] == [Control, Submit]
     world.tell(Control(2, "continue"))
-    world.ledger.calls.answered(Reply(2, True))
+    world.ledger.calls.receive(Reply(2, True))
     world.restart()
     assert world.uids() == [1]
     assert len(world.sent) == 1
@@ -192,7 +192,7 @@ def test_a_pause_outlives_the_scheduler_that_was_paused() -> None:
 def test_a_call_that_was_on_its_way_fails_and_is_not_tried_again() -> None:
     world = World(1)
     world.tell(Control(1, "pause"), Control(2, "flush_cache"), Control(3, "server_info"))
-    world.ledger.calls.answered(Reply(2, True))
+    world.ledger.calls.receive(Reply(2, True))
     world.crash()
     assert world.ledger.holds_back
     assert lost_calls_of(world.ledger) == [
@@ -213,7 +213,7 @@ def test_a_call_that_was_on_its_way_fails_and_is_not_tried_again() -> None:
 def test_calls_are_asked_again_where_the_scheduler_lives() -> None:
     world = World(1)
     world.tell(Control(1, "pause"), Control(2, "server_info"))
-    world.ledger.calls.answered(Reply(2, True))
+    world.ledger.calls.receive(Reply(2, True))
     world.sent = []
     world.ledger.crash({}, "the other one died", 9.0, is_scheduler_lost=False)
     world.tell(Control(3, "flush_cache"))
@@ -225,7 +225,7 @@ def test_calls_are_asked_again_where_the_scheduler_lives() -> None:
 def test_a_continue_that_was_on_its_way_is_done() -> None:
     world = World(1)
     world.tell(Control(1, "pause"))
-    world.ledger.calls.answered(Reply(1, True))
+    world.ledger.calls.receive(Reply(1, True))
     world.tell(Control(2, "continue"))
     world.restart()
     assert lost_calls_of(world.ledger) == [Reply(2, True)]
@@ -383,6 +383,16 @@ def test_who_is_tried_alone_may_be_aborted() -> None:
         assert world.uids()[-2:] == [2, 3]
 
 
+def test_nothing_is_sent_before_there_is_a_new_scheduler() -> None:
+    world = World(1, 2)
+    world.restart(1)
+    world.restart(1)
+    assert world.crash(1) is Blame.GUILTY
+    assert world.ledger.receive(TextChunks()) == []  # a sign of life of the new detokenizer
+    world.sent = world.ledger.replay()
+    assert world.uids() == [2]
+
+
 def test_an_aborted_request_is_no_suspect() -> None:
     world = World(1, 2)
     world.tell(Abort([1]))
@@ -469,7 +479,7 @@ class NaiveWorld(RuleBasedStateMachine):
                         self.close(uid)
 
     def hear(self, chunks: TextChunks) -> None:
-        self.take(self.ledger.hear(chunks))
+        self.take(self.ledger.receive(chunks))
 
     def close(self, uid: int) -> None:
         assert uid in self.open, "ended twice"
@@ -491,14 +501,14 @@ class NaiveWorld(RuleBasedStateMachine):
         uid = self.num_made
         self.open.add(uid)
         self.given[uid] = []
-        self.take(self.ledger.pass_on([submit_of(uid)], 0.0))
+        self.take(self.ledger.record([submit_of(uid)], 0.0))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         uid = data.draw(st.sampled_from(sorted(self.open)))
         self.aborted.add(uid)
-        self.take(self.ledger.pass_on([Abort([uid])], 0.0))
+        self.take(self.ledger.record([Abort([uid])], 0.0))
         self.take_ended()
 
     @precondition(lambda self: self.running)
