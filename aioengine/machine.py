@@ -63,21 +63,22 @@ def has_bfloat16(cpuinfo: str) -> bool:
 def cpu_quota(root: Path, membership: str) -> float:
     """The smallest quota of cores among the cgroups of this process, infinite without one."""
     quotas = [math.inf]
-    for folder in _folders(root, membership, ""):
+    for folder in cgroup_folders(root, membership, ""):
         quota, _, period = _text(folder / "cpu.max").partition(" ")
         if quota.isdigit() and period.strip().isdigit():
             quotas.append(int(quota) / int(period))
-    for folder in _folders(root / "cpu", membership, "cpu"):
+    for folder in cgroup_folders(root / "cpu", membership, "cpu"):
         quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
         if quota.isdigit() and period.isdigit():
             quotas.append(int(quota) / int(period))
     return min(quotas)
 
 
-def _folders(root: Path, membership: str, controller: str) -> list[Path]:
+def cgroup_folders(root: Path, membership: str, controller: str) -> list[Path]:
     """The folders of the cgroups that hold this process, and the root, which is its own cgroup in a container.
 
-    ``membership`` is /proc/self/cgroup: lines "number:controllers:path", with no controllers in the second version.
+    ``root``: where the hierarchy of ``controller`` is mounted; "": that of version 2, which has all controllers.
+    ``membership``: the text of /proc/self/cgroup, with a line "number:controllers:path" for each hierarchy.
     """
     folders: list[Path] = []
     for line in membership.splitlines():

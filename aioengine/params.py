@@ -394,19 +394,20 @@ def limits(
     *,
     max_new_tokens: int,
     stop_token_ids: tuple[int, ...],
-    deadline: float | None = None,
-    queue_deadline: float | None = None,
-    first_token_deadline: float | None = None,
+    deadlines: Mapping[str, float],
     refuses_late: bool = False,
 ) -> Limits:
-    """The scheduler's part. ``max_new_tokens`` from ``output_limit``, ``stop_token_ids`` from ``stop_ids``."""
+    """The scheduler's part. ``max_new_tokens`` from ``output_limit``, ``stop_token_ids`` from ``stop_ids``.
+
+    ``deadlines``: as ``Limits.deadlines`` returns them.
+    """
     return Limits(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min(params.min_new_tokens, max_new_tokens),
         stop_token_ids=stop_token_ids,
-        deadline=deadline,
-        queue_deadline=queue_deadline,
-        first_token_deadline=first_token_deadline,
+        deadline=deadlines.get("total"),
+        queue_deadline=deadlines.get("queue"),
+        first_token_deadline=deadlines.get("first_token"),
         refuses_late=refuses_late,
     )
 

@@ -27,8 +27,6 @@ __version__: Final = "0.1.0"
 ALIVE: Final = ("running", "draining", "recovering")
 """The states in which requests are taken, or come to their ends."""
 
-_NO_STATS: Final = Stats(0.0, *([0] * 12))
-
 
 class ProcessHealth(TypedDict):
     """One process of the engine; times are seconds since its last sign of life and its last finished step."""
@@ -129,7 +127,7 @@ def child_pids(processes: Iterable[ProcessState]) -> list[int]:
 
 def scheduler_counters(last: Stats | None) -> dict[str, int]:
     """The counters that the scheduler pushed last; zeros before it did."""
-    counters = asdict(_NO_STATS if last is None else last)
+    counters = asdict(last or Stats())
     del counters["sent_at"], counters["step_ended_at"]
     return counters
 

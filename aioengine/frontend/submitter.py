@@ -301,7 +301,6 @@ class Submitter:
             _end(row, FinishCode.LENGTH)
             return
         known = self._known_of(params)
-        deadlines = call.deadlines
         row.uid = self._num_uids
         self._num_uids += 1
         self._limits.add_row(call.reservation, row.position // request.num_samples, len(ids))
@@ -315,9 +314,7 @@ class Submitter:
                     params,
                     max_new_tokens=max_new_tokens,
                     stop_token_ids=known.stop_ids,
-                    deadline=deadlines.get("total"),
-                    queue_deadline=deadlines.get("queue"),
-                    first_token_deadline=deadlines.get("first_token"),
+                    deadlines=call.deadlines,
                     refuses_late=request.refuses_late,
                 ),
                 text=replace(known.text, context_token_ids=tuple(ids[-NUM_CONTEXT_TOKENS:]), stream=request.is_stream),

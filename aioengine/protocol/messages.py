@@ -110,6 +110,11 @@ class Limits(Struct, frozen=True, array_like=True, gc=False):
     first_token_deadline: float | None = None
     refuses_late: bool = False
 
+    def deadlines(self) -> dict[str, float]:
+        """The deadlines that are set, by the words that name them in a finish reason."""
+        times = {"total": self.deadline, "queue": self.queue_deadline, "first_token": self.first_token_deadline}
+        return {which: time for which, time in times.items() if time is not None}
+
 
 class TextRules(Struct, frozen=True, array_like=True, gc=False):
     """How ids become text; the detokenizer's part of a request.
@@ -305,27 +310,32 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
         return bool(self.texts or self.tokens.extras or self.finished or self.begun or self.preempted)
 
 
-class Stats(Struct, tag="stats", array_like=True, gc=False):
-    """The scheduler's counters, pushed a few times a second while it works, once on going idle, and as a heartbeat.
+class Totals(Struct, array_like=True, gc=False):
+    """Counters of the scheduler that never fall."""
 
-    Totals never fall. ``num_free_pages``: free, or held by nothing but the prefix cache. ``step_ended_at``: when the
-    last step was over.
+    num_preemptions: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+
+
+class Stats(Totals, tag="stats", array_like=True, gc=False):
+    """The scheduler's totals and present state.
+
+    Sent a few times a second while it works, once on going idle, and as a heartbeat. ``num_free_pages``: free, or only
+    held by the prefix cache. Times are absolute; ``step_ended_at``: of the last step, 0: there was none.
     """
 
-    sent_at: float
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_free_pages: int
-    num_cached_pages: int
-    num_preemptions: int
-    num_steps: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    num_finished: int
-    num_aborted: int
+    sent_at: float = 0.0
     step_ended_at: float = 0.0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_cached_pages: int = 0
 
 
 class Reply(Struct, tag="reply", array_like=True, gc=False):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from aioengine.kernels.triton.launcher import only_compiled
+from aioengine.machine import cgroup_folders
 from aioengine.runner.inputs import model_inputs
 
 if TYPE_CHECKING:
@@ -295,19 +296,13 @@ def _available(meminfo: Path) -> int | None:
 
 def _left_in_groups(root: Path) -> list[int]:
     """What is left of the limit of each control group that this process is in, with its ancestors."""
+    membership = "\n".join(_lines(root / "proc/self/cgroup"))
+    second = "memory.max", "memory.current", "inactive_file"
+    first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     left: list[int | None] = []
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        # In a container the path may be the host's and not exist here: the mount itself is our group then.
-        group = Path(path.lstrip("/"))
-        left += [_left(mount / ancestor, *names) for ancestor in (group, *group.parents)]
+    for controller, names in (("", second), ("memory", first)):
+        folders = cgroup_folders(root / "sys/fs/cgroup" / controller, membership, controller)
+        left += [_left(folder, *names) for folder in folders]
     return [size for size in left if size is not None]
 
 

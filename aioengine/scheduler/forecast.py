@@ -73,13 +73,11 @@ def refusal_of_late(submit: Submit, pace: Pace, now: float, *, num_ahead: int, n
     admitted_s = pace.queue_s(num_ahead)
     first_token_s = admitted_s + pace.prompt_s(num_missing)
     ended_s = first_token_s + pace.output_s(_least_output(submit) - 1)
-    needed = (
-        ("queue_timeout", limits.queue_deadline, admitted_s),
-        ("first_token_timeout", limits.first_token_deadline, first_token_s),
-        ("timeout", limits.deadline, ended_s),
-    )
-    for name, deadline, needed_s in needed:
-        if deadline is not None and now + needed_s > deadline:
+    needed = {"queue": admitted_s, "first_token": first_token_s, "total": ended_s}
+    for which, deadline in limits.deadlines().items():
+        needed_s = needed[which]
+        if now + needed_s > deadline:
+            name = "timeout" if which == "total" else f"{which}_timeout"
             text = f"it would take {needed_s:.3g} s at least, and its {name} leaves {max(0.0, deadline - now):.3g} s"
             return Finish(FinishCode.REFUSED, max(1, round(1000 * (now + needed_s - deadline))), message=text)
     return None

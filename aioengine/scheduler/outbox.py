@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aioengine.protocol.columns import TokenColumns
-from aioengine.protocol.messages import Ended, FinishCode, Opened, StepOutput
+from aioengine.protocol.messages import Ended, FinishCode, Opened, StepOutput, Totals
 
 if TYPE_CHECKING:
     from aioengine.protocol.messages import Resumed
@@ -13,29 +13,6 @@ if TYPE_CHECKING:
     from aioengine.scheduler.stopping import Finish
 
 FINISHED_CODES = (FinishCode.STOP, FinishCode.LENGTH, FinishCode.DEADLINE)
-
-
-class Totals:
-    """Counters that never fall."""
-
-    __slots__ = (
-        "cached_tokens",
-        "num_aborted",
-        "num_finished",
-        "num_preemptions",
-        "num_steps",
-        "output_tokens",
-        "prompt_tokens",
-    )
-
-    def __init__(self) -> None:
-        self.num_preemptions = 0
-        self.num_steps = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.output_tokens = 0
-        self.num_finished = 0
-        self.num_aborted = 0
 
 
 class Outbox:

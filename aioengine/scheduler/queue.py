@@ -92,14 +92,8 @@ class Deadlines:
         self._heap: list[tuple[float, int, str]] = []
 
     def add(self, uid: int, limits: Limits) -> None:
-        kinds = (
-            (limits.deadline, "total"),
-            (limits.queue_deadline, "queue"),
-            (limits.first_token_deadline, "first_token"),
-        )
-        for time, kind in kinds:
-            if time is not None:
-                heapq.heappush(self._heap, (time, uid, kind))
+        for kind, time in limits.deadlines().items():
+            heapq.heappush(self._heap, (time, uid, kind))
 
     def next_time(self, requests: dict[int, Request]) -> float | None:
         """When the next deadline of a living request passes; None: there is none."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 from aioengine.protocol.columns import POOLED_VECTOR
 from aioengine.protocol.messages import FinishCode, Stats, StepOutput
 from aioengine.scheduler.gates import Gate
@@ -208,21 +210,14 @@ class Scheduler:
 
     def stats(self, now: float, step_ended_at: float) -> Stats:
         """A snapshot of the counters."""
-        totals = self._outbox.totals
         return Stats(
+            **asdict(self._outbox.totals),
             sent_at=now,
             num_running=len(self._life.running),
             num_waiting=len(self._life.waiting) + len(self._life.gated),
             num_pages=self.cache.num_pages,
             num_free_pages=self.cache.num_free,
             num_cached_pages=self.cache.num_cached,
-            num_preemptions=totals.num_preemptions,
-            num_steps=totals.num_steps,
-            prompt_tokens=totals.prompt_tokens,
-            cached_tokens=totals.cached_tokens,
-            output_tokens=totals.output_tokens,
-            num_finished=totals.num_finished,
-            num_aborted=totals.num_aborted,
             step_ended_at=step_ended_at,
         )
 

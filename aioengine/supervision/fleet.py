@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aioengine.logs import warn
-from aioengine.protocol.messages import Abort, Control, Reply, Stats, Submit, Suspend, TextChunks
+from aioengine.protocol.messages import Abort, Control, Reply, Stats, Submit, Suspend, TextChunks, Totals
 from aioengine.supervision.processes import Events
 from aioengine.supervision.routing import Routes
 from aioengine.supervision.tasks import EngineTask
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 1.0
 _LATEST = ("sent_at", "step_ended_at")
-_OF_LIVING = ("num_running", "num_waiting", "num_pages", "num_free_pages", "num_cached_pages")
+_NUM_TOTALS = len(Totals.__struct_fields__)
 
 
 class Fleet:
@@ -172,7 +172,7 @@ class Fleet:
         self._stops.append(EngineTask(replica.stop(_STOP_TIMEOUT_S), name="aioengine-stop", on_failure=_ignore))
         self._num_open[number] = 0
         if number in self._stats:
-            self._stats[number] = msgspec.structs.replace(self._stats[number], **dict.fromkeys(_OF_LIVING, 0))
+            self._stats[number] = Stats(*msgspec.structs.astuple(self._stats[number])[:_NUM_TOTALS])
         reports, requests = replica.hand_over(error)
         self._on_messages(number, reports)
         self.send(requests)

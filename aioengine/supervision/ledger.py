@@ -83,13 +83,7 @@ class Entry:
 
     def expired(self, now: float) -> str | None:
         """The deadline that has passed for a request that gave nothing yet."""
-        limits = self.submit.limits
-        deadlines = {
-            "total": limits.deadline,
-            "queue": limits.queue_deadline,
-            "first_token": limits.first_token_deadline,
-        }
-        return next((which for which, time in deadlines.items() if time is not None and time <= now), None)
+        return next((which for which, time in self.submit.limits.deadlines().items() if time <= now), None)
 
 
 class ControlCalls:

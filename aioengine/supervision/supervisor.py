@@ -19,7 +19,7 @@ import msgspec
 from aioengine import plugins
 from aioengine.errors import EngineClosedError, EngineDeadError, EngineError
 from aioengine.logs import log, warn
-from aioengine.protocol.messages import SCHEDULER, Reply, Stats, TextChunks
+from aioengine.protocol.messages import SCHEDULER, Reply, Stats, TextChunks, Totals
 from aioengine.protocol.orders import ROLES
 from aioengine.supervision.incarnation import Incarnation, Loss
 from aioengine.supervision.ledger import Ledger
@@ -49,10 +49,6 @@ _MAX_RETRY_S: Final = 3.0
 
 _TICK_S: Final = 0.05
 """How often the deadlines of requests that wait in the ledger are checked."""
-
-_TOTALS: Final = (
-    "num_preemptions", "num_steps", "prompt_tokens", "cached_tokens", "output_tokens", "num_finished", "num_aborted",
-)  # fmt: skip
 
 
 class Supervisor:
@@ -85,7 +81,7 @@ class Supervisor:
         self._events = events
         self._ledger = Ledger()
         self._window = RestartWindow(limits.max_restarts, limits.restart_window_s)
-        self._totals = Totals()
+        self._totals = RisingTotals()
         self._startup_timeout_s = limits.startup_timeout_s
         self._incarnation = self._make()
         self._recovery: EngineTask | None = None
@@ -324,11 +320,11 @@ class RestartWindow:
             self._times.pop()
 
 
-class Totals:
+class RisingTotals:
     """Keeps the totals of ``Stats`` from falling when a new scheduler counts from 0."""
 
     def __init__(self) -> None:
-        self._before = self._last = dict.fromkeys(_TOTALS, 0)
+        self._before = self._last = dict.fromkeys(Totals.__struct_fields__, 0)
 
     def add(self, stats: Stats) -> Stats:
         """The same with the counts of earlier schedulers."""

@@ -164,7 +164,9 @@ class Double:
                 )  # fmt: skip
                 del self.live[uid]
         texts = [chr(token_id) for token_id in token_ids]
-        stats = Stats(time.monotonic(), len(self.live), 0, 64, 64, 0, 0, 1, 0, 0, 0, 0, 0)
+        stats = Stats(
+            num_steps=1, sent_at=time.monotonic(), num_running=len(self.live), num_pages=64, num_free_pages=64
+        )
         self.events.on_messages([TextChunks(TokenColumns(uids, token_ids), texts, finished, len(self.live)), stats])
 
     def _step_soon(self) -> None:

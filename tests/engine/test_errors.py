@@ -441,7 +441,7 @@ class TestDeadlines:
         waiting = world.engine.async_generate("a", LONG, queue_timeout=0.05)
         await until(lambda: bool(world.double.live))
         now = time.monotonic()
-        world.double.events.on_messages([Stats(now, 0, 1, 64, 64, 0, 0, 1, 0, 0, 0, 0, 0, step_ended_at=now)])
+        world.double.events.on_messages([Stats(num_steps=1, sent_at=now, step_ended_at=now, num_waiting=1)])
         await asyncio.sleep(0.7)
         assert world.double.aborts == []
         await waiting.aclose()

@@ -359,7 +359,7 @@ def test_limits_and_text_rules() -> None:
     params = SamplingParams(
         min_new_tokens=9, stop=["a", "", "b"], stop_regex="c+", stream_interval=3, no_stop_trim=True
     )
-    found = limits(params, max_new_tokens=4, stop_token_ids=(1,), deadline=2.0, first_token_deadline=1.0)
+    found = limits(params, max_new_tokens=4, stop_token_ids=(1,), deadlines={"total": 2.0, "first_token": 1.0})
     assert (found.max_new_tokens, found.min_new_tokens, found.stop_token_ids) == (4, 4, (1,))
     assert (found.deadline, found.queue_deadline, found.first_token_deadline) == (2.0, None, 1.0)
     rules = text_rules(params, stream_interval=1)

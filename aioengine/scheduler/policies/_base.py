@@ -50,6 +50,4 @@ def queue_key(request: Request, head_start_s: float) -> tuple[float, ...]:
 
 def nearest_deadline(request: Request) -> float:
     """The first time by which something must have happened to it."""
-    limits = request.submit.limits
-    deadlines = (limits.deadline, limits.queue_deadline, limits.first_token_deadline)
-    return min((deadline for deadline in deadlines if deadline is not None), default=math.inf)
+    return min(request.submit.limits.deadlines().values(), default=math.inf)

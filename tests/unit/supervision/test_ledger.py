@@ -26,7 +26,7 @@ from aioengine.protocol.messages import (
     TextRules,
 )
 from aioengine.supervision.ledger import CRASH_STAGE, Ledger
-from aioengine.supervision.supervisor import RestartWindow, Totals
+from aioengine.supervision.supervisor import RestartWindow, RisingTotals
 from aioengine.supervision.trials import Blame
 
 if TYPE_CHECKING:
@@ -604,8 +604,8 @@ def test_none_at_all() -> None:
 
 
 def test_totals_never_fall() -> None:
-    totals = Totals()
-    stats = Stats(1.0, 1, 2, 64, 60, 5, *range(1, 8))
+    totals = RisingTotals()
+    stats = Stats(*range(1, 8), 1.0, 1.5, 1, 2, 64, 60, 5)
     assert totals.add(stats) == stats
     totals.restart()
     new = msgspec.structs.replace(stats, num_steps=1, num_running=3, num_free_pages=9)
