@@ -306,7 +306,7 @@ class AsyncZmqReceiver:
         self._pull.socket.close(linger=0)
 
     def _accepted(self, error: Exception | None) -> None:
-        self._error = error
+        self._error = self._error or error  # another sender is accepted, and the error stays
         self._on_event()  # calls of the socket may have taken the notice of a frame
 
     def _on_event(self) -> None:

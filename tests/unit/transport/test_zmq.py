@@ -275,3 +275,32 @@ def test_a_signal_while_a_context_ends_leaves_no_descriptor_open() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_a_connection_that_cannot_be_accepted_is_an_error_whoever_connects_afterwards(
+    channel: Channel, runner: asyncio.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, plain = listen(str(tmp_path), "s"), transport._PullSocket.bind
+
+    def bind(pull: transport._PullSocket, listener: Listener) -> None:
+        if listener is channel.listener:
+            raise OSError("no descriptor is free")
+        plain(pull, listener)
+
+    async def main() -> None:
+        receiver = AsyncZmqReceiver(channel.context, EPOCH)
+        senders: list[AsyncZmqSender] = []
+        for listener in (channel.listener, second):
+            receiver.expect(listener)
+            senders.append(AsyncZmqSender(channel.context, listener.endpoint, EPOCH))
+            await asyncio.sleep(0.1)
+        senders[1].send([Abort([1])])
+        async with asyncio.timeout(5):
+            assert await receiver.receive() == [Abort([1])]
+            with pytest.raises(OSError, match="no descriptor is free"):
+                await receiver.receive()
+        for end in (*senders, receiver):
+            end.close()
+
+    monkeypatch.setattr(transport._PullSocket, "bind", bind)
+    runner.run(main())
