@@ -52,6 +52,15 @@ class Attachment:
         self.until: float | None = None
         self.timer: asyncio.TimerHandle | None = None
 
+    @property
+    def is_read_to_end(self) -> bool:
+        """Whether the request has ended, and its present reader, where it has one, knows."""
+        return self.is_ended and not (self.output.reader is not None and self.output.reader.has_unread_end)
+
+    def next_until(self) -> float:
+        """When it is forgotten, if nobody reads it from now on."""
+        return time.monotonic() + cast("float", self.call.request.resume_ttl_s)
+
     def end(self) -> None:
         """The request is over: keep what readers can still get, and not what it was computed from."""
         self.is_ended = True
@@ -98,11 +107,12 @@ class Attachments:
                 raise ValueError(
                     f"no request {checks.shown(rid)} can be attached to: it had no resume_ttl, or its time is over"
                 )
-            output = attachment.output.attach(offset)
-            if not attachment.is_ended:
-                attachment.until = None
+            output = attachment.output.new_reader(offset)
+            reader = Reader(output, lock=self._lock, actions=actions)  # an exception after this point leaves it
+            attachment.output.attach(output)
+            attachment.until = attachment.next_until() if attachment.is_read_to_end else None
         actions.on_read(output)  # on the loop: it goes on where it was suspended
-        return Reader(output, lock=self._lock, actions=actions)
+        return reader
 
     def left(self, reader: ReaderOutput) -> None:
         """A reader has left. Where it was the present one of a request that goes on, that is forgotten some time later.
@@ -114,7 +124,13 @@ class Attachments:
             if attachment is None or attachment.output.reader is not reader:
                 return
             attachment.output.detach()
-            if not attachment.is_ended:
+            self._forget_later(attachment)
+
+    def on_read(self, reader: ReaderOutput) -> None:
+        """A reader has read. A request that has ended is forgotten some time after its end was read."""
+        with self._lock:
+            attachment = self._by_rid.get(reader.rid)
+            if attachment is not None and attachment.output.reader is reader and attachment.is_read_to_end:
                 self._forget_later(attachment)
 
     def ended(self, call: Call) -> None:
@@ -126,7 +142,8 @@ class Attachments:
             attachment.end()
             self._by_rid[call.rid] = self._by_rid.pop(call.rid)  # behind those that ended before
             self._num_kept_tokens += attachment.num_kept
-            self._forget_later(attachment)
+            if attachment.is_read_to_end:
+                self._forget_later(attachment)
             while self._num_kept_tokens > MAX_KEPT_TOKENS:
                 self._forget(next(one for one in self._by_rid.values() if one.is_ended))
 
@@ -146,8 +163,8 @@ class Attachments:
                 self._forget(attachment)
 
     def _forget_later(self, attachment: Attachment) -> None:
-        until = attachment.until = time.monotonic() + cast("float", attachment.call.request.resume_ttl_s)
-        self._set_timer(attachment, until)
+        attachment.until = attachment.next_until()
+        self._set_timer(attachment, attachment.until)
 
     def _set_timer(self, attachment: Attachment, until: float) -> None:
         if attachment.timer is not None:

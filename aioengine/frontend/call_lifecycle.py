@@ -75,7 +75,9 @@ class CallLifecycle:
 
     def on_read(self, output: CallOutput) -> None:
         """Somebody read: more of its rows may begin, and those that were suspended go on."""
-        output = output.request
+        if isinstance(output, ReaderOutput):
+            self.attachments.on_read(output)
+            output = output.request
         call = self._calls.by_output.get(output)
         if call is not None:
             if output.wants is Wants.READS:

@@ -100,6 +100,12 @@ class ReaderOutput(CallOutput):
         self.row = super().add_row(position, facts)
         return self.row
 
+    @property
+    def has_unread_end(self) -> bool:
+        """Whether the request has ended and its reader does not know."""
+        row = self.row
+        return self.error is None and row is not None and row.finished is not None and row.is_queued
+
     def close(self) -> None:
         """Its reader gets nothing more, wherever it waits."""
         self.is_left = True
@@ -149,17 +155,14 @@ class AttachableOutput(CallOutput):
 
     # ------------------------------------------------------------ readers, under the lock
 
-    def attach(self, offset: int) -> ReaderOutput:
-        """A new reader, from the ``offset``-th character on; the one before is at its end.
+    def new_reader(self, offset: int) -> ReaderOutput:
+        """A reader of the text from the ``offset``-th character on, to be attached.
 
         Raises:
             ValueError: there is not so much text.
         """
         text, token_ids, place = self.replay.since(offset)
-        if self.reader is not None:
-            self.reader.close()
-        reader = self.reader = ReaderOutput(self)
-        self.ready = reader.ready
+        reader = ReaderOutput(self)
         reader.wants = self.wants
         if self.row is not None:
             row = reader.add_row(self.row.position, self.row.facts)
@@ -175,6 +178,14 @@ class AttachableOutput(CallOutput):
         if self.error is not None:
             reader.fail(self.error)
         return reader
+
+    def attach(self, reader: ReaderOutput) -> None:
+        """Give ``reader`` all that comes from now on; the one before is at its end."""
+        if (old := self.reader) is not None:
+            old.wake()  # it looks again once the lock is free
+            # From here on nothing is called: a signal handler that raises comes before all of it, or after.
+            old.is_left = True
+        self.reader, self.ready = reader, reader.ready
 
     def detach(self) -> None:
         """Nobody reads for now."""
@@ -211,6 +222,7 @@ class AttachableOutput(CallOutput):
 
     def end(self) -> None:
         """The request is over: nobody needs its prompt any more, except readers who get it."""
+        self.wants = Wants.ENDS  # the time in which it can be attached to begins when a reader has come to its end
         if self.row is not None and not self.row.facts.shows_prompt:
             self.row.facts.prompt_token_ids = []
 

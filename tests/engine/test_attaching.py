@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import random
 import re
@@ -23,6 +24,7 @@ from aioengine.protocol.messages import TextChunks
 from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import until
+from tests.engine.test_interrupts import ENGINE, FRONTEND, RaiseAtCall, frontend_of
 
 LONG = {"max_new_tokens": 300, "temperature": 0}
 TTL_S = 20.0
@@ -383,3 +385,71 @@ async def test_what_another_thread_may_hand_over_is_looked_at_under_the_lock() -
             else:
                 frontend._lifecycle.fail(call, EngineClosedError("it was closed"))
             await until(lambda: not frontend.calls.by_output)
+
+
+async def test_the_time_of_an_ended_request_counts_from_its_reader_s_leaving() -> None:
+    async with slow_engine() as engine:
+        params = {"max_new_tokens": 20, "temperature": 0}
+        stream = engine.async_generate("a", params, stream=True, rid="x", resume_ttl=0.3)
+        await anext(stream)
+        await until(lambda: engine.stats()["num_streams"] == 0)
+        await asyncio.sleep(0.6)
+        await stream.aclose()
+        await asyncio.sleep(0.15)
+        second = engine.attach("x")  # and from the end of a second reader
+        await asyncio.sleep(0.6)
+        assert len("".join([chunk["text"] async for chunk in second])) == 20
+        await asyncio.sleep(0.15)
+        await engine.attach("x").aclose()
+        await asyncio.sleep(0.6)
+        with pytest.raises(ValueError, match="its time is over"):
+            engine.attach("x")
+
+
+async def test_a_request_whose_end_was_read_is_forgotten() -> None:
+    """In time, although its reader does not leave: it may be read to the end by then or later, or have failed."""
+    async with slow_engine() as engine:
+        params = {"max_new_tokens": 20, "temperature": 0}
+        streams = [
+            engine.async_generate("a", params, stream=True, rid=f"{number}", resume_ttl=0.1) for number in range(3)
+        ]
+        assert [chunk async for chunk in streams[0]]
+        await until(lambda: engine.stats()["num_streams"] == 0)
+        assert [chunk async for chunk in streams[1]]
+        await asyncio.sleep(0.3)
+        for rid in "01":
+            with pytest.raises(ValueError, match="its time is over"):
+                engine.attach(rid)
+        await engine.attach("2").aclose()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_an_exception_anywhere_in_attaching_leaves_a_state_to_attach_to(leaves: bool) -> None:
+    """With a reader before that leaves then, so that the request is forgotten in time, or that reads on."""
+    async with slow_engine() as engine:
+        params = {"max_new_tokens": 50, "temperature": 0}
+        whole = (await engine.async_generate("a", params))["text"]
+        num_places, is_raised = 0, True
+        while is_raised:
+            num_places, kept = num_places + 1, None
+            rid = f"{num_places}"
+            first = engine.async_generate("a", params, stream=True, rid=rid, resume_ttl=TTL_S)
+            text = (await anext(first))["text"]
+            with RaiseAtCall(num_places, FRONTEND, ENGINE) as injected, contextlib.suppress(KeyboardInterrupt):
+                kept = engine.attach(rid)
+            is_raised = injected.is_raised
+            if kept is not None:  # at the last places nothing is raised
+                await kept.aclose()
+            async with asyncio.timeout(10):
+                if leaves:
+                    await first.aclose()
+                    await asyncio.sleep(0.001)
+                    attachment = frontend_of(engine).attachments._by_rid[rid]
+                    assert attachment.until is not None
+                    assert attachment.output.reader is None
+                rest = [chunk["text"] async for chunk in engine.attach(rid, len(text))]
+                assert text + "".join(rest) == whole
+                async for _ in first:
+                    pass
+        assert num_places > 20
