@@ -6,10 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -28,6 +27,7 @@ from aioengine.protocol.messages import Progress
 from aioengine.resolve import resolve
 from aioengine.supervision.processes import Events, Processes
 from aioengine.supervision.supervisor import Supervisor
+from aioengine.supervision.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -196,18 +196,18 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
     hold_standard_descriptors()
     began_at = time.monotonic()
     inbox = _Inbox()
-    thread = ThreadPoolExecutor(1, thread_name_prefix="aioengine-start")
-    loop = asyncio.get_running_loop()
+    thread = WorkerThread[Any]("aioengine-start")
     processes: Processes | None = None
     try:
-        blueprint = await loop.run_in_executor(thread, prepare)
+        blueprint: Blueprint = await asyncio.wrap_future(thread.submit(prepare))
         show_logs(blueprint.settings.log_level)
         processes = blueprint.make_processes(Events(inbox.on_messages, inbox.on_failure, on_progress))
         load = blueprint.load_tokenizer
-        loading = None if load is None else loop.run_in_executor(thread, _loaded, load)
+        loading = None if load is None else asyncio.wrap_future(thread.submit(partial(_loaded, load)))
         if loading is not None:
             loading.add_done_callback(_retrieve)
-        patience = loop.call_later(_QUIET_S, on_progress, Progress("starting the engine", 0, 1, ""))
+        announcement = Progress("starting the engine", 0, 1, "")
+        patience = asyncio.get_running_loop().call_later(_QUIET_S, on_progress, announcement)
         try:
             facts = await processes.start()
         finally:
@@ -239,7 +239,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
             await _abandon(processes, error)
         raise
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)
+        thread.close()
     return frontend
 
 

@@ -13,6 +13,7 @@ a tokenizer of bytes (one token for each byte of UTF-8) and answers that the tes
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
@@ -217,7 +218,12 @@ def _entries(name: str, value: object, kind: str) -> Collection[object]:
 
 @cache
 def tokenizer_folder() -> Path:
-    """A model folder with the tokenizer of bytes; made once for this process and removed at its end."""
+    """A model folder with the tokenizer of bytes; made once for this process and its forks, and removed at its end."""
     folder = Path(tempfile.mkdtemp(prefix="fake-model-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder, os.getpid())
     return write_tokenizer(folder)
+
+
+def _remove(folder: Path, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -7,26 +7,33 @@ import contextlib
 import gc
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from aioengine import portal, sync
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.supervision import tasks
 from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.supervision.tasks import EngineTask
-from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from aioengine.sync import Engine
+from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
+from tests.engine.test_interrupts import RaiseAtCall
 from tests.processes.restart_kit import frontend_of, until
+from tests.source import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.engine import AsyncEngine
-    from aioengine.sync import Engine
 
 process = pytest.mark.process
 
@@ -232,3 +239,132 @@ def test_an_engine_that_is_forgotten_with_its_loop_is_collected(is_closed: bool)
     gc.collect()
     assert forgotten() is None
     assert_gone(children)
+
+
+# ---------------------------------------------------------------- programs that end
+
+HEAD = """
+import asyncio, gc, os, signal, sys, threading, time
+from aioengine.engine import AsyncEngine
+from aioengine.errors import EngineClosedError
+from aioengine.sync import Engine
+from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine, tokenizer_folder
+from aioengine.testing.faults import Faults
+
+def download():
+    print("downloading", flush=True)
+    time.sleep(60)
+
+def start(prepare=FakeSetup(faults=Faults(start_s=60.0)).blueprint):
+    try:
+        Engine.from_blueprint(prepare)
+    except EngineClosedError:
+        pass
+"""
+
+STARTS = {
+    "a download on another thread": "threading.Thread(target=start, args=(download,), daemon=True).start()",
+    "processes on another thread": "threading.Thread(target=start, daemon=True).start()",
+    "a download of an asynchronous engine": """
+async def main():
+    asyncio.ensure_future(AsyncEngine.from_blueprint(download).start())
+    await asyncio.sleep(1)
+asyncio.run(main())
+""",
+}
+
+
+def program(text: str, place: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(place), "TMPDIR": str(place)}
+    command = [sys.executable, "-W", "error", "-c", HEAD + text]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
+
+
+@process
+@pytest.mark.parametrize("name", STARTS)
+def test_a_program_ends_soon_although_an_engine_starts(name: str, tmp_path: Path) -> None:
+    running = program(STARTS[name] + "\ntime.sleep(1.5)\nprint('over', flush=True)", tmp_path)
+    assert running.stdout is not None
+    while (line := running.stdout.readline()) not in ("over\n", ""):
+        pass
+    children = psutil.Process(running.pid).children(recursive=True)
+    over_at = time.monotonic()
+    _, err = running.communicate(timeout=30)
+    assert (line, running.returncode, err) == ("over\n", 0, "")
+    assert time.monotonic() - over_at < 12
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+    assert [entry for entry in tmp_path.iterdir() if not entry.name.startswith("fake-model-")] == []
+
+
+@process
+def test_ctrl_c_during_a_download_ends_the_program_soon(tmp_path: Path) -> None:
+    running = program("Engine.from_blueprint(download)", tmp_path)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "downloading\n"
+    running.send_signal(signal.SIGINT)
+    asked_at = time.monotonic()
+    _, err = running.communicate(timeout=30)
+    assert time.monotonic() - asked_at < 12
+    assert running.returncode == -signal.SIGINT
+    assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+FORKS = {
+    "exits": "sys.exit(0)",
+    "collects": "del llm; gc.collect(); sys.exit(0)",
+    "shuts down": "llm.shutdown(); sys.exit(0)",
+    "ends its launcher": """
+for launcher in [one for one in gc.get_objects() if type(one).__name__ == "ProcessLauncher"]:
+    launcher.close()
+sys.exit(0)
+""",
+}
+
+
+@process
+@pytest.mark.parametrize("name", FORKS)
+def test_a_fork_removes_nothing_of_its_parent_s(name: str, tmp_path: Path) -> None:
+    text = f"""
+llm = fake_engine(processes=True)
+pid = os.fork()
+if not pid:
+    signal.alarm(20)
+    exec({FORKS[name]!r})
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert tokenizer_folder().is_dir()
+[folder] = [entry for entry in os.listdir(os.environ["XDG_RUNTIME_DIR"]) if entry.startswith("aioengine-")]
+for pid in llm.get_all_child_pids():
+    os.kill(pid, signal.SIGKILL)
+assert llm.generate("a", {{"max_new_tokens": 5}})["meta_info"]["completion_tokens"] == 5
+llm.shutdown()
+"""
+    running = program(text, tmp_path)
+    _, err = running.communicate(timeout=50)
+    assert running.returncode == 0, err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- constructors
+
+
+@process
+@pytest.mark.filterwarnings("ignore:an Engine was not shut down:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_anywhere_in_a_constructor_leaves_nothing_that_runs() -> None:
+    blueprint = FakeSetup().blueprint
+    files = (sync.__file__, portal.__file__)
+    before, num_places, is_raised = set(threading.enumerate()), 0, True
+    while is_raised:
+        num_places, kept = num_places + 1, None
+        with RaiseAtCall(num_places, *files) as injected, contextlib.suppress(KeyboardInterrupt):
+            kept = Engine.from_blueprint(blueprint)
+        is_raised = injected.is_raised
+        if kept is not None:  # at the last place nothing is raised
+            kept.shutdown()
+        until_at = time.monotonic() + 10
+        while left := {thread for thread in threading.enumerate() if thread not in before and thread.is_alive()}:
+            assert time.monotonic() < until_at, (num_places, left)
+            time.sleep(0.001)
+    assert num_places > 20
