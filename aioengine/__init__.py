@@ -58,25 +58,11 @@ if TYPE_CHECKING:
     from aioengine.sync import ChunkIterator, Engine
     from aioengine.utils import async_stream_and_merge, stream_and_merge, trim_overlap
 
-_HOMES = {
+_HOMES = {  # of public names; those that are not here are errors
     "aioengine.answers": ("Answer", "BatchOutput", "Chunk", "ChunkInfo", "FinishReason", "MetaInfo", "Timings"),
     "aioengine.frontend.requests": ("ChatOptions", "RequestOptions"),
     "aioengine.frontend.controls": ("Outcome", "ProfileOptions"),
     "aioengine.engine": ("AsyncEngine",),
-    "aioengine.errors": (
-        "EngineClosedError",
-        "EngineDeadError",
-        "EngineDrainingError",
-        "EngineError",
-        "EngineOverloadedError",
-        "EngineStalledError",
-        "EngineStartupError",
-        "RequestError",
-        "RequestTooLargeError",
-        "UnknownParameterError",
-        "UnsupportedSchemaError",
-        "WrongLoopError",
-    ),
     "aioengine.frontend.info": ("Health", "ModelInfo", "__version__"),
     "aioengine.params": ("SamplingParams",),
     "aioengine.signatures": ("EngineArguments",),
@@ -127,11 +113,11 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used."""
-    for home, names in _HOMES.items():
-        if name in names:
-            value: object = getattr(import_module(home), name)
-            globals()[name] = value
-            return value
+    if name in __all__:
+        home = next((home for home, names in _HOMES.items() if name in names), "aioengine.errors")
+        value: object = getattr(import_module(home), name)
+        globals()[name] = value
+        return value
     error = no_attribute(f"module {__name__!r}", name)
     caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     if name in OUR_WAY and caller.f_code.co_name == "_handle_fromlist":

@@ -9,22 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Final, cast
+from typing import Final, cast, get_type_hints
 
 from msgspec import Struct, to_builtins
+from msgspec.structs import fields, replace
 
 from aioengine import checks
 from aioengine.chat_template import MAX_TEMPLATE_BYTES
-from aioengine.config import (
-    DeliveryConfig,
-    DeviceConfig,
-    EngineConfig,
-    MemoryConfig,
-    ModelConfig,
-    QueueConfig,
-    SchedulerConfig,
-    SupervisionConfig,
-)
+from aioengine.config import EngineConfig
 from aioengine.foreign_names import our_way
 from aioengine.logs import warn_caller
 from aioengine.resolve import CPU_LIMITS, CPU_MEMORY_FRACTION, GPU_GRAPH_ROWS, GPU_LIMITS, GPU_MEMORY_FRACTION
@@ -33,15 +25,21 @@ from aioengine.resolve import CPU_LIMITS, CPU_MEMORY_FRACTION, GPU_GRAPH_ROWS, G
 class Argument(Struct, frozen=True):
     """One public argument.
 
-    place: "section.field" or "field" of EngineConfig, where its default stands. kind: what a flag reads. unset: the
-    default in words, where EngineConfig has None, "auto" or nothing.
+    place: "section.field" or "field" of EngineConfig, where its default and its type stand. unset: the default in
+    words, where EngineConfig has None, "auto" or nothing.
     """
 
     place: str
-    kind: str
     check: checks.Check
     help: str
     unset: str = ""
+
+    @property
+    def read(self) -> type:
+        """What a flag makes of its word: bool (a switch), int, float or str."""
+        section, _, field = self.place.rpartition(".")
+        of = get_type_hints(type(_SECTIONS[section]) if section else EngineConfig)[field]
+        return next((kind for kind in (bool, int, float) if of in (kind, kind | None)), str)
 
     @property
     def default(self) -> object:
@@ -153,150 +151,117 @@ MAX_WEIGHT: Final = 1e6
 _DEFAULTS: Final = cast("dict[str, dict[str, object]]", to_builtins(EngineConfig()))
 
 ARGUMENTS: Final[dict[str, Argument]] = {
-    "model_path": Argument("model.path", "text", _path, "folder or hub id of the model", unset="the demo model"),
+    "model_path": Argument("model.path", _path, "folder or hub id of the model", "the demo model"),
     "tokenizer_path": Argument(
-        "model.tokenizer_path", "text", _path, "folder or hub id of the tokenizer", unset="the model's folder"
+        "model.tokenizer_path", _path, "folder or hub id of the tokenizer", "the model's folder"
     ),
-    "revision": Argument("model.revision", "text", _text, "branch, tag or commit of the hub", unset="the main branch"),
-    "download_dir": Argument("model.download_dir", "text", _path, "where downloads go", unset="the hub's cache"),
+    "revision": Argument("model.revision", _text, "branch, tag or commit of the hub", "the main branch"),
+    "download_dir": Argument("model.download_dir", _path, "where downloads go", "the hub's cache"),
     "load_format": Argument(
-        "model.load_format", "text", _words("auto", "safetensors", "dummy"), "auto, safetensors, or dummy weights"
+        "model.load_format", _words("auto", "safetensors", "dummy"), "auto, safetensors, or dummy weights"
     ),
-    "dtype": Argument("model.dtype", "text", _dtype, "auto, bfloat16, float16 or float32"),
+    "dtype": Argument("model.dtype", _dtype, "auto, bfloat16, float16 or float32"),
     "context_length": Argument(
-        "model.context_length", "whole", checks.whole_from(1), "tokens of prompt and output", unset="the model's"
+        "model.context_length", checks.whole_from(1), "tokens of prompt and output", "the model's"
     ),
     "trust_remote_code": Argument(
-        "model.trust_remote_code", "switch", checks.switch, "no effect: no code of a model folder is run"
+        "model.trust_remote_code", checks.switch, "no effect: no code of a model folder is run"
     ),
-    "skip_tokenizer_init": Argument("model.tokenizer", "switch", _negated, "token ids in, token ids out, no text"),
+    "skip_tokenizer_init": Argument("model.tokenizer", _negated, "token ids in, token ids out, no text"),
     "chat_template": Argument(
-        "model.chat_template",
-        "text",
-        _template,
-        "text or file of a chat template in place of the model's own",
-        unset="the model's",
+        "model.chat_template", _template, "text or file of a chat template in place of the model's own", "the model's"
     ),
-    "device": Argument("device.name", "text", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
+    "device": Argument("device.name", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
     "attention_backend": Argument(
         "device.attention_backend",
-        "text",
         _words("auto", "flashinfer", "triton", "fused", "torch", torch_native="torch"),
         "auto; flashinfer or triton on a GPU, fused on a CPU, torch on both",
     ),
     "enable_deterministic_inference": Argument(
-        "device.batch_invariant", "switch", checks.switch, "the same bits in any batch on a GPU too (a CPU always does)"
+        "device.batch_invariant", checks.switch, "the same bits in any batch on a GPU too (a CPU always does)"
     ),
-    "disable_cuda_graph": Argument("device.cuda_graphs", "switch", _negated, "no CUDA graphs"),
+    "disable_cuda_graph": Argument("device.cuda_graphs", _negated, "no CUDA graphs"),
     "cuda_graph_max_bs": Argument(
         "device.cuda_graph_max_rows",
-        "whole",
         checks.whole_from(1, 65536),
         "most rows of a CUDA graph",
-        unset=f"max_running_requests, {GPU_GRAPH_ROWS} at most",
+        f"max_running_requests, {GPU_GRAPH_ROWS} at most",
     ),
-    "page_size": Argument("memory.page_size", "whole", checks.whole_from(1, 1024), "tokens of a page of KV memory"),
+    "page_size": Argument("memory.page_size", checks.whole_from(1, 1024), "tokens of a page of KV memory"),
     "max_total_tokens": Argument(
-        "memory.max_total_tokens",
-        "whole",
-        checks.whole_from(1),
-        "size of the KV pool in tokens",
-        unset="what fits into the memory",
+        "memory.max_total_tokens", checks.whole_from(1), "size of the KV pool in tokens", "what fits into the memory"
     ),
     "mem_fraction_static": Argument(
         "memory.mem_fraction_static",
-        "number",
         checks.number_from(0, 1, above=True),
         "share of the memory for weights and KV pool",
-        unset=f"{GPU_MEMORY_FRACTION} on a GPU, {CPU_MEMORY_FRACTION} on a CPU",
+        f"{GPU_MEMORY_FRACTION} on a GPU, {CPU_MEMORY_FRACTION} on a CPU",
     ),
-    "disable_radix_cache": Argument("memory.prefix_cache", "switch", _negated, "no prefix cache"),
+    "disable_radix_cache": Argument("memory.prefix_cache", _negated, "no prefix cache"),
     "max_running_requests": Argument(
         "scheduler.max_running",
-        "whole",
         checks.whole_from(1, 65536),
         "requests computed at once",
-        unset=f"{GPU_LIMITS[1]} on a GPU, {CPU_LIMITS[1]} on a CPU",
+        f"{GPU_LIMITS[1]} on a GPU, {CPU_LIMITS[1]} on a CPU",
     ),
     "chunked_prefill_size": Argument(
         "scheduler.chunk_tokens",
-        "whole",
         _chunk,
         "tokens of one step; -1: prompts are never split",
-        unset=f"{GPU_LIMITS[0]} on a GPU, {CPU_LIMITS[0]} on a CPU",
+        f"{GPU_LIMITS[0]} on a GPU, {CPU_LIMITS[0]} on a CPU",
     ),
     "schedule_policy": Argument(
         "scheduler.policy",
-        "text",
         _words("fcfs", "priority", "longest_prefix", lpm="longest_prefix"),
         "fcfs, longest_prefix (lpm) or priority",
     ),
     "tenant_weights": Argument(
-        "scheduler.tenant_weights", "text", _weights, "tenant=weight,...: shares of the engine", unset="1 each"
+        "scheduler.tenant_weights", _weights, "tenant=weight,...: shares of the engine", "1 each"
     ),
     "disable_overlap_schedule": Argument(
-        "scheduler.overlap", "switch", _negated, "read each step before the next is launched (a CPU always does)"
+        "scheduler.overlap", _negated, "read each step before the next is launched (a CPU always does)"
     ),
-    "max_queued_requests": Argument("queue.max_requests", "whole", checks.whole_from(0), "requests that may wait"),
-    "max_queued_tokens": Argument("queue.max_tokens", "whole", checks.whole_from(0), "prompt tokens that may wait"),
-    "max_queued_bytes": Argument(
-        "queue.max_bytes", "whole", checks.whole_from(0), "bytes of the prompts of open calls"
-    ),
+    "max_queued_requests": Argument("queue.max_requests", checks.whole_from(0), "requests that may wait"),
+    "max_queued_tokens": Argument("queue.max_tokens", checks.whole_from(0), "prompt tokens that may wait"),
+    "max_queued_bytes": Argument("queue.max_bytes", checks.whole_from(0), "bytes of the prompts of open calls"),
     "slow_reader": Argument(
         "delivery.slow_reader",
-        "text",
         _words("coalesce", "pause", "abort"),
         "what a reader that stays away brings about: coalesce (unread chunks are merged), pause or abort",
     ),
     "slow_reader_timeout": Argument(
         "delivery.slow_reader_timeout_s",
-        "number",
         checks.number_from(0, _A_DAY, above=True),
         "seconds that a reader may stay away",
     ),
     "max_restarts": Argument(
         "supervision.max_restarts",
-        "whole",
         checks.whole_from(0),
         "replacements of lost processes before the engine gives up; 0: none",
     ),
     "restart_window": Argument(
         "supervision.restart_window_s",
-        "number",
         checks.number_from(0, _A_DAY, above=True),
         "seconds within which max_restarts counts",
     ),
     "stall_timeout": Argument(
         "supervision.stall_timeout_s",
-        "number",
         checks.number_from(2, _A_DAY),  # processes give signs of life once a second
         "seconds (at least 2) without progress before the engine counts as stalled",
     ),
     "startup_timeout": Argument(
-        "supervision.startup_timeout_s",
-        "number",
-        checks.number_from(0, _A_DAY, above=True),
-        "seconds that starting may take",
+        "supervision.startup_timeout_s", checks.number_from(0, _A_DAY, above=True), "seconds that starting may take"
     ),
     "stream_interval": Argument(
-        "stream_interval", "whole", checks.whole_from(1), "output tokens between two chunks of a stream"
+        "stream_interval", checks.whole_from(1), "output tokens between two chunks of a stream"
     ),
     "random_seed": Argument(
-        "random_seed",
-        "whole",
-        checks.whole_from(0, 2**63 - 1),
-        "seed from which the seeds of requests are drawn",
-        unset="drawn",
+        "random_seed", checks.whole_from(0, 2**63 - 1), "seed from which the seeds of requests are drawn", "drawn"
     ),
     "log_level": Argument(
-        "log_level",
-        "text",
-        _words("debug", "info", "warning", "error", "critical"),
-        "debug, info, warning, error or critical",
+        "log_level", _words("debug", "info", "warning", "error", "critical"), "debug, info, warning, error or critical"
     ),
-    "progress": Argument(
-        "progress", "switch", checks.switch, "progress bars", unset="where stderr is a terminal or a notebook"
-    ),
+    "progress": Argument("progress", checks.switch, "progress bars", "where stderr is a terminal or a notebook"),
 }
 """Every argument that works, in the order of the documentation."""
 
@@ -314,61 +279,58 @@ ALIASES: Final[dict[str, str]] = {
     "seed": "random_seed",
 }
 
-_OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
-    "tp_size": ((1,), "tensor parallelism"),
-    "tensor_parallel_size": ((1,), "tensor parallelism"),
-    "pp_size": ((1,), "pipeline parallelism"),
-    "pipeline_parallel_size": ((1,), "pipeline parallelism"),
-    "dp_size": ((1,), "data parallelism"),
-    "data_parallel_size": ((1,), "data parallelism"),
-    "enable_dp_attention": ((False,), "data parallelism"),
-    "ep_size": ((1,), "expert parallelism"),
-    "nnodes": ((1,), "several machines"),
-    "node_rank": ((0,), "several machines"),
-    "is_embedding": ((False,), "embedding models"),
-    "quantization": ((), "quantized weights"),
-    "kv_cache_dtype": (("auto",), "a KV cache of another type than the weights"),
-    "enable_lora": ((False,), "LoRA adapters"),
-    "lora_paths": (([], {}), "LoRA adapters"),
-    "max_lora_rank": ((), "LoRA adapters"),
-    "lora_target_modules": ((), "LoRA adapters"),
-    "speculative_algorithm": ((), "speculative decoding"),
-    "speculative_draft_model_path": ((), "speculative decoding"),
-    "speculative_num_steps": ((), "speculative decoding"),
-    "speculative_eagle_topk": ((), "speculative decoding"),
-    "speculative_num_draft_tokens": ((), "speculative decoding"),
-    "enable_return_hidden_states": ((False,), "hidden states"),
-    "enable_custom_logit_processor": ((False,), "custom logits processors"),
-    "enable_memory_saver": ((False,), "releasing memory"),
-    "enable_multimodal": ((False,), "images, audio and video"),
-    "enable_hierarchical_cache": ((False,), "a KV cache in several tiers"),
-    "enable_torch_compile": ((False,), "torch.compile"),
-    "enable_streaming_session": ((False,), "sessions"),
-    "allow_auto_truncate": ((False,), "cutting prompts that are too long"),
-    "cpu_offload_gb": ((0,), "weights in host memory"),
-    "preferred_sampling_params": (({},), "default sampling parameters of the engine"),
-    "json_model_override_args": (("{}", {}), "changes to the model's config.json"),
-    "tokenizer_mode": (("auto",), "slow tokenizers"),
-    "model_impl": (("auto",), "other implementations of a model"),
-    "disaggregation_mode": (("null",), "separate prefill and decode engines"),
-    "encoder_only": ((False,), "separate prefill and decode engines"),
-    "language_only": ((False,), "separate prefill and decode engines"),
-    "enable_pdmux": ((False,), "separate prefill and decode engines"),
-    "weight_version": (("default",), "versions of the weights"),
-    "enable_weights_cpu_backup": ((False,), "releasing memory"),
-    "model_loader_extra_config": (("{}", {}), "other loaders of weights"),
-    "custom_weight_loader": (([],), "other loaders of weights"),
-    "enable_fp32_lm_head": ((False,), "a head of another type than the weights"),
-    "reasoning_parser": ((), "parsers of reasoning"),
-    "tool_call_parser": ((), "parsers of tool calls"),
-    "enable_return_routed_experts": ((False,), "routed experts"),
-    "enable_mis": ((False,), "scores of several items at once"),
-    "enable_lmcache": ((False,), "a KV cache in several tiers"),
-    "speculative_draft_model_revision": ((), "speculative decoding"),
-    "speculative_token_map": ((), "speculative decoding"),
-    "rl_on_policy_target": ((), "logits equal to those of a trainer"),
+_OFF_BY_FEATURE: Final[dict[str, dict[str, tuple[object, ...]]]] = {
+    "tensor parallelism": {"tp_size": (1,), "tensor_parallel_size": (1,)},
+    "pipeline parallelism": {"pp_size": (1,), "pipeline_parallel_size": (1,)},
+    "data parallelism": {"dp_size": (1,), "data_parallel_size": (1,), "enable_dp_attention": (False,)},
+    "expert parallelism": {"ep_size": (1,)},
+    "several machines": {"nnodes": (1,), "node_rank": (0,)},
+    "embedding models": {"is_embedding": (False,)},
+    "quantized weights": {"quantization": ()},
+    "a KV cache of another type than the weights": {"kv_cache_dtype": ("auto",)},
+    "LoRA adapters": {"enable_lora": (False,), "lora_paths": ([], {}), "max_lora_rank": (), "lora_target_modules": ()},
+    "speculative decoding": {
+        "speculative_algorithm": (),
+        "speculative_draft_model_path": (),
+        "speculative_num_steps": (),
+        "speculative_eagle_topk": (),
+        "speculative_num_draft_tokens": (),
+        "speculative_draft_model_revision": (),
+        "speculative_token_map": (),
+    },
+    "hidden states": {"enable_return_hidden_states": (False,)},
+    "custom logits processors": {"enable_custom_logit_processor": (False,)},
+    "releasing memory": {"enable_memory_saver": (False,), "enable_weights_cpu_backup": (False,)},
+    "images, audio and video": {"enable_multimodal": (False,)},
+    "a KV cache in several tiers": {"enable_hierarchical_cache": (False,), "enable_lmcache": (False,)},
+    "torch.compile": {"enable_torch_compile": (False,)},
+    "sessions": {"enable_streaming_session": (False,)},
+    "cutting prompts that are too long": {"allow_auto_truncate": (False,)},
+    "weights in host memory": {"cpu_offload_gb": (0,)},
+    "default sampling parameters of the engine": {"preferred_sampling_params": ({},)},
+    "changes to the model's config.json": {"json_model_override_args": ("{}", {})},
+    "slow tokenizers": {"tokenizer_mode": ("auto",)},
+    "other implementations of a model": {"model_impl": ("auto",)},
+    "separate prefill and decode engines": {
+        "disaggregation_mode": ("null",),
+        "encoder_only": (False,),
+        "language_only": (False,),
+        "enable_pdmux": (False,),
+    },
+    "versions of the weights": {"weight_version": ("default",)},
+    "other loaders of weights": {"model_loader_extra_config": ("{}", {}), "custom_weight_loader": ([],)},
+    "a head of another type than the weights": {"enable_fp32_lm_head": (False,)},
+    "parsers of reasoning": {"reasoning_parser": ()},
+    "parsers of tool calls": {"tool_call_parser": ()},
+    "routed experts": {"enable_return_routed_experts": (False,)},
+    "scores of several items at once": {"enable_mis": (False,)},
+    "logits equal to those of a trainer": {"rl_on_policy_target": ()},
 }
-"""Features to come: name -> (values that mean "off", beside None; what it is)."""
+"""Features to come -> their arguments, with the values that mean "off", beside None."""
+
+_OFF: Final = {
+    name: (allowed, feature) for feature, names in _OFF_BY_FEATURE.items() for name, allowed in names.items()
+}
 
 _IGNORED: Final = frozenset(
     """
@@ -392,15 +354,7 @@ _IGNORED: Final = frozenset(
     """.split()  # noqa: SIM905  # a hundred quoted names would hide the list
 )
 
-_SECTIONS: Final[dict[str, type[Struct]]] = {
-    "model": ModelConfig,
-    "device": DeviceConfig,
-    "memory": MemoryConfig,
-    "scheduler": SchedulerConfig,
-    "queue": QueueConfig,
-    "delivery": DeliveryConfig,
-    "supervision": SupervisionConfig,
-}
+_SECTIONS: Final = {field.name: field.default for field in fields(EngineConfig) if isinstance(field.default, Struct)}
 
 
 def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, object]) -> EngineConfig:
@@ -418,14 +372,14 @@ def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, obj
         if given.get("model_path") is not None:
             raise ValueError(f"model_path is given twice: {model_path!r} and {given['model_path']!r}")
         given["model_path"] = model_path
-    sections: dict[str, dict[str, object]] = {name: {} for name in _SECTIONS}
-    top: dict[str, object] = {}
+    found: dict[str, dict[str, object]] = {"": {}}
     for name, value in given.items():
         if value is not None:
             section, _, field = ARGUMENTS[name].place.rpartition(".")
-            (sections[section] if section else top)[field] = ARGUMENTS[name].check(name, value)
-    parts = {name: make(**sections[name]) for name, make in _SECTIONS.items()}
-    return EngineConfig(**parts, **top)  # type: ignore[arg-type]  # every value has passed its check
+            found.setdefault(section, {})[field] = ARGUMENTS[name].check(name, value)
+    top = found.pop("")
+    sections = {name: replace(_SECTIONS[name], **values) for name, values in found.items()}
+    return EngineConfig(**sections, **top)  # type: ignore[arg-type]  # every value has passed its check
 
 
 def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:

@@ -49,8 +49,8 @@ class Parameter(Struct, frozen=True, kw_only=True):
         default: the value where the parameter is left out, or is None.
         check: from name and value to the plain value that is kept. Raises TypeError or ValueError for a wrong one.
         doc: what the parameter does; the first sentence is the help of its flag.
-        wire: the fields of messages that the value goes to, such as "sampling.top_k" (see ``PARTS``), separated by
-            spaces. Empty: the frontend alone reads it.
+        wire: the parts of messages that the value goes to (see ``PARTS``), separated by spaces: to the field of its
+            name, or of another, such as "sampling.bias_token_ids". Empty: the frontend alone reads it.
         columns: makes the values of these fields; None: each is the value itself.
         read: makes the value from the word behind its flag; bool: a switch; None: there is no flag.
         flag: the name of the flag where it is not that of the parameter.
@@ -94,14 +94,20 @@ def parameter(
     return cast("Default", row)
 
 
+def number(default: float, low: float, high: float, doc: str, *, above: bool = False) -> float:
+    """A field that is a number from ``low``, or above it, to ``high``, which the runner receives."""
+    check = checks.number_from(low, high, above=above)
+    return parameter(default, check, doc, wire="sampling", read=float)
+
+
 def other_name(name: str) -> UnsetType:
     """A field that is another engine's name for the parameter ``name``."""
     return cast("UnsetType", _OtherName(name))
 
 
-def _place(words: str) -> tuple[int, str]:
+def _place(name: str, words: str) -> tuple[int, str]:
     part, _, field = words.partition(".")
-    return PARTS.index(part), field
+    return PARTS.index(part), field or name
 
 
 class Table:
@@ -118,7 +124,7 @@ class Table:
         self.defaults = tuple(row.default if isinstance(row, Parameter) else UNSET for row in fields.values())
         self.rows = {name: row for name, row in fields.items() if isinstance(row, Parameter)}
         self.aliases = {name: row.name for name, row in fields.items() if isinstance(row, _OtherName)}
-        self.wire = {name: [_place(place) for place in row.wire.split()] for name, row in self.rows.items()}
+        self.wire = {name: [_place(name, place) for place in row.wire.split()] for name, row in self.rows.items()}
 
     @property
     def doc(self) -> str:

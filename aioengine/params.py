@@ -1,8 +1,8 @@
 """SamplingParams: what a caller may ask of one request, checked and normalised where it is made.
 
 Each parameter is one row of a table, the fields of ``SamplingParams``: its default, its check, its place in the
-messages, its flag and its documentation. The functions below give the three parts of a ``Submit`` message:
-``sampling`` (the runner), ``limits`` (the scheduler) and ``text_rules`` (the detokenizer).
+messages, its flag and its documentation. The functions below give the parts of a ``Submit`` message: ``sampling``
+(the runner), ``output_limit`` and ``stop_ids`` (the scheduler), ``text_rules`` (the detokenizer).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Final, cast
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import astuple, force_setattr, replace
 
-from aioengine import checks, parameter_table
+from aioengine import checks
+from aioengine import parameter_table as table
+from aioengine.checks import whole_from
 from aioengine.errors import RequestTooLargeError
-from aioengine.parameter_table import Parameter, ParametersType, given_twice, other_name, parameter
+from aioengine.parameter_table import Parameter, ParametersType, given_twice, number, other_name, parameter
 from aioengine.protocol.messages import Limits, Sampling, TextRules
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
@@ -84,7 +86,7 @@ class SamplingParams(
 
     max_new_tokens: int | None = parameter(
         _DEFAULT_LENGTH,
-        parameter_table.length,
+        table.length,
         "output tokens at most. Left out: 128, or less where the context is nearly full. None: to the end of the "
         "context. A number that does not fit is a `RequestTooLargeError`",
         read=int,
@@ -92,119 +94,76 @@ class SamplingParams(
     )
     min_new_tokens: Whole = parameter(
         0,
-        checks.whole_from(0),
+        whole_from(0),
         "no stop token before this many output tokens (stop strings still act)",
-        wire="limits.min_new_tokens sampling.min_new_tokens",
+        wire="limits sampling",
         read=int,
     )
     stop: str | Sequence[str] | None = parameter(
         None,
-        parameter_table.strings,
+        table.strings,
         "text before which the answer ends. A string, or a list of up to 32; empty ones are left out",
-        wire="text.stop",
-        columns=parameter_table.strings_column,
+        wire="text",
+        columns=table.strings_column,
         read=str,
         is_list=True,
     )
     stop_token_ids: TokenIds | None = parameter(
         None,
-        parameter_table.token_ids,
+        table.token_ids,
         "token ids that end the answer, beside the model's own",
-        wire="limits.stop_token_ids",
-        columns=parameter_table.token_ids_column,
+        wire="limits",
+        columns=table.token_ids_column,
         read=int,
         is_list=True,
     )
     stop_regex: str | Sequence[str] | None = parameter(
         None,
-        parameter_table.patterns,
+        table.patterns,
         "pattern before whose match the answer ends. A string, or a list of up to 32 (of 256 bytes each), in the "
         "dialect of the `regex` package, without recursion, fuzzy and reverse matching, `\\G` and `\\K`; counted "
         "repetitions, nested ones multiplied, up to 10,000. Matching may take 50 ms for a token, and 1 s and 1 ms per "
         "token for a request; beyond, the request fails with `RequestError`",
-        wire="text.stop_regex",
-        columns=parameter_table.strings_column,
+        wire="text",
+        columns=table.strings_column,
         read=str,
         is_list=True,
     )
-    temperature: Number = parameter(
-        1.0,
-        checks.number_from(0, 2),
-        "0 (always the likeliest token) to 2. The command line's default is 0",
-        wire="sampling.temperature",
-        read=float,
-    )
-    top_p: Number = parameter(
-        1.0,
-        checks.number_from(0, 1, above=True),
-        "above 0, up to 1: draw from the likeliest tokens that make up this share",
-        wire="sampling.top_p",
-        read=float,
+    temperature: Number = number(1.0, 0, 2, "0 (always the likeliest token) to 2. The command line's default is 0")
+    top_p: Number = number(
+        1.0, 0, 1, "above 0, up to 1: draw from the likeliest tokens that make up this share", above=True
     )
     top_k: Whole = parameter(
-        -1,
-        parameter_table.top_k,
-        "draw from this many of the likeliest tokens; -1: all",
-        wire="sampling.top_k",
-        read=int,
+        -1, table.top_k, "draw from this many of the likeliest tokens; -1: all", wire="sampling", read=int
     )
-    min_p: Number = parameter(
-        0.0,
-        checks.number_from(0, 1),
-        "0 to 1: draw from tokens at least this likely, relative to the likeliest",
-        wire="sampling.min_p",
-        read=float,
+    min_p: Number = number(0.0, 0, 1, "0 to 1: draw from tokens at least this likely, relative to the likeliest")
+    frequency_penalty: Number = number(0.0, -2, 2, "-2 to 2; above 0: less of what the answer has often")
+    presence_penalty: Number = number(0.0, -2, 2, "-2 to 2; above 0: less of what the answer has at all")
+    repetition_penalty: Number = number(
+        1.0, MIN_REPETITION_PENALTY, 2, "0.01 to 2; above 1: less of what prompt and answer have"
     )
-    frequency_penalty: Number = parameter(
-        0.0,
-        checks.number_from(-2, 2),
-        "-2 to 2; above 0: less of what the answer has often",
-        wire="sampling.frequency_penalty",
-        read=float,
-    )
-    presence_penalty: Number = parameter(
-        0.0,
-        checks.number_from(-2, 2),
-        "-2 to 2; above 0: less of what the answer has at all",
-        wire="sampling.presence_penalty",
-        read=float,
-    )
-    repetition_penalty: Number = parameter(
-        1.0,
-        checks.number_from(MIN_REPETITION_PENALTY, 2),
-        f"{MIN_REPETITION_PENALTY} to 2; above 1: less of what prompt and answer have",
-        wire="sampling.repetition_penalty",
-        read=float,
-    )
-    n: Whole = parameter(
-        1, checks.whole_from(1, MAX_SAMPLES), "answers to one prompt, up to 1,024; answer i uses seed + i"
-    )
+    n: Whole = parameter(1, whole_from(1, MAX_SAMPLES), "answers to one prompt, up to 1,024; answer i uses seed + i")
     ignore_eos: Switch = parameter(
         False, checks.switch, "neither the model's own end of text nor `stop_token_ids` end the answer", read=bool
     )
-    skip_special_tokens: Switch = parameter(
-        True, checks.switch, "leave special tokens out of the text", wire="text.skip_special_tokens"
-    )
+    skip_special_tokens: Switch = parameter(True, checks.switch, "leave special tokens out of the text", wire="text")
     spaces_between_special_tokens: Switch = parameter(True, checks.switch, "no effect: text is exact")
     no_stop_trim: Switch = parameter(
-        False, checks.switch, "keep the stop string or stop token in the text", wire="text.no_stop_trim", read=bool
+        False, checks.switch, "keep the stop string or stop token in the text", wire="text", read=bool
     )
     stream_interval: int | None = parameter(
-        None,
-        checks.whole_from(1),
-        "output tokens between two chunks; None: the engine's",
-        wire="text.stream_interval",
+        None, whole_from(1), "output tokens between two chunks; None: the engine's", wire="text"
     )
     logit_bias: TokenBiases | None = parameter(
         None,
-        parameter_table.biases,
+        table.biases,
         "token id -> number added to its logit, up to 4,096 of them. -inf counts as -1e6, which rules a token out",
         wire="sampling.bias_token_ids sampling.logit_bias",
-        columns=parameter_table.bias_columns,
+        columns=table.bias_columns,
     )
     sampling_seed: int | None = parameter(
         None,
-        checks.whole_from(-(2**63), 2**63 - 1),
+        whole_from(-(2**63), 2**63 - 1),
         "the same seed gives the same tokens; None: one is drawn",
         read=int,
         flag="seed",
@@ -219,13 +178,13 @@ class SamplingParams(
 
     def __post_init__(self) -> None:
         """Check what differs from the defaults, keep it as plain values, and make the parts of its messages once."""
-        table = type(self).__table__
-        given = [*compress(table.fields, map(is_not, astuple(self), table.defaults))]
-        if not table.aliases.keys().isdisjoint(given):
+        rows = type(self).__table__
+        given = [*compress(rows.fields, map(is_not, astuple(self), rows.defaults))]
+        if not rows.aliases.keys().isdisjoint(given):
             given = _by_own_names(self, given)
         parts: tuple[dict[str, object], ...] = ({}, {}, {})
         for name in given:
-            row, value = table.rows[name], _field(self, name)
+            row, value = rows.rows[name], _field(self, name)
             is_left_out = value is UNSET or (value is None and not row.takes_none)
             kept = row.default if is_left_out else row.check(name, value)
             if kept == row.default and type(kept) is type(row.default):
@@ -235,10 +194,10 @@ class SamplingParams(
             if kept is row.default:
                 continue
             if row.columns is None:
-                for part, field in table.wire[name]:
+                for part, field in rows.wire[name]:
                     parts[part][field] = kept
             else:
-                for (part, field), column in zip(table.wire[name], row.columns(kept), strict=True):
+                for (part, field), column in zip(rows.wire[name], row.columns(kept), strict=True):
                     parts[part][field] = column
         if self.min_new_tokens and self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             allowed = f"at most max_new_tokens ({self.max_new_tokens})"
@@ -387,29 +346,6 @@ def sampling(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence
             "stop tokens (stop_token_ids and the model's end-of-text ids)"
         )
     return replace(found, suppressed_token_ids=stops)
-
-
-def limits(
-    params: SamplingParams,
-    *,
-    max_new_tokens: int,
-    stop_token_ids: tuple[int, ...],
-    deadlines: Mapping[str, float],
-    refuses_late: bool = False,
-) -> Limits:
-    """The scheduler's part. ``max_new_tokens`` from ``output_limit``, ``stop_token_ids`` from ``stop_ids``.
-
-    ``deadlines``: as ``Limits.deadlines`` returns them.
-    """
-    return Limits(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min(params.min_new_tokens, max_new_tokens),
-        stop_token_ids=stop_token_ids,
-        deadline=deadlines.get("total"),
-        queue_deadline=deadlines.get("queue"),
-        first_token_deadline=deadlines.get("first_token"),
-        refuses_late=refuses_late,
-    )
 
 
 def text_rules(params: SamplingParams, *, stream_interval: int) -> TextRules:

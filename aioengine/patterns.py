@@ -152,17 +152,15 @@ def check_patterns_of_call(patterns: Collection[str]) -> None:
             )
 
 
-def compile_pattern(pattern: str) -> Pattern:
+def compile_pattern(pattern: str) -> tuple[Pattern, int]:
     """Compile a pattern within the bounds, and past the cache of ``regex``, which is bounded only by its number.
+
+    Returns it with its ``expanded_size``.
 
     Raises:
         ValueError: it is no pattern, is beyond the bounds, cannot be searched for piece by piece, or matches the empty
             text and so would end every request at once.
     """
-    return _compile_with_size(pattern)[0]
-
-
-def _compile_with_size(pattern: str) -> tuple[Pattern, int]:
     size = expanded_size(pattern)
     if found := _MOVES_START.match(pattern):
         raise _refused(pattern, f"has {found[1]}, which has no meaning in text that is searched piece by piece")
@@ -318,7 +316,7 @@ def _check_repeats(pattern: str, repeats: int) -> None:
 @lru_cache(maxsize=1024)
 def _checked_size(pattern: str) -> int:
     """The size of a pattern that compiles."""
-    return _compile_with_size(pattern)[1]
+    return compile_pattern(pattern)[1]
 
 
 _CALLS = "calls a group, as (?R), (?1) and (?&name) do; write what is called in its place"
@@ -352,7 +350,7 @@ class PatternCache:
             if found is not None:
                 part.move_to_end(pattern)
                 return found[0]
-        compiled, size = _compile_with_size(pattern)
+        compiled, size = compile_pattern(pattern)
         num_bytes = BYTES_PER_PATTERN + BYTES_PER_PART * size
         part = self._large if num_bytes > LARGE_BYTES else self._small
         part.add(pattern, compiled, num_bytes)

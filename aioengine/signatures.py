@@ -61,46 +61,7 @@ class OtherNames(TypedDict, total=False):
 
 
 class EngineArguments(OtherNames, total=False):
-    """Keyword arguments of ``Engine`` and ``AsyncEngine``, beside ``model_path``. None is the default, for each.
-
-    tokenizer_path: folder or hub id of the tokenizer (default: the model's folder)
-    revision: branch, tag or commit of the hub (default: the main branch)
-    download_dir: where downloads go (default: the hub's cache)
-    load_format: auto, safetensors, or dummy weights (default: auto)
-    dtype: auto, bfloat16, float16 or float32 (default: auto)
-    context_length: tokens of prompt and output (default: the model's)
-    trust_remote_code: no effect: no code of a model folder is run (default: False)
-    skip_tokenizer_init: token ids in, token ids out, no text (default: False)
-    chat_template: text or file of a chat template in place of the model's own (default: the model's)
-    device: auto, cpu or cuda (default: auto)
-    attention_backend: auto; flashinfer or triton on a GPU, fused on a CPU, torch on both (default: auto)
-    enable_deterministic_inference: the same bits in any batch on a GPU too (a CPU always does) (default: False)
-    disable_cuda_graph: no CUDA graphs (default: False)
-    cuda_graph_max_bs: most rows of a CUDA graph (default: max_running_requests, 1024 at most)
-    page_size: tokens of a page of KV memory (default: 16)
-    max_total_tokens: size of the KV pool in tokens (default: what fits into the memory)
-    mem_fraction_static: share of the memory for weights and KV pool (default: 0.88 on a GPU, 0.4 on a CPU)
-    disable_radix_cache: no prefix cache (default: False)
-    max_running_requests: requests computed at once (default: 1024 on a GPU, 64 on a CPU)
-    chunked_prefill_size: tokens of one step; -1: prompts are never split (default: 8192 on a GPU, 512 on a CPU)
-    schedule_policy: fcfs, longest_prefix (lpm) or priority (default: fcfs)
-    tenant_weights: tenant=weight,...: shares of the engine (default: 1 each)
-    disable_overlap_schedule: read each step before the next is launched (a CPU always does) (default: False)
-    max_queued_requests: requests that may wait (default: 4096)
-    max_queued_tokens: prompt tokens that may wait (default: 4194304)
-    max_queued_bytes: bytes of the prompts of open calls (default: 268435456)
-    slow_reader: what a reader that stays away brings about: coalesce (unread chunks are merged), pause or abort
-        (default: coalesce)
-    slow_reader_timeout: seconds that a reader may stay away (default: 30)
-    max_restarts: replacements of lost processes before the engine gives up; 0: none (default: 3)
-    restart_window: seconds within which max_restarts counts (default: 600)
-    stall_timeout: seconds (at least 2) without progress before the engine counts as stalled (default: 600)
-    startup_timeout: seconds that starting may take (default: 600)
-    stream_interval: output tokens between two chunks of a stream (default: 1)
-    random_seed: seed from which the seeds of requests are drawn (default: drawn)
-    log_level: debug, info, warning, error or critical (default: error)
-    progress: progress bars (default: where stderr is a terminal or a notebook)
-    """
+    """Keyword arguments of ``Engine`` and ``AsyncEngine``, beside ``model_path``. None is the default, for each."""
 
     tokenizer_path: str | PurePath | None
     revision: str | None
@@ -139,6 +100,9 @@ class EngineArguments(OtherNames, total=False):
     log_level: str | None
     progress: bool | None
 
+
+_ROWS = [f"    {name}: {of.description}" for name, of in ARGUMENTS.items() if name != "model_path"]
+EngineArguments.__doc__ = "\n".join((EngineArguments.__doc__ or "", "", *_ROWS))
 
 Method = TypeVar("Method", bound="Callable[..., object]")
 

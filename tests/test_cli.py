@@ -59,7 +59,7 @@ def test_every_constructor_argument_is_a_flag_of_every_command() -> None:
         given: list[str] = []
         for name, argument in ARGUMENTS.items():
             flag = "--model" if name == "model_path" else "--" + name.replace("_", "-")
-            given += [flag] if argument.kind == "switch" else [flag, "1"]
+            given += [flag] if argument.read is bool else [flag, "1"]
         assert parsed(command, *given).model == "1"
         found = parsed(command, *given).engine()
         assert {*found, "model_path"} == set(ARGUMENTS)

@@ -242,29 +242,35 @@ def _add_json(to: argparse.ArgumentParser) -> None:
 def _add_sampling(to: argparse.ArgumentParser) -> None:
     group = to.add_argument_group("sampling")
     for name, row in PARAMETERS.items():
-        flag = _sampling_flag(name)
-        if row.read is bool:
-            group.add_argument(flag, dest=name, action="store_const", const=True, help=row.summary)
-        elif row.read is not None:
-            metavar = "TEXT" if row.read is str else "N"
-            action, about = ("append", f"{row.summary} (may be given again)") if row.is_list else ("store", row.summary)
-            group.add_argument(flag, dest=name, action=action, type=row.read, metavar=metavar, help=about)
+        if row.read is not None:
+            about = row.summary + " (may be given again)" * row.is_list
+            _add_flag(group, _sampling_flag(name), name=name, read=row.read, about=about, repeats=row.is_list)
 
 
 def _add_engine(to: argparse.ArgumentParser) -> None:
     group = to.add_argument_group("engine")
-    readers: dict[str, Callable[[str], object]] = {"whole": int, "number": float, "text": str}
     for name, argument in ARGUMENTS.items():
         flags = ["--model", "--model-path"] if name == "model_path" else [_flag(name)]
         if name == "progress":
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, help=argument.description)
-        elif argument.kind == "switch":
-            group.add_argument(*flags, dest=name, action="store_const", const=True, help=argument.description)
         else:
-            metavar = "N" if argument.kind != "text" else "TEXT"
-            group.add_argument(
-                *flags, dest=name, type=readers[argument.kind], metavar=metavar, help=argument.description
-            )
+            _add_flag(group, *flags, name=name, read=argument.read, about=argument.description)
+
+
+def _add_flag(
+    to: argparse._ArgumentGroup,
+    *flags: str,
+    name: str,
+    read: Callable[[str], object],
+    about: str,
+    repeats: bool = False,
+) -> None:
+    """A flag for a parameter; ``read`` makes its value of a word (bool: a switch)."""
+    if read is bool:
+        to.add_argument(*flags, dest=name, action="store_const", const=True, help=about)
+    else:
+        metavar, action = "TEXT" if read is str else "N", "append" if repeats else "store"
+        to.add_argument(*flags, dest=name, action=action, type=read, metavar=metavar, help=about)
 
 
 def _check_encoding(name: str, text: object) -> None:

@@ -18,6 +18,7 @@ from aioengine.frontend.encoder import Encoder, Job, look_at
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, RefusedPrompt, TextPrompt
 from aioengine.protocol.messages import SEED_MASK, FinishCode, Finished, Submit
+from aioengine.protocol.messages import Limits as RequestLimits
 from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
@@ -310,11 +311,13 @@ class Submitter:
                 uid=row.uid,
                 prompt_token_ids=ids,
                 sampling=replace(known.sampling, seed=facts.seed),
-                limits=wire.limits(
-                    params,
+                limits=RequestLimits(
                     max_new_tokens=max_new_tokens,
+                    min_new_tokens=min(params.min_new_tokens, max_new_tokens),
                     stop_token_ids=known.stop_ids,
-                    deadlines=call.deadlines,
+                    deadline=call.deadlines.get("total"),
+                    queue_deadline=call.deadlines.get("queue"),
+                    first_token_deadline=call.deadlines.get("first_token"),
                     refuses_late=request.refuses_late,
                 ),
                 text=replace(known.text, context_token_ids=tuple(ids[-NUM_CONTEXT_TOKENS:]), stream=request.is_stream),

@@ -24,7 +24,7 @@ DOCUMENTED = """
     startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference
 """.split()
 
-WRONG_TYPES = {"whole": [True, "1", 1.5], "number": [True, "1", []], "switch": [0, "yes"], "text": [5, b"x"]}
+WRONG_TYPES = {int: [True, "1", 1.5], float: [True, "1", []], bool: [0, "yes"], str: [5, b"x"]}
 
 
 def test_every_documented_argument_works_and_no_other() -> None:
@@ -68,7 +68,7 @@ def test_arguments_reach_their_sections() -> None:
 
 
 def test_each_argument_changes_one_field() -> None:
-    values = {"whole": 5, "number": 0.5, "switch": True}
+    values = {int: 5, float: 0.5, bool: True}
     words = {
         "device": "cpu",
         "dtype": "float32",
@@ -81,14 +81,14 @@ def test_each_argument_changes_one_field() -> None:
     }
     seen: set[EngineConfig | str] = set()
     for name, argument in ARGUMENTS.items():
-        value = 5.5 if name == "stall_timeout" else words.get(name, values.get(argument.kind, "text"))
+        value = 5.5 if name == "stall_timeout" else words.get(name, values.get(argument.read, "text"))
         seen.add(repr(engine_config(None, {name: value})))
     assert len(seen | {repr(EngineConfig())}) == len(ARGUMENTS) + 1
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_wrong_type_is_a_type_error_that_names_the_argument(name: str) -> None:
-    for value in WRONG_TYPES[ARGUMENTS[name].kind]:
+    for value in WRONG_TYPES[ARGUMENTS[name].read]:
         with pytest.raises(TypeError, match=name):
             engine_config(None, {name: value})
 
@@ -139,7 +139,7 @@ def test_unknown_arguments_are_type_errors_with_a_suggestion() -> None:
 def test_aliases_mean_the_same_and_may_not_stand_beside_the_name(alias: str) -> None:
     name = ALIASES[alias]
     number = 5.5 if name == "stall_timeout" else 0.5
-    value = {"whole": 7, "number": number, "switch": True, "text": "x"}[ARGUMENTS[name].kind]
+    value = {int: 7, float: number, bool: True, str: "x"}[ARGUMENTS[name].read]
     assert engine_config(None, {alias: value}) == engine_config(None, {name: value})
     with pytest.raises(ValueError, match=f"argument '{name}' is given twice"):
         engine_config(None, {name: value, alias: value})
@@ -207,9 +207,8 @@ class TestTypes:
 
     @pytest.mark.parametrize("name", [name for name in (*ARGUMENTS, *ALIASES) if name != "model_path"])
     def test_every_type_allows_what_the_argument_takes(self, name: str) -> None:
-        kinds = {"whole": int, "number": float, "switch": bool, "text": str}
         allowed = get_args(get_type_hints(EngineArguments)[name])
-        assert {kinds[ARGUMENTS[ALIASES.get(name, name)].kind], NoneType} <= set(allowed)
+        assert {ARGUMENTS[ALIASES.get(name, name)].read, NoneType} <= set(allowed)
 
     @pytest.mark.parametrize("make", [Engine, AsyncEngine])
     def test_the_signature_has_every_argument_with_its_default(self, make: type) -> None:

@@ -83,10 +83,10 @@ def test_null_is_the_default(name: str) -> None:
     assert getattr(made, name) == getattr(SamplingParams.parse({name: None}), name) == expected
 
 
-@pytest.mark.parametrize("row", PARAMETERS.values(), ids=PARAMETERS)
-def test_every_row_names_fields_of_the_messages_that_have_the_same_default(row: Parameter) -> None:
+@pytest.mark.parametrize(("name", "row"), PARAMETERS.items(), ids=PARAMETERS)
+def test_every_row_names_fields_of_the_messages_that_have_the_same_default(name: str, row: Parameter) -> None:
     parts = dict(zip(PARTS, (Sampling(0), Limits(0), TextRules()), strict=True))
     for place in row.wire.split():
         part, _, field = place.partition(".")
-        default = getattr(parts[part], field)
+        default = getattr(parts[part], field or name)
         assert default == row.default or row.default is None

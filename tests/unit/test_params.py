@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from aioengine.errors import RequestTooLargeError, UnknownParameterError
-from aioengine.params import ALIASES, PARAMETERS, SamplingParams, limits, output_limit, sampling, stop_ids, text_rules
+from aioengine.params import ALIASES, PARAMETERS, SamplingParams, output_limit, sampling, stop_ids, text_rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -355,13 +355,10 @@ def test_ignore_eos_turns_all_stop_tokens_off() -> None:
     assert sampling(params, vocab_size=10, eos_token_ids=(1,)).suppressed_token_ids == ()
 
 
-def test_limits_and_text_rules() -> None:
+def test_text_rules() -> None:
     params = SamplingParams(
         min_new_tokens=9, stop=["a", "", "b"], stop_regex="c+", stream_interval=3, no_stop_trim=True
     )
-    found = limits(params, max_new_tokens=4, stop_token_ids=(1,), deadlines={"total": 2.0, "first_token": 1.0})
-    assert (found.max_new_tokens, found.min_new_tokens, found.stop_token_ids) == (4, 4, (1,))
-    assert (found.deadline, found.queue_deadline, found.first_token_deadline) == (2.0, None, 1.0)
     rules = text_rules(params, stream_interval=1)
     assert (rules.stop, rules.stop_regex, rules.stream_interval) == (("a", "b"), ("c+",), 3)
     assert rules.no_stop_trim
