@@ -16,6 +16,7 @@ stops with status 1.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import signal
@@ -48,22 +49,24 @@ async def run_engine(app: web.Application) -> AsyncIterator[None]:
 
 async def generate(request: web.Request) -> web.StreamResponse:
     try:
-        stream = await open_stream(request.app[ENGINE], await request.json(), request.headers.get("Last-Event-ID"))
-    except (TypeError, ValueError, EngineError) as error:
+        body = json.loads(await request.read())  # request.json() looks up any charset that a client names
+        stream = await open_stream(request.app[ENGINE], body, request.headers.get("Last-Event-ID"))
+    except (TypeError, ValueError, RecursionError, web.RequestPayloadError, EngineError) as error:
         return refusal(error)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    async with stream:  # a client that goes away leaves this block, which aborts its request, or detaches it
-        await response.prepare(request)
-        async for event in events(stream):
-            await response.write(event.encode())
+    with contextlib.suppress(ConnectionResetError):  # a client that goes away
+        async with stream:  # its request is aborted, or detached, when this block is left
+            await response.prepare(request)
+            async for event in events(stream):
+                await response.write(event.encode())
     return response
 
 
 async def open_stream(engine: AsyncEngine, body: Any, last_event_id: str | None) -> Stream:
     if not isinstance(body, dict):
         raise TypeError(f"the body is a {type(body).__name__}, and must be a dictionary")
-    if unknown := body.keys() - FIELDS:
-        raise ValueError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(sorted(FIELDS))}")
+    if unknown := sorted(body.keys() - FIELDS):
+        raise ValueError(f"unknown: {', '.join(unknown)[:200]}; there are {', '.join(sorted(FIELDS))}")
     if last_event_id is not None and "rid" in body:
         return await engine.attach(body["rid"], int(last_event_id))
     return await engine.async_generate(**body, stream=True)

@@ -3,8 +3,8 @@
 python examples/fastapi_server.py --port 8000
 curl -N localhost:8000/generate -H 'content-type: application/json' -d '{"prompt": "The capital of France is"}'
 
-POST /generate  answers with server-sent events, one for each chunk. A wrong request gets status 400 (or 422), one that
-                finds the engine full 503 with Retry-After. A client that goes away aborts its request.
+POST /generate  answers with server-sent events, one for each chunk. A wrong request gets status 400, one that finds
+                the engine full gets 503 with Retry-After. A client that goes away aborts its request.
 GET /health     status 200 while the engine lives.
 
 A client that gives `rid` and `resume_ttl` may lose its connection: when it sends the same request again, with the id
@@ -24,13 +24,15 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import FastAPI, Header, HTTPException
+from fastapi import FastAPI, Header, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
 from aioengine import AsyncEngine, EngineError, EngineOverloadedError, RequestError, Stream
 
 DRAIN_S = 30
+LastEventId = Annotated[int | None, Header()]
 
 
 class GenerateRequest(BaseModel, extra="forbid"):
@@ -52,19 +54,16 @@ def make_app(engine: AsyncEngine, stop: Callable[[], None]) -> FastAPI:
             stop()
 
         async with engine:
-            loop = asyncio.get_running_loop()
-            tasks = {loop.create_task(stop_after(engine.wait_failed()))}
-            loop.add_signal_handler(
-                signal.SIGTERM, lambda: tasks.add(loop.create_task(stop_after(engine.drain(DRAIN_S))))
+            tasks = {asyncio.create_task(stop_after(engine.wait_failed()))}
+            asyncio.get_running_loop().add_signal_handler(
+                signal.SIGTERM, lambda: tasks.add(asyncio.create_task(stop_after(engine.drain(DRAIN_S))))
             )
             yield
 
     app = FastAPI(lifespan=lifespan)
 
     @app.post("/generate")
-    async def generate(
-        request: GenerateRequest, last_event_id: Annotated[int | None, Header()] = None
-    ) -> StreamingResponse:
+    async def generate(request: GenerateRequest, last_event_id: LastEventId = None) -> StreamingResponse:
         try:
             if last_event_id is not None and request.rid is not None:
                 stream = await engine.attach(request.rid, last_event_id)
@@ -73,6 +72,11 @@ def make_app(engine: AsyncEngine, stop: Callable[[], None]) -> FastAPI:
         except (TypeError, ValueError, EngineError) as error:
             raise refusal(error) from error
         return StreamingResponse(events(stream), media_type="text/event-stream")
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_body(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]  # FastAPI's own answer repeats the body, however large, and cannot write NaN
+        return JSONResponse({"detail": f"{first['msg']} ({'.'.join(map(str, first['loc']))[:200]})"}, 400)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -107,11 +111,7 @@ def main() -> int:
     parser.add_argument("--max-queued-requests", type=int)
     flags = vars(parser.parse_args())
     port, engine = flags.pop("port"), AsyncEngine(**flags)
-
-    def stop() -> None:
-        server.should_exit = True
-
-    server = uvicorn.Server(uvicorn.Config(make_app(engine, stop), port=port))
+    server = uvicorn.Server(uvicorn.Config(make_app(engine, lambda: setattr(server, "should_exit", True)), port=port))
     server.run()
     return int(engine.health()["state"] in {"dead", "stalled"})
 

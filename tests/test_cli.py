@@ -185,6 +185,10 @@ def test_what_cannot_be_done_is_one_line_and_status_1(
         (["info", "--page-size", "0"], "page_size must be an integer from 1 to 1024, got 0"),
         (["info", "--dtype", "int3"], "dtype must be one of"),
         (["bench", "--output-tokens", "1"], "--output-tokens must be an integer of at least 2, got 1"),
+        (["bench", "--concurrency", "0"], "--concurrency must be an integer of at least 1, got 0"),
+        (["bench", "--concurrency", "-1"], "--concurrency must be an integer of at least 1, got -1"),
+        (["bench", "--concurrency", "9" * 30], "--concurrency must be an integer from 1 to 2147483647, got 999"),
+        (["bench", "--num-prompts", "2147483647"], "--num-prompts times --prompt-tokens is 274877906816; at most"),
         (["generate", "x", "--temperature", "3"], "temperature must be a number from 0 to 2, got 3.0"),
         (["generate", "x", "--n", "0"], "n must be an integer from 1 to 1024, got 0"),
         (["generate", ""], "give a prompt"),
@@ -308,6 +312,12 @@ def test_bench_prints_a_table_or_json() -> None:
 
 
 @pytest.mark.process
+def test_a_bench_has_no_more_tasks_than_prompts() -> None:
+    done = run("bench", "--concurrency", "2147483647", "--num-prompts", "2", "--output-tokens", "2")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.process
 def test_a_bench_of_prompts_that_do_not_fit_is_one_line_and_status_1() -> None:
     done = run("bench", "--prompt-tokens", "5000", "--num-prompts", "3")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
@@ -317,7 +327,7 @@ def test_a_bench_of_prompts_that_do_not_fit_is_one_line_and_status_1() -> None:
 @pytest.mark.process
 def test_prompts_of_a_bench_that_do_not_fit_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.cli.benchmark._prompt", pytest.fail)
-    assert main(["bench", "--prompt-tokens", "99999999"]) == 1
+    assert main(["bench", "--prompt-tokens", "999999"]) == 1
 
 
 def start(argv: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:

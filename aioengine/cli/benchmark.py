@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Figures = dict[str, float | int]
 
 PERCENTILES = (50, 90, 99)
+MAX_PROMPT_TOKENS = 2**26
+"""Of all prompts together: they are made up before the measurement begins."""
 
 
 class Workload(Struct, frozen=True, kw_only=True):
@@ -35,6 +37,9 @@ class Workload(Struct, frozen=True, kw_only=True):
         checks.whole("--prompt-tokens", self.prompt_tokens, 1)
         checks.whole("--output-tokens", self.output_tokens, 2)
         checks.whole("--concurrency", self.concurrency, 1)
+        total = self.num_prompts * self.prompt_tokens
+        if total > MAX_PROMPT_TOKENS:
+            raise ValueError(f"--num-prompts times --prompt-tokens is {total}; at most {MAX_PROMPT_TOKENS} works")
 
 
 class Timeline(Struct):
@@ -76,7 +81,7 @@ async def _run_all(engine: AsyncEngine, prompts: list[list[int]], workload: Work
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(workload.concurrency):
+            for _ in range(min(workload.concurrency, workload.num_prompts)):
                 group.create_task(work())
     except ExceptionGroup as failures:  # the requests are all alike: what is wrong with one is wrong with all
         raise failures.exceptions[0] from None
