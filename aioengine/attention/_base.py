@@ -6,6 +6,7 @@ K kv heads, E head size, L layers, N pages in the pool.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -72,29 +73,38 @@ def kv_pool_shape(shape: AttentionShape, *, num_pages: int, page_size: int) -> t
     return (shape.num_layers, 2, num_pages, shape.num_kv_heads, page_size, shape.head_size)
 
 
-class AttentionBackend(Protocol):
+WriteKV = Callable[["Tensor", "Tensor"], None]
+"""Writes k and v of a step's tokens, [T, K, E] and rotated, to their slots."""
+
+
+class StepAttention(Protocol):
+    """Attention of one prepared step, as a model calls it for each layer. ``layer`` counts from 0."""
+
+    def target(self, layer: int) -> KVTarget | WriteKV:
+        """Where k and v go before ``attend``: memory for a kernel that rotates and writes at once, or a function."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """Attend to the KV pool, where k and v of the step's tokens are already.
+
+        Args:
+            q: [T, H, E], rotated.
+            k: [T, K, E], rotated; v likewise. Some backends read them here instead of in the pool.
+
+        Returns:
+            [T, H * E].
+        """
+        ...
+
+
+class AttentionBackend(StepAttention, Protocol):
     """Attention over a paged KV pool; ``PLUGIN`` of its module is the class.
 
     Built as ``Backend(shape, kv_pool)``, where ``kv_pool`` has the shape of ``kv_pool_shape``.
     """
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Work out, once per step, what all layers share. Called before the model's ``forward``."""
-        ...
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """Write k and v of the step's tokens to their slots, then attend.
-
-        q is [T, H, E], k and v [T, K, E], already rotated; returns [T, H * E]. ``layer`` counts from 0.
-        """
-        ...
-
-    def target(self, layer: int) -> KVTarget | None:
-        """Where k and v go, for a kernel that rotates and writes them at once before ``attend``; None: ``forward``."""
-        ...
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """The second half of ``forward``: k and v of the step's tokens are in their slots already."""
+        """Compute, once per step, what all layers share. Called before the model's ``forward``."""
         ...
 
 
@@ -111,7 +121,7 @@ class DecodeBuffers:
     max_pages: int
 
 
-class FixedDecode(AttentionBackend, Protocol):
+class FixedDecode(StepAttention, Protocol):
     """Attention of decode steps with a fixed number of rows, over buffers that its user fills before each step."""
 
     def plan_first(self, kv_lengths: Ints) -> None:

@@ -19,7 +19,6 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRagg
 from aioengine.attention._base import Sharable, SharedPages
 from aioengine.attention._gpu_rows import FixedDecodeRows, flat_pages, page_columns, pinned, starts_of
 from aioengine.kernels.triton.decode import decode
-from aioengine.kernels.triton.heads import write_pages
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -220,13 +219,6 @@ class FixedFlashInferCascade:
         planned = Pages(kv_lengths, starts, page_ids, last_lengths)
         plan_paged(shared, self._wrapper, query_lengths, planned, is_causal=False)
         shared.staging.mark()
-
-    def prepare(self, batch: object) -> None:
-        """Nothing: ``plan`` has done it."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        write_pages(k, v, self._slots, self._shared.pool[layer])
-        return self.attend(q, k, v, layer)
 
     def target(self, layer: int) -> KVTarget:
         return self._own.target(layer)

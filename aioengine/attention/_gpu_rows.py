@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from aioengine.attention._base import ForwardBatch
 from aioengine.attention._gpu_splits import COLUMNS, num_places, share_out
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.decode import DecodeRows, decode
-from aioengine.kernels.triton.heads import flatten_pages, write_pages
+from aioengine.kernels.triton.heads import flatten_pages
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
+    from aioengine.attention._base import AttentionBackend, AttentionShape, DecodeBuffers
 
     Ints = npt.NDArray[np.int32]
     Pool = list[tuple[Tensor, Tensor]]
@@ -49,6 +50,21 @@ def flat_pages(page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=page_table.device)
     flatten_pages(page_table, on_device, indices)
     return on_device, indices
+
+
+def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor) -> None:
+    """Attend for a row of one token and for one of two, which compiles the kernels. ``keys``: [N, K, S, E] of a layer."""
+    heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
+    for count in (1, 2):
+        batch = ForwardBatch(
+            slot_mapping=torch.arange(count, device=keys.device),
+            page_table=torch.zeros(1, 1, dtype=torch.int32, device=keys.device),
+            query_lengths=[count],
+            kv_lengths=[count],
+        )
+        q, k, v = keys.new_zeros(count, sum(heads), shape.head_size).split(heads, dim=1)
+        attention.prepare(batch)
+        attention.attend(q, k, v, 0)
 
 
 def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:
@@ -96,13 +112,6 @@ class FixedDecodeRows:
         self._parts.numpy()[:] = share_out(lengths, self._parts.shape[1])
         self.rows.parts.copy_(self._parts, non_blocking=True)
         self._copied.record()
-
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Nothing: ``plan`` has done it."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        write_pages(k, v, self._slots, self._pool[layer])
-        return self.attend(q, k, v, layer)
 
     def target(self, layer: int) -> KVTarget:
         return KVTarget(self._slots, *self._pool[layer])

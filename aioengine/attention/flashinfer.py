@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import ForwardBatch, require_causal
+from aioengine.attention._base import require_causal
 from aioengine.attention._flashinfer import FixedFlashInferCascade, PrefillRows, Shared, sharable
-from aioengine.attention._gpu_rows import FixedDecodeRows, decode_rows, flat_pages, page_columns
+from aioengine.attention._gpu_rows import FixedDecodeRows, decode_rows, flat_pages, page_columns, run_once
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.decode import decode
-from aioengine.kernels.triton.heads import write_pages
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers, Sharable
+    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, Sharable
     from aioengine.kernels.triton.decode import DecodeRows
 
     Ints = npt.NDArray[np.int32]
@@ -63,10 +62,6 @@ class FlashInferAttention:
         if num_decode < len(query_lengths):
             self._prefill.plan(batch.page_table[num_decode:], query_lengths[num_decode:], kv_lengths[num_decode:])
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        write_pages(k, v, self._slot_mapping, self._shared.pool[layer])
-        return self.attend(q, k, v, layer)
-
     def target(self, layer: int) -> KVTarget:
         return KVTarget(self._slot_mapping, *self._shared.pool[layer])
 
@@ -97,21 +92,7 @@ class FlashInferAttention:
 
     def warm_up(self) -> None:
         """Compile what is not compiled yet: a plan of each kind, and a first run."""
-        device = self._slot_mapping.device
-        num_heads, num_kv_heads, head_size = self._shared.heads()
-        for query_lengths in ([1], [2]):
-            num_tokens = sum(query_lengths)
-            batch = ForwardBatch(
-                slot_mapping=torch.arange(num_tokens, device=device),
-                page_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
-                query_lengths=query_lengths,
-                kv_lengths=query_lengths,
-            )
-            sizes = num_heads, num_kv_heads, num_kv_heads
-            heads = torch.zeros(num_tokens, sum(sizes), head_size, dtype=self._shared.dtype, device=device)
-            q, k, v = heads.split(sizes, dim=1)
-            self.prepare(batch)
-            self.forward(q, k, v, 0)
+        run_once(self, self._shared.shape, self._shared.pool[0][0])
 
 
 PLUGIN = FlashInferAttention

@@ -14,7 +14,7 @@ X chunks of the longest row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from aioengine.attention._cpu import CHUNK, MASKED, Paging, first_tokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, ForwardBatch
+    from aioengine.attention._base import AttentionShape, ForwardBatch, WriteKV
     from aioengine.attention._cpu import DecodeRows, Units
 
 BLOCK_TOKENS = 128
@@ -185,12 +185,12 @@ class FusedAttention:
             self._prefill_row(batch, row, starts[row]) for row, length in enumerate(batch.query_lengths) if length > 1
         ]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        self._slots[layer].index_copy_(0, self._new_slots, torch.stack((k, v)).view(-1, self._head_size))
-        return self.attend(q, k, v, layer)
+    def target(self, layer: int) -> WriteKV:
+        return partial(self._write, self._slots[layer])
 
-    def target(self, layer: int) -> None:
-        """``forward`` writes: the pages are spread by an operation of torch."""
+    def _write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """k and v [T, K, E] to their slots, [2 * N * K * S, E] of a layer: keys, then values."""
+        slots.index_copy_(0, self._new_slots, torch.stack((k, v)).view(-1, self._head_size))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         if self._decode and self._decode.tokens is None:

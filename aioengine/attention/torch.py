@@ -13,6 +13,7 @@ pool, P pages of a row, S page size, C positions that a block sees.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, ForwardBatch
+    from aioengine.attention._base import AttentionShape, ForwardBatch, WriteKV
 
 BLOCK = 8
 
@@ -69,14 +70,14 @@ class TorchAttention:
             self._rows.append(_Row(first_token, stop - count, stop, pairs))
             first_token += count
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        pages, offsets = self._slots // self.page_size, self._slots % self.page_size
-        for pool, new in zip(self._pool[layer], (k, v), strict=True):
-            pool[pages, :, offsets] = new.to(pool.dtype)
-        return self.attend(q, k, v, layer)
+    def target(self, layer: int) -> WriteKV:
+        return partial(self._write, self._pool[layer])
 
-    def target(self, layer: int) -> None:
-        """``forward`` writes."""
+    def _write(self, pool: Tensor, k: Tensor, v: Tensor) -> None:
+        """k and v [T, K, E] to their slots in the pool of a layer, [2, N, K, S, E]."""
+        pages, offsets = self._slots // self.page_size, self._slots % self.page_size
+        pool[0, pages, :, offsets] = k.to(pool.dtype)
+        pool[1, pages, :, offsets] = v.to(pool.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         out = torch.empty_like(q)

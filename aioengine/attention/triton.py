@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import ForwardBatch, require_causal
-from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, starts_of
+from aioengine.attention._base import require_causal
+from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, run_once, starts_of
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.attention import (
     EVEN_PARTS,
@@ -26,13 +26,12 @@ from aioengine.kernels.triton.attention import (
     num_parts,
     tokens_of_tile,
 )
-from aioengine.kernels.triton.heads import write_pages
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers
+    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
 
     Ints = npt.NDArray[np.int32]
 
@@ -116,11 +115,6 @@ class TritonAttention:
         tiles = self._upload(pinned(_tiles(query_lengths, tokens_of_tile(group))))
         self._step = _Step(batch.slot_mapping, rows, tiles, max_parts, num_shares)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        assert self._step is not None, "prepare was not called"
-        write_pages(k, v, self._step.slot_mapping, self._shared.pool[layer])
-        return self.attend(q, k, v, layer)
-
     def target(self, layer: int) -> KVTarget:
         assert self._step is not None, "prepare was not called"
         return KVTarget(self._step.slot_mapping, *self._shared.pool[layer])
@@ -139,25 +133,7 @@ class TritonAttention:
 
     def warm_up(self) -> None:
         """Compile the kernels of steps without a graph: chunks of prompts, and rows that decode."""
-        shape, device = self._shared.shape, self._device
-        num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-        for count in (1, 2):
-            ids = torch.zeros(count, dtype=torch.int64, device=device)
-            self.prepare(
-                ForwardBatch(
-                    slot_mapping=ids,
-                    page_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
-                    query_lengths=[count],
-                    kv_lengths=[count],
-                )
-            )
-            heads = torch.zeros(
-                *(count, num_heads + 2 * num_kv_heads, shape.head_size),
-                dtype=self._shared.pool[0][0].dtype,
-                device=device,
-            )
-            q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-            self.forward(q, k, v, 0)
+        run_once(self, self._shared.shape, self._shared.pool[0][0])
 
     def _upload(self, column: Tensor) -> Tensor:
         return column.to(self._device, non_blocking=True)
@@ -187,13 +163,6 @@ class FixedTritonDecode:
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
         """Nothing: the device knows."""
-
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Nothing: the buffers are filled."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        write_pages(k, v, self._step.slot_mapping, self._shared.pool[layer])
-        return self.attend(q, k, v, layer)
 
     def target(self, layer: int) -> KVTarget:
         return KVTarget(self._step.slot_mapping, *self._shared.pool[layer])

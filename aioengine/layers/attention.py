@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.kernels.rotate_and_write import rotate_and_write
+from aioengine.kernels.rotate_and_write import KVTarget, rotate_and_write
 from aioengine.kernels.rotate_heads import rotate_heads
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
@@ -12,7 +12,7 @@ from aioengine.layers.norm import RMSNorm
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend, AttentionShape
+    from aioengine.attention._base import AttentionShape, StepAttention
     from aioengine.layers.placement import Placement, Target
 
 
@@ -63,7 +63,7 @@ class SelfAttention:
         self,
         x: Tensor,
         tables: tuple[Tensor, Tensor],
-        attention: AttentionBackend,
+        attention: StepAttention,
         layer: int,
         *,
         outputs: Tensor | None = None,
@@ -71,10 +71,10 @@ class SelfAttention:
         """``outputs``: [S] int64, the tokens whose result is returned, None for all; K and V are written for all."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         target = attention.target(layer)
-        if target is None:
-            q, k, v = rotate_heads(heads, self._num_heads, tables, self._norms)
-            attended = attention.forward(q, k, v, layer)
-        else:
+        if isinstance(target, KVTarget):
             q, k, v = rotate_and_write(heads, self._num_heads, tables, self._norms, target=target)
-            attended = attention.attend(q, k, v, layer)
+        else:
+            q, k, v = rotate_heads(heads, self._num_heads, tables, self._norms)
+            target(k, v)
+        attended = attention.attend(q, k, v, layer)
         return self._output(attended if outputs is None else attended.index_select(0, outputs))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend, AttentionShape
+    from aioengine.attention._base import AttentionShape, StepAttention
     from aioengine.families._config import Task
     from aioengine.layers.placement import Target
     from aioengine.quantization._base import LinearFormat
@@ -104,11 +104,11 @@ class Model(Protocol):
         """[T] ids -> [T, D] embeddings."""
         ...
 
-    def forward(self, inputs: ModelInputs, attention: AttentionBackend) -> Tensor:
+    def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """Hidden states after the last norm: [T, D], or [S, D] of ``inputs.outputs``; ``attention`` is prepared."""
         ...
 
-    def forward_block(self, num_tokens: int, attention: AttentionBackend) -> None:
+    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         """One of the blocks that are all alike, for so many tokens, and nothing comes of it: what is loaded and chosen
         for a number of tokens when it is first seen is there then.
         """

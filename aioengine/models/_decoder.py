@@ -26,7 +26,7 @@ from aioengine.models._base import InputSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend
+    from aioengine.attention._base import StepAttention
     from aioengine.families._config import DecoderConfig
     from aioengine.kernels.linear import Product
     from aioengine.layers.placement import Target
@@ -38,7 +38,7 @@ class _Step:
     """What all blocks of a step share."""
 
     tables: tuple[Tensor, Tensor]
-    attention: AttentionBackend
+    attention: StepAttention
 
 
 class _Block:
@@ -157,7 +157,7 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._embedding(token_ids)
 
-    def forward(self, inputs: ModelInputs, attention: AttentionBackend) -> Tensor:
+    def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         step = _Step(self._rotary.tables(inputs.positions), attention)
         if inputs.embeddings is not None:
             x = inputs.embeddings.clone()  # the blocks change it in place
@@ -170,7 +170,7 @@ class Decoder:
             x, delta = block(x, delta, step, layer, outputs=inputs.outputs if is_last else None)
         return self._norm(x) if delta is None else self._norm.after(delta, x)
 
-    def forward_block(self, num_tokens: int, attention: AttentionBackend) -> None:
+    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         x = self._norm.weight.new_zeros(num_tokens, self.hidden_size)
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=x.device)
         self._blocks[0](x, None, _Step(self._rotary.tables(positions), attention), 0, outputs=None)

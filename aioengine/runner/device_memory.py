@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape
+    from aioengine.attention._base import AttentionShape, WriteKV
     from aioengine.models._base import Model
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -130,14 +130,8 @@ class DeviceMemory:
 class NoAttention:
     """Passes the queries on, and takes as much memory as attention does: that of its output."""
 
-    def prepare(self, batch: object) -> None:
-        """Nothing."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        return self.attend(q, k, v, layer)
-
-    def target(self, layer: int) -> None:
-        """Nothing is written."""
+    def target(self, layer: int) -> WriteKV:
+        return lambda k, v: None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         return q.reshape(q.shape[0], -1).clone()

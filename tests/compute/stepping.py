@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from aioengine.attention._base import ForwardBatch, kv_pool_shape
+from aioengine.attention._base import ForwardBatch, StepAttention, kv_pool_shape
 from aioengine.attention.fused import FusedAttention, serves
 from aioengine.attention.torch import TorchAttention
+from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.models._base import Model, ModelInputs, ModelOptions
 from aioengine.runner.inputs import model_inputs
 
@@ -42,6 +43,18 @@ def make_batch(rows: list[tuple[int, int]], tables: list[list[int]], page_size: 
         query_lengths=[count for _, count in rows],
         kv_lengths=[start + count for start, count in rows],
     )
+
+
+def write_and_attend(attention: StepAttention, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    """q [T, H, E], k and v [T, K, E] -> [T, H * E], with k and v written to the KV pool before."""
+    target = attention.target(layer)
+    if isinstance(target, KVTarget):
+        slots, page_size = target.slots.long(), target.keys.shape[2]
+        target.keys[slots // page_size, :, slots % page_size] = k
+        target.values[slots // page_size, :, slots % page_size] = v
+    else:
+        target(k, v)
+    return attention.attend(q, k, v, layer)
 
 
 def make_inputs(model: Model, rows: list[tuple[int, int]], token_ids: Tensor | None = None) -> ModelInputs:

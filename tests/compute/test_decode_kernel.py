@@ -16,6 +16,7 @@ from aioengine.attention._base import AttentionShape, Sharable, kv_pool_shape
 from aioengine.attention._gpu_splits import num_places, share_out
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels.triton import decode
+from aioengine.models._base import InputSpec
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.decode_graphs import DecodeGraphs
 from aioengine.runner.inputs import InputBuilder
@@ -23,6 +24,7 @@ from aioengine.runner.rows import RowTable
 from aioengine.runner.graphs.sharing import SharedPrefixes
 from aioengine.scheduler.plan import TOKENS, OpenedRow, Row
 from tests.compute.graphs.test_sharing import part_of
+from tests.compute.stepping import write_and_attend
 
 # no form is compiled here, and there is no device to be asked
 decode.has_dependent_launch = lambda: False
@@ -50,12 +52,12 @@ for uid, (begin, length) in enumerate(zip(beginnings, lengths)):
 rows = inputs.read([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
 num_rows = len(lengths)
 sampled = table.sampled(rows.requests, rows.slots, rows.starts + rows.counts)
-batch = inputs.build(rows)
+_, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, num_outputs=num_rows)
 heads = torch.randn(num_rows, HEADS + 2 * KV_HEADS, HEAD_SIZE)
 q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
 reference = TorchAttention(shape, pool)
 reference.prepare(batch)
-expected = reference.forward(q, k, v, 0)
+expected = write_and_attend(reference, q, k, v, 0)
 found = SharedPrefixes(table, Sharable(min_rows=2, min_spared=1, max_groups=4), page_size=PAGE_SIZE).find(rows)
 assert found.pages.num_pages.tolist() == [17, 3]
 

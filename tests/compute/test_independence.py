@@ -20,7 +20,7 @@ from aioengine.kernels import linear
 from aioengine.kernels.rms_norm import rms_norm
 from aioengine.kernels.rope import rope
 from aioengine.kernels.silu_and_mul import silu_and_mul
-from tests.compute.stepping import Request, Stepper, make_batch, make_inputs, options
+from tests.compute.stepping import Request, Stepper, make_batch, make_inputs, options, write_and_attend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -165,7 +165,7 @@ def run_attention(
     backend.prepare(make_batch(rows, [table] * len(rows), page_size))
     chosen = torch.cat([torch.arange(start, start + count) for start, count in rows])
     q, k, v = (part[chosen] for part in tokens)
-    return backend.forward(q, k, v, 0)
+    return write_and_attend(backend, q, k, v, 0)
 
 
 @pytest.mark.parametrize("backend_class", BACKENDS)

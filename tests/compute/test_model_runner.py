@@ -18,7 +18,7 @@ from tests.compute.runner_world import CONTEXT_LENGTH, FAMILIES, VOCAB_SIZE, Wor
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aioengine.attention._base import AttentionBackend, ForwardBatch
+    from aioengine.attention._base import ForwardBatch, StepAttention
     from aioengine.models._base import ModelInputs
 
 PROMPTS = [random.Random(i).choices(range(1, VOCAB_SIZE), k=length) for i, length in enumerate((1, 5, 19, 33, 64))]
@@ -342,7 +342,7 @@ def test_rows_are_computed_by_as_many_as_a_graph_has(qwen: Path, monkeypatch: py
         num_rows.append(len(hidden))
         return plain(hidden)
 
-    def forward(inputs: ModelInputs, attention: AttentionBackend) -> torch.Tensor:
+    def forward(inputs: ModelInputs, attention: StepAttention) -> torch.Tensor:
         num_rows.append(4 if inputs.outputs is None else len(inputs.outputs))
         return plain_forward(inputs, attention)
 

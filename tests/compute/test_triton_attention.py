@@ -25,7 +25,7 @@ from aioengine.attention.triton import TritonAttention
 from aioengine.kernels import rotate_and_write
 from aioengine.kernels.triton import attention as attention_kernels
 from aioengine.kernels.triton.heads import rotate
-from tests.compute.stepping import make_batch
+from tests.compute.stepping import make_batch, write_and_attend
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 40, 16, 100
 # few even parts, so that short rows have some of all sizes here
@@ -51,7 +51,7 @@ def check(rows, num_heads, num_kv_heads):
     backend, reference = TritonAttention(shape, pool), TorchAttention(shape, expected_pool)
     backend.prepare(batch)
     reference.prepare(batch)
-    found, expected = backend.forward(q, k, v, 0), reference.forward(q, k, v, 0)
+    found, expected = write_and_attend(backend, q, k, v, 0), write_and_attend(reference, q, k, v, 0)
     assert torch.equal(pool, expected_pool), rows
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 

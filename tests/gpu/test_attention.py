@@ -11,6 +11,7 @@ import torch
 
 from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
+from tests.compute.stepping import write_and_attend
 
 NUM_PAGES, PAGE_SIZE = 600, 16
 
@@ -76,8 +77,8 @@ def test_against_torch(
     backend.prepare(batch)
     reference.prepare(replace(batch))
     for layer in range(2):
-        found = backend.forward(q, k, v, layer)
-        expected = reference.forward(q.float(), k.float(), v.float(), layer)
+        found = write_and_attend(backend, q, k, v, layer)
+        expected = write_and_attend(reference, q.float(), k.float(), v.float(), layer)
         assert torch.equal(pool[layer].float(), expected_pool[layer]), "K and V in their slots"
         assert float((found.float() - expected).norm() / expected.norm()) < 1e-2
 
@@ -116,7 +117,7 @@ def test_fixed_decode_rows_against_torch(num_heads: int, num_kv_heads: int, head
         fixed.plan(host_starts, host_last)
         heads = torch.randn(num_rows, num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=torch.bfloat16)
         q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        expected = reference.forward(q.float(), k.float(), v.float(), 0)
-        first = fixed.forward(q, k, v, 0)
+        expected = write_and_attend(reference, q.float(), k.float(), v.float(), 0)
+        first = write_and_attend(fixed, q, k, v, 0)
         assert float((first.float() - expected).norm() / expected.norm()) < 1e-2
-        assert torch.equal(fixed.forward(q, k, v, 0), first), "the parts are put together in one order"
+        assert torch.equal(write_and_attend(fixed, q, k, v, 0), first), "the parts are put together in one order"

@@ -16,7 +16,7 @@ from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights
 from aioengine.runner.inputs import model_inputs
 from tests.compute.runner_world import World, make_settings, save_model
-from tests.compute.stepping import make_batch
+from tests.compute.stepping import make_batch, write_and_attend
 from tests.gpu.test_model_runner import on_device
 
 PAGE_SIZE = 16
@@ -70,7 +70,7 @@ def check_attention(
         batch = on_device(make_batch(rows, [table] * len(rows), PAGE_SIZE), torch.device("cuda"))
         q, k, v = heads[positions_of(rows)].split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         attention.prepare(batch)
-        return attention.forward(q, k, v, 0)
+        return write_and_attend(attention, q, k, v, 0)
 
     whole = attended([(0, length)]).clone()
     for way, rows in ways.items():

@@ -16,7 +16,7 @@ from aioengine.attention._base import AttentionShape, DecodeBuffers, SharedPages
 from aioengine.attention.torch import TorchAttention
 from aioengine.protocol.messages import Sampling
 from tests.compute.runner_world import World, make_settings, save_model
-from tests.compute.stepping import make_batch
+from tests.compute.stepping import make_batch, write_and_attend
 from tests.gpu.test_model_runner import on_device
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def test_against_torch(num_heads: int, num_kv_heads: int) -> None:
     reference = TorchAttention(shape, pool.float())
     reference.prepare(batch)
     used = len(lengths)
-    expected = reference.forward(q[:used].float(), k[:used].float(), v[:used].float(), 0)
-    found = cascade.forward(q, k, v, 0)
+    expected = write_and_attend(reference, q[:used].float(), k[:used].float(), v[:used].float(), 0)
+    found = write_and_attend(cascade, q, k, v, 0)
     assert found.isfinite().all()
     assert float((found[:used].float() - expected).norm() / expected.norm()) < 1e-2
 

@@ -124,37 +124,6 @@ def _rotate_kernel(
         tl.store(places + HALF, high, mask=is_rotated_here)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def _write_kernel(
-    k: tl.tensor,
-    v: tl.tensor,
-    slots: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    k_stride: tl.tensor,
-    v_stride: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-) -> None:
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS_AT_ONCE)[:, None]
-    columns = tl.arange(0, COLUMNS)[None, :]
-    inside = (head < NUM_HEADS) & (columns < HEAD_SIZE)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    slot = tl.load(slots + token).to(tl.int64)
-    place = (slot // PAGE_SIZE * NUM_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
-    source = head * HEAD_SIZE + columns
-    target = place * HEAD_SIZE + columns
-    tl.store(keys + target, tl.load(k + token * k_stride + source, mask=inside), mask=inside)
-    tl.store(values + target, tl.load(v + token * v_stride + source, mask=inside), mask=inside)
-
-
 @triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["page_table"])
 def _pages_kernel(
     page_table: tl.tensor, row_stride: tl.tensor, starts: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
@@ -169,7 +138,6 @@ def _pages_kernel(
 
 
 _rotate = Launcher(_rotate_kernel)
-_write = Launcher(_write_kernel)
 
 
 def rotate(
@@ -204,21 +172,6 @@ def rotate(
     places = heads.data_ptr() % 16, out is not None and out.data_ptr() % 16
     key = (heads.dtype, keys.dtype, slots.dtype, sizes, has_norms, writes, moves, places)
     _rotate((num_tokens, -(-(num_heads if writes else num_query + num_kv) // HEADS), 1), key, arguments, options(4))
-
-
-def write_pages(k: Tensor, v: Tensor, slots: Tensor, pool: tuple[Tensor, Tensor]) -> None:
-    """k and v [T, K, E] to their slots of keys and values [N, K, S, E]; heads of a token stand together."""
-    keys, values = pool
-    num_tokens, num_heads, head_size = k.shape
-    page_size = keys.shape[2]
-    strides = k.stride(0), v.stride(0)
-    arguments = (
-        *(k, v, slots, keys, values, *strides, num_heads, page_size, head_size),
-        *(next_power_of_2(num_heads), next_power_of_2(head_size), has_dependent_launch()),
-    )
-    places = k.data_ptr() % 16, v.data_ptr() % 16
-    key = (k.dtype, keys.dtype, slots.dtype, strides, num_heads, page_size, head_size, places)
-    _write((num_tokens, 1, 1), key, arguments, options(4))
 
 
 def flatten_pages(page_table: Tensor, starts: Tensor, out: Tensor) -> None:

@@ -67,12 +67,6 @@ class _Seams:
         finally:
             self._end()
 
-    def prepare(self, batch: object) -> None:
-        """Nothing: there is no step."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        raise AssertionError("keys and values are written before, to the target")
-
     def target(self, layer: int) -> KVTarget:
         keys, values = self._kv_pool[layer]
         return KVTarget(self._slots, keys, values, self.handed.heads)

@@ -86,7 +86,7 @@ def reading(model: Model, spec: InputSpec) -> Model:
     assert isinstance(model, Decoder)
     plain = model.forward
 
-    def forward(inputs: ModelInputs, attention: _base.AttentionBackend) -> Tensor:
+    def forward(inputs: ModelInputs, attention: _base.StepAttention) -> Tensor:
         positions = inputs.positions if spec.position_axes == 1 else inputs.positions.amax(0)
         assert (inputs.rows is not None) == spec.rows
         return plain(replace(inputs, positions=positions), attention)
@@ -129,12 +129,12 @@ def test_what_is_computed_before_each_size_is_captured(model: Model, monkeypatch
     graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), pool, max_rows=40)
     plain, plain_block, computed = model.forward, model.forward_block, list[tuple[int, int]]()
 
-    def forward(inputs: ModelInputs, attention: _base.AttentionBackend) -> Tensor:
+    def forward(inputs: ModelInputs, attention: _base.StepAttention) -> Tensor:
         assert inputs.outputs is not None
         computed.append((len(inputs.positions), len(inputs.outputs)))
         return plain(inputs, attention)
 
-    def forward_block(num_tokens: int, attention: _base.AttentionBackend) -> None:
+    def forward_block(num_tokens: int, attention: _base.StepAttention) -> None:
         computed.append((num_tokens, 0))
         plain_block(num_tokens, attention)
 

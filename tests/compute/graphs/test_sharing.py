@@ -15,7 +15,7 @@ from aioengine.runner.graphs.sharing import Group, SharedPrefixes, find_groups
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, OpenedRow, Row
-from tests.compute.stepping import make_batch
+from tests.compute.stepping import make_batch, write_and_attend
 
 WORTH = Sharable(min_rows=2, min_spared=3, max_groups=4)
 
@@ -139,7 +139,7 @@ def test_attention_over_two_parts_is_put_together_by_their_weights() -> None:
     backend.prepare(make_batch([(length - 1, 1) for length in lengths], tables, 16))
     heads = torch.randn(5, num_heads + 2 * num_kv_heads, head_size)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    expected = backend.forward(q, k, v, 0)
+    expected = write_and_attend(backend, q, k, v, 0)
     for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
         keys, values = (part[table].transpose(1, 2).reshape(-1, num_kv_heads, head_size)[:length] for part in pool[0])
         shared = part_of(q[row], keys[:num_shared], values[:num_shared], shape.scale)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend
+    from aioengine.attention._base import StepAttention
     from aioengine.models._base import ModelInputs, ModelOptions
 
 
@@ -21,7 +21,7 @@ class EmbeddedLlama(Llama):
         super().__init__(config, options)
         self.input_spec = InputSpec(embeddings=True)
 
-    def forward(self, inputs: ModelInputs, attention: AttentionBackend) -> Tensor:
+    def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         assert inputs.token_ids is None
         return super().forward(inputs, attention)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend
+    from aioengine.attention._base import StepAttention
     from aioengine.models._base import ModelInputs, ModelOptions
 
 
@@ -25,7 +25,7 @@ class ThreeAxesLlama(Llama):
         self.input_spec = InputSpec(position_axes=3, rows=True)
         self.rows: list[int] = []
 
-    def forward(self, inputs: ModelInputs, attention: AttentionBackend) -> Tensor:
+    def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         assert inputs.token_ids is not None
         assert inputs.positions.shape == (3, len(inputs.token_ids))
         if inputs.rows is not None:
