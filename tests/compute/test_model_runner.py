@@ -296,7 +296,7 @@ def test_what_cannot_be_built_says_why(qwen: Path, tmp_path: Path) -> None:
         build(make_settings(qwen, dtype="float16"), lambda _: None)
     with pytest.raises(ValueError, match="dtype 'int3' is not known"):
         build(make_settings(qwen, dtype="int3"), lambda _: None)
-    with pytest.raises(ValueError, match=r"config\.json.*No such file"):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
         build(make_settings(tmp_path), lambda _: None)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match="must hold a JSON object, it holds a list"):
