@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from aioengine.protocol.messages import Progress
+
 if TYPE_CHECKING:
     from aioengine.scheduler.plan import Plan
 
@@ -38,7 +40,9 @@ class Profile:
     torch is imported by the first start: a process of a fake runner has no need of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[Progress], None]) -> None:
+        """``report`` is called before a file is written, which takes long."""
+        self._report = report
         self._running: _Running | None = None
         self._written: Path | Exception | None = None
         self._num_started = 0
@@ -106,6 +110,7 @@ class Profile:
     def _write(self, running: _Running) -> None:
         """``stop`` tells the file, or whatever went wrong: this may be in the launch of a step, which goes on."""
         self._running = None
+        self._report(Progress("writing a profile", 0, 1, ""))
         try:
             running.profiler.stop()
             running.profiler.export_chrome_trace(str(running.path))

@@ -56,12 +56,21 @@ class SchedulerService:
     """``SchedulerCore`` with words: messages in, messages out, no I/O."""
 
     def __init__(
-        self, core: SchedulerCore[Any], runner: Runner[Any], profile: Profile, *, settings: Settings, facts: Facts
+        self,
+        core: SchedulerCore[Any],
+        runner: Runner[Any],
+        profile: Profile,
+        *,
+        settings: Settings,
+        facts: Facts,
+        report: Callable[[Progress], None],
     ) -> None:
+        """``report`` is called before each control call: it may take long, and nothing else is sent meanwhile."""
         self._core = core
         self._runner = runner
         self._settings = settings
         self._facts = facts
+        self._report = report
         self._refused: list[Ended] = []
         self._replies: list[Message] = []
         self._stats_sent_at = 0.0
@@ -177,6 +186,7 @@ class SchedulerService:
         self._replies.append(reply)
 
     def _scheduler_reply(self, control: Control) -> Reply:
+        self._report(Progress(control.name, 0, 1, ""))
         try:
             success, message, data = self._controls[control.name](**control.arguments)
         except Exception as error:  # a call that fails is answered so; the requests go on
@@ -184,6 +194,7 @@ class SchedulerService:
         return Reply(control.call_id, success, message, data)
 
     def _runner_reply(self, order: Control) -> Reply:
+        self._report(Progress(order.name, 0, 1, ""))
         try:
             reply = self._runner.control(order)
             num_bytes = len(reply.data) + len(reply.payload)
@@ -251,7 +262,7 @@ def build_service(
         raise ValueError(f"the runner of {settings.runner.factory!r} has {num_pages!r} pages; it needs at least 1")
     page_size = settings.memory.page_size
     scheduler = Scheduler(settings.scheduler, num_pages=num_pages, page_size=page_size)
-    profile = Profile()
+    profile = Profile(report)
     core = SchedulerCore(scheduler, runner, settings.scheduler.depth, clock=time.monotonic, trace=profile)
     facts: Facts = {
         "page_size": page_size,
@@ -260,7 +271,7 @@ def build_service(
         "start_imports_s": round(imports_s, 3),
         **runner.facts,
     }
-    return SchedulerService(core, runner, profile, settings=settings, facts=facts)
+    return SchedulerService(core, runner, profile, settings=settings, facts=facts, report=report)
 
 
 def load_factory(name: str) -> RunnerFactory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 NUM_TICKS: Final = 8
 """A child that is silent for more ticks than this has stalled."""
+
+MAX_WORK_S: Final = 600.0
+"""How long a control call may take, such as writing a profile, without being a stall."""
 
 
 class Heartbeats:
@@ -36,6 +40,10 @@ class Heartbeats:
         """A child gave a sign of life: a message, or the end of a step."""
         self._seen_at[role] = now
         self._num_silent[role] = 0
+
+    def excuse(self, role: Role) -> None:
+        """A child has begun long work: its next sign of life may come up to ``MAX_WORK_S`` later than allowed."""
+        self._num_silent[role] = -math.ceil(MAX_WORK_S / self._tick_s)
 
     def age_s(self, role: Role, now: float) -> float | None:
         """Seconds since the child's last sign of life; None: there was none."""

@@ -250,20 +250,28 @@ class Incarnation:
                     for_frontend.append(message)
                     self.send([])  # from the number of this frame the scheduler sees whether one before it was lost
                 case Reply():
+                    self._heartbeats.record(SCHEDULER, now)
                     for_frontend.append(message)
-                case Progress() | Ready() | Failed():
+                case Progress():
+                    self._note_progress(message)
+                case Ready() | Failed():
                     if self._handshake is not None:
                         self._handshake.receive(message)
-                    if not isinstance(message, Progress):
-                        self._heartbeats.record(message.role, now)
-                    elif self._on_progress is not None:
-                        self._on_progress(message)
+                    self._heartbeats.record(message.role, now)
                 case LogRecord():
                     log(logging.getLogger(message.logger), message.level, "%s", message.message)
                 case _:
                     raise TypeError(f"{type(message).__name__} is no message to the frontend")
         if for_frontend:
             self._report(for_frontend)
+
+    def _note_progress(self, progress: Progress) -> None:
+        if self._handshake is not None:
+            self._handshake.receive(progress)
+        if self._state is _State.RUNNING:
+            self._heartbeats.excuse(SCHEDULER)
+        elif self._on_progress is not None:
+            self._on_progress(progress)
 
     # ------------------------------------------------------------ losses
 

@@ -91,14 +91,14 @@ async def test_wrong_arguments_and_the_asynchronous_face(tmp_path: Path) -> None
 
 
 def test_without_a_profile_nothing_is_marked() -> None:
-    profile = Profile()
+    profile = Profile(lambda _: None)
     nothing = profile.part("schedule")
     assert profile.launch(1, Plan([Row(1, 0, 1, TOKENS)])) is nothing
 
 
 def test_what_went_wrong_with_a_profile_that_ended_by_itself_is_told_by_its_stop(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    profile = Profile()
+    profile = Profile(lambda _: None)
     started = profile.start(
         folder=str(tmp_path / "gone"), prefix="", num_steps=1, activities="CPU", with_stack=False, record_shapes=False
     )

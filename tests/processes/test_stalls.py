@@ -11,15 +11,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aioengine.errors import EngineStalledError
+from aioengine.processes.scheduler_process import SchedulerService
 from aioengine.protocol.messages import Role
+from aioengine.supervision import heartbeats
 from aioengine.supervision.heartbeats import NUM_TICKS, Heartbeats
 from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.testing.fake_runner import ECHO, FakeRunner, build
 from aioengine.testing.faults import Faults
 from tests.processes.engine_kit import Frontend, fake_settings
 from tests.processes.restart_kit import frontend_of, until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from aioengine.config import Settings
 
 process = pytest.mark.process
 
@@ -125,3 +130,43 @@ async def test_after_the_end_nobody_is_watched() -> None:
     watch.heartbeats.stop()
     await asyncio.sleep(0.03 * NUM_TICKS)
     assert watch.errors == []
+
+
+def build_slow_to_answer(settings: Settings, report: Callable[..., None]) -> FakeRunner:
+    """A fake runner in a process whose control calls take long."""
+
+    def slowly(plain: Callable[..., object]) -> Callable[..., object]:
+        def answer(*arguments: object) -> object:
+            time.sleep(2 * STALL_S)
+            return plain(*arguments)
+
+        return answer
+
+    for owner, name in (
+        (SchedulerService, "_server_info"),
+        (SchedulerService, "_flush_cache"),
+        (FakeRunner, "control"),
+    ):
+        setattr(owner, name, slowly(getattr(owner, name)))
+    return build(settings, report)
+
+
+@process
+@pytest.mark.parametrize("name", ["server_info", "flush_cache", ECHO])
+async def test_a_control_call_that_takes_long_is_no_stall(name: str) -> None:
+    settings = fake_settings(factory=f"{__name__}:build_slow_to_answer")
+    async with Frontend(settings, stall_timeout_s=STALL_S) as frontend:
+        reply = await frontend.call(name)
+        assert (reply.success, frontend.failures) == (True, [])
+        os.kill(frontend.supervisor.processes()[0].pid, signal.SIGSTOP)  # the next silence is one
+        assert isinstance(await frontend.failure(10.0), EngineStalledError)
+
+
+async def test_long_work_has_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "MAX_WORK_S", 0.2)
+    beats, stalled, scheduler = Heartbeats(0.1), list[float](), Role("scheduler")
+    begun_at = time.monotonic()
+    beats.watch([scheduler], lambda *_: stalled.append(time.monotonic() - begun_at))
+    beats.excuse(scheduler)
+    await until(lambda: stalled)
+    assert 0.25 < stalled[0] < 5
