@@ -372,28 +372,41 @@ def _check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> N
         raise checks.wrong_value(name, f"token ids from 0 to {vocab_size - 1}", wrong)
 
 
-def check_together(entries: Sequence[object]) -> None:
-    """Refuse parameters of one call that take too long to check together: one call checks them without a pause.
+class ParamsTogether:
+    """The parameters of one call: it is refused where they take too long to check together."""
 
-    Raises:
-        ValueError: they have too many stop token ids, biases or patterns.
-    """
-    num_ids = 0
-    patterns: dict[str, None] = {}
-    for entry in {id(entry): entry for entry in entries}.values():
+    def __init__(self) -> None:
+        self._num_ids = 0
+        self._seen: dict[int, object] = {}
+        self._patterns: dict[str, None] = {}
+
+    def add(self, entries: Sequence[object]) -> None:
+        """Count some more; an object that several rows share counts once.
+
+        Raises:
+            ValueError: they have too many stop token ids, biases or patterns.
+        """
+        num_patterns = len(self._patterns)
+        for entry in entries:
+            if id(entry) not in self._seen:
+                self._seen[id(entry)] = entry
+                self._add(entry)
+        if self._num_ids > MAX_ENTRIES_OF_CALL:
+            raise ValueError(
+                f"the sampling_params of one call have {self._num_ids} stop_token_ids and logit_bias entries together; "
+                f"at most {MAX_ENTRIES_OF_CALL} are allowed; give rows that share them the same object, or make "
+                "several calls"
+            )
+        if len(self._patterns) > num_patterns:
+            from aioengine.patterns import check_patterns_of_call  # slow to import, and most programs give no pattern
+
+            check_patterns_of_call(self._patterns)
+
+    def _add(self, entry: object) -> None:
         if isinstance(entry, SamplingParams):  # whose patterns were checked when it was made
-            num_ids += len(_parts(entry).limits.stop_token_ids) + len(_parts(entry).sampling.logit_bias)
+            self._num_ids += len(_parts(entry).limits.stop_token_ids) + len(_parts(entry).sampling.logit_bias)
         elif isinstance(entry, Mapping) and not _COSTLY.isdisjoint(given := cast("Mapping[str, object]", entry)):
-            num_ids += checks.num_items(given.get("stop_token_ids")) + checks.num_items(given.get("logit_bias"))
+            self._num_ids += checks.num_items(given.get("stop_token_ids")) + checks.num_items(given.get("logit_bias"))
             regex = given.get("stop_regex")
             several = cast("Sequence[object]", regex) if isinstance(regex, list | tuple) else [regex]
-            patterns.update((each, None) for each in several if isinstance(each, str))
-    if num_ids > MAX_ENTRIES_OF_CALL:
-        raise ValueError(
-            f"the sampling_params of one call have {num_ids} stop_token_ids and logit_bias entries together; at most "
-            f"{MAX_ENTRIES_OF_CALL} are allowed; give rows that share them the same object, or make several calls"
-        )
-    if patterns:
-        from aioengine.patterns import check_patterns_of_call  # slow to import, and most programs give no pattern
-
-        check_patterns_of_call(patterns)
+            self._patterns.update((each, None) for each in several if isinstance(each, str))

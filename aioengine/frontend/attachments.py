@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from aioengine import checks
 from aioengine.frontend.callers import refuse_interrupting
 from aioengine.frontend.outputs import Reader
-from aioengine.frontend.prompts import Rows
 from aioengine.frontend.replay import AttachableOutput
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class Attachment:
     def end(self) -> None:
         """The request is over: keep what readers can still get, and not what it was computed from."""
         self.is_ended = True
-        self.call.request = replace(self.call.request, prompts=Rows([]), params=[])
+        self.call.request = replace(self.call.request, prompts=[], params=[])
         self.output.end()
         self.num_kept = TOKENS_PER_REQUEST + self.output.num_kept_tokens
 

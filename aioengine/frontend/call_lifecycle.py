@@ -15,17 +15,17 @@ from aioengine.frontend.outputs import Wants
 from aioengine.frontend.replay import ReaderOutput
 from aioengine.frontend.submitter import Submitter
 from aioengine.protocol.messages import Abort, FinishCode, Finished, Suspend
+from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Collection, Sequence
 
     from aioengine.errors import EngineError
-    from aioengine.frontend.calls import Call, Calls, Name
-    from aioengine.frontend.encoder import Encoder
+    from aioengine.frontend.calls import Call, Calls
     from aioengine.frontend.outputs import CallOutput, Place, RowStream
-    from aioengine.frontend.overload import Limits
-    from aioengine.frontend.submitter import PromptRules
+    from aioengine.frontend.overload import QueueLimits
+    from aioengine.frontend.submitter import RequestChecks
     from aioengine.protocol.messages import Submit
 
 BACKSTOP_S: Final = 0.5
@@ -44,20 +44,18 @@ class CallLifecycle:
 
     def __init__(
         self,
-        rules: PromptRules,
+        checks: RequestChecks,
         *,
-        encoder: Encoder | None,
         lock: threading.RLock,
         calls: Calls,
-        limits: Limits,
+        limits: QueueLimits,
         send: Callable[[list[Submit] | list[Abort] | list[Suspend]], None],
         computed_since: Callable[[float], Collection[int] | None],
     ) -> None:
         """``computed_since`` gives the requests in the scheduler's steps, None where it has ended one since then."""
         self.idle = asyncio.Event()
-        self.submitter = Submitter(
-            rules, encoder=encoder, lock=lock, calls=calls, limits=limits, submit=send, settle=self.settle
-        )
+        self._loop = asyncio.get_running_loop()
+        self.submitter = Submitter(checks, lock=lock, calls=calls, limits=limits, submit=send, settle=self.settle)
         self._lock = lock
         self._calls = calls
         self._limits = limits
@@ -70,6 +68,8 @@ class CallLifecycle:
             return  # another thread ended it before this one could begin it
         if call.deadlines:
             self._set_timer(call, min(call.deadlines.values()))
+        if not call.request.is_checked:
+            self.submitter.check_rest(call)
         self.submitter.submit_next(call)
         self.settle(call)  # a batch of nothing is over at once
 
@@ -126,7 +126,8 @@ class CallLifecycle:
             for uid in uids:
                 self._calls.rows.pop(uid, None)
             output.live.clear()
-            self._calls.close(call)
+            if not self._calls.close(call):
+                post(self._loop, self._free_names, call)
             self._limits.release(call.reservation, time.monotonic())
             is_idle = not self._calls.by_output
         if uids:
@@ -134,6 +135,12 @@ class CallLifecycle:
         self.attachments.ended(call)
         if is_idle:
             self.idle.set()
+
+    def _free_names(self, call: Call) -> None:
+        """Free more of its ids, a bounded number in each turn of the loop."""
+        with self._lock:
+            if not self._calls.free_names(call):
+                post(self._loop, self._free_names, call)
 
     def discard(self, call: Call) -> None:
         """Beginning it failed half-way, so nobody can read it: undo what was done."""
@@ -179,10 +186,10 @@ class CallLifecycle:
         """End the rows that an id means, of a call that was open when so many had been registered."""
         with self._lock:
             name = self._calls.find(rid)
-        if name is not None and name.call.number <= num_opened and name.call.output in self._calls.by_output:
-            self._abort_rows(name)
-
-    def _abort_rows(self, name: Name) -> None:
+        if name is None and any(call.number <= num_opened for call in self.submitter.checking):
+            self._loop.call_soon(self.abort_named, rid, num_opened)  # it may still become known
+        if name is None or name.call.number > num_opened or name.call.output not in self._calls.by_output:
+            return
         call, rows, _ = name
         if len(rows) == call.request.num_rows:
             self._end_call(call, FinishCode.ABORT)

@@ -28,6 +28,9 @@ MAX_PARTS: Final = 2
 MAX_DIGITS: Final = 10
 """Digits of such a number; no batch has more rows, and Python converts only some thousand digits."""
 
+MAX_NAMES_FREED: Final = 1024
+"""Ids that are freed in one turn of the loop."""
+
 
 class Ending(NamedTuple):
     """What the rows of a call end with that were not begun when it was ended."""
@@ -76,27 +79,28 @@ class Call:
 
     def row_rid(self, position: int) -> str:
         """The id of a row: the call's own, or with the number of its prompt, then of its sample, behind it."""
-        request = self.request
+        request, rid = self.request, self.rid
         prompt, sample = divmod(position, request.num_samples)
-        rid = (
-            request.rids[prompt]
-            if request.rids is not None
-            else f"{self.rid}_{prompt}"
-            if request.is_batch
-            else self.rid
-        )
+        if request.is_batch:
+            rid = f"{rid}_{prompt}" if request.rids is None else str(request.rids[prompt])
         return f"{rid}_{sample}" if request.num_samples > 1 else rid
 
-    def meanings(self) -> dict[str, Name]:
-        """The ids that the caller gave, or the one that was drawn; those of its rows are found through these."""
+    def meanings(self, first: int) -> dict[str, Name]:
+        """The ids that the caller gave of the checked prompts from ``first`` on, or the one that was drawn.
+
+        Those of the rows are found through these.
+        """
         request, samples = self.request, self.request.num_samples
         of_samples = (1,) if samples > 1 else ()
-        of_rows = (samples, *of_samples) if request.is_batch and request.rids is None else of_samples
-        found = {self.rid: Name(self, range(request.num_rows), of_rows)}
-        for prompt, rid in enumerate(request.rids or ()):
-            if rid in found:
-                raise ValueError(f"rid {rid!r} stands for two prompts of this batch; give each its own")
-            found[rid] = Name(self, range(prompt * samples, (prompt + 1) * samples), of_samples)
+        found: dict[str, Name] = {}
+        if first == 0:
+            of_rows = (samples, *of_samples) if request.is_batch and request.rids is None else of_samples
+            found[self.rid] = Name(self, range(request.num_rows), of_rows)
+        if request.rids is not None:
+            for prompt in range(first, len(request.prompts)):
+                if (rid := request.rids[prompt]) in found:
+                    raise _given_twice(rid)
+                found[rid] = Name(self, range(prompt * samples, (prompt + 1) * samples), of_samples)
         return found
 
 
@@ -137,24 +141,37 @@ class Calls:
         Raises:
             ValueError: an id is in use.
         """
-        request, names = call.request, call.meanings()
-        if request.rid is not None or request.rids is not None:  # an id that was drawn is no other's
-            self._check_free(names)
-        call.names = [*names]
-        for name in names:
-            for base in _bases(name):
-                self._by_base.setdefault(base, set()).add(name)
+        names = self._add_names(call, 0)
         # From here to the end nothing is called: a signal handler that raises comes before all of it, or after.
         self._names |= names
         self.num_opened += 1
         call.number = self.num_opened
         self.by_output[call.output] = call
 
+    def add_names(self, call: Call, first: int) -> None:
+        """Register the ids of the prompts from ``first`` on that have been checked meanwhile.
+
+        Raises:
+            ValueError: an id is in use.
+        """
+        self._names |= self._add_names(call, first)
+
+    def _add_names(self, call: Call, first: int) -> dict[str, Name]:
+        """Their ids, of which all is registered but the meanings."""
+        request, names = call.request, call.meanings(first)
+        if request.rid is not None or request.rids is not None:  # an id that was drawn is no other's
+            self._check_free(names, call)
+        call.names += names
+        for name in names:
+            for base in _bases(name):
+                self._by_base.setdefault(base, set()).add(name)
+        return names
+
     def find(self, rid: str) -> Name | None:
         """The rows that an id means: one that was given or drawn, or one made from it with ``_0``, ``_1`` ..."""
         return _find(self._names, rid)
 
-    def _check_free(self, names: dict[str, Name]) -> None:
+    def _check_free(self, names: dict[str, Name], asking: Call) -> None:
         """Neither a new id nor one made from it may mean a live request, and the other way round.
 
         A request that is over, though the engine's loop has not closed it yet, makes way.
@@ -164,31 +181,34 @@ class Calls:
             made = {name for base in names for name in self._by_base.get(base, ()) if name in self._names}
             taken += [(name, self._names[name].call) for name in made if _find(names, name) is not None]
         for name, call in taken:
+            if call is asking:
+                raise _given_twice(name)
             if not call.output.is_over or call.request.resume_ttl_s is not None:
                 raise ValueError(
                     f"rid {name!r} is in use by a live request, or one that can be attached to; choose another, or "
                     "wait for its end"
                 )
-            self.free_names(call)
+            self._free(name, call)
 
-    def close(self, call: Call) -> None:
-        """The call is over; its ids are free again, unless it can be attached to."""
-        if self.by_output.pop(call.output, None) is None:
-            return
-        if call.request.resume_ttl_s is None:
-            self.free_names(call)
-        if call.timer is not None:
+    def close(self, call: Call) -> bool:
+        """The call is over; its ids are free again, unless it can be attached to. False: ``free_names`` is to go on."""
+        if self.by_output.pop(call.output, None) is not None and call.timer is not None:
             call.timer.cancel()
+        return call.request.resume_ttl_s is not None or self.free_names(call)
 
-    def free_names(self, call: Call) -> None:
-        """Its ids mean nothing any more."""
-        for name in call.names:
-            if (found := self._names.get(name)) is not None and found.call is not call:
-                continue
-            self._names.pop(name, None)
-            for base in _bases(name):
-                self._forget_base(base, name)
-        call.names = []
+    def free_names(self, call: Call) -> bool:
+        """Free at most ``MAX_NAMES_FREED`` of its ids. Whether all are free."""
+        for name in call.names[-MAX_NAMES_FREED:]:
+            self._free(name, call)
+        del call.names[-MAX_NAMES_FREED:]
+        return not call.names
+
+    def _free(self, name: str, call: Call) -> None:
+        if (found := self._names.get(name)) is not None and found.call is not call:
+            return
+        self._names.pop(name, None)
+        for base in _bases(name):
+            self._forget_base(base, name)
 
     def _forget_base(self, base: str, name: str) -> None:
         made = self._by_base.get(base, set())
@@ -231,3 +251,7 @@ def _bases(rid: str) -> Iterator[str]:
         if not separator or not number.isdecimal():
             return
         yield rid
+
+
+def _given_twice(rid: str) -> ValueError:
+    return ValueError(f"rid {rid!r} stands for two prompts of this batch; give each its own")

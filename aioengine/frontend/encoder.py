@@ -11,13 +11,11 @@ import asyncio
 import contextlib
 import json
 import time
-from concurrent.futures import CancelledError, Future
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.errors import RequestError, RequestTooLargeError, describe
-from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, Prompt, RefusedPrompt, TextPrompt
+from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, Prompt, PromptError, TextPrompt
 from aioengine.supervision.tasks import post
 from aioengine.supervision.worker_thread import WorkerThread
 
@@ -55,8 +53,6 @@ class PromptTokenizer(Protocol):
 
 Encoded = list[int] | ValueError | TypeError | RequestError
 """The ids of a prompt, or why it has none."""
-_Timed = tuple[list[list[Encoded]], float]
-"""The answers to a list of jobs, and the seconds that it took."""
 
 
 class TextSizes(NamedTuple):
@@ -112,50 +108,78 @@ class Job(NamedTuple):
     ``check_ids`` raises ValueError for ids that were not checked at the call, being too many.
     """
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Prompt | PromptError]
     done: Callable[[list[Encoded], float], None]
     check_ids: Callable[[list[int]], None]
 
     @property
     def num_bytes(self) -> int:
-        return sum(prompt.num_bytes for prompt in self.prompts if not isinstance(prompt, IdsPrompt))
-
-    def looked_at(self) -> list[Prompt]:
-        """The prompts, large ones as what they are. Takes long for those. On a lane's thread."""
-        return [self._looked_at(prompt) for prompt in self.prompts]
-
-    def _looked_at(self, prompt: Prompt) -> Prompt:
-        try:
-            return look_at(prompt, self.check_ids)
-        except BaseException as error:  # from the caller's own classes, on a thread that nobody interrupts
-            return RefusedPrompt(ValueError(f"the prompt cannot be read: {describe(error)}"))
+        """Of what the thread has to do something with."""
+        return sum(
+            prompt.num_bytes
+            for prompt in self.prompts
+            if not isinstance(prompt, Exception) and not (isinstance(prompt, IdsPrompt) and prompt.is_checked)
+        )
 
     def failed(self, error: RequestError) -> list[Encoded]:
         """The same error for each of its prompts."""
         return [error] * len(self.prompts)
 
 
-def look_at(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt:
-    """What a prompt is, or why it is refused; one that is not large is what it was."""
-    if not isinstance(prompt, LargePrompt):
+def checked(prompt: Prompt | PromptError, check_ids: Callable[[list[int]], None]) -> Prompt | PromptError:
+    """The prompt with all of it checked, or what is wrong with it. Takes long for large ones."""
+    if isinstance(prompt, Exception) or prompt.is_checked:
         return prompt
     try:
-        found = prompt.look(prompt.name, prompt.value)
+        found = prompt.checked()
         if isinstance(found, IdsPrompt):
             check_ids(found.token_ids)
     except (TypeError, ValueError) as error:
-        return RefusedPrompt(error)
+        return error
     except Exception as error:  # its parts may be objects of any class: whatever they raise is this prompt's
-        return RefusedPrompt(ValueError(f"{prompt.name} cannot be read: {describe(error)}"))
+        return ValueError(f"{prompt.name} cannot be read: {describe(error)}")
     return found
 
 
-class Lane:
-    """One thread and the jobs that wait for it. Every job that was added is answered exactly once.
+def _checked_alone(prompt: Prompt | PromptError, check_ids: Callable[[list[int]], None]) -> Prompt | PromptError:
+    """The same on a lane's thread, which no signal interrupts: whatever is raised there is this prompt's."""
+    try:
+        return checked(prompt, check_ids)
+    except BaseException as error:
+        return ValueError(f"the prompt cannot be read: {describe(error)}")
 
-    Attributes:
-        _given: the batches of jobs that the thread has and that were not answered yet, by number.
-    """
+
+class _Batch:
+    """Jobs that a lane's thread encodes together. Answered once, on the loop."""
+
+    def __init__(self, jobs: list[Job], on_answered: Callable[[_Batch], None]) -> None:
+        self.jobs = jobs
+        self._loop = asyncio.get_running_loop()
+        self._on_answered = on_answered
+
+    def run(self, encode: Callable[[list[Job]], list[list[Encoded]]]) -> None:
+        """Encode the jobs, on the thread; an exception there is the answer of all of them."""
+        started_at = time.monotonic()
+        try:
+            found = encode(self.jobs)
+        except BaseException as error:
+            failure = RequestError("tokenize", describe(error))
+            found = [job.failed(failure) for job in self.jobs]
+        post(self._loop, self.answer, found, time.monotonic() - started_at)
+
+    def answer(self, found: list[list[Encoded]], seconds: float) -> None:
+        """Each job in a callback of its own: an error in one keeps nothing from the others."""
+        jobs, self.jobs = self.jobs, []
+        for job, encoded in zip(jobs, found if jobs else (), strict=True):
+            self._loop.call_soon(job.done, encoded, seconds)
+        self._on_answered(self)
+
+    def fail(self, error: RequestError) -> None:
+        self.answer([job.failed(error) for job in self.jobs], 0.0)
+
+
+class Lane:
+    """One thread and the jobs that wait for it. Every job that was added is answered exactly once. On the loop."""
 
     def __init__(self, name: str, encode: Callable[[list[Job]], list[list[Encoded]]]) -> None:
         """Start the thread: where the system allows no more of them, that is known now and not at a request.
@@ -163,21 +187,17 @@ class Lane:
         Raises EngineStartupError: the thread cannot be started.
         """
         self._encode = encode
-        self._thread = WorkerThread[_Timed](f"aioengine-{name}")
+        self._thread = WorkerThread[None](f"aioengine-{name}")
         self._is_closed = False
         self._waiting: list[Job] = []
         self._num_bytes = 0  # of those that wait
-        self._num_batches = 0
-        self._given: dict[int, list[Job]] = {}
+        self._given: list[_Batch] = []  # to the thread, and not answered
         self._is_due = False
 
     def add(self, job: Job) -> None:
-        if self._is_closed:
-            asyncio.get_running_loop().call_soon(job.done, job.failed(_shut_down()), 0.0)
-            return
         self._waiting.append(job)
         self._num_bytes += job.num_bytes
-        if self._num_bytes >= BATCH_BYTES:
+        if self._num_bytes >= BATCH_BYTES or self._is_closed:
             self._start()
         elif not self._is_due:
             self._is_due = True
@@ -189,72 +209,41 @@ class Lane:
             self._start()
 
     def _start(self) -> None:
-        """Give the thread what waits, behind what it has."""
+        """Give the thread the jobs that wait, behind those that it has."""
         jobs, self._waiting, self._num_bytes = self._waiting, [], 0
         if not jobs:
             return
-        self._num_batches += 1
-        number = self._num_batches
-        self._given[number] = jobs
-        loop = asyncio.get_running_loop()
+        batch = _Batch(jobs, self._answered)
+        self._given.append(batch)
         try:
-            self._submit([*jobs]).add_done_callback(partial(post, loop, partial(self._answer, number)))
+            self._submit(batch)
         except BaseException as error:
-            loop.call_soon(self._answer, number, _failed_future(error))
+            batch.fail(RequestError("tokenize", describe(error)))
             raise
+        if self._is_closed:
+            batch.fail(_shut_down())
 
-    def _submit(self, jobs: list[Job]) -> Future[_Timed]:
-        return self._thread.submit(partial(self._timed, jobs))
+    def _submit(self, batch: _Batch) -> None:
+        self._thread.submit(partial(batch.run, self._encode))
 
-    def _timed(self, jobs: list[Job]) -> _Timed:
-        begun_at = time.monotonic()
-        try:
-            return self._encode(jobs), time.monotonic() - begun_at
-        finally:
-            jobs.clear()  # the thread may keep its last arguments for longer than the calls are open
-
-    def _answer(self, number: int, work: Future[_Timed]) -> None:
-        """Answer the jobs of a batch, however its work ended: with ids, any error, or never begun.
-
-        Each in a callback of its own: an error in one keeps nothing from the others.
-        """
-        jobs = self._given.pop(number, None)
-        if jobs is None:
-            return  # it was answered when the lane was closed
-        error = CancelledError() if work.cancelled() else work.exception()
-        if error is None:
-            found, seconds = work.result()
-        else:
-            failure = RequestError("tokenize", describe(error))
-            found, seconds = [job.failed(failure) for job in jobs], 0.0
-        loop = asyncio.get_running_loop()
-        for job, encoded in zip(jobs, found, strict=True):
-            loop.call_soon(job.done, encoded, seconds)
+    def _answered(self, batch: _Batch) -> None:
+        if batch in self._given:
+            self._given.remove(batch)
         if not self._given:
             self._start()
 
     def close(self) -> None:
         """End the thread when it has finished its batch. Jobs without an answer get an error."""
-        jobs = [*chain.from_iterable(self._given.values()), *self._waiting]
-        self._given.clear()
-        self._waiting.clear()
         self._is_closed = True
         self._thread.close()
-        failure = _shut_down()
         with contextlib.suppress(RuntimeError):  # no loop runs any more, on which a job could be answered
-            loop = asyncio.get_running_loop()
-            for job in jobs:
-                loop.call_soon(job.done, job.failed(failure), 0.0)
+            for batch in list(self._given):
+                batch.fail(_shut_down())
+            self._start()
 
 
 def _shut_down() -> RequestError:
     return RequestError("tokenize", "the engine was shut down")
-
-
-def _failed_future(error: BaseException) -> Future[_Timed]:
-    work: Future[_Timed] = Future()
-    work.set_exception(error)
-    return work
 
 
 class Encoder:
@@ -277,11 +266,11 @@ class Encoder:
     # ------------------------------------------------------------ on the threads
 
     def _encode_jobs(self, jobs: list[Job]) -> list[list[Encoded]]:
-        prompts = [prompt for job in jobs for prompt in job.looked_at()]
+        prompts = [_checked_alone(prompt, job.check_ids) for job in jobs for prompt in job.prompts]
         encoded = iter(self._encode(prompts))
         return [[next(encoded) for _ in job.prompts] for job in jobs]
 
-    def _encode(self, prompts: list[Prompt]) -> list[Encoded]:
+    def _encode(self, prompts: list[Prompt | PromptError]) -> list[Encoded]:
         """All texts with special tokens in one batch, all chats without in another."""
         found: list[Encoded] = [[] for _ in prompts]
         for is_chat in (False, True):
@@ -289,9 +278,9 @@ class Encoder:
             for place, prompt in enumerate(prompts):
                 if isinstance(prompt, IdsPrompt):
                     found[place] = prompt.token_ids
-                elif isinstance(prompt, RefusedPrompt):
-                    found[place] = prompt.error
-                elif not isinstance(prompt, LargePrompt) and isinstance(prompt, ChatPrompt) is is_chat:
+                elif isinstance(prompt, Exception):
+                    found[place] = prompt
+                elif isinstance(prompt, ChatPrompt) is is_chat:
                     rendered = self._render(prompt)
                     if isinstance(rendered, str):
                         texts[place] = rendered
@@ -304,13 +293,13 @@ class Encoder:
     def _render(self, prompt: TextPrompt | ChatPrompt) -> str | list[int] | ValueError:
         if isinstance(prompt, TextPrompt):
             return prompt.text
-        form = prompt.form
+        options = prompt.options
         try:
             return self._tokenizer.apply_chat_template(
                 prompt.messages,
-                tools=form.tools,
-                chat_template=form.template,
-                chat_template_kwargs=form.variables,
+                tools=options.tools,
+                chat_template=options.template,
+                chat_template_kwargs=options.variables,
             )
         except ValueError as error:
             return error

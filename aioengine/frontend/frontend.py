@@ -37,9 +37,9 @@ from aioengine.frontend.controls import Controls
 from aioengine.frontend.delivery import Router, SlowReaders
 from aioengine.frontend.encoder import Encoder, TextSizes
 from aioengine.frontend.outputs import Reader
-from aioengine.frontend.overload import Limits, Overload, Reservation
+from aioengine.frontend.overload import Overload, QueueLimits, Reservation
 from aioengine.frontend.requests import MAX_TIMEOUT_S
-from aioengine.frontend.submitter import PromptRules
+from aioengine.frontend.submitter import PromptRules, RequestChecks
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.supervision.processes import Processes
 from aioengine.supervision.tasks import post, runs_here
@@ -85,7 +85,7 @@ class Frontend:
         self.last_stats: Stats | None = None
         self.calls = Calls()
         self.router = Router(self.calls.rows, lock := threading.RLock())
-        self.limits = Limits(
+        self.limits = QueueLimits(
             parts.queue, max_running=settings.scheduler.max_running, max_total_tokens=parts.max_total_tokens
         )
         self.overload = Overload(self.limits, lock, self.loop)
@@ -103,9 +103,9 @@ class Frontend:
             random_seed=settings.random_seed,
             max_rows_in_flight=2 * settings.scheduler.max_running,
         )
+        self._checks = RequestChecks(rules, self._encoder)
         self._lifecycle = CallLifecycle(
-            rules,
-            encoder=self._encoder,
+            self._checks,
             lock=lock,
             calls=self.calls,
             limits=self.limits,
@@ -133,7 +133,7 @@ class Frontend:
         try:
             self.overload.reserve(reservation)
             request = make_request()
-            self._lifecycle.submitter.check(request)
+            self._checks.check(request, 0)
             call = Call(request, called_at, reservation)
             reader = Reader(call.output.read_side, lock=self._lock, actions=self)
             with self._lock:

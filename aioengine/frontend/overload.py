@@ -34,7 +34,7 @@ class Reservation:
     """The part of the limits that one call has.
 
     Attributes:
-        is_held: from ``Limits.reserve`` to ``Limits.release``.
+        is_held: from ``QueueLimits.reserve`` to ``QueueLimits.release``.
         num_bytes: of its prompt. num_tokens: of its prompts that the scheduler has.
         num_rows: rows that the scheduler has, by prompt: the tokens of a prompt of several samples count once.
     """
@@ -64,7 +64,7 @@ class Place:
         self.error: EngineError | None = None
 
 
-class Limits:
+class QueueLimits:
     """How much may wait, how much does, and the queue. Pure, and under the engine's lock.
 
     Requests that run do not wait: the limits on calls and tokens come on top of what can run at once.
@@ -225,7 +225,7 @@ class Overload:
     A place that was given belongs to the caller (its task, or its thread) until its next call, for ``PLACE_S``.
     """
 
-    def __init__(self, limits: Limits, lock: threading.RLock, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, limits: QueueLimits, lock: threading.RLock, loop: asyncio.AbstractEventLoop) -> None:
         """``loop``: the engine's."""
         self.limits = limits
         self._lock = lock

@@ -1,40 +1,135 @@
-"""Prompts as a caller gives them, checked at the call.
+"""Prompts as a caller gives them, checked at the call, and the chat template arguments of ``chat``.
 
-Looking at every part of a very large one would hold the caller's loop: that is done later, on the tokenizer's thread.
+Checking every part of a very large prompt would hold the caller's loop: that is done later, on the tokenizer's thread.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Final, cast, overload
+from collections.abc import Mapping, Sequence
+from typing import Final, Self, cast
 
 from msgspec import Struct, ValidationError, convert
+from msgspec.structs import replace
 
 from aioengine import checks
-from aioengine.frontend.chats import ChatForm
+from aioengine.chat_template import MAX_TEMPLATE_BYTES, VARIABLES, template_variables
 
 Messages = Sequence[Mapping[str, object]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates read them."""
 
+PromptError = ValueError | TypeError
+"""What is wrong with a prompt; it stands in the place of one that fails alone (``return_exceptions=True``)."""
+
+IDS: Final = "a list of token ids"
 MESSAGES: Final = "a list of dicts with role and content"
 
 MAX_IDS_AT_CALL: Final = 64 * 1024
-MAX_CHARACTERS_AT_CALL: Final = 256 * 1024
-MAX_MESSAGES_AT_CALL: Final = 256
-"""Larger prompts are looked at on the tokenizer's thread, in slices, and refused at the first await."""
-MAX_ROWS_AT_CALL: Final = 1024
-"""Of a longer batch, the call looks only at the kind of the rows behind these; the rest as of large prompts."""
+CHARACTERS_PER_ID: Final = 4
+IDS_PER_MESSAGE: Final = 256
+MAX_CHARACTERS_AT_CALL: Final = CHARACTERS_PER_ID * MAX_IDS_AT_CALL
+MAX_MESSAGES_AT_CALL: Final = MAX_IDS_AT_CALL // IDS_PER_MESSAGE
+"""What a call checks of its prompts, all together; checking a message takes as long as checking so many ids."""
+
+NUM_SAMPLED_MESSAGES: Final = 16
 IDS_IN_SLICE: Final = 16 * 1024
 MESSAGES_IN_SLICE: Final = 64
 
+CHAT_ARGUMENTS: Final = ("chat_template", VARIABLES, "enable_thinking", "tools")
+MAX_TOOLS: Final = 1024
+MAX_NODES: Final = 4096
+MANY_CHARACTERS: Final = 1024 * 1024
+"""The size of nested data with more than ``MAX_NODES`` parts, which are not counted."""
+
+_THINKING: Final = "enable_thinking"
+
+
+class CheckBudget:
+    """How much is checked at once of the prompts of a call, in token ids."""
+
+    __slots__ = ("num_left",)
+
+    def __init__(self, num_ids: int = MAX_IDS_AT_CALL) -> None:
+        self.num_left = num_ids
+
+    def covers(self, num_ids: int) -> bool:
+        """Whether a prompt of this size is to be checked now. One that is not uses up the budget."""
+        self.num_left -= num_ids
+        return self.num_left >= 0
+
 
 class TextPrompt(Struct, frozen=True, gc=False):
-    """Text to be tokenized. ``num_bytes``: of its UTF-8."""
+    """Text to be tokenized. ``num_bytes``: of its UTF-8, or a lower bound until ``is_checked``."""
 
     text: str
     num_bytes: int
+    name: str = ""
+    is_checked: bool = True
+
+    def checked(self) -> Self:
+        """Count the bytes, and raise ValueError for lone surrogates."""
+        num_bytes = 0
+        for start in range(0, len(self.text), MAX_CHARACTERS_AT_CALL):
+            if start:
+                _let_others_run()
+            try:
+                num_bytes += len(self.text[start : start + MAX_CHARACTERS_AT_CALL].encode())
+            except UnicodeEncodeError as error:
+                place = start + error.start
+                raise ValueError(
+                    f"{self.name} has a lone surrogate at position {place}, which is no character: "
+                    f"{checks.shown(self.text[max(0, place - 10) : place + 10])}"
+                ) from None
+        return replace(self, num_bytes=num_bytes, name="", is_checked=True)
+
+
+class IdsPrompt(Struct, frozen=True):
+    """Token ids. ``given``: as the caller gave them; a list of integers of its own once ``is_checked``."""
+
+    given: object
+    name: str = ""
+    is_checked: bool = True
+
+    @property
+    def token_ids(self) -> list[int]:
+        return cast("list[int]", self.given)
+
+    @property
+    def num_ids(self) -> int:
+        return checks.num_items(self.given)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the list."""
+        return 8 * self.num_ids
+
+    def checked(self) -> IdsPrompt:
+        """Make all ids plain integers; TypeError or ValueError for those that are none."""
+        given = checks.sequence(self.name, self.given, allowed=IDS)
+        token_ids: list[int] = []
+        for start in range(0, len(given), IDS_IN_SLICE):
+            if start:
+                _let_others_run()
+            part = given[start : start + IDS_IN_SLICE]
+            try:
+                token_ids += convert(part, list[int])  # in one pass where all are plain integers
+            except ValidationError:
+                token_ids += [checks.whole(f"{self.name} entries", entry, 0) for entry in part]
+        return IdsPrompt(token_ids)
+
+
+class TemplateOptions(Struct, frozen=True):
+    """The arguments of ``chat`` about its template.
+
+    template: text, name or file of the chat template; None: the model's own. num_characters: about, of the tools and
+    variables.
+    """
+
+    template: str | os.PathLike[str] | None = None
+    tools: list[dict[str, object]] | None = None
+    variables: dict[str, object] = {}
+    num_characters: int = 0
 
 
 class ChatPrompt(Struct, frozen=True):
@@ -45,49 +140,34 @@ class ChatPrompt(Struct, frozen=True):
 
     messages: Messages
     num_bytes: int
-    form: ChatForm = ChatForm()
+    options: TemplateOptions = TemplateOptions()
+    name: str = ""
+    is_checked: bool = True
+
+    def checked(self) -> ChatPrompt:
+        """Check every message; TypeError or ValueError for one that is wrong."""
+        messages: list[dict[str, object]] = []
+        for position, message in enumerate(self.messages):
+            if position % MESSAGES_IN_SLICE == MESSAGES_IN_SLICE - 1:
+                _let_others_run()
+            messages.append(_message(f"{self.name}[{position}]", message))
+        try:
+            num_characters = _num_characters(messages) + self.options.num_characters
+        except RecursionError:
+            raise ValueError(f"{self.name} is nested too deeply, or holds itself; give plain text parts") from None
+        return ChatPrompt(messages, num_characters, self.options)
 
 
-class IdsPrompt(Struct, frozen=True, gc=False):
-    """Token ids."""
-
-    token_ids: list[int]
-
-    @property
-    def num_ids(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the list."""
-        return 8 * len(self.token_ids)
+Prompt = TextPrompt | ChatPrompt | IdsPrompt
+"""One row of a call. Until ``is_checked``, ``checked()`` is to be called on the tokenizer's thread."""
 
 
-class RefusedPrompt(Struct, frozen=True):
-    """A row of a batch that is wrong and is to have its error in its place (``return_exceptions=True``)."""
-
-    error: ValueError | TypeError
-    num_bytes: int = 0
+def _let_others_run() -> None:
+    """Give the interpreter to a thread that waits for it, which else takes it after 5 ms."""
+    time.sleep(0)
 
 
-class LargePrompt(Struct, frozen=True):
-    """A prompt that takes long to look at, as it was given; ``look`` does it, elsewhere.
-
-    ``look`` raises TypeError or ValueError for what is wrong with it. ``num_bytes``: about, and of a text not more than
-    it has. ``num_ids``: 0 for text.
-    """
-
-    name: str
-    value: object
-    look: Callable[[str, object], Prompt]
-    num_bytes: int
-    num_ids: int = 0
-
-
-Prompt = TextPrompt | ChatPrompt | IdsPrompt | RefusedPrompt | LargePrompt
-
-
-def text_prompt(name: str, value: object) -> TextPrompt | LargePrompt:
+def text_prompt(name: str, value: object, budget: CheckBudget) -> TextPrompt:
     value = checks.plain(value)
     if not isinstance(value, str):
         is_id = isinstance(value, int) and not isinstance(value, bool)
@@ -96,159 +176,37 @@ def text_prompt(name: str, value: object) -> TextPrompt | LargePrompt:
         raise ValueError(f"{name} is empty; give at least one character, or input_ids")
     if value.isascii():
         return TextPrompt(value, len(value))
-    if len(value) > MAX_CHARACTERS_AT_CALL:
-        return LargePrompt(name, value, _long_text, num_bytes=len(value))
-    return _long_text(name, value)
+    prompt = TextPrompt(value, len(value), name, is_checked=False)
+    return prompt.checked() if budget.covers(len(value) // CHARACTERS_PER_ID) else prompt
 
 
-def _long_text(name: str, value: object) -> TextPrompt:
-    """Text of any length: how many bytes it has, and that all of it is characters."""
-    text = cast("str", value)
-    num_bytes = 0
-    for start in range(0, len(text), MAX_CHARACTERS_AT_CALL):
-        if start:
-            _let_others_run()
-        try:
-            num_bytes += len(text[start : start + MAX_CHARACTERS_AT_CALL].encode())
-        except UnicodeEncodeError as error:
-            place = start + error.start
-            raise ValueError(
-                f"{name} has a lone surrogate at position {place}, which is no character: "
-                f"{checks.shown(text[max(0, place - 10) : place + 10])}"
-            ) from None
-    return TextPrompt(text, num_bytes)
-
-
-def _let_others_run() -> None:
-    """Give the interpreter to a thread that waits for it, which else takes it after 5 ms."""
-    time.sleep(0)
-
-
-class Rows(Sequence[Prompt]):
-    """The prompts of a batch. Of a long one, those behind the first are made when they begin.
-
-    ``first``: those that the call looked at. ``rest``: the others as they were given.
-    """
-
-    def __init__(
-        self, first: list[Prompt], rest: Sequence[object] = (), make: Callable[[int, object], Prompt] | None = None
-    ) -> None:
-        self.first = first
-        self._rest = rest
-        self._make = make
-        self._refused: dict[int, RefusedPrompt] = {}
-
-    def __len__(self) -> int:
-        return len(self.first) + len(self._rest)
-
-    @overload
-    def __getitem__(self, place: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Prompt]: ...
-    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(place, slice):
-            return [self._at(each) for each in range(*place.indices(len(self)))]
-        return self._at(range(len(self))[place])
-
-    def _at(self, place: int) -> Prompt:
-        if (refused := self._refused.get(place)) is not None:
-            return refused
-        num_first = len(self.first)
-        if place < num_first or self._make is None:
-            return self.first[place]
-        return self._make(place, self._rest[place - num_first])
-
-    def refuse(self, place: int, error: ValueError | TypeError) -> None:
-        """This one has its error in its place."""
-        self._refused[place] = RefusedPrompt(error)
-
-
-def later_text(name: str, value: object) -> Prompt:
-    """Text whose kind is known already."""
-    text = cast("str", value)
-    return (TextPrompt if text.isascii() else partial(LargePrompt, name, look=_long_text))(text, num_bytes=len(text))
-
-
-def later_ids(name: str, value: object) -> Prompt:
-    """Ids, in a list that is not empty."""
-    given = cast("Sequence[object]", value)
-    return LargePrompt(name, given, _many_ids, num_bytes=8 * len(given), num_ids=len(given))
-
-
-class RowsOfIds:
-    """Makes the prompts of a batch; rows behind as many ids as a call looks at are looked at when they begin."""
-
-    def __init__(self) -> None:
-        self._num_ids = 0
-
-    def __call__(self, name: str, value: object) -> IdsPrompt | LargePrompt:
-        prompt = ids_prompt(name, value, num_before=self._num_ids)
-        self._num_ids += prompt.num_ids
-        return prompt
-
-
-def ids_prompt(name: str, value: object, *, num_before: int = 0) -> IdsPrompt | LargePrompt:
+def ids_prompt(name: str, value: object, budget: CheckBudget) -> IdsPrompt:
     """Ids of any kind of integer; those outside the vocabulary are found by the engine, which knows it."""
-    given = checks.sequence(name, value, allowed="a list of token ids")
-    if not given:
-        raise ValueError(f"{name} is empty; give at least one token id")
-    if num_before + len(given) > MAX_IDS_AT_CALL:
-        return LargePrompt(name, given, _many_ids, num_bytes=8 * len(given), num_ids=len(given))
-    return IdsPrompt(_ids(name, given))
+    if not isinstance(value, list | tuple | checks.Array) or not checks.num_items(value):
+        value = checks.sequence(name, value, allowed=IDS)
+        if not value:
+            raise ValueError(f"{name} is empty; give at least one token id")
+    prompt = IdsPrompt(value, name, is_checked=False)
+    return prompt.checked() if budget.covers(prompt.num_ids) else prompt
 
 
-def _ids(name: str, given: Sequence[object]) -> list[int]:
-    """A list of its own, in one pass where all are plain integers."""
-    try:
-        return convert(given, list[int])
-    except ValidationError:
-        return [checks.whole(f"{name} entries", entry, 0) for entry in given]
-
-
-def _many_ids(name: str, value: object) -> IdsPrompt:
-    given = cast("Sequence[object]", value)
-    token_ids: list[int] = []
-    for start in range(0, len(given), IDS_IN_SLICE):
-        if start:
-            _let_others_run()
-        token_ids += _ids(name, given[start : start + IDS_IN_SLICE])
-    return IdsPrompt(token_ids)
-
-
-def chat_prompt(name: str, value: object, *, form: ChatForm) -> Prompt:
+def chat_prompt(name: str, value: object, budget: CheckBudget, *, options: TemplateOptions) -> ChatPrompt:
     given = checks.sequence(name, value, allowed=MESSAGES)
     if not given:
         raise ValueError(f"{name} is empty; give at least one dict with role and content")
-    first = given[:MAX_MESSAGES_AT_CALL]
-    num_characters = sum(map(_weight, first)) * len(given) // len(first) + form.num_characters
-    if len(given) > len(first) or num_characters > MAX_CHARACTERS_AT_CALL:
-        return LargePrompt(name, list(given), partial(_many_messages, form), num_bytes=num_characters)
-    messages = [_message(f"{name}[{position}]", message) for position, message in enumerate(given)]
-    return _chat(name, messages, form)
-
-
-def _chat(name: str, messages: list[dict[str, object]], form: ChatForm) -> ChatPrompt:
-    try:
-        return ChatPrompt(messages, _num_characters(messages) + form.num_characters, form)
-    except RecursionError:
-        raise ValueError(f"{name} is nested too deeply, or holds itself; give plain text parts") from None
+    first = given[: MAX_MESSAGES_AT_CALL if budget.num_left > 0 else NUM_SAMPLED_MESSAGES]
+    num_characters = sum(map(_weight, first)) * len(given) // len(first) + options.num_characters
+    prompt = ChatPrompt(list(cast("Messages", given)), num_characters, options, name, is_checked=False)
+    size = max(len(given) * IDS_PER_MESSAGE, num_characters // CHARACTERS_PER_ID)
+    return prompt.checked() if budget.covers(size) else prompt
 
 
 def _weight(message: object) -> int:
     """About the characters of a message, in no time; a part of it counts as many."""
     content = cast("Mapping[object, object]", message).get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list | tuple):
-        return len(cast("Sequence[object]", content)) * (MAX_CHARACTERS_AT_CALL // MAX_MESSAGES_AT_CALL)
+        return len(cast("Sequence[object]", content)) * CHARACTERS_PER_ID * IDS_PER_MESSAGE
     return str.__len__(content) if isinstance(content, str) else 0
-
-
-def _many_messages(form: ChatForm, name: str, value: object) -> ChatPrompt:
-    messages: list[dict[str, object]] = []
-    for position, message in enumerate(cast("Sequence[object]", value)):
-        if position % MESSAGES_IN_SLICE == 0:
-            _let_others_run()
-        messages.append(_message(f"{name}[{position}]", message))
-    return _chat(name, messages, form)
 
 
 def _message(name: str, value: object) -> dict[str, object]:
@@ -295,3 +253,58 @@ def _num_characters(value: object) -> int:
     if isinstance(value, Mapping):
         return sum(map(_num_characters, cast("Mapping[object, object]", value).values()))
     return sum(map(_num_characters, cast("list[object]", value))) if isinstance(value, list) else 0
+
+
+# ---------------------------------------------------------------- arguments about the chat template
+
+
+def template_options(options: Mapping[str, object]) -> TemplateOptions:
+    """The keyword arguments of ``chat`` about its template. Files, and what is nested in tools, are read later.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value.
+    """
+    given = {name: options[name] for name in CHAT_ARGUMENTS if options.get(name) is not None}
+    if not given:
+        return TemplateOptions()
+    variables = template_variables({name: given[name] for name in (VARIABLES, _THINKING) if name in given})
+    if _THINKING in variables:
+        checks.switch(_THINKING, variables[_THINKING])
+    tools = _tools(given["tools"]) if "tools" in given else None
+    return TemplateOptions(_source(given.get("chat_template")), tools, variables, _size([tools, variables]))
+
+
+def _source(value: object) -> str | os.PathLike[str] | None:
+    """A text is never a path here: it may come from a client, who must not choose a file to be read."""
+    if value is None or isinstance(value, os.PathLike):
+        return cast("os.PathLike[str] | None", value)
+    if not isinstance(value, str):
+        raise checks.wrong_type("chat_template", "the text or the name of a chat template, or a pathlib.Path", value)
+    return checks.text("chat_template", value, max_bytes=MAX_TEMPLATE_BYTES)
+
+
+def _tools(value: object) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    given = checks.items("tools", value, MAX_TOOLS, allowed="a list of dicts in JSON schema form")
+    for place, tool in enumerate(given):
+        if not isinstance(tool, Mapping):
+            raise checks.wrong_type(f"tools[{place}]", "a dict in JSON schema form", tool)
+        found.append(dict(cast("Mapping[str, object]", tool)))
+    return found
+
+
+def _size(value: object) -> int:
+    """About the characters of nested data; ``MANY_CHARACTERS`` where it has more than ``MAX_NODES`` parts."""
+    waiting, num_characters = [value], 0
+    for _ in range(MAX_NODES):
+        if not waiting:
+            return num_characters
+        each = waiting.pop()
+        if isinstance(each, Mapping):
+            given = cast("Mapping[object, object]", each)
+            waiting += [*given, *given.values()]
+        elif isinstance(each, list | tuple):
+            waiting += cast("Sequence[object]", each)
+        else:
+            num_characters += str.__len__(each) if isinstance(each, str) else 1
+    return MANY_CHARACTERS

@@ -1,38 +1,37 @@
-"""What a caller asks for, checked at the call: prompts, sampling parameters and the options of a request.
+"""The arguments of a call, checked: prompts, sampling parameters and the options of a request.
 
-Pure: whatever needs the tokenizer or the engine's state comes later.
+Pure: what needs the tokenizer or the engine's state comes later. Of a long batch the call checks the first rows; the
+others are checked in pieces, in the next turns of the loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os  # noqa: TC003  # for the annotations of the options
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, TypedDict, cast
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from aioengine import checks
 from aioengine.args import ALIASES, ARGUMENTS
 from aioengine.foreign_names import our_way
-from aioengine.frontend.chats import CHAT_ARGUMENTS, chat_form
 from aioengine.frontend.prompts import (
+    CHAT_ARGUMENTS,
     MAX_IDS_AT_CALL,
-    MAX_ROWS_AT_CALL,
     MESSAGES,
+    CheckBudget,
     Messages,
     Prompt,
-    RefusedPrompt,
-    Rows,
-    RowsOfIds,
+    PromptError,
     chat_prompt,
     ids_prompt,
-    later_ids,
-    later_text,
+    template_options,
     text_prompt,
 )
-from aioengine.params import SamplingParams, check_together, is_sampling_parameter
+from aioengine.params import ParamsTogether, SamplingParams, is_sampling_parameter
 
 Sampled = SamplingParams | Mapping[str, object]
 """Sampling parameters as callers write them."""
@@ -48,7 +47,10 @@ Chats = list[list[dict[str, object]]] | list[list[dict[str, str]]] | list[Messag
 MAX_TIMEOUT_S: Final = 1e9
 MAX_RID_BYTES: Final = 512
 MAX_PRIORITY: Final = 2**63 - 1
-IDS: Final = "a list of token ids, or a list of such lists"
+IDS_OR_ROWS: Final = "a list of token ids, or a list of such lists"
+
+ROWS_IN_PIECE: Final = 512
+"""Rows of a batch that are checked at once, in the call or in one turn of the loop."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -139,19 +141,40 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
 """Arguments of calls to come: name -> (values that mean "off", beside None; what it is)."""
 
 
-class CallRequest(Struct, frozen=True, kw_only=True):
-    """A checked call: ``params`` has one entry, or one for each prompt; ``num_samples`` of each prompt.
+class GivenRows(Struct):
+    """The rows of a call as the caller gave them.
 
-    ``rids``: ids of the prompts where the caller gave a list; ``rid``: of the whole call where it gave one.
-    Timeouts are in seconds from the call.
+    Attributes:
+        name: of the argument. make: checks the prompt of a row.
+        params: of each row; None where one is for all. parsed: by the identity of what was given, which many rows may
+            share.
     """
 
-    prompts: Rows
-    params: list[SamplingParams]
-    num_samples: int
-    num_rows: int
+    name: str
+    values: Sequence[object]
+    make: Callable[[str, object, CheckBudget], Prompt]
     is_batch: bool
-    is_stream: bool = False
+    params: list[object] | None = None
+    parsed: dict[int, SamplingParams] = {}
+    together: ParamsTogether = field(default_factory=ParamsTogether)
+
+
+class CallRequest(Struct, kw_only=True):
+    """A call whose arguments were checked; of a long batch only the first rows, the others by ``check_more``.
+
+    Attributes:
+        prompts: of the rows checked so far; an exception stands for one that fails alone.
+        params: one for all prompts, or one for each of those checked so far. num_samples: of each prompt.
+        rid: of the whole call where the caller gave one. rids: of the prompts where it gave a list.
+        timeout_s, queue_timeout_s, first_token_timeout_s: from the call.
+    """
+
+    given: GivenRows
+    params: list[SamplingParams]
+    num_prompts: int
+    num_samples: int
+    is_stream: bool
+    prompts: list[Prompt | PromptError] = []
     rid: str | None = None
     rids: list[str] | None = None
     priority: int = 0
@@ -165,25 +188,74 @@ class CallRequest(Struct, frozen=True, kw_only=True):
     shows_prompt: bool = False
 
     @property
-    def num_bytes(self) -> int:
-        """Of the prompt. None of a batch, which the caller holds anyway and whose rows begin by and by."""
-        return 0 if self.is_batch else self.prompts[0].num_bytes
+    def num_rows(self) -> int:
+        return self.num_prompts * self.num_samples
 
-    def timeouts(self) -> dict[str, float]:
-        """In seconds, by the words that name them in a finish reason."""
-        given = (self.timeout_s, self.queue_timeout_s, self.first_token_timeout_s)
-        return {
-            which: seconds
-            for which, seconds in zip(("total", "queue", "first_token"), given, strict=True)
-            if seconds is not None
-        }
+    @property
+    def num_bytes(self) -> int:
+        """Of the prompt. None of a batch, which the caller holds anyway and whose rows start one after the other."""
+        first = None if self.is_batch else self.prompts[0]
+        return 0 if first is None or isinstance(first, Exception) else first.num_bytes
+
+    @property
+    def is_batch(self) -> bool:
+        return self.given.is_batch
 
     @property
     def gives_batch(self) -> bool:
         return self.is_batch or self.num_samples > 1
 
+    @property
+    def is_checked(self) -> bool:
+        return len(self.prompts) == self.num_prompts
+
+    @property
+    def rows_fail_alone(self) -> bool:
+        """Whether a row that is wrong gives its exception in its place, instead of ending the call."""
+        return self.returns_exceptions and self.is_batch
+
+    def timeouts(self) -> dict[str, float]:
+        """In seconds, by the words that name them in a finish reason."""
+        given = {"total": self.timeout_s, "queue": self.queue_timeout_s, "first_token": self.first_token_timeout_s}
+        return {which: seconds for which, seconds in given.items() if seconds is not None}
+
     def params_of(self, prompt: int) -> SamplingParams:
-        return self.params[prompt if len(self.params) > 1 else 0]
+        return self.params[0 if self.given.params is None else prompt]
+
+    def check_more(self) -> None:
+        """Check some more rows of the call: their ids, parameters and prompts.
+
+        Raises:
+            TypeError, ValueError: what is wrong, with the field and the value.
+        """
+        given, first = self.given, len(self.prompts)
+        budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
+        last = min(first + ROWS_IN_PIECE, self.num_prompts)
+        if given.params is not None:
+            given.together.add(given.params[first:last])
+        for place in range(first, last):
+            if self.rids is not None:
+                self.rids[place] = _rid(self.rids[place])
+            try:
+                if given.params is not None:
+                    self.params.append(self._parsed(given.params[place]))
+                name = f"{given.name}[{place}]" if given.is_batch else given.name
+                prompt: Prompt | PromptError = given.make(name, given.values[place], budget)
+            except (TypeError, ValueError) as error:
+                if not self.rows_fail_alone:
+                    raise
+                prompt = error
+                if given.params is not None and len(self.params) == place:
+                    self.params.append(SamplingParams(n=self.num_samples))
+            if self.params_of(place).n != self.num_samples:  # it gives the answers their places: no row can fail alone
+                counts = f"{self.num_samples} and {self.params_of(place).n}"
+                raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
+            self.prompts.append(prompt)
+
+    def _parsed(self, value: object) -> SamplingParams:
+        parsed = self.given.parsed
+        found = parsed[id(value)] = parsed.get(id(value)) or SamplingParams.parse(cast("Sampled | None", value))
+        return found
 
 
 def generate_request(
@@ -199,23 +271,14 @@ def generate_request(
         raise ValueError("prompt and input_ids are both given; give one of them")
     if prompt is None and input_ids is None:
         raise ValueError("prompt and input_ids are both missing; give one of them")
-    if prompt is not None:
-        if isinstance(prompt, str):
-            return _call_request(
-                Rows([text_prompt("prompt", prompt)]), sampling_params, is_batch=False, stream=stream, options=options
-            )
-        given = checks.sequence("prompt", prompt, allowed=checks.TEXTS)
-        is_plain = set(map(type, given)) == {str} and all(given)
-        texts = _rows("prompt", given, text_prompt, options, later=later_text if is_plain else None)
-        return _call_request(texts, sampling_params, is_batch=True, stream=stream, options=options)
-    rows = checks.sequence("input_ids", input_ids, allowed=IDS)
-    is_batch = _holds_rows(rows, options)
-    if is_batch:
-        is_plain = set(map(type, rows)) <= {list, tuple} and all(rows)
-        prompts = _rows("input_ids", rows, RowsOfIds(), options, later=later_ids if is_plain else None)
+    if isinstance(prompt, str):
+        given = GivenRows("prompt", [prompt], text_prompt, is_batch=False)
+    elif prompt is not None:
+        texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
+        given = GivenRows("prompt", texts, text_prompt, is_batch=True)
     else:
-        prompts = Rows([ids_prompt("input_ids", rows)])
-    return _call_request(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
+        given = _given("input_ids", checks.sequence("input_ids", input_ids, allowed=IDS_OR_ROWS), ids_prompt, options)
+    return _call_request(given, sampling_params, stream=stream, options=options)
 
 
 def chat_request(
@@ -228,62 +291,64 @@ def chat_request(
     """
     _check_names(options, ("messages", "sampling_params", "stream"), ChatOptions.__annotations__)
     rows = checks.sequence("messages", messages, allowed=MESSAGES)
-    make = partial(chat_prompt, form=chat_form(options))
-    is_batch = _holds_rows(rows, options)
-    prompts = _rows("messages", rows, make, options) if is_batch else Rows([make("messages", rows)])
-    return _call_request(prompts, sampling_params, is_batch=is_batch, stream=stream, options=options)
+    given = _given("messages", rows, partial(chat_prompt, options=template_options(options)), options)
+    return _call_request(given, sampling_params, stream=stream, options=options)
 
 
-def _rows(
+def _given(
     name: str,
-    values: Sequence[object],
-    make: Callable[[str, object], Prompt],
+    value: Sequence[object],
+    make: Callable[[str, object, CheckBudget], Prompt],
     options: Mapping[str, object],
-    *,
-    later: Callable[[str, object], Prompt] | None = None,
-) -> Rows:
-    """The prompts of a batch. One that is wrong raises, or stands for its error (``return_exceptions=True``).
+) -> GivenRows:
+    """The rows of a list, or the list itself as one row.
 
-    ``later`` makes those behind the first of a long batch, when they begin; None: all are made now.
+    It is a list of rows where its first entry is a list; where a wrong row may stand beside others, any of the first.
     """
-    num_first = len(values) if later is None else MAX_ROWS_AT_CALL
-    prompts: list[Prompt] = []
-    for place, value in enumerate(values[:num_first]):
-        try:
-            prompts.append(make(f"{name}[{place}]", value))
-        except (TypeError, ValueError) as error:
-            if not _fails_alone(options):
-                raise
-            prompts.append(RefusedPrompt(error))
-    if later is None:
-        return Rows(prompts)
-    return Rows(prompts, values[num_first:], lambda place, value: later(f"{name}[{place}]", value))
-
-
-def _fails_alone(options: Mapping[str, object]) -> bool:
-    return options.get("return_exceptions") is True
-
-
-def _holds_rows(values: Sequence[object], options: Mapping[str, object]) -> bool:
-    """Whether this is a list of lists; where a wrong row may stand beside others, one list among them tells."""
-    first = values[: MAX_IDS_AT_CALL if _fails_alone(options) else 1]
-    return any(isinstance(checks.plain(value), list | tuple) for value in first)
+    first = value[: ROWS_IN_PIECE if options.get("return_exceptions") is True else 1]
+    is_batch = any(isinstance(entry, list | tuple) or isinstance(checks.plain(entry), list) for entry in first)
+    return GivenRows(name, list(value) if is_batch else [value], make, is_batch)
 
 
 def _call_request(
-    prompts: Rows, sampling_params: object, *, is_batch: bool, stream: object, options: Mapping[str, object]
+    given: GivenRows, sampling_params: object, *, stream: object, options: Mapping[str, object]
 ) -> CallRequest:
-    params = _params(sampling_params, prompts, is_batch=is_batch, fails_alone=_fails_alone(options))
-    num_samples = params[0].n if params else 1
+    num_prompts = len(given.values)
+    params = _params(sampling_params, given)
     request = CallRequest(
-        prompts=prompts,
+        given=given,
         params=params,
-        num_samples=num_samples,
-        num_rows=num_samples * len(prompts),
-        is_batch=is_batch,
+        num_prompts=num_prompts,
+        num_samples=params[0].n if params else _num_samples(given.params or ()),
         is_stream=checks.switch("stream", stream),
     )
-    return _with_options(request, options) if options else request
+    if options:
+        request = _with_options(request, options)
+    request.check_more()
+    return request
+
+
+def _params(value: object, given: GivenRows) -> list[SamplingParams]:
+    """The parameters for all rows; none where ``given`` gets those of each."""
+    if not isinstance(value, list | tuple):
+        return [SamplingParams.parse(cast("Sampled | None", value))]
+    if not given.is_batch:
+        raise TypeError("sampling_params is a list, but there is one prompt; give a list of prompts, or one dict")
+    entries = list(cast("Sequence[object]", value))
+    if len(entries) != len(given.values):
+        raise ValueError(
+            f"sampling_params has {len(entries)} entries for {len(given.values)} prompts; give one for each"
+        )
+    given.params = entries
+    return []
+
+
+def _num_samples(params: Sequence[object]) -> int:
+    """``n`` of the first parameters that are right."""
+    for entry in params[:ROWS_IN_PIECE]:
+        with contextlib.suppress(TypeError, ValueError):
+            return SamplingParams.parse(cast("Sampled | None", entry)).n
+    return 1
 
 
 def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequest:
@@ -293,7 +358,7 @@ def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequ
     request = replace(
         plain,
         rid=None if rid is None or has_list else _rid(rid),
-        rids=_rids(options.get("rid"), len(plain.prompts), plain.is_batch) if has_list else None,
+        rids=_rids(cast("Sequence[object]", rid), plain) if has_list else None,
         priority=0 if priority is None else checks.whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY),
         tenant=_tenant(options.get("tenant")),
         timeout_s=_timeout("timeout", options),
@@ -338,35 +403,6 @@ def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
     return TypeError(f"unexpected argument {name!r}{hint}; there are {', '.join(known)}")
 
 
-def _params(value: object, prompts: Rows, *, is_batch: bool, fails_alone: bool) -> list[SamplingParams]:
-    """One for all prompts, or one for each; their ``n`` must agree, since it gives the answers their places.
-
-    With ``fails_alone``, a wrong one of several refuses its prompt.
-    """
-    if not isinstance(value, list | tuple):
-        return [SamplingParams.parse(cast("Sampled | None", value))]
-    given = cast("Sequence[Sampled | None]", value)
-    if not is_batch:
-        raise TypeError("sampling_params is a list, but there is one prompt; give a list of prompts, or one dict")
-    if len(given) != len(prompts):
-        raise ValueError(f"sampling_params has {len(given)} entries for {len(prompts)} prompts; give one for each")
-    check_together(given)
-    found: dict[int, SamplingParams] = {}
-    made: dict[int, SamplingParams] = {}  # by the identity of what was given: many rows may share it
-    for place, entry in enumerate(given):
-        try:
-            found[place] = made[id(entry)] = made.get(id(entry)) or SamplingParams.parse(entry)
-        except (TypeError, ValueError) as error:
-            if not fails_alone:
-                raise
-            prompts.refuse(place, error)
-    counts = [entry.n for entry in found.values()]
-    if len(set(counts)) > 1:
-        raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
-    unused = SamplingParams(n=counts[0] if counts else 1)  # where a prompt is refused
-    return [found.get(place, unused) for place in range(len(given))]
-
-
 def _rid(value: object) -> str:
     found = checks.text("rid", value, max_bytes=MAX_RID_BYTES)
     if not found:
@@ -374,13 +410,13 @@ def _rid(value: object) -> str:
     return found
 
 
-def _rids(value: object, num_prompts: int, is_batch: bool) -> list[str]:
-    found = [_rid(entry) for entry in checks.items("rid", value, checks.MAX_COUNT)]
-    if not is_batch:
+def _rids(value: Sequence[object], request: CallRequest) -> list[str]:
+    """The ids of the rows, each to be checked with its row."""
+    if not request.is_batch:
         raise TypeError("rid is a list, but there is one prompt; give a list of prompts, or one rid")
-    if len(found) != num_prompts:
-        raise ValueError(f"rid has {len(found)} entries for {num_prompts} prompts; give one for each")
-    return found
+    if len(value) != request.num_prompts:
+        raise ValueError(f"rid has {len(value)} entries for {request.num_prompts} prompts; give one for each")
+    return cast("list[str]", list(value))
 
 
 def _tenant(value: object) -> str:

@@ -14,11 +14,10 @@ from msgspec.structs import replace
 from aioengine import params as wire
 from aioengine.answers import RowFacts
 from aioengine.errors import RequestError, RequestTooLargeError, describe
-from aioengine.frontend.encoder import Encoder, Job, look_at
+from aioengine.frontend.encoder import Encoder, Job, checked
 from aioengine.frontend.outputs import Wants
-from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, RefusedPrompt, TextPrompt
-from aioengine.protocol.messages import SEED_MASK, FinishCode, Finished, Submit
-from aioengine.protocol.messages import Limits as RequestLimits
+from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, TextPrompt
+from aioengine.protocol.messages import SEED_MASK, FinishCode, Finished, Limits, Submit
 from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls import Call, Calls, Ending
     from aioengine.frontend.encoder import Encoded
     from aioengine.frontend.outputs import RowStream
-    from aioengine.frontend.overload import Limits
-    from aioengine.frontend.prompts import Prompt
+    from aioengine.frontend.overload import QueueLimits
+    from aioengine.frontend.prompts import Prompt, PromptError
     from aioengine.frontend.requests import CallRequest
     from aioengine.params import SamplingParams
     from aioengine.protocol.messages import Sampling, TextRules
@@ -61,7 +60,7 @@ class PromptRules(Struct, frozen=True, kw_only=True):
     max_rows_in_flight: int
 
 
-class _Known(NamedTuple):
+class ParamsParts(NamedTuple):
     """What follows from sampling parameters alone; the seed and the context of the text are each row's own."""
 
     params: SamplingParams
@@ -70,16 +69,66 @@ class _Known(NamedTuple):
     text: TextRules
 
 
-class _IdCheck:
-    """Refuses ids outside the vocabulary with ValueError."""
+class RequestChecks:
+    """Checks requests against the model. From any thread.
 
-    def __init__(self, rules: PromptRules) -> None:
-        self._rules = rules
+    Attributes:
+        rules: of the model. encoder: None without a tokenizer.
+    """
+
+    def __init__(self, rules: PromptRules, encoder: Encoder | None) -> None:
+        self.rules = rules
+        self.encoder = encoder
         self._vocabulary = list[Annotated[int, Meta(ge=0, lt=rules.vocab_size)]]  # checked in one pass
+        self._last_parts: ParamsParts | None = None
 
-    def __call__(self, token_ids: list[int]) -> None:
-        size = self._rules.vocab_size
-        if len(token_ids) >= self._rules.context_length:
+    def check(self, request: CallRequest, first: int) -> None:
+        """Check the rows from prompt ``first`` on that ``request`` has checked so far.
+
+        Rows that are wrong get their errors where they may fail alone.
+
+        Raises ValueError: ids outside the vocabulary; text, or rules about text, without a tokenizer.
+        """
+        if first == 0 and request.given.params is None:
+            self._check_params(request.params[0])
+        for place in range(first, len(request.prompts)):
+            prompt = request.prompts[place]
+            if self.encoder is None and isinstance(prompt, TextPrompt | ChatPrompt):
+                raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
+            try:
+                if request.given.params is not None:
+                    self._check_params(request.params[place])
+                if isinstance(prompt, IdsPrompt) and prompt.is_checked:
+                    self.check_ids(prompt.token_ids)
+            except ValueError as error:
+                if not request.rows_fail_alone:
+                    raise
+                request.prompts[place] = error
+
+    def _check_params(self, params: SamplingParams) -> None:
+        text = self.parts_of(params).text
+        if self.encoder is None and (text.stop or text.stop_regex):
+            raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
+
+    def parts_of(self, params: SamplingParams) -> ParamsParts:
+        """As they were made last, if no other parameters came between; rows of one call share theirs.
+
+        Raises ValueError: ids outside the vocabulary.
+        """
+        parts, rules = self._last_parts, self.rules
+        if parts is None or parts.params is not params:
+            self._last_parts = parts = ParamsParts(
+                params,
+                wire.sampling(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
+                wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
+                wire.text_rules(params, stream_interval=rules.stream_interval),
+            )
+        return parts
+
+    def check_ids(self, token_ids: list[int]) -> None:
+        """Raise ValueError for ids outside the vocabulary."""
+        size = self.rules.vocab_size
+        if len(token_ids) >= self.rules.context_length:
             return  # refused anyway, and may be very long
         try:
             convert(token_ids, self._vocabulary)
@@ -87,25 +136,42 @@ class _IdCheck:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
             raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {size - 1}") from None
 
+    def check_size(self, prompt: Prompt) -> None:
+        """Raise RequestTooLargeError where the mere size tells that a prompt cannot fit."""
+        if isinstance(prompt, IdsPrompt):
+            self.output_limit(wire.SamplingParams(), prompt.num_ids)
+        elif isinstance(prompt, TextPrompt) and self.encoder is not None and self.encoder.sizes:
+            self.encoder.sizes.check_bytes(prompt.num_bytes)
+
+    def output_limit(self, params: SamplingParams, num_ids: int) -> int:
+        """How many tokens a row may give. Raises RequestTooLargeError."""
+        rules = self.rules
+        return wire.output_limit(
+            params, num_ids, context_length=rules.context_length, max_total_tokens=rules.max_total_tokens
+        )
+
 
 class Submitter:
-    """Begins the rows of calls, and ends those that will not begin. Belongs to the engine's loop, except ``check``."""
+    """Starts the rows of calls, and ends those that will not start. On the engine's loop.
+
+    Attributes:
+        checking: calls of which not all rows have been checked.
+    """
 
     def __init__(
         self,
-        rules: PromptRules,
+        checks: RequestChecks,
         *,
-        encoder: Encoder | None,
         lock: threading.RLock,
         calls: Calls,
-        limits: Limits,
+        limits: QueueLimits,
         submit: Callable[[list[Submit]], None],
         settle: Callable[[Call], None],
     ) -> None:
         """``settle`` is told of every call after rows of it were begun; it may be over already."""
-        self._rules = rules
-        self._check_ids = _IdCheck(rules)
-        self._encoder = encoder
+        self.checks = checks
+        self._rules = checks.rules
+        self._encoder = checks.encoder
         self._lock = lock
         self._limits = limits
         self._calls = calls
@@ -114,50 +180,35 @@ class Submitter:
         self._loop = asyncio.get_running_loop()
         self._num_uids = 0
         self._num_seeds = 0
-        self._last_known: _Known | None = None
         self._ending: deque[Call] = deque()
+        self.checking: set[Call] = set()
 
-    def check(self, request: CallRequest) -> None:
-        """What can be known at the call, from any thread. Rows that are wrong are refused where they may fail alone.
+    def check_rest(self, call: Call) -> None:
+        """Check the other rows of a long batch, some in each of the next turns of the loop. A wrong one fails it."""
+        self.checking.add(call)
+        self._loop.call_soon(self._check_some, call)
 
-        Raises ValueError: ids outside the vocabulary; text, or rules about text, without a tokenizer.
-        """
-        if self._encoder is None and any(map(_is_text, request.prompts.first)):
-            raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
-        prompts, has_own_params = request.prompts, len(request.params) > 1
-        if len(request.params) == 1:
-            self._check_params(request.params[0])
-        num_first = len(prompts.first)
-        for place in range(len(prompts) if has_own_params else num_first):
-            try:
-                if has_own_params:
-                    self._check_params(request.params[place])
-                if place < num_first and isinstance(prompt := prompts[place], IdsPrompt):
-                    self._check_ids(prompt.token_ids)
-            except ValueError as error:
-                if not (request.returns_exceptions and request.is_batch):
-                    raise
-                prompts.refuse(place, error)
-
-    def _check_params(self, params: SamplingParams) -> None:
-        text = self._known_of(params).text
-        if self._encoder is None and (text.stop or text.stop_regex):
-            raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
-
-    def _known_of(self, params: SamplingParams) -> _Known:
-        """As it was made last, if no other parameters came between; rows of one call share theirs.
-
-        Raises ValueError: ids outside the vocabulary.
-        """
-        known, rules = self._last_known, self._rules
-        if known is None or known.params is not params:
-            self._last_known = known = _Known(
-                params,
-                wire.sampling(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
-                wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
-                wire.text_rules(params, stream_interval=rules.stream_interval),
-            )
-        return known
+    def _check_some(self, call: Call) -> None:
+        request, first = call.request, len(call.request.prompts)
+        try:
+            if call.ending is None and not call.output.is_over:
+                request.check_more()
+                self.checks.check(request, first)
+                with self._lock:
+                    self._calls.add_names(call, first)
+                if not request.is_checked:
+                    self._loop.call_soon(self._check_some, call)
+                    return
+            self.checking.discard(call)
+        except (TypeError, ValueError) as error:
+            self.checking.discard(call)
+            self._fail(call, error)
+        except BaseException as error:
+            self.checking.discard(call)
+            self._fail(call, RequestError("submit", describe(error)))
+            raise
+        else:
+            self.submit_next(call)
 
     def submit_next(self, call: Call) -> None:
         """Begin as many rows of the call as may be in flight: some now, more in the next turns of the loop.
@@ -168,12 +219,12 @@ class Submitter:
         try:
             self._submit_some(call)
         except BaseException as error:
-            self._fail(call, error)
+            self._fail(call, RequestError("submit", describe(error)))
             raise
 
-    def _fail(self, call: Call, error: BaseException) -> None:
+    def _fail(self, call: Call, error: Exception) -> None:
         with self._lock:
-            call.output.fail(RequestError("submit", describe(error)))
+            call.output.fail(error)
         self._settle(call)
 
     def _submit_some(self, call: Call) -> None:
@@ -185,9 +236,9 @@ class Submitter:
             if output.wants is not Wants.READS:
                 output.wants = Wants.ENDS if room <= 0 else Wants.NOTHING
         first = call.num_started // request.num_samples
-        if room <= 0 or first == len(request.prompts):
-            return
         prompts = request.prompts[first : first + max(1, min(room, MAX_ROWS_AT_ONCE) // request.num_samples)]
+        if room <= 0 or not prompts:
+            return
         ready = [self._ids_if_known(prompt) for prompt in prompts]
         known = [entry for entry in ready if entry is not None]
         if len(known) == len(ready):
@@ -196,34 +247,21 @@ class Submitter:
                 self._loop.call_soon(self.submit_next, call)
         elif self._encoder is not None:
             call.is_encoding = True
-            self._encoder.encode(Job(prompts, partial(self._encoded, call, ready), self._check_ids))
+            self._encoder.encode(Job(prompts, partial(self._encoded, call, ready), self.checks.check_ids))
 
-    def _ids_if_known(self, prompt: Prompt) -> Encoded | None:
+    def _ids_if_known(self, prompt: Prompt | PromptError) -> Encoded | None:
         """The ids of a prompt that needs no tokenizer, or why it can have none."""
-        if isinstance(prompt, IdsPrompt):
+        if isinstance(prompt, Exception):
+            return prompt
+        if isinstance(prompt, IdsPrompt) and prompt.is_checked:
             return prompt.token_ids
-        if isinstance(prompt, RefusedPrompt):
-            return prompt.error
         try:
-            self._check_size(prompt)
+            self.checks.check_size(prompt)
         except RequestTooLargeError as error:
             return error
-        if self._encoder is None:  # ids, and no thread to look at so many of them
-            return self._ids_if_known(look_at(prompt, self._check_ids))
+        if self._encoder is None:  # ids, and no thread to check so many of them
+            return self._ids_if_known(checked(prompt, self.checks.check_ids))
         return None
-
-    def _check_size(self, prompt: Prompt) -> None:
-        """Raise RequestTooLargeError where the mere size tells that a prompt cannot fit."""
-        rules = self._rules
-        if isinstance(prompt, LargePrompt) and prompt.num_ids:
-            wire.output_limit(
-                wire.SamplingParams(),
-                prompt.num_ids,
-                context_length=rules.context_length,
-                max_total_tokens=rules.max_total_tokens,
-            )
-        elif isinstance(prompt, TextPrompt | LargePrompt) and self._encoder is not None and self._encoder.sizes:
-            self._encoder.sizes.check_bytes(prompt.num_bytes)
 
     def _encoded(self, call: Call, ready: list[Encoded | None], encoded: list[Encoded], seconds: float) -> None:
         known = [new if old is None else old for old, new in zip(ready, encoded, strict=True)]
@@ -237,7 +275,7 @@ class Submitter:
         try:
             self._start_rows(call, rows, tokenize_s)
         except BaseException as error:
-            self._fail(call, error)
+            self._fail(call, RequestError("submit", describe(error)))
             raise
         self.submit_next(call)
 
@@ -287,21 +325,19 @@ class Submitter:
             self._submit_row(call, row, params, submits)
 
     def _submit_row(self, call: Call, row: RowStream, params: SamplingParams, submits: list[Submit]) -> None:
-        rules, request, facts = self._rules, call.request, row.facts
+        request, facts = call.request, row.facts
         ids = facts.prompt_token_ids
         try:
             if not ids:
                 raise ValueError("the prompt has no tokens")
-            max_new_tokens = wire.output_limit(
-                params, len(ids), context_length=rules.context_length, max_total_tokens=rules.max_total_tokens
-            )
+            max_new_tokens = self.checks.output_limit(params, len(ids))
         except ValueError as error:
             _refuse(row, error)
             return
         if max_new_tokens == 0:
             _end(row, FinishCode.LENGTH)
             return
-        known = self._known_of(params)
+        parts = self.checks.parts_of(params)
         row.uid = self._num_uids
         self._num_uids += 1
         self._limits.add_row(call.reservation, row.position // request.num_samples, len(ids))
@@ -310,17 +346,17 @@ class Submitter:
             Submit(
                 uid=row.uid,
                 prompt_token_ids=ids,
-                sampling=replace(known.sampling, seed=facts.seed),
-                limits=RequestLimits(
+                sampling=replace(parts.sampling, seed=facts.seed),
+                limits=Limits(
                     max_new_tokens=max_new_tokens,
                     min_new_tokens=min(params.min_new_tokens, max_new_tokens),
-                    stop_token_ids=known.stop_ids,
+                    stop_token_ids=parts.stop_ids,
                     deadline=call.deadlines.get("total"),
                     queue_deadline=call.deadlines.get("queue"),
                     first_token_deadline=call.deadlines.get("first_token"),
                     refuses_late=request.refuses_late,
                 ),
-                text=replace(known.text, context_token_ids=tuple(ids[-NUM_CONTEXT_TOKENS:]), stream=request.is_stream),
+                text=replace(parts.text, context_token_ids=tuple(ids[-NUM_CONTEXT_TOKENS:]), stream=request.is_stream),
                 priority=request.priority,
                 arrived_at=call.called_at,
                 tenant=request.tenant,
@@ -378,7 +414,7 @@ class Submitter:
                     call.num_started += 1
                     _end(output.add_row(call.num_started - 1, _facts_of_unstarted(call, call.num_started - 1)), *ending)
         except BaseException as error:
-            self._fail(call, error)
+            self._fail(call, RequestError("submit", describe(error)))
             raise
         if call.num_started < num_rows and not output.is_over:
             self._ending.append(call)
@@ -421,10 +457,6 @@ def _size(submit: Submit) -> int:
     sampling, text = submit.sampling, submit.text
     num_ids += 3 * len(sampling.logit_bias) + len(sampling.suppressed_token_ids)
     return 4 * num_ids + sum(map(len, text.stop)) + sum(map(len, text.stop_regex))
-
-
-def _is_text(prompt: Prompt) -> bool:
-    return isinstance(prompt, TextPrompt | ChatPrompt) or (isinstance(prompt, LargePrompt) and not prompt.num_ids)
 
 
 def _scrambled(value: int) -> int:

@@ -19,7 +19,7 @@ from aioengine.errors import EngineClosedError, EngineError
 from aioengine.frontend import callers
 from aioengine.frontend.calls import Calls
 from aioengine.frontend.delivery import NUM_LOOKS, Router
-from aioengine.frontend.overload import Limits
+from aioengine.frontend.overload import QueueLimits
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World, until
 
@@ -169,7 +169,7 @@ def test_a_blocking_call_from_a_handler_that_interrupts_the_engine_is_refused(mo
                     found.append(call())
             engine.abort_request(abort_all=True)
 
-        interrupt = Interrupt(monkeypatch, Limits, "add_bytes", handler)
+        interrupt = Interrupt(monkeypatch, QueueLimits, "add_bytes", handler)
         assert isinstance(engine.generate("a", GREEDY), dict)
         assert (interrupt.num_calls, interrupt.errors, found) == (1, [], [])
 
@@ -373,7 +373,7 @@ def test_a_shutdown_from_a_handler_that_interrupts_the_engine_waits_for_nothing(
             engine.shutdown()
             took.append(time.monotonic() - begun_at)
 
-    interrupt = Interrupt(monkeypatch, Limits, "add_bytes", handler)
+    interrupt = Interrupt(monkeypatch, QueueLimits, "add_bytes", handler)
     with pytest.raises(EngineClosedError):
         engine.generate("a", {"max_new_tokens": 2000})
     assert (interrupt.num_calls, interrupt.errors) == (1, [])

@@ -12,7 +12,7 @@ import pytest
 from aioengine.answers import BatchOutput
 from aioengine.config import QueueConfig
 from aioengine.errors import EngineDeadError, RequestTooLargeError
-from aioengine.frontend.prompts import MAX_ROWS_AT_CALL
+from aioengine.frontend.requests import ROWS_IN_PIECE
 from aioengine.params import SamplingParams
 from tests.engine.engine_double import World, expected_text, until
 
@@ -190,7 +190,7 @@ class TestBatches:
         assert [chunk async for chunk in world.engine.async_generate([], GREEDY, stream=True)] == []
 
     async def test_a_long_batch_has_every_answer_in_its_place(self, world: World) -> None:
-        prompts = [f"{number}é"[number % 2 - 2 :] for number in range(MAX_ROWS_AT_CALL + 40)]
+        prompts = [f"{number}é"[number % 2 - 2 :] for number in range(ROWS_IN_PIECE + 40)]
         prompts[-7] = "\ud800"
         one = {"temperature": 0, "max_new_tokens": 1}
         with pytest.raises(ValueError, match="lone surrogate"):

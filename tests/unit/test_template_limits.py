@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from aioengine import template_limits
-from aioengine.frontend.chats import ChatForm
 from aioengine.frontend.encoder import Encoded, Encoder, Job
-from aioengine.frontend.prompts import ChatPrompt, TextPrompt
+from aioengine.frontend.prompts import ChatPrompt, TemplateOptions, TextPrompt
 from aioengine.template_language import MAX_MESSAGE, Template
 from aioengine.template_limits import MAX_SECONDS, MAX_SIZE
 
@@ -234,7 +233,7 @@ class Characters:
 async def test_a_chat_whose_template_is_stopped_fails_alone(source: str) -> None:
     found: list[list[Encoded]] = []
     encoder = Encoder(Characters())
-    chat = ChatPrompt(MESSAGES, 1, ChatForm(template=source))
+    chat = ChatPrompt(MESSAGES, 1, TemplateOptions(template=source))
     for prompt in (chat, TextPrompt("text", 4)):
         encoder.encode(Job([prompt], lambda encoded, _seconds: found.append(encoded), accept))
     async with asyncio.timeout(60):

@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from aioengine.errors import RequestError
 from aioengine.frontend.encoder import Encoded, Encoder, Job
-from aioengine.frontend.prompts import ChatPrompt, LargePrompt, Prompt, TextPrompt
+from aioengine.frontend.prompts import ChatPrompt, Prompt, TextPrompt
 
 
 class Panic(BaseException):
@@ -91,13 +91,22 @@ def chat(words: str) -> ChatPrompt:
     return ChatPrompt([{"role": "user", "content": words}], len(words))
 
 
-def large(words: str, error: type[BaseException]) -> LargePrompt:
-    def look(name: str, value: object) -> Prompt:
-        if words == "bad":
-            raise error("it broke")
-        return text(words)
+def large(words: str, error: type[BaseException]) -> Prompt:
+    """A prompt that is checked on the thread."""
 
-    return LargePrompt("prompt", words, look, num_bytes=1)
+    class Broken(Mapping[str, object]):
+        def __getitem__(self, key: str) -> object:
+            raise error("it broke")
+
+        def __iter__(self) -> Iterator[str]:
+            raise error("it broke")
+
+        def __len__(self) -> int:
+            raise error("it broke")
+
+    if words == "bad":
+        return ChatPrompt([Broken()], 1, name="messages", is_checked=False)
+    return TextPrompt(words, len(words), "prompt", is_checked=False)
 
 
 @pytest.mark.parametrize("error", ERRORS)

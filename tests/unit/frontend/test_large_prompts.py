@@ -1,4 +1,4 @@
-"""Prompts too large to be looked at where the loop waits are looked at on the tokenizer's thread, and judged alike."""
+"""Prompts too large to be checked while the loop waits are checked on the tokenizer's thread, and judged alike."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from aioengine.frontend import prompts, requests
-from aioengine.frontend.encoder import LONG_BYTES, Encoded, Encoder, Job, look_at
-from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, LargePrompt, Prompt, RefusedPrompt, TextPrompt
-from aioengine.frontend.requests import CallRequest
+from aioengine.frontend.encoder import LONG_BYTES, Encoded, Encoder, Job, checked
+from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, Prompt, PromptError, TextPrompt
+from aioengine.frontend.requests import ROWS_IN_PIECE, CallRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,64 +48,77 @@ def accept(token_ids: list[int]) -> None:
     """All ids are right."""
 
 
-def seen(prompt: Prompt) -> Prompt:
-    assert isinstance(prompt, LargePrompt)
-    return look_at(prompt, accept)
+def seen(prompt: Prompt | PromptError) -> Prompt | PromptError:
+    """A prompt that was left for later, as it is when it has been checked."""
+    assert not isinstance(prompt, Exception)
+    assert not prompt.is_checked
+    return checked(prompt, accept)
 
 
 class TestIds:
     @pytest.mark.parametrize("kind", [list, tuple])
-    def test_many_are_looked_at_later(self, kind: type[list[int]]) -> None:
+    def test_many_are_checked_later(self, kind: type[list[int]]) -> None:
         [small] = ask(input_ids=kind(MANY_IDS[:-1])).prompts
         [large] = ask(input_ids=kind(MANY_IDS)).prompts
         assert small == IdsPrompt(MANY_IDS[:-1])
         assert seen(large) == IdsPrompt(MANY_IDS)
+        assert isinstance(large, IdsPrompt)
         assert large.num_bytes == 8 * len(MANY_IDS)
 
     @pytest.mark.parametrize(("wrong", "kind"), [("x", TypeError), (True, TypeError), (1.0, TypeError)])
-    def test_what_is_wrong_with_one_of_them(self, wrong: object, kind: type[Exception]) -> None:
+    def test_one_of_them_that_is_wrong(self, wrong: object, kind: type[Exception]) -> None:
         [prompt] = ask(input_ids=[*MANY_IDS, wrong]).prompts
-        looked_at = seen(prompt)
-        assert isinstance(looked_at, RefusedPrompt)
-        assert isinstance(looked_at.error, kind)
-        assert "input_ids entries" in str(looked_at.error)
+        error = seen(prompt)
+        assert isinstance(error, kind)
+        assert "input_ids entries" in str(error)
 
-    def test_entries_that_break_when_they_are_looked_at_are_refused_too(self) -> None:
+    def test_entries_that_break_when_they_are_checked_are_refused_too(self) -> None:
         class Broken:
             def __index__(self) -> int:
                 raise ZeroDivisionError("no number")
 
-        looked_at = seen(ask(input_ids=[*MANY_IDS, Broken()]).prompts[0])
-        assert isinstance(looked_at, RefusedPrompt)
-        assert str(looked_at.error) == "input_ids cannot be read: ZeroDivisionError: no number"
+        error = seen(ask(input_ids=[*MANY_IDS, Broken()]).prompts[0])
+        assert isinstance(error, ValueError)
+        assert str(error) == "input_ids cannot be read: ZeroDivisionError: no number"
 
     def test_the_vocabulary_is_checked_then_too(self) -> None:
         [prompt] = ask(input_ids=MANY_IDS).prompts
-        looked_at = look_at(prompt, below_1000)
-        assert isinstance(looked_at, RefusedPrompt)
-        assert "outside the vocabulary" in str(looked_at.error)
+        error = checked(prompt, below_1000)
+        assert isinstance(error, ValueError)
+        assert "outside the vocabulary" in str(error)
 
     def test_rows_of_a_batch_count_together(self) -> None:
         rows = [MANY_IDS[: prompts.MAX_IDS_AT_CALL // 2]] * 3
         found = ask(input_ids=rows).prompts
-        assert [type(prompt) for prompt in found] == [IdsPrompt, IdsPrompt, LargePrompt]
+        assert [isinstance(prompt, IdsPrompt) and prompt.is_checked for prompt in found] == [True, True, False]
         assert seen(found[2]) == found[0]
+
+    def test_a_large_array_is_not_even_copied_at_the_call(self) -> None:
+        rows = ask(input_ids=[np.arange(prompts.MAX_IDS_AT_CALL), array := np.arange(9)]).prompts
+        assert isinstance(rows[1], IdsPrompt)
+        assert rows[1].given is array
+        assert seen(rows[1]) == IdsPrompt([*range(9)])
 
 
 class TestText:
-    def test_long_text_is_looked_at_later_unless_it_is_ascii(self) -> None:
-        [small] = ask(LONG_TEXT[:-1]).prompts
-        [large] = ask(LONG_TEXT).prompts
-        [ascii_text] = ask("a" * len(LONG_TEXT)).prompts
-        assert small == TextPrompt(LONG_TEXT[:-1], 3 * len(LONG_TEXT) - 3)
-        assert seen(large) == TextPrompt(LONG_TEXT, 3 * len(LONG_TEXT))
+    def test_long_text_is_checked_later_unless_it_is_ascii(self) -> None:
+        [small] = ask(LONG_TEXT[:-4]).prompts
+        [large] = ask(LONG_TEXT + "漢" * 3).prompts
+        [ascii_text] = ask("a" * len(LONG_TEXT) * 2).prompts
+        assert small == TextPrompt(LONG_TEXT[:-4], 3 * len(LONG_TEXT) - 12)
+        assert seen(large) == TextPrompt(LONG_TEXT + "漢" * 3, 3 * len(LONG_TEXT) + 9)
         assert isinstance(ascii_text, TextPrompt)
+        assert ascii_text.is_checked
 
     def test_a_lone_surrogate_at_its_end(self) -> None:
-        [prompt] = ask(f"{LONG_TEXT}\ud800").prompts
-        looked_at = seen(prompt)
-        assert isinstance(looked_at, RefusedPrompt)
-        assert f"a lone surrogate at position {len(LONG_TEXT)}" in str(looked_at.error)
+        [prompt] = ask(f"{LONG_TEXT}漢漢漢\ud800").prompts
+        error = seen(prompt)
+        assert isinstance(error, ValueError)
+        assert f"prompt has a lone surrogate at position {len(LONG_TEXT) + 3}" in str(error)
+
+    def test_texts_of_a_batch_count_together(self) -> None:
+        found = ask([LONG_TEXT[: len(LONG_TEXT) // 2]] * 3).prompts
+        assert [isinstance(prompt, TextPrompt) and prompt.is_checked for prompt in found] == [True, True, False]
 
 
 class TestChats:
@@ -112,21 +126,26 @@ class TestChats:
         "messages",
         [
             MANY_MESSAGES,
-            [{"role": "user", "content": LONG_TEXT}],
+            [{"role": "user", "content": LONG_TEXT + "漢漢漢"}],
             [{"role": "user", "content": [{"type": "text", "text": "a"}] * (prompts.MAX_MESSAGES_AT_CALL + 1)}],
         ],
         ids=["messages", "text", "parts"],
     )
-    def test_long_ones_are_looked_at_later(self, messages: list[dict[str, object]]) -> None:
+    def test_long_ones_are_checked_later(self, messages: list[dict[str, object]]) -> None:
         [prompt] = chat(messages).prompts
         assert seen(prompt) == ChatPrompt(messages, num_characters(messages))
 
     def test_short_ones_at_once(self) -> None:
         messages = MANY_MESSAGES[:-1]
-        assert list(chat(messages).prompts) == [ChatPrompt(messages, num_characters(messages))]
+        assert chat(messages).prompts == [ChatPrompt(messages, num_characters(messages))]
+
+    def test_chats_of_a_batch_count_together(self) -> None:
+        found = chat([MANY_MESSAGES[: prompts.MAX_MESSAGES_AT_CALL // 2]] * 3).prompts
+        assert [isinstance(prompt, ChatPrompt) and prompt.is_checked for prompt in found] == [True, True, False]
+        assert seen(found[2]) == found[0]
 
     @pytest.mark.parametrize("num_messages", [1, len(MANY_MESSAGES)])
-    def test_what_is_nested_too_deeply_or_holds_itself(self, num_messages: int) -> None:
+    def test_messages_that_are_nested_too_deeply_or_hold_themselves(self, num_messages: int) -> None:
         endless: list[object] = []
         endless.append(endless)
         messages = [{**MESSAGE, "more": endless}] * num_messages
@@ -134,63 +153,86 @@ class TestChats:
             with pytest.raises(ValueError, match="messages is nested too deeply, or holds itself"):
                 chat(messages)
         else:
-            looked_at = seen(chat(messages).prompts[0])
-            assert isinstance(looked_at, RefusedPrompt)
-            assert "nested too deeply" in str(looked_at.error)
+            error = seen(chat(messages).prompts[0])
+            assert isinstance(error, ValueError)
+            assert "nested too deeply" in str(error)
 
-    def test_what_is_wrong_with_one_message(self) -> None:
+    def test_one_message_that_is_wrong(self) -> None:
         [prompt] = chat([*MANY_MESSAGES, {"content": "no role"}]).prompts
-        looked_at = seen(prompt)
-        assert isinstance(looked_at, RefusedPrompt)
-        assert f"messages[{len(MANY_MESSAGES)}] has no role" in str(looked_at.error)
+        error = seen(prompt)
+        assert isinstance(error, ValueError)
+        assert f"messages[{len(MANY_MESSAGES)}] has no role" in str(error)
 
 
-NUM_LATER = 3
-NUM_ROWS = prompts.MAX_ROWS_AT_CALL + NUM_LATER
+NUM_ROWS = ROWS_IN_PIECE + 3
+
+
+def all_of(request: CallRequest) -> list[Prompt | PromptError]:
+    """The prompts, when all rows were checked as far as the loop does it."""
+    while not request.is_checked:
+        request.check_more()
+    return request.prompts
 
 
 class TestLongBatches:
-    """Of rows behind the first ones the call sees the kind alone."""
+    """The call checks the first rows; of the others the loop checks the kind, and the thread the rest."""
 
     @pytest.mark.parametrize("kind", [list, tuple])
-    def test_texts_are_made_when_they_begin(self, kind: type[list[str]]) -> None:
-        rows = ask(kind(["a"] * (NUM_ROWS - 1) + ["é"])).prompts
-        assert (len(rows), len(rows.first)) == (NUM_ROWS, prompts.MAX_ROWS_AT_CALL)
+    def test_texts(self, kind: type[list[str]]) -> None:
+        request = ask(kind(["a"] * (NUM_ROWS - 1) + ["é" * 9]))
+        assert (len(request.prompts), request.num_prompts, request.num_rows) == (ROWS_IN_PIECE, NUM_ROWS, NUM_ROWS)
+        rows = all_of(request)
         assert rows[-2] == TextPrompt("a", 1)
-        assert seen(rows[-1]) == TextPrompt("é", 2)
-        assert [type(one) for one in rows[NUM_ROWS - 3 :]] == [TextPrompt, TextPrompt, LargePrompt]
+        assert seen(rows[-1]) == TextPrompt("é" * 9, 18)
 
     def test_a_later_text_that_is_none_is_refused_alone(self) -> None:
-        refused = seen(ask(["a"] * (NUM_ROWS - 1) + ["\ud800"]).prompts[NUM_ROWS - 1])
-        assert isinstance(refused, RefusedPrompt)
-        assert f"prompt[{NUM_ROWS - 1}] has a lone surrogate" in str(refused.error)
+        error = seen(all_of(ask(["a"] * (NUM_ROWS - 1) + ["aaaaaaa\ud800"]))[-1])
+        assert isinstance(error, ValueError)
+        assert f"prompt[{NUM_ROWS - 1}] has a lone surrogate" in str(error)
 
-    def test_ids_are_looked_at_when_they_begin(self) -> None:
-        rows = ask(input_ids=[[number] for number in range(NUM_ROWS - 1)] + [(1, "x")]).prompts
+    def test_ids(self) -> None:
+        rows = all_of(ask(input_ids=[[number] for number in range(NUM_ROWS - 1)] + [(1, "x")]))
         assert rows[5] == IdsPrompt([5])
         assert seen(rows[NUM_ROWS - 2]) == IdsPrompt([NUM_ROWS - 2])
-        refused = seen(rows[NUM_ROWS - 1])
-        assert isinstance(refused, RefusedPrompt)
-        assert f"input_ids[{NUM_ROWS - 1}] entries" in str(refused.error)
+        error = seen(rows[NUM_ROWS - 1])
+        assert isinstance(error, TypeError)
+        assert f"input_ids[{NUM_ROWS - 1}] entries" in str(error)
+
+    def test_chats(self) -> None:
+        rows = all_of(chat([[MESSAGE]] * (NUM_ROWS - 1) + [[{"content": "no role"}]]))
+        assert seen(rows[-2]) == rows[0] == ChatPrompt([MESSAGE], num_characters(MESSAGE))
+        error = seen(rows[-1])
+        assert isinstance(error, ValueError)
+        assert f"messages[{NUM_ROWS - 1}][0] has no role" in str(error)
 
     @pytest.mark.parametrize("wrong", ["", 7, None, ["a"]])
-    def test_a_wrong_kind_is_found_at_the_call(self, wrong: object) -> None:
+    def test_a_later_row_that_is_no_text(self, wrong: object) -> None:
+        request = ask(["a"] * (NUM_ROWS - 1) + [wrong])
         with pytest.raises((TypeError, ValueError), match=rf"prompt\[{NUM_ROWS - 1}\]"):
-            ask(["a"] * (NUM_ROWS - 1) + [wrong])
-        rows = ask(["a"] * (NUM_ROWS - 1) + [wrong], return_exceptions=True).prompts
-        assert isinstance(rows[-1], RefusedPrompt)
+            all_of(request)
+        rows = all_of(ask(["a"] * (NUM_ROWS - 1) + [wrong], return_exceptions=True))
+        assert isinstance(rows[-1], TypeError | ValueError)
 
     @pytest.mark.parametrize("wrong", [[], 7, None, "a"])
-    def test_a_wrong_kind_of_row_too(self, wrong: object) -> None:
+    def test_a_later_row_that_holds_no_ids(self, wrong: object) -> None:
+        request = ask(input_ids=[[1]] * (NUM_ROWS - 1) + [wrong])
         with pytest.raises((TypeError, ValueError), match=rf"input_ids\[{NUM_ROWS - 1}\]"):
-            ask(input_ids=[[1]] * (NUM_ROWS - 1) + [wrong])
+            all_of(request)
 
     def test_a_row_whose_parameters_are_wrong(self) -> None:
         params: list[object] = [None] * (NUM_ROWS - 1) + [{"top_p": 7}]
         options = {"return_exceptions": True}
-        rows = requests.generate_request(["a"] * NUM_ROWS, params, None, stream=False, options=options).prompts
-        assert isinstance(rows[-1], RefusedPrompt)
+        rows = all_of(requests.generate_request(["a"] * NUM_ROWS, params, None, stream=False, options=options))
+        assert isinstance(rows[-1], ValueError)
         assert rows[-2] == TextPrompt("a", 1)
+
+    def test_parameters_of_another_number_of_samples(self) -> None:
+        params: list[object] = [{"n": 2}] * (NUM_ROWS - 1) + [{"n": 3}]
+        request = requests.generate_request(
+            ["a"] * NUM_ROWS, params, None, stream=False, options={"return_exceptions": True}
+        )
+        with pytest.raises(ValueError, match="n must be the same in all sampling_params of a batch, got 2 and 3"):
+            all_of(request)
 
 
 class Threads:

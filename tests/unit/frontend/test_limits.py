@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from aioengine.config import QueueConfig
 from aioengine.errors import EngineClosedError, EngineOverloadedError
-from aioengine.frontend.overload import PLACE_S, Limits, Place, Reservation
+from aioengine.frontend.overload import PLACE_S, Place, QueueLimits, Reservation
 
 RUNNING, QUEUED = 1, 2
 
 
 class World:
-    """Limits, the open calls, and the order in which places were given."""
+    """QueueLimits, the open calls, and the order in which places were given."""
 
     def __init__(self, **bounds: int) -> None:
-        self.limits = Limits(QueueConfig(max_requests=QUEUED, **bounds), max_running=RUNNING, max_total_tokens=100)
+        self.limits = QueueLimits(QueueConfig(max_requests=QUEUED, **bounds), max_running=RUNNING, max_total_tokens=100)
         self.opened: list[Reservation] = []
         self.woken: list[int] = []
         self.gone: set[int] = set()

@@ -10,7 +10,7 @@ import pytest
 
 from aioengine.config import QueueConfig
 from aioengine.frontend import overload
-from aioengine.frontend.overload import Limits, Overload, Reservation
+from aioengine.frontend.overload import Overload, QueueLimits, Reservation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ def test_places_that_are_not_used_go_on(monkeypatch: pytest.MonkeyPatch, num_pla
         order.append(number)
 
     async def main() -> None:
-        limits = Limits(QueueConfig(max_requests=num_places - 1), max_running=1, max_total_tokens=100)
+        limits = QueueLimits(QueueConfig(max_requests=num_places - 1), max_running=1, max_total_tokens=100)
         queue = Overload(limits, threading.RLock(), loop)
         order: list[int] = []
         line = [asyncio.create_task(wait(queue, order, number)) for number in range(4 * num_places)]
@@ -67,7 +67,7 @@ def test_a_place_of_a_waiter_whose_loop_does_not_run_any_more_goes_on(
     elsewhere = asyncio.new_event_loop()
 
     async def main() -> None:
-        limits = Limits(QueueConfig(max_requests=0), max_running=1, max_total_tokens=100)
+        limits = QueueLimits(QueueConfig(max_requests=0), max_running=1, max_total_tokens=100)
         queue = Overload(limits, threading.RLock(), asyncio.get_running_loop())
         queue.reserve(opened := Reservation())
         first = elsewhere.create_task(queue.wait())

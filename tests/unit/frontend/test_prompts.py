@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, TextPrompt, ids_prompt
+from aioengine.frontend.prompts import ChatPrompt, CheckBudget, IdsPrompt, TextPrompt, ids_prompt
 from aioengine.frontend.requests import chat_request, generate_request
 from aioengine.params import SamplingParams
 
@@ -23,7 +23,7 @@ class Letter(IntEnum):
     ids=["list", "tuple", "numpy", "enum", "mixture"],
 )
 def test_all_kinds_of_integers_become_plain_ones(given: list[int] | tuple[int, ...]) -> None:
-    prompt = ids_prompt("input_ids", given)
+    prompt = ids_prompt("input_ids", given, CheckBudget())
     assert isinstance(prompt, IdsPrompt)
     assert prompt.token_ids == [97, 98]
     assert {type(token_id) for token_id in prompt.token_ids} == {int}
@@ -32,12 +32,12 @@ def test_all_kinds_of_integers_become_plain_ones(given: list[int] | tuple[int, .
 @pytest.mark.parametrize("wrong", [True, 1.0, "1", None, [1]])
 def test_what_is_no_integer_is_refused(wrong: object) -> None:
     with pytest.raises(TypeError, match="input_ids entries must be an integer"):
-        ids_prompt("input_ids", [1, wrong])
+        ids_prompt("input_ids", [1, wrong], CheckBudget())
 
 
 def test_the_callers_list_may_change_afterwards() -> None:
     given = [1, 2, 3]
-    prompt = ids_prompt("input_ids", given)
+    prompt = ids_prompt("input_ids", given, CheckBudget())
     given[0] = 9
     assert isinstance(prompt, IdsPrompt)
     assert prompt.token_ids == [1, 2, 3]
@@ -118,7 +118,7 @@ IDS = list(range(1000))
         ([{"stop_token_ids": [*IDS]} for _ in range(66)], "have 66000 stop_token_ids and logit_bias entries together"),
         ([SamplingParams(stop_token_ids=IDS) for _ in range(66)], "have 66000 stop_token_ids"),
         ([{"logit_bias": dict.fromkeys(IDS, 1.0)} for _ in range(66)], "give rows that share them the same object"),
-        ([{"stop_regex": f"q{place}(a|b){{100}}"} for place in range(5000)], "the 5000 different patterns of one call"),
+        ([{"stop_regex": f"q{place}(a|b){{100}}"} for place in range(5000)], "the 512 different patterns of one call"),
         ([{"stop_regex": [f"{place}a", f"{place}b"]} for place in range(200)], "the 400 different patterns"),
     ],
 )
@@ -137,8 +137,10 @@ def test_parameters_that_take_too_long_together_are_refused(params: list[object]
     ],
 )
 def test_parameters_that_are_shared_or_were_checked_before_are_taken(params: list[object]) -> None:
-    ask = generate_request(["a"] * len(params), params, None, stream=False, options={})
-    assert len(ask.params) == len(params)
+    request = generate_request(["a"] * len(params), params, None, stream=False, options={})
+    while not request.is_checked:
+        request.check_more()
+    assert len(request.params) == len(params)
 
 
 def test_rows_that_share_their_parameters_share_them_on() -> None:
