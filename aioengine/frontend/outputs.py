@@ -144,7 +144,7 @@ class RowStream:
             self.text = text
         elif text:
             self.more_texts.append(text)
-            if len(self.more_texts) == MAX_UNJOINED_TEXTS:
+            if len(self.more_texts) >= max(MAX_UNJOINED_TEXTS, len(self.more_texts[0]) // MAX_UNJOINED_TEXTS):
                 self.more_texts = ["".join(self.more_texts)]
 
     def take(self) -> Chunk:

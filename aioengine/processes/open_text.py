@@ -6,6 +6,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from msgspec.structs import replace
+
 from aioengine.patterns import PatternCache
 from aioengine.protocol.messages import Ended, FinishCode, Finished, Opened
 from aioengine.text.detokenizer import Decode, make_detokenizer
@@ -116,6 +118,7 @@ class OpenText:
         Returns the ids to ``replay`` one by one: for a request with patterns those that have left already.
         """
         resumed_ids = self._opened.resumed_ids
+        self._opened = replace(self._opened, resumed_ids=[])  # they are not kept for as long as it is open
         self._pipeline = source.pipeline(self._opened.text)
         if self._pipeline is None:
             return ()

@@ -221,6 +221,11 @@ class WindowDetokenizer:
                 self._num_given -= num_lost
                 self._shorten_at = 2 * _MAX_WINDOW
                 return
+        without_middle = self._window[:_MAX_WINDOW] + self._window[-_MAX_WINDOW:]
+        if len(without_middle) < len(self._window) and self._decode(without_middle) == self._text:
+            # The ids between write nothing.
+            self._window = without_middle
+            self._shorten_at = 3 * _MAX_WINDOW
 
 
 def _decode_utf8(data: bytes) -> tuple[str, bytes]:

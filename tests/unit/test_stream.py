@@ -96,12 +96,18 @@ class TestMerging:
 
     def test_unread_texts_are_joined_now_and_then(self) -> None:
         slot = Slot()
-        for text in texts(1000):
+        num_characters = num_copied = 0
+        for text in texts(50_000):
+            before = slot.rows[0].more_texts
             slot.rows[0].put(text, [1])
-            assert len(slot.rows[0].more_texts) <= MAX_UNJOINED_TEXTS
+            num_characters += len(text)
+            now = slot.rows[0].more_texts
+            assert len(now) <= MAX_UNJOINED_TEXTS + num_characters / MAX_UNJOINED_TEXTS
+            num_copied += len(now[0]) if now is not before else 0
+        assert num_copied < 20 * num_characters
         chunk = slot.reader.take()
         assert chunk is not None
-        assert chunk["text"] == "".join(texts(1000))
+        assert chunk["text"] == "".join(texts(50_000))
 
     def test_a_chunk_that_was_read_does_not_change(self) -> None:
         slot = Slot()

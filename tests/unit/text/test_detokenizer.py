@@ -237,3 +237,22 @@ def test_make_detokenizer_chooses() -> None:
     sample = TABLE_SAMPLES[0]
     assert isinstance(make_detokenizer(TABLES["byte-level", True]), TableDetokenizer)
     assert isinstance(make_detokenizer(sample.decode), WindowDetokenizer)
+
+
+def letters(ids: Sequence[int]) -> str:
+    """A letter for an id below 100; the others write nothing."""
+    return "".join(chr(97 + token_id % 26) for token_id in ids if token_id < 100)
+
+
+@pytest.mark.parametrize("ids", [[200] * 999, [1] + [200] * 999, [1, *[200] * 150, 2, *[300] * 999], [1, 200, 2] * 333])
+def test_ids_that_write_nothing_are_not_kept(ids: list[int]) -> None:
+    longest = 0
+
+    def decode(window: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(window))
+        return letters(window)
+
+    detokenizer = WindowDetokenizer(decode)
+    assert text_of(detokenizer, singly(ids)) + detokenizer.push((5,)) == letters([*ids, 5])
+    assert longest <= 64
