@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from aioengine import machine, model_folder
 from aioengine.chat_template import check_files, checked_template
 from aioengine.config import DeliveryConfig, QueueConfig, Settings
-from aioengine.errors import EngineError, EngineStartupError
+from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Running
@@ -147,6 +147,10 @@ class _Inbox:
         self._failure = error
         if self.frontend is not None:
             self.frontend.fail(error)
+        # The program itself may have cancelled the engine's tasks, as ``asyncio.run`` does at its end.
+        is_cancelled = isinstance(error, EngineDeadError) and error.role == "frontend" and error.__cause__ is None
+        level = logging.INFO if is_cancelled else logging.ERROR
+        log(logger, level, "the engine has ended: %s", str(error).partition(";")[0])
 
     def connect(self, frontend: Frontend) -> None:
         self.frontend = frontend

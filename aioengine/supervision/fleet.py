@@ -168,12 +168,13 @@ class Fleet:
             self._events.on_failure(error)
             return
         replica = self._replicas[number]
-        warn(logger, "replica %d has failed, its requests go on in %d others: %s", number, len(self._living), error)
+        reason = str(error).partition(";")[0]
+        warn(logger, "replica %d has failed, its requests go on in %d others: %s", number, len(self._living), reason)
         self._stops.append(EngineTask(replica.stop(_STOP_TIMEOUT_S), name="aioengine-stop", on_failure=_ignore))
-        self._num_open[number] = 0
-        if number in self._stats:
-            self._stats[number] = Stats(*msgspec.structs.astuple(self._stats[number])[:_NUM_TOTALS])
         reports, requests = replica.hand_over(error)
+        if number in self._stats:  # of which the totals remain
+            reports.append(Stats(*msgspec.structs.astuple(self._stats[number])[:_NUM_TOTALS]))
+        self._num_open[number] = 0
         self._on_messages(number, reports)
         self.send(requests)
 

@@ -1,14 +1,14 @@
-"""Ledger: what is submitted again when the processes of an engine are replaced.
+"""Ledger: the open requests of a replica, and what is submitted again when its processes are replaced.
 
-Everything that the scheduler is told passes the ``Ledger``, and everything that comes of it. So it knows, for every
-request that is open, what it was asked for and every id that was given out; the rest is a function of these.
+Every message to the scheduler and every delivered chunk passes the ``Ledger``. So it has, for every open request, its
+parameters and every token id that was delivered; everything else is a function of these.
 
-A request that was in the step in which a process died is a *suspect*. After the restart the suspects go on one at a
-time, beside the others that had begun; the next one when the one before has got past the place where it had been, and
-what had not begun when all have. Should a process die in a step of the one on trial, that one goes on alone, with
-nothing beside it; and should one die again, it was killed by this request, which ends with an error. All others go on.
+The requests in the step in which a process died are *suspects* (see ``trials``): after the restart they go on one at a
+time, beside the requests that had begun; requests that had not begun wait until all suspects are cleared. A suspect is
+cleared once it has more tokens than at the crash. If a process dies again in a step of the suspect on trial, that
+suspect is tried alone; if it dies once more, the request ends with an error. All others go on.
 
-A control call is tried once: one that was on its way when the scheduler died ends with an error.
+A control is sent once: one without a reply when the scheduler died ends with an error.
 
 Pure: no clock, no process; times come as arguments.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import msgspec
+from msgspec.structs import replace
 
 from aioengine.protocol.messages import (
     Abort,
@@ -38,15 +38,19 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Begun, ToFrontend, ToScheduler
 
 CRASH_STAGE: Final = "crash"
-"""The stage of the error of a request that killed its process, and of a control call that was lost with one."""
+"""The stage in the error of a request that killed its process, and of a control that was lost with one."""
 
 _OWN_CALL: Final = -1
-"""Id of a control call that nobody waits for."""
+"""The id of the ledger's own controls; their replies are ignored."""
 
 
-class Entry:
-    """An open request. ``is_sent``: the scheduler that runs now has it. ``abort``: how it was asked to end, and
-    ``has_replayed_abort``: it was so again after a restart. ``is_suspended``: nobody wants more of it for now.
+class OpenRequest:
+    """A request without an end.
+
+    Attributes:
+        token_ids: the output ids that were delivered. begun: how it began. num_preemptions: how often it was preempted.
+        abort: how it shall end. has_replayed_abort: the abort was sent again, after a restart.
+        is_sent: the present scheduler has the request. is_suspended: no more of it is computed for now.
     """
 
     __slots__ = (
@@ -65,126 +69,114 @@ class Entry:
         self.is_suspended = False
 
     @property
+    def has_begun(self) -> bool:
+        return self.begun is not None
+
+    @property
     def num_known(self) -> int:
-        """Tokens of prompt and output that are known to have been computed or drawn."""
-        return len(self.submit.prompt_token_ids) + max(len(self.token_ids), self.begun is not None)
+        """Tokens of prompt and output that were certainly computed or sampled."""
+        return len(self.submit.prompt_token_ids) + max(len(self.token_ids), self.has_begun)
 
     def messages(self, *, is_suspect: bool) -> list[ToScheduler]:
-        """The request again, from where it is; and its abort. A suspect tells of each token at once."""
+        """The request again, from where it is, with its abort. Each token of a suspect is delivered at once."""
         submit = self.submit
         if self.begun is not None:
-            limits = msgspec.structs.replace(submit.limits, refuses_late=False)
             resumed = Resumed(self.begun, self.token_ids.copy(), self.num_preemptions)
-            submit = msgspec.structs.replace(submit, limits=limits, resumed=resumed)
+            submit = replace(submit, limits=replace(submit.limits, refuses_late=False), resumed=resumed)
         if is_suspect:
-            text = msgspec.structs.replace(submit.text, stream=True, stream_interval=1)
-            submit = msgspec.structs.replace(submit, text=text)
+            submit = replace(submit, text=replace(submit.text, stream=True, stream_interval=1))
         return [submit] if self.abort is None else [submit, self.abort]
-
-    def expired(self, now: float) -> str | None:
-        """The deadline that has passed for a request that gave nothing yet."""
-        return next((which for which, time in self.submit.limits.deadlines().items() if time <= now), None)
 
 
 class ControlCalls:
-    """The open control calls, and whether the scheduler is paused by one."""
+    """The controls without a reply.
+
+    Attributes:
+        is_paused: the scheduler was paused by a control.
+        lost: the replies to controls that were lost, which no process will send.
+    """
 
     def __init__(self) -> None:
+        self.is_paused = False
+        self.lost: list[Reply] = []
         self._waiting: dict[int, Control] = {}
-        self._asked: dict[int, Control] = {}
-        self._lost: list[Reply] = []
-        self._is_paused = False
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether nobody was told yet of one that was lost."""
-        return bool(self._lost)
+        self._sent: dict[int, Control] = {}
 
     def add(self, control: Control) -> None:
         self._waiting[control.call_id] = control
 
-    def ask(self) -> list[ToScheduler]:
-        """Those that wait, which the scheduler is told now."""
-        asked, self._waiting = self._waiting, {}
-        self._asked |= asked
-        return [*asked.values()]
-
-    def own(self) -> list[ToScheduler]:
-        """What a new scheduler is told before anything else."""
-        return [Control(_OWN_CALL, "pause")] if self._is_paused else []
+    def take(self) -> list[ToScheduler]:
+        """The controls that wait, which are sent now."""
+        waiting, self._waiting = self._waiting, {}
+        self._sent |= waiting
+        return [*waiting.values()]
 
     def receive(self, reply: Reply) -> None:
-        """One has its reply; what it changed outlives the scheduler from now on."""
-        asked = self._asked.pop(reply.call_id, None)
-        if asked is not None and reply.success and asked.name in ("pause", "continue"):
-            self._is_paused = asked.name == "pause"
+        """Note a reply. A pause outlives the scheduler from now on."""
+        control = self._sent.pop(reply.call_id, None)
+        if control is not None and reply.success and control.name in ("pause", "continue"):
+            self.is_paused = control.name == "pause"
 
     def lose(self, how: str) -> None:
-        """The scheduler is gone, in this way: what it was told and did not answer is not tried again.
+        """The scheduler is lost, as ``how`` says: controls that it has are not sent again.
 
-        But "continue" is done: the next one is not paused.
+        But "continue" succeeds: the next scheduler is not paused.
         """
-        for control in self._asked.values():
+        for control in self._sent.values():
             if control.name == "continue":
-                self._is_paused = False
-                self._lost.append(Reply(control.call_id, True))
+                self.is_paused = False
+                self.lost.append(Reply(control.call_id, True))
                 continue
-            message = f"{how} before it had answered {control.name!r}, which was not tried again"
-            self._lost.append(Reply(control.call_id, False, message, stage=CRASH_STAGE))
-        self._asked.clear()
+            text = f"{how} before it had answered {control.name!r}, which was not tried again"
+            self.lost.append(Reply(control.call_id, False, text, stage=CRASH_STAGE))
+        self._sent.clear()
 
     def put_back(self) -> None:
-        """What the scheduler may have answered was lost: it is asked again."""
-        self._waiting = self._asked | self._waiting
-        self._asked = {}
-
-    def take_lost(self) -> list[Reply]:
-        """The replies that no process will give."""
-        lost, self._lost = self._lost, []
-        return lost
+        """Replies of the scheduler may be lost: all controls are sent again."""
+        self._waiting = self._sent | self._waiting
+        self._sent = {}
 
 
 class Ledger:
-    """The open requests and control calls of an engine. Belongs to one loop and never waits.
+    """The open requests and controls of a replica. Belongs to one loop and never waits.
 
     Attributes:
         is_connected: there is a scheduler to send to.
-        calls: the control calls.
+        calls: the controls.
     """
 
     def __init__(self) -> None:
         self.is_connected = True
         self.calls = ControlCalls()
-        self._entries: dict[int, Entry] = {}
-        self._given: dict[int, list[int]] = {}  # uid -> the ``token_ids`` of its entry
+        self._requests: dict[int, OpenRequest] = {}
+        self._token_ids: dict[int, list[int]] = {}  # uid -> the ``token_ids`` of its request
         self._trials = Trials()
         self._has_progress = True  # some request gave a token since one was found guilty
         self._ended: list[Finished] = []
 
     @property
     def num_open(self) -> int:
-        return len(self._entries)
+        return len(self._requests)
 
     @property
     def holds_back(self) -> bool:
-        """Whether requests may wait here that the scheduler does not know, or ends that nobody was told."""
-        if self._ended or self.calls.has_lost:
+        """Whether there may be requests that were not sent, or reports to take."""
+        if self._ended or self.calls.lost:
             return True
-        return bool(self._entries) and (not self.is_connected or self._trials.on_trial is not None)
+        return bool(self._requests) and (not self.is_connected or self._trials.on_trial is not None)
 
     # ------------------------------------------------------------ to the scheduler
 
     def record(self, messages: Iterable[ToScheduler], now: float) -> list[ToScheduler]:
-        """Note what the scheduler is told; returns what is to be sent now."""
+        """Record messages to the scheduler; returns what is sent now."""
         due: list[ToScheduler] = []
         for message in messages:
             match message:
-                case Submit():
-                    entry = self._entries[message.uid] = Entry(message)
-                    self._given[message.uid] = entry.token_ids
-                    has_begun = entry.begun is not None
-                    entry.is_sent = self.is_connected and self._trials.admits(message.uid, has_begun=has_begun)
-                    if entry.is_sent:
+                case Submit(uid=uid):
+                    request = self._requests[uid] = OpenRequest(message)
+                    self._token_ids[uid] = request.token_ids
+                    request.is_sent = self.is_connected and self._trials.admits(uid, has_begun=request.has_begun)
+                    if request.is_sent:
                         due.append(message)
                 case Abort():
                     due += self._abort(message, now)
@@ -193,27 +185,28 @@ class Ledger:
                 case Control():
                     self.calls.add(message)
                     if self.is_connected:
-                        due += self.calls.ask()
+                        due += self.calls.take()
         return due
 
     def replay(self) -> list[ToScheduler]:
-        """There is a new scheduler: what it has to be told first."""
+        """There is a new scheduler; returns what is sent to it first."""
         self.is_connected = True
         self._trials.settle()
-        return [*self.calls.own(), *self._release(), *self.calls.ask()]
+        pause = [Control(_OWN_CALL, "pause")] if self.calls.is_paused else []
+        return [*pause, *self._release(), *self.calls.take()]
 
     def _abort(self, abort: Abort, now: float) -> list[ToScheduler]:
-        """What has not begun and is not sent ends here; of the rest, text may be held back, which a process finds."""
+        """A request that was not sent and gave nothing ends here. Of others a process may hold back text."""
         sent: list[int] = []
         for uid in abort.uids:
-            entry = self._entries.get(uid)
-            if entry is None:
+            request = self._requests.get(uid)
+            if request is None:
                 continue
-            entry.abort = Abort([uid], abort.code, abort.message)
-            self._trials.suspects.pop(uid, None)
-            if entry.is_sent:
+            request.abort = Abort([uid], abort.code, abort.message)
+            self._trials.clear(uid)
+            if request.is_sent:
                 sent.append(uid)
-            elif entry.begun is None:
+            elif not request.has_begun:
                 self._end(Finished(uid, abort.code, message=abort.message, ended_at=now))
         due: list[ToScheduler] = [Abort(sent, abort.code, abort.message)] if sent else []
         if self.holds_back and self.is_connected:
@@ -222,121 +215,122 @@ class Ledger:
         return due
 
     def _suspend(self, suspend: Suspend) -> list[ToScheduler]:
-        """A suspect that is suspended shows nothing; others do not wait for it."""
+        """A suspect that is suspended proves nothing; others do not wait for it."""
         for uid in suspend.uids:
-            if (entry := self._entries.get(uid)) is not None:
-                entry.is_suspended = not suspend.is_over
-                if entry.is_suspended and uid == self._trials.on_trial:
-                    self._trials.suspects.pop(uid, None)
+            if (request := self._requests.get(uid)) is not None:
+                request.is_suspended = not suspend.is_over
+                if request.is_suspended and uid == self._trials.on_trial:
+                    self._trials.clear(uid)
         if not self.is_connected:
             return []
         return [suspend, *self._release()] if self._trials.settle() else [suspend]
 
     def _release(self) -> list[ToScheduler]:
-        """All that may go on now and is not sent. What is aborted ends before it is computed."""
+        """The requests that may go on now and were not sent. One that was aborted ends before it is computed."""
         trials = self._trials
         due: list[ToScheduler] = []
-        for uid, entry in self._entries.items():
-            if entry.is_sent:
+        for uid, request in self._requests.items():
+            if request.is_sent:
                 continue
-            if entry.abort is not None or trials.admits(uid, has_begun=entry.begun is not None):
-                entry.is_sent = True
-                entry.has_replayed_abort = entry.abort is not None
-                due += entry.messages(is_suspect=uid == trials.on_trial)
-                if entry.is_suspended and uid != trials.on_trial:
+            if request.abort is not None or trials.admits(uid, has_begun=request.has_begun):
+                request.is_sent = True
+                request.has_replayed_abort = request.abort is not None
+                due += request.messages(is_suspect=uid == trials.on_trial)
+                if request.is_suspended and uid != trials.on_trial:
                     due.append(Suspend([uid]))
         return due
 
     # ------------------------------------------------------------ from the processes
 
     def receive(self, chunks: TextChunks) -> list[ToScheduler]:
-        """Note what is given out; returns what is to be sent now."""
+        """Record what is delivered; returns what is sent now."""
         for begun in chunks.begun:
-            if (entry := self._entries.get(begun.uid)) is not None:
-                entry.begun = begun
-        self._note_ids(chunks)
-        for uid in chunks.preempted:
-            if (preempted := self._entries.get(uid)) is not None:
-                preempted.num_preemptions += 1
-        for finished in chunks.finished:
-            self._forget(finished.uid)
-        if chunks.tokens.token_ids:
-            self._has_progress = True
-        trials = self._trials
-        if trials.on_trial is None or not self.is_connected:  # new children give signs of life before all are ready
-            return []
-        tried = self._entries.get(trials.on_trial)
-        due: list[ToScheduler] = []
-        if tried is not None and tried.num_known >= trials.suspects.get(trials.on_trial, 0):
-            trials.suspects.pop(trials.on_trial, None)
-            if tried.is_suspended:  # that had to wait for its trial
-                due.append(Suspend([trials.on_trial]))
-        return [*due, *self._release()] if trials.settle() else due
-
-    def _note_ids(self, chunks: TextChunks) -> None:
+            if (request := self._requests.get(begun.uid)) is not None:
+                request.begun = begun
         tokens = chunks.tokens
-        for known, token_id in zip(map(self._given.get, tokens.uid_of_each()), tokens.token_ids, strict=True):
+        for known, token_id in zip(map(self._token_ids.get, tokens.uid_of_each()), tokens.token_ids, strict=True):
             if known is not None:
                 known.append(token_id)
+        for uid in chunks.preempted:
+            if (request := self._requests.get(uid)) is not None:
+                request.num_preemptions += 1
+        for finished in chunks.finished:
+            self._forget(finished.uid)
+        if tokens.token_ids:
+            self._has_progress = True
+        if self._trials.on_trial is None or not self.is_connected:  # new children send messages before all are ready
+            return []
+        return self._go_on_with_trials(self._trials.on_trial)
+
+    def _go_on_with_trials(self, uid: int) -> list[ToScheduler]:
+        """Clear the suspect on trial once it has got past its crash, and try the next one."""
+        request = self._requests.get(uid)
+        due: list[ToScheduler] = []
+        if request is not None and request.num_known >= self._trials.suspects.get(uid, 0):
+            self._trials.clear(uid)
+            if request.is_suspended:  # the suspension had to wait for the trial
+                due.append(Suspend([uid]))
+        return [*due, *self._release()] if self._trials.settle() else due
 
     def take_reports(self) -> list[ToFrontend]:
-        """What no process will report: the ends of requests, and the replies to controls that were lost."""
+        """What no process will report: ends of requests, and replies to controls that were lost."""
         ended, self._ended = self._ended, []
-        lost = self.calls.take_lost()
+        lost, self.calls.lost = self.calls.lost, []
         return [TextChunks(finished=ended), *lost] if ended else [*lost]
 
     def expire(self, now: float) -> None:
-        """End what waits here beyond its deadline, and gave nothing yet."""
-        for uid, entry in list(self._entries.items()):
-            if not entry.is_sent and entry.begun is None and (which := entry.expired(now)):
-                self._end(Finished(uid, FinishCode.DEADLINE, which, ended_at=now))
+        """End requests that wait here beyond a deadline and gave nothing yet."""
+        for uid, request in list(self._requests.items()):
+            if not request.is_sent and not request.has_begun:
+                passed = [which for which, time in request.submit.limits.deadlines().items() if time <= now]
+                if passed:
+                    self._end(Finished(uid, FinishCode.DEADLINE, passed[0], ended_at=now))
 
     # ------------------------------------------------------------ crashes
 
     def crash(self, rows: Mapping[int, int], how: str, now: float, *, is_scheduler_lost: bool = True) -> Blame:
-        """A process is gone; ``rows``: by uid, the end of what the step computed in which it died.
+        """A process is lost, as ``how`` says. ``rows``: by uid, the end of what its last step computed.
 
-        ``how``: what happened to the process. Nobody is blamed where everything crashes: when no request gave a token
-        since the last one was found guilty.
+        Nobody is blamed where everything crashes: when no request gave a token since the last one was found guilty.
         """
         self.is_connected = False
         if is_scheduler_lost:
             self.calls.lose(how)
         else:
             self.calls.put_back()
-        for uid, entry in list(self._entries.items()):
-            if entry.is_sent and entry.has_replayed_abort and entry.abort is not None:
-                self._end(Finished(uid, entry.abort.code, message=entry.abort.message, ended_at=now))
-            entry.is_sent = False
+        for uid, request in list(self._requests.items()):
+            if request.is_sent and request.has_replayed_abort and request.abort is not None:
+                self._end(Finished(uid, request.abort.code, message=request.abort.message, ended_at=now))
+            request.is_sent = False
         for uid, end in rows.items():
-            suspect = self._entries.get(uid)
+            suspect = self._requests.get(uid)
             if suspect is not None and suspect.abort is None:
                 self._trials.suspects[uid] = max(end, suspect.num_known) + 1
         blame = self._trials.crash(rows)
         is_believed = self._has_progress
         if blame is Blame.GUILTY and self._trials.on_trial is not None:
-            message = f"{how} each time it computed this request, at last with no other beside it; all others go on"
+            text = f"{how} each time it computed this request, at last with no other beside it; all others go on"
             uid = self._trials.on_trial
-            self._end(Finished(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=message, ended_at=now))
+            self._end(Finished(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=text, ended_at=now))
             self._has_progress = False
         return blame if is_believed else Blame.NOBODY
 
     def hand_over(self, how: str, now: float) -> list[ToScheduler]:
-        """The processes are not replaced: all open requests, from where they are, for another replica.
+        """The processes are lost and not replaced: all open requests, from where they are, for another replica.
 
         Controls without a reply are lost.
         """
-        self.calls.ask()
+        self.calls.take()
         self.crash({}, how, now)
         self._trials = Trials()
         return self._release()
 
     def _end(self, finished: Finished) -> None:
-        """End a request here."""
+        """End a request here; the end is reported later."""
         self._forget(finished.uid)
         self._ended.append(finished)
 
     def _forget(self, uid: int) -> None:
-        self._entries.pop(uid, None)
-        self._given.pop(uid, None)
-        self._trials.suspects.pop(uid, None)
+        self._requests.pop(uid, None)
+        self._token_ids.pop(uid, None)
+        self._trials.clear(uid)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aioengine import plugins
-from aioengine.errors import EngineClosedError, EngineDeadError, EngineError
+from aioengine.errors import EngineClosedError, EngineError
 from aioengine.logs import log, warn
 from aioengine.protocol.messages import SCHEDULER, Reply, Stats, TextChunks, Totals
 from aioengine.protocol.orders import ROLES
@@ -275,21 +275,15 @@ class Supervisor:
         if self._is_ended:
             return
         self._is_ended = True
-        try:
-            self._incarnation.give_up()
-        finally:
-            self._report_failure(error)
-
-    def _report_failure(self, error: EngineError) -> None:
         if self._window.num_taken:
             error.add_note(
                 f"its processes were replaced {self._window.num_taken} times within "
                 f"{self._window.window_s:g} seconds, which is all that max_restarts={self._window.max_restarts} allows"
             )
-        self._events.on_failure(error)
-        # The program itself may have cancelled the engine's tasks, as ``asyncio.run`` does at its end.
-        is_cancelled = isinstance(error, EngineDeadError) and error.role == "frontend" and error.__cause__ is None
-        log(logger, logging.INFO if is_cancelled else logging.ERROR, "the engine has ended: %s", _describe(error))
+        try:
+            self._incarnation.give_up()
+        finally:
+            self._events.on_failure(error)
 
 
 class RestartWindow:

@@ -1,4 +1,4 @@
-"""Trials: which requests are suspected to have killed a process, and who goes on beside them. Pure."""
+"""Trials: which requests are suspected to have killed a process, and what goes on beside each of them. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ if TYPE_CHECKING:
 
 
 class Blame(Enum):
-    """Whose a crash was. NOBODY's are counted as restarts; a suspect's is not; with the one that proves its guilt, the
-    one that made it a suspect is not counted any more either.
+    """Who caused a crash.
+
+    NOBODY: it counts as a restart. SUSPECT: the suspect on trial, so it does not count. GUILTY: the same suspect again,
+    tried alone; then the crash that made it a suspect does not count any more, either.
     """
 
     NOBODY = 0
@@ -20,10 +22,10 @@ class Blame(Enum):
 
 
 class Trials:
-    """Which suspect goes on now, and with whom beside it.
+    """The suspects, of which one at a time is on trial.
 
     Attributes:
-        suspects: uid -> the tokens that it has when it has got past its crash.
+        suspects: uid -> the number of tokens with which it has got past its crash.
         on_trial: the suspect that goes on. is_alone: nothing else does.
     """
 
@@ -38,18 +40,20 @@ class Trials:
             return True
         return has_begun and uid not in self.suspects and not self.is_alone
 
+    def clear(self, uid: int) -> None:
+        """The request is no suspect, or has ended. ``settle`` then chooses another one."""
+        self.suspects.pop(uid, None)
+
     def settle(self) -> bool:
-        """Choose who is tried next, unless one is; whether that changed who may go on."""
-        if self.on_trial is None and not self.suspects:
-            return False
-        if self.on_trial in self.suspects:
+        """Choose the next suspect on trial, unless there is one; returns whether other requests may go on now."""
+        if self.on_trial in self.suspects or (self.on_trial is None and not self.suspects):
             return False
         self.is_alone = False
         self.on_trial = min(self.suspects, default=None)
         return True
 
     def crash(self, rows: Container[int]) -> Blame:
-        """A process died in a step of these rows, which are all suspects now."""
+        """A process died in a step of these requests, which are all suspects now."""
         if self.on_trial in self.suspects and self.on_trial in rows:
             blame = Blame.GUILTY if self.is_alone else Blame.SUSPECT
             self.is_alone = True
