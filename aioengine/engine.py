@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -38,21 +39,13 @@ if TYPE_CHECKING:
     from aioengine.tokenizer import Tokenizer
 
 
-class AsyncEngine:
-    """An LLM inference engine for asyncio. Everything heavy runs in processes of its own.
+class EngineFace(ABC):
+    """What both engines share: how they are made, calls that are awaited, and calls from any thread."""
 
-    ``async with AsyncEngine(model_path=...) as engine`` starts it on the running loop and shuts it down at the end;
-    ``await engine.start()`` and ``await engine.shutdown()`` do the same. It may be made anywhere, also before a fork,
-    and belongs to the process and to the loop that start it. A call from another loop raises ``WrongLoopError``
-    (``Engine`` serves any loop and thread). After its shutdown it can be started again. Without a ``model_path`` it
-    runs the small demo model of the package. ``help(EngineArguments)`` describes all arguments.
+    _is_bound = False
+    """Whether what it returns belongs to the loop that it was started on."""
 
-    Raises:
-        TypeError: an argument that does not exist, or a value of the wrong type.
-        ValueError: a value outside its range, or a model folder that cannot be served. (Downloads: at the start.)
-    """
-
-    _run: EngineRun | None = None  # also where the constructor failed
+    _model_name: str
 
     @signatures.engine_arguments
     def __init__(self, model_path: str | PurePath | None = None, **arguments: Unpack[EngineArguments]) -> None:
@@ -71,6 +64,142 @@ class AsyncEngine:
         engine = cls.__new__(cls)
         engine._init(prepare, progress, "")
         return engine
+
+    @abstractmethod
+    def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
+        """``prepare`` reads what it is started with; ``model_name`` may be empty."""
+
+    @abstractmethod
+    def _running(self) -> Frontend:
+        """The started engine, for a caller that may use it here."""
+
+    @abstractmethod
+    def _anywhere(self) -> Frontend:
+        """The started engine, for a caller on any thread."""
+
+    @abstractmethod
+    def health(self) -> Health:
+        """The state of the engine and of its processes; may be called at any time, from any thread."""
+
+    def __repr__(self) -> str:
+        return info.described(type(self).__name__, self._model_name, self.health()["state"])
+
+    if not TYPE_CHECKING:  # type checkers would take it for a sign that every attribute exists
+
+        def __getattr__(self, name: str) -> NoReturn:
+            is_short = f"async_{name}" in dir(type(self))
+            instead = f"; await engine.async_{name}(...), or use Engine for synchronous code" if is_short else ""
+            raise no_attribute(type(self).__name__, name, instead=instead)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine cannot be pickled or copied: it owns processes; make one where it is needed")
+
+    @signatures.async_generate
+    def async_generate(
+        self,
+        prompt: object = None,
+        sampling_params: object = None,
+        input_ids: object = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+        """Generate from a prompt or its token ids; a list of either is a batch.
+
+        The request is on its way when this returns. Await the result for the whole answer (a dict; a ``BatchOutput``
+        for a batch or ``n`` > 1, which the types do not show for a single prompt), or, with ``stream=True``, iterate
+        over its chunks. ``sampling_params`` is a ``SamplingParams`` or a dict of its fields; a batch takes one, or a
+        list with one for each prompt. ``options`` are described at ``RequestOptions``.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong.
+            EngineOverloadedError, EngineDrainingError, EngineClosedError, EngineDeadError: it cannot be taken.
+            WrongLoopError: this is not the event loop of the ``AsyncEngine``.
+
+        Awaiting it raises ``RequestTooLargeError`` where the prompt does not fit, ``RequestError`` where this request
+        alone failed, and ``EngineDeadError`` where the engine died.
+        """
+        return self._open(
+            partial(requests.generate_request, prompt, sampling_params, input_ids, stream=stream, options=options)
+        )
+
+    @signatures.async_chat
+    def async_chat(
+        self,
+        messages: object,
+        sampling_params: object = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+        """Answer a conversation (dicts with ``role`` and ``content``), put through the model's chat template.
+
+        ``content`` is text, or a list of text parts (``{"type": "text", "text": ...}``): a template that knows parts
+        gets them as they are, any other their joined text.
+
+        A list of conversations is a batch. ``options`` are described at ``ChatOptions``: ``tools``, another template,
+        variables for it, and those of ``async_generate``. Everything else is as there. What the template refuses, and a
+        model without a template, raise ValueError when the generation is awaited.
+        """
+        return self._open(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
+
+    def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+        frontend = self._running()
+        reader = frontend.open(make_request)
+        if reader.is_stream:
+            return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
+        return Generation[Answer](reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
+
+    def _attached(self, rid: str, from_offset: int) -> Stream:
+        frontend = self._running()
+        reader = frontend.attachments.attach(rid, from_offset, frontend)
+        return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
+
+    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
+        """End a live request, or all; they finish with reason ``abort`` and the output so far.
+
+        ``rid`` may be that of a call, of one prompt of a batch (``x_2``) or of one sample. An unknown one is no
+        error, neither of both is a ValueError. May be called from any thread.
+        """
+        self._anywhere().abort_request(rid, abort_all)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; it needs no torch. Raises ValueError with ``skip_tokenizer_init``."""
+        return info.existing(self._anywhere().parts.tokenizer)
+
+    @property
+    def tokenizer_manager(self) -> TokenizerNamespace:
+        """The old home of ``tokenizer`` and ``abort_request``."""
+        frontend = self._anywhere()
+        return TokenizerNamespace(frontend.parts.tokenizer, frontend.abort_request)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine takes or finishes requests."""
+        return self.health()["state"] in info.ALIVE
+
+    def stats(self) -> dict[str, int]:
+        """Counters (README tells what each is), as the scheduler pushed them last; may be called from any thread."""
+        return self._anywhere().stats()
+
+
+class AsyncEngine(EngineFace):
+    """An LLM inference engine for asyncio. Everything heavy runs in processes of its own.
+
+    ``async with AsyncEngine(model_path=...) as engine`` starts it on the running loop and shuts it down at the end;
+    ``await engine.start()`` and ``await engine.shutdown()`` do the same. It may be made anywhere, also before a fork,
+    and belongs to the process and to the loop that start it. A call from another loop raises ``WrongLoopError``
+    (``Engine`` serves any loop and thread). After its shutdown it can be started again. Without a ``model_path`` it
+    runs the small demo model of the package. ``help(EngineArguments)`` describes all arguments.
+
+    Raises:
+        TypeError: an argument that does not exist, or a value of the wrong type.
+        ValueError: a value outside its range, or a model folder that cannot be served. (Downloads: at the start.)
+    """
+
+    _is_bound = True
+    _run: EngineRun | None = None  # also where the constructor failed
 
     def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
         self._model_name = model_name
@@ -143,19 +272,6 @@ class AsyncEngine:
         if self._run is not None and self._run.kill_now():
             warnings.warn("an AsyncEngine was not shut down", ResourceWarning, stacklevel=1, source=self)
 
-    def __repr__(self) -> str:
-        return info.described("AsyncEngine", self._model_name, self.health()["state"])
-
-    if not TYPE_CHECKING:  # type checkers would take it for a sign that every attribute exists
-
-        def __getattr__(self, name: str) -> NoReturn:
-            is_short = f"async_{name}" in dir(type(self))
-            instead = f"; await engine.async_{name}(...), or use Engine for synchronous code" if is_short else ""
-            raise no_attribute("AsyncEngine", name, instead=instead)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("an engine cannot be pickled or copied: it owns processes; make one where it is needed")
-
     def _running(self) -> Frontend:
         """The started engine, for a caller on its loop."""
         frontend = self._anywhere()
@@ -172,64 +288,6 @@ class AsyncEngine:
             raise callers.forked(run.pid)
         return run.frontend
 
-    # ------------------------------------------------------------ generate
-
-    @signatures.async_generate
-    def async_generate(
-        self,
-        prompt: object = None,
-        sampling_params: object = None,
-        input_ids: object = None,
-        *,
-        stream: bool = False,
-        **options: Unpack[RequestOptions],
-    ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
-        """Generate from a prompt or its token ids; a list of either is a batch.
-
-        The request is on its way when this returns. Await the result for the whole answer (a dict; a ``BatchOutput``
-        for a batch or ``n`` > 1, which the types do not show for a single prompt), or, with ``stream=True``, iterate
-        over its chunks. ``sampling_params`` is a ``SamplingParams`` or a dict of its fields; a batch takes one, or a
-        list with one for each prompt. ``options`` are described at ``RequestOptions``.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong.
-            EngineOverloadedError, EngineDrainingError, EngineClosedError, EngineDeadError: it cannot be taken.
-            WrongLoopError: this is not the engine's event loop.
-
-        Awaiting it raises ``RequestTooLargeError`` where the prompt does not fit, ``RequestError`` where this request
-        alone failed, and ``EngineDeadError`` where the engine died.
-        """
-        return self._open(
-            partial(requests.generate_request, prompt, sampling_params, input_ids, stream=stream, options=options)
-        )
-
-    @signatures.async_chat
-    def async_chat(
-        self,
-        messages: object,
-        sampling_params: object = None,
-        *,
-        stream: bool = False,
-        **options: Unpack[ChatOptions],
-    ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
-        """Answer a conversation (dicts with ``role`` and ``content``), put through the model's chat template.
-
-        ``content`` is text, or a list of text parts (``{"type": "text", "text": ...}``): a template that knows parts
-        gets them as they are, any other their joined text.
-
-        A list of conversations is a batch. ``options`` are described at ``ChatOptions``: ``tools``, another template,
-        variables for it, and those of ``async_generate``. Everything else is as there. What the template refuses, and a
-        model without a template, raise ValueError when the generation is awaited.
-        """
-        return self._open(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
-
-    def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
-        frontend = self._running()
-        reader = frontend.open(make_request)
-        if reader.is_stream:
-            return Stream(reader, home=frontend.loop, is_bound=True, owner=self)
-        return Generation[Answer](reader, home=frontend.loop, is_bound=True, owner=self)
-
     def attach(self, rid: str, from_offset: int = 0) -> Stream:
         """Go on with a stream that was left, from the ``from_offset``-th character of its text on.
 
@@ -239,20 +297,9 @@ class AsyncEngine:
         Raises:
             ValueError: there is no such stream, or it has not come so far.
         """
-        frontend = self._running()
-        return Stream(
-            frontend.attachments.attach(rid, from_offset, frontend), home=frontend.loop, is_bound=True, owner=self
-        )
+        return self._attached(rid, from_offset)
 
     # ------------------------------------------------------------ orders
-
-    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
-        """End a live request, or all; they finish with reason ``abort`` and the output so far.
-
-        ``rid`` may be that of a call, of one prompt of a batch (``x_2``) or of one sample. An unknown one is no
-        error, neither of both is a ValueError. May be called from any thread.
-        """
-        self._anywhere().abort_request(rid, abort_all)
 
     async def admit(self) -> None:
         """Wait in line, first come first served, until there is room for a call.
@@ -315,26 +362,6 @@ class AsyncEngine:
         return await self._running().drain(timeout)
 
     # ------------------------------------------------------------ what can be watched
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; it needs no torch. Raises ValueError with ``skip_tokenizer_init``."""
-        return info.existing(self._anywhere().parts.tokenizer)
-
-    @property
-    def tokenizer_manager(self) -> TokenizerNamespace:
-        """The old home of ``tokenizer`` and ``abort_request``."""
-        frontend = self._anywhere()
-        return TokenizerNamespace(frontend.parts.tokenizer, frontend.abort_request)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine takes or finishes requests."""
-        return self.health()["state"] in info.ALIVE
-
-    def stats(self) -> dict[str, int]:
-        """Counters (README tells what each is), as the scheduler pushed them last; may be called from any thread."""
-        return self._anywhere().stats()
 
     def health(self) -> Health:
         """The state of the engine and of its processes; may be called at any time, from any thread.

@@ -8,30 +8,23 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
-from aioengine import signatures
-from aioengine.answers import Answer
-from aioengine.args import engine_config
+from aioengine.engine import EngineFace
 from aioengine.errors import EngineClosedError, EngineDeadError
-from aioengine.foreign_names import no_attribute
 from aioengine.frontend import callers, info, requests
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
-from aioengine.frontend.info import TokenizerNamespace
 from aioengine.frontend.outputs import EndOfOutput
 from aioengine.frontend.progress import ProgressBars
-from aioengine.frontend.startup import parts_of, start_frontend
+from aioengine.frontend.startup import start_frontend
 from aioengine.portal import Portal
-from aioengine.stream import Generation, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import PurePath
     from types import TracebackType
     from typing import Self, Unpack
 
-    from aioengine.answers import BatchOutput, Chunk
-    from aioengine.config import EngineConfig
+    from aioengine.answers import Answer, BatchOutput, Chunk
     from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
@@ -39,8 +32,8 @@ if TYPE_CHECKING:
     from aioengine.frontend.requests import CallRequest, ChatOptions, RequestOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.protocol.messages import Progress
-    from aioengine.signatures import Chat, EngineArguments, Generate
-    from aioengine.tokenizer import Tokenizer
+    from aioengine.signatures import Chat, Generate
+    from aioengine.stream import Stream
 
 
 class ChunkIterator(Iterator["Chunk"]):
@@ -113,7 +106,7 @@ def _chat(method: Callable[..., object]) -> Chat[Answer, BatchOutput, ChunkItera
     return cast("Chat[Answer, BatchOutput, ChunkIterator]", method)
 
 
-class Engine:
+class Engine(EngineFace):
     """An LLM inference engine for synchronous code; every method is a call into one event loop on its own thread.
 
     It starts when it is made, and is shut down by ``with``, by ``shutdown()``, or at the end of the program; then it
@@ -127,24 +120,6 @@ class Engine:
         ValueError: a value outside its range, a model that cannot be served.
         EngineStartupError: a process could not start; nothing is left behind.
     """
-
-    @signatures.engine_arguments
-    def __init__(self, model_path: str | PurePath | None = None, **arguments: Unpack[EngineArguments]) -> None:
-        self._init(*parts_of(engine_config(model_path, arguments)))
-
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> Self:
-        """An engine of a config that was made by ``args.engine_config`` or by hand."""
-        engine = cls.__new__(cls)
-        engine._init(*parts_of(config))
-        return engine
-
-    @classmethod
-    def from_blueprint(cls, prepare: Callable[[], Blueprint], *, progress: bool | None = False) -> Self:
-        """An engine of other parts than a model folder's, as ``aioengine.testing.fake_engine`` makes them."""
-        engine = cls.__new__(cls)
-        engine._init(prepare, progress, "")
-        return engine
 
     def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
         self._model_name = model_name
@@ -183,25 +158,18 @@ class Engine:
         if finalizer is not None and finalizer.alive and os.getpid() == self._pid:
             warnings.warn("an Engine was not shut down", ResourceWarning, stacklevel=1, source=self)
 
-    def __repr__(self) -> str:
-        return info.described("Engine", self._model_name, self.health()["state"])
-
-    if not TYPE_CHECKING:  # type checkers would take it for a sign that every attribute exists
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise no_attribute("Engine", name)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("an engine cannot be pickled or copied: it owns processes; make one where it is needed")
-
-    def _running(self, *, blocks: bool = False) -> Frontend:
-        """The frontend of the running engine; ``blocks``: for a call that waits for the engine's loop."""
+    def _running(self) -> Frontend:
         if os.getpid() != self._pid:
             raise callers.forked(self._pid)
         if not self._finalizer.alive:
             raise callers.closed()
-        if blocks:
-            self._frontend.check_waiting(blocks=True)
+        return self._frontend
+
+    _anywhere = _running
+
+    def _blocking(self) -> Frontend:
+        """The running engine, for a call that waits for its loop."""
+        self._running().check_waiting(blocks=True)
         return self._frontend
 
     # ------------------------------------------------------------ generate
@@ -225,21 +193,6 @@ class Engine:
             partial(requests.generate_request, prompt, sampling_params, input_ids, stream=stream, options=options)
         )
 
-    @signatures.async_generate
-    def async_generate(
-        self,
-        prompt: object = None,
-        sampling_params: object = None,
-        input_ids: object = None,
-        *,
-        stream: bool = False,
-        **options: Unpack[RequestOptions],
-    ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
-        """As ``AsyncEngine.async_generate``, to be awaited or iterated on any event loop."""
-        return self._open(
-            partial(requests.generate_request, prompt, sampling_params, input_ids, stream=stream, options=options)
-        )
-
     @_chat
     def chat(
         self,
@@ -251,18 +204,6 @@ class Engine:
     ) -> Answer | BatchOutput | ChunkIterator:
         """Answer a conversation, put through the model's chat template; a list of them is a batch."""
         return self._wait(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
-
-    @signatures.async_chat
-    def async_chat(
-        self,
-        messages: object,
-        sampling_params: object = None,
-        *,
-        stream: bool = False,
-        **options: Unpack[ChatOptions],
-    ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
-        """As ``AsyncEngine.async_chat``, to be awaited or iterated on any event loop."""
-        return self._open(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
 
     def _wait(self, make_request: Callable[[], CallRequest]) -> Answer | BatchOutput | ChunkIterator:
         reader = self._running().open(make_request)
@@ -276,13 +217,6 @@ class Engine:
             raise
         return result
 
-    def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
-        frontend = self._running()
-        reader = frontend.open(make_request)
-        if reader.is_stream:
-            return Stream(reader, home=frontend.loop, is_bound=False, owner=self)
-        return Generation[Answer](reader, home=frontend.loop, is_bound=False, owner=self)
-
     def attach(self, rid: str, from_offset: int = 0) -> ChunkIterator:
         """Go on with a stream that was left, as ``AsyncEngine.attach``."""
         frontend = self._running()
@@ -290,20 +224,9 @@ class Engine:
 
     def async_attach(self, rid: str, from_offset: int = 0) -> Stream:
         """As ``attach``, to be iterated on any event loop."""
-        frontend = self._running()
-        return Stream(
-            frontend.attachments.attach(rid, from_offset, frontend), home=frontend.loop, is_bound=False, owner=self
-        )
+        return self._attached(rid, from_offset)
 
     # ------------------------------------------------------------ orders
-
-    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
-        """End a live request, or all; they finish with reason ``abort`` and the output so far.
-
-        ``rid`` may be that of a call, of one prompt of a batch (``x_2``) or of one sample. An unknown one is no
-        error, neither of both is a ValueError.
-        """
-        self._running().abort_request(rid, abort_all)
 
     def admit(self) -> None:
         """Wait in line, first come first served, until there is room for a call.
@@ -321,75 +244,38 @@ class Engine:
 
     def flush_cache(self) -> Outcome:
         """Empty the prefix cache; refused, with a false outcome, while requests run or wait."""
-        return self._portal.call(self._running(blocks=True).controls.order("flush_cache"))
+        return self._portal.call(self._blocking().controls.order("flush_cache"))
 
     def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
         """Compute nothing more until ``continue_generation``; new calls wait.
 
         ``mode``: "abort" ends what runs and waits, "in_place" keeps it as it is.
         """
-        return self._portal.call(self._running(blocks=True).controls.pause(mode))
+        return self._portal.call(self._blocking().controls.pause(mode))
 
     def continue_generation(self) -> Outcome:
         """Go on after ``pause_generation``."""
-        return self._portal.call(self._running(blocks=True).controls.order("continue"))
+        return self._portal.call(self._blocking().controls.order("continue"))
 
     def freeze_gc(self) -> None:
         """Leave everything that lives now out of later garbage collections, here and in the scheduler process."""
-        self._portal.call(self._running(blocks=True).controls.freeze_gc())
+        self._portal.call(self._blocking().controls.freeze_gc())
 
     def start_profile(
         self, output_dir: str | os.PathLike[str] | None = None, **options: Unpack[ProfileOptions]
     ) -> None:
-        """Begin a trace of the scheduler process by torch's profiler, with a range for each step.
-
-        It goes to a new file in ``output_dir`` (default: the system's folder for temporary files), for
-        chrome://tracing or Perfetto. ``options`` are described at ``ProfileOptions``.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong.
-            RuntimeError: a profile is being made already, or the folder cannot be written to.
-        """
-        self._portal.call(self._running(blocks=True).controls.start_profile(output_dir, options))
+        """Begin a trace of the scheduler process, as ``AsyncEngine.start_profile``."""
+        self._portal.call(self._blocking().controls.start_profile(output_dir, options))
 
     def stop_profile(self) -> str:
-        """End the trace and write it; returns the path of the file. Nothing is computed meanwhile.
-
-        Raises:
-            RuntimeError: none was started, or it cannot be written.
-        """
-        return self._portal.call(self._running(blocks=True).controls.stop_profile())
+        """End the trace and write it, as ``AsyncEngine.stop_profile``."""
+        return self._portal.call(self._blocking().controls.stop_profile())
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take nothing new and wait for what runs. After ``timeout`` seconds end the rest with reason ``shutdown``.
-
-        Returns whether everything finished by itself. New calls raise ``EngineDrainingError`` from now on. What is
-        paused, or suspended because its reader is away, goes on. Without a ``timeout`` this waits as long as it takes,
-        also for the reader of a large batch whose last rows begin when its first ones were read.
-        """
-        return self._portal.call(self._running(blocks=True).drain(timeout))
+        """Take nothing new and wait for what runs, as ``AsyncEngine.drain``."""
+        return self._portal.call(self._blocking().drain(timeout))
 
     # ------------------------------------------------------------ what can be watched
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; it needs no torch. Raises ValueError with ``skip_tokenizer_init``."""
-        return info.existing(self._running().parts.tokenizer)
-
-    @property
-    def tokenizer_manager(self) -> TokenizerNamespace:
-        """The old home of ``tokenizer`` and ``abort_request``."""
-        frontend = self._running()
-        return TokenizerNamespace(frontend.parts.tokenizer, frontend.abort_request)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine takes or finishes requests."""
-        return self.health()["state"] in info.ALIVE
-
-    def stats(self) -> dict[str, int]:
-        """Counters (README tells what each is), as the scheduler pushed them last."""
-        return self._running().stats()
 
     def health(self) -> Health:
         """The state of the engine and of its processes; may be called at any time."""
@@ -402,7 +288,7 @@ class Engine:
 
     def get_server_info(self) -> dict[str, object]:
         """The settings that the engine came to, what it computes on and with, its memory, the scheduler's state."""
-        return self._portal.call(self._running(blocks=True).server_info())
+        return self._portal.call(self._blocking().server_info())
 
     def get_model_info(self) -> ModelInfo:
         """The model that is served."""

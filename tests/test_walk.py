@@ -16,7 +16,7 @@ async def test_a_request_touches_few_files_until_its_first_chunk() -> None:
 async def test_the_walk_goes_all_the_way() -> None:
     found = await walk.measure()
     files = list(found)
-    assert (files[0], found["engine.py"][0]) == ("engine.py", "AsyncEngine.async_generate")
+    assert (files[0], found["engine.py"][0]) == ("engine.py", "EngineFace.async_generate")
     assert {"tokenizer.py", "scheduler/core.py", "memory/prefix_cache.py", "text/pipeline.py", "answers.py"} <= {*files}
     assert [file for file in files if file.startswith(walk.STAND_INS)] == []
 
