@@ -30,6 +30,8 @@ class Handshake:
         self._facts: dict[str, object] = {}
         self._progress: dict[str, str] = {}
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self._waiting_for:
+            self._done.set_result(None)
 
     async def wait(self, timeout_s: float) -> dict[str, object]:
         """The facts of all children, as one dict.

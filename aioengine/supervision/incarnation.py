@@ -129,7 +129,11 @@ class Incarnation:
         self._startup_timeout_s = min(self._startup_timeout_s, MEND_TIMEOUT_S)
         await self._family.end_one(DETOKENIZER)
         return await self._begin(
-            [((SCHEDULER,), self._launcher.begin_epoch), ((DETOKENIZER,), self._launcher.launch_detokenizer)]
+            [
+                ((SCHEDULER,), self._launcher.begin_epoch),
+                ((DETOKENIZER,), self._launcher.launch_detokenizer),
+                ((), self._launcher.check_links),
+            ]
         )
 
     async def _begin(self, stages: list[tuple[Collection[Role], Callable[[], Awaitable[None]]]]) -> dict[str, object]:

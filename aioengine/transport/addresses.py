@@ -104,6 +104,12 @@ def _listen(family: socket.AddressFamily, address: str | tuple[str, int], endpoi
         return Listener(endpoint, listening.detach())
 
 
+def is_reachable(endpoint: str) -> bool:
+    """Whether the name of a listener has not been removed from the file system."""
+    path = endpoint.removeprefix("ipc://")
+    return not os.path.isabs(path) or os.path.exists(path)
+
+
 def hide(listener: Listener) -> None:
     """Remove the name of a listener from the file system: no other process can connect there any more."""
     path = listener.endpoint.removeprefix("ipc://")

@@ -170,3 +170,28 @@ async def test_what_is_sent_while_the_epoch_changes_is_not_lost(monkeypatch: pyt
         assert [len(frontend.token_ids(uid)) for uid in (1, 2, 3)] == [200, 8, 8]
         assert frontend.supervisor.processes()[0].pid == scheduler.pid
         assert frontend.supervisor.num_restarts == 1
+
+
+def remove_files(place: Path, *, only_sockets: bool) -> None:
+    for path in place.glob("aioengine-*/*"):
+        if path.is_socket() or not only_sockets:
+            path.unlink()
+
+
+@pytest.mark.parametrize("what", ["sockets", "everything"])
+async def test_requests_go_on_after_the_files_of_the_engine_were_removed(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The children cannot connect to each other by names that are gone, so both are replaced."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    expected = await undisturbed(has_answers=True)
+    async with fake_async_engine(ANSWERS, step_time_s=0.003) as engine:
+        scheduler = pid_of(engine, "scheduler")
+        asking = asyncio.create_task(ask_all(engine, stream=True))
+        await until(lambda: engine.stats()["output_tokens"] > 50)
+        remove_files(tmp_path, only_sockets=what == "sockets")
+        os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
+        async with asyncio.timeout(20):
+            assert await asking == expected
+        assert pid_of(engine, "scheduler") != scheduler
+        await until_idle(engine)

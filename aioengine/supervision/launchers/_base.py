@@ -92,6 +92,14 @@ class Launcher(Protocol):
         """
         ...
 
+    async def check_links(self) -> None:
+        """Check that the children could connect to each other.
+
+        Raises:
+            EngineStartupError: they could not, and messages from one to the other may wait for ever.
+        """
+        ...
+
     async def launch_detokenizer(self) -> None:
         """Start another detokenizer, once the scheduler is ready for it, without waiting until it is ready itself.
 

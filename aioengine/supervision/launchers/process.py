@@ -21,7 +21,7 @@ from aioengine.protocol.orders import Orders, encode_orders
 from aioengine.supervision.family import KILL_WAIT_S
 from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.supervision.worker_thread import WorkerThread
-from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, listen
+from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, is_reachable, listen
 from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError, end_context
 
 if TYPE_CHECKING:
@@ -113,6 +113,11 @@ class ProcessLauncher:
         self._spare.hold(_HELD_BACK)
         self._processes.remove(before)
         self.children.remove(before)
+
+    async def check_links(self) -> None:
+        # The children have connected to each other by these names if they are still there.
+        if not all(is_reachable(endpoint) for endpoint in self._inboxes.values()):
+            raise EngineStartupError("the sockets of the engine's processes were removed from their folder")
 
     async def _in_thread(self, spawn: Callable[[], None]) -> None:
         self._spawning = self._thread.submit(spawn)
