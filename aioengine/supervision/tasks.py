@@ -64,6 +64,18 @@ def start_thread(target: Callable[..., object], *arguments: object, name: str) -
     return thread
 
 
+def require_threads(count: int) -> None:
+    """Raise EngineStartupError where the system allows fewer than ``count`` more threads now."""
+    is_checked = threading.Event()
+    threads: list[threading.Thread] = []
+    try:
+        threads.extend(start_thread(is_checked.wait, name="aioengine-check") for _ in range(count))
+    finally:
+        is_checked.set()
+        for thread in threads:
+            thread.join()
+
+
 class EngineTask:
     """A task that only the engine may end.
 

@@ -20,6 +20,7 @@ from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
 from aioengine.protocol.orders import Orders, encode_orders
 from aioengine.supervision.family import KILL_WAIT_S
 from aioengine.supervision.launchers._process_child import ProcessChild
+from aioengine.supervision.tasks import require_threads
 from aioengine.supervision.worker_thread import WorkerThread
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, is_reachable, listen
 from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError, end_context
@@ -42,6 +43,7 @@ _FOR_INBOX = 1
 _FOR_PROCESS, _FOR_PROCESS_ALONE = 2, 6
 _FOR_CHANNELS, _FOR_CHANNEL = 8, 1
 _HELD_BACK = 16
+_ZMQ_THREADS = 2
 
 
 class ProcessLauncher:
@@ -82,6 +84,7 @@ class ProcessLauncher:
         await self._in_thread(self._spawn_all)
         num_used = _FOR_CHANNELS + len(self._roles) * _FOR_CHANNEL
         self._spare.require(num_used + FREE_TO_ACCEPT)
+        require_threads(_ZMQ_THREADS)  # where it finds too few, libzmq ends the program
         try:
             with self._spare.lent(num_used, used=num_used):
                 self._open_channels(Context())
