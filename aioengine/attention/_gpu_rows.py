@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import ForwardBatch
-from aioengine.attention._gpu_splits import COLUMNS, num_places, share_out
+from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.decode import DecodeRows, decode
 from aioengine.kernels.triton.heads import flatten_pages
@@ -53,7 +53,7 @@ def flat_pages(page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor) -> None:
-    """Attend for a row of one token and for one of two, which compiles the kernels. ``keys``: [N, K, S, E] of a layer."""
+    """Attend for a row of one token and a row of two, which compiles the kernels. ``keys`` [N, K, S, E]: of a layer."""
     heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
     for count in (1, 2):
         batch = ForwardBatch(
@@ -70,9 +70,9 @@ def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor) -
 def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:
     """For rows of one step: where their pages are, on the device, and how long they are."""
     num_rows, device = len(kv_lengths), page_ids.device
-    parts = pinned(share_out(kv_lengths, num_places(num_rows, shape.num_kv_heads)))
+    splits = pinned(plan_splits(kv_lengths, max_splits(num_rows, shape.num_kv_heads)))
     num_done = torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device)
-    return DecodeRows(page_starts, page_ids, parts.to(device, non_blocking=True), num_done)
+    return DecodeRows(page_starts, page_ids, splits.to(device, non_blocking=True), num_done)
 
 
 class FixedDecodeRows:
@@ -85,7 +85,7 @@ class FixedDecodeRows:
         self._shape = shape
         self._pool = pool
         self._slots = buffers.slot_mapping
-        places = num_places(num_rows, shape.num_kv_heads)
+        places = max_splits(num_rows, shape.num_kv_heads)
         device = buffers.starts.device
         self.rows = DecodeRows(
             buffers.starts,
@@ -93,7 +93,7 @@ class FixedDecodeRows:
             torch.full((COLUMNS, places), -1, dtype=torch.int32, device=device),
             torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device),
         )
-        self._parts = torch.empty(COLUMNS, places, dtype=torch.int32, pin_memory=True)
+        self._splits = torch.empty(COLUMNS, places, dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()
 
     def plan_first(self, kv_lengths: Ints) -> None:
@@ -109,8 +109,8 @@ class FixedDecodeRows:
         page_starts = starts.numpy()
         lengths = (page_starts[1:] - page_starts[:-1] - 1) * page_size + last_lengths.numpy()
         self._copied.synchronize()  # the plan before is not written over while it is still being copied
-        self._parts.numpy()[:] = share_out(lengths, self._parts.shape[1])
-        self.rows.parts.copy_(self._parts, non_blocking=True)
+        self._splits.numpy()[:] = plan_splits(lengths, self._splits.shape[1])
+        self.rows.splits.copy_(self._splits, non_blocking=True)
         self._copied.record()
 
     def target(self, layer: int) -> KVTarget:

@@ -1,4 +1,4 @@
-"""How the positions of rows that decode are shared out among the programs of a GPU. R rows, X places for parts."""
+"""How the positions of rows that decode are shared out among the programs of a GPU. R rows, X places for splits."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
 
 ENOUGH_PROGRAMS = 512
-"""Each works on a part for one kv head; with fewer, some of a GPU's processors have nothing to do at the end."""
-MAX_PARTS = 32
+"""Each works on a split for one kv head; with fewer, some of a GPU's processors have nothing to do at the end."""
+MAX_SPLITS = 32
 """Of a row: one program puts them together."""
 STEP = 128
-"""Positions that a program works on at a time; parts begin at multiples of this."""
+"""Positions that a program works on at a time; splits begin at multiples of this."""
 COLUMNS = 5
 
 
-def num_places(num_rows: int, num_kv_heads: int) -> int:
-    """Room for the parts of so many rows, whatever their lengths are; a multiple of 16, as kernels like it."""
-    num_more = min(-(-ENOUGH_PROGRAMS // num_kv_heads), num_rows * (MAX_PARTS - 1))
+def max_splits(num_rows: int, num_kv_heads: int) -> int:
+    """Room for the splits of so many rows, whatever their lengths are; a multiple of 16, as kernels like it."""
+    num_more = min(-(-ENOUGH_PROGRAMS // num_kv_heads), num_rows * (MAX_SPLITS - 1))
     return -(-(num_rows + num_more) // 16) * 16
 
 
-def share_out(lengths: Ints, places: int) -> Ints:
-    """[COLUMNS, X]: row, begin and end of each part, how many parts its row has, and the place of the first of them.
+def plan_splits(lengths: Ints, places: int) -> Ints:
+    """[COLUMNS, X]: row, begin and end of each split, how many splits its row has, and the place of the first of them.
 
     Parts are about equally long, those of the longest rows stand first, and those of a row one after the other. The
-    row of a place without a part is -1.
+    row of a place without a split is -1.
     """
     spare = places - len(lengths)
-    most = max(-(-int(lengths.sum()) // spare), -(-int(lengths.max()) // MAX_PARTS))
+    most = max(-(-int(lengths.sum()) // spare), -(-int(lengths.max()) // MAX_SPLITS))
     counts = -(-lengths // (-(-most // STEP) * STEP))
     sizes = -(-lengths // (counts * STEP)) * STEP
     counts = -(-lengths // sizes)
     order = np.argsort(-sizes, kind="stable")
     rows = np.repeat(order, counts[order])
-    num_parts = len(rows)
-    numbers = np.arange(num_parts)
+    num_splits = len(rows)
+    numbers = np.arange(num_splits)
     firsts = np.empty(len(lengths), dtype=np.int64)
     firsts[order] = np.cumsum(counts[order]) - counts[order]
     begins = (numbers - firsts[rows]) * sizes[rows]
-    parts = np.full((COLUMNS, places), -1, dtype=np.int32)
-    parts[0, :num_parts] = rows
-    parts[1, :num_parts] = begins
-    parts[2, :num_parts] = np.minimum(begins + sizes[rows], lengths[rows])
-    parts[3, :num_parts] = counts[rows]
-    parts[4, :num_parts] = firsts[rows]
-    return parts
+    splits = np.full((COLUMNS, places), -1, dtype=np.int32)
+    splits[0, :num_splits] = rows
+    splits[1, :num_splits] = begins
+    splits[2, :num_splits] = np.minimum(begins + sizes[rows], lengths[rows])
+    splits[3, :num_splits] = counts[rows]
+    splits[4, :num_splits] = firsts[rows]
+    return splits

@@ -18,12 +18,12 @@ from aioengine.attention._base import require_causal
 from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, run_once, starts_of
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.attention import (
-    EVEN_PARTS,
-    Parts,
+    EVEN_SPLITS,
     Rows,
+    SplitPlan,
     attend,
-    attend_in_parts,
-    num_parts,
+    attend_splits,
+    num_splits,
     tokens_of_tile,
 )
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
 
 ENOUGH_PROGRAMS = 256
-"""From so many rows and kv heads on a GPU is busy without sharing out the parts of a row."""
-LONG_SHARES = 8
+"""From so many rows and kv heads on a GPU is busy without sharing out the splits of a row."""
+LONG_ROW_PROGRAMS = 8
 """Where rows may be long, one among short ones would keep a program at work long after the others."""
 MANY_PROGRAMS = 1024
-"""From so many on putting the parts together costs the short rows too much: a tenth of attention's time on an H200."""
-MAX_PARTS_BYTES = 256 << 20
+"""From so many on putting the splits together costs the short rows too much: a tenth of attention's time on an H200."""
+MAX_SPLITS_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +55,42 @@ class _Shared:
     def page_size(self) -> int:
         return self.pool[0][0].shape[2]
 
-    def num_shares(self, num_rows: int, max_parts: int) -> int:
-        """Programs that share the parts of a row that decodes; 1: they go one after the other."""
+    def num_programs(self, num_rows: int, max_splits: int) -> int:
+        """Programs that share the splits of a row that decodes; 1: they go one after the other."""
         programs = num_rows * self.shape.num_kv_heads
-        num_bytes = 4 * num_rows * max_parts * self.shape.num_heads * (self.shape.head_size + 2)
-        is_long = max_parts > EVEN_PARTS.value and programs < MANY_PROGRAMS
-        wanted = max(-(-ENOUGH_PROGRAMS // programs), LONG_SHARES if is_long else 1)
-        if wanted == 1 or num_bytes > MAX_PARTS_BYTES:
+        num_bytes = 4 * num_rows * max_splits * self.shape.num_heads * (self.shape.head_size + 2)
+        is_long = max_splits > EVEN_SPLITS.value and programs < MANY_PROGRAMS
+        wanted = max(-(-ENOUGH_PROGRAMS // programs), LONG_ROW_PROGRAMS if is_long else 1)
+        if wanted == 1 or num_bytes > MAX_SPLITS_BYTES:
             return 1
-        return max(min(max_parts, wanted), 2)  # the same kernels for short rows
+        return max(min(max_splits, wanted), 2)  # the same kernels for short rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """``max_parts``: of the longest row, where all rows decode. ``num_shares``: 1 where ``tiles`` are gone through."""
+    """A prepared step.
+
+    Attributes:
+        slot_mapping: [T] KV slots of the step's tokens.
+        tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``.
+        max_splits: splits of the longest row.
+        num_programs: programs for a row and kv head where all rows decode; 1: the kernel over ``tiles`` is used.
+    """
 
     slot_mapping: Tensor
     rows: Rows
     tiles: Tensor
-    max_parts: int
-    num_shares: int
+    max_splits: int
+    num_programs: int
 
 
 def _attend_into(shared: _Shared, step: _Step, q: Tensor, layer: int, *, out: Tensor) -> None:
     pool, rows, scale = shared.pool[layer], step.rows, shared.shape.scale
-    if step.num_shares == 1:
+    if step.num_programs == 1:
         attend(q, pool, rows, step.tiles, scale=scale, out=out)
     else:
-        parts = Parts(step.max_parts, step.num_shares)
-        attend_in_parts(q, pool, rows, parts, scale=scale, out=out)
+        splits = SplitPlan(step.max_splits, step.num_programs)
+        attend_splits(q, pool, rows, splits, scale=scale, out=out)
 
 
 def _attended(shared: _Shared, step: _Step, q: Tensor, layer: int) -> Tensor:
@@ -108,12 +115,12 @@ class TritonAttention:
         page_starts, last_lengths = page_columns(kv_lengths, shared.page_size)
         on_device, page_ids = flat_pages(batch.page_table, page_starts)
         rows = Rows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
-        max_parts = num_parts(int(kv_lengths.max()))
+        max_splits = num_splits(int(kv_lengths.max()))
         decodes = int(query_lengths.max()) == 1
-        num_shares = shared.num_shares(len(kv_lengths), max_parts) if decodes else 1
+        num_programs = shared.num_programs(len(kv_lengths), max_splits) if decodes else 1
         group = shared.shape.num_heads // shared.shape.num_kv_heads
         tiles = self._upload(pinned(_tiles(query_lengths, tokens_of_tile(group))))
-        self._step = _Step(batch.slot_mapping, rows, tiles, max_parts, num_shares)
+        self._step = _Step(batch.slot_mapping, rows, tiles, max_splits, num_programs)
 
     def target(self, layer: int) -> KVTarget:
         assert self._step is not None, "prepare was not called"
@@ -149,9 +156,9 @@ class FixedTritonDecode:
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         tiles = torch.stack((numbers[:-1], torch.zeros_like(numbers[:-1])), dim=1)
         rows = Rows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
-        max_parts = num_parts(buffers.max_pages * shared.page_size)
+        max_splits = num_splits(buffers.max_pages * shared.page_size)
         self._shared = shared
-        self._step = _Step(buffers.slot_mapping, rows, tiles, max_parts, shared.num_shares(num_rows, max_parts))
+        self._step = _Step(buffers.slot_mapping, rows, tiles, max_splits, shared.num_programs(num_rows, max_splits))
 
     def plan_first(self, kv_lengths: Ints) -> None:
         """The lengths of the first step; page 0 alone is read."""

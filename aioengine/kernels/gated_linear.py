@@ -1,4 +1,4 @@
-"""Matrix product with gates and what they gate, activated: x [T, I], weight [2 O, I], bias [2 O] -> [T, O].
+"""Matmul with gates and what they gate, activated: x [T, I], weight [2 O, I], bias [2 O] -> [T, O].
 
 The gates come first; what is given is silu(gate) * up. Kept beside linear and silu_and_mul because it is faster: decode
 of an 8B model on an H200 gives 1.2 % more tokens a second at 8 rows and 1.7 % at 128, the same at 1, 32 and 256.
@@ -16,24 +16,24 @@ from aioengine.kernels.triton import launcher
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.linear import Product
+    from aioengine.kernels.linear import Matmul
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return silu_and_mul.reference(linear.reference(x, weight, bias))
 
 
-def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Product:
-    """As ``linear.prepare`` does for a product alone."""
-    product = linear.prepare(weight, bias, batch_invariant=batch_invariant)
+def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
+    """As ``linear.prepare`` does for a matmul alone."""
+    matmul = linear.prepare(weight, bias, batch_invariant=batch_invariant)
 
     def apart(x: Tensor) -> Tensor:
-        return silu_and_mul.silu_and_mul(product(x))
+        return silu_and_mul.silu_and_mul(matmul(x))
 
     if batch_invariant or bias is not None or not _fits(weight):
         return apart
     from aioengine.kernels.triton.gated_linear import ask_for_forms, shape_of_programs
-    from aioengine.kernels.triton.gated_linear import product as gated_product
+    from aioengine.kernels.triton.gated_linear import matmul as gated_matmul
 
     num_outputs, size = weight.shape[0] // 2, weight.shape[1]
     ask_for_forms(weight)
@@ -42,7 +42,7 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
         programs = shape_of_programs(num_outputs, size, x.shape[0])
         if programs is None or not x.is_contiguous() or x.data_ptr() % 16:
             return apart(x)
-        return gated_product(x, weight, programs)
+        return gated_matmul(x, weight, programs)
 
     return together
 

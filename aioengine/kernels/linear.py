@@ -1,4 +1,4 @@
-"""Matrix product with weights that never change: x [T, I], weight [O, I], bias [O] -> [T, O].
+"""Matmul with weights that never change: x [T, I], weight [O, I], bias [O] -> [T, O].
 
 On the CPU a row of the result is the same bits whatever T is. How a library adds up a row can depend on T (one row is
 often done by another kernel than many, and matrix units take the columns in blocks of another size), so it is found
@@ -50,7 +50,7 @@ FEW_ROWS_OF_LONG_INPUTS = 128
 TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
 
 
-class Product(Protocol):
+class Matmul(Protocol):
     """[T, I] -> [T, O]; holds its weight."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -81,8 +81,8 @@ def unpack(weight: Tensor) -> Tensor:
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
-def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Product:
-    """The product with this weight in the fastest form there is. The weight may be packed already, by ``pack``; if not,
+def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
+    """The matmul with this weight in the fastest form there is. The weight may be packed already, by ``pack``; if not,
     it may be copied and is needed no more.
 
     ``batch_invariant``: of the forms for a GPU, one whose rows do not depend on their number.
@@ -96,8 +96,8 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
         packing = choose_packing(out_features, in_features, weight.dtype, num_threads, has_bias=has_bias)
         return _in_pieces(_packed(weight, bias, packing.for_rows), packing.counts)
     min_rows = independent_from(out_features, in_features, weight.dtype, num_threads)
-    product = _plain(weight, bias)
-    return _blocked(product) if min_rows is None else _padded(product, min_rows)
+    matmul = _plain(weight, bias)
+    return _blocked(matmul) if min_rows is None else _padded(matmul, min_rows)
 
 
 class Packing(NamedTuple):
@@ -126,9 +126,9 @@ def choose_packing(
     bias = torch.zeros(out_features, dtype=dtype) if has_bias else None
 
     def agrees(for_rows: int | None) -> Callable[[int], bool]:
-        product = _packed(weight, bias, for_rows)
-        expected = product(x.expand(COMMON_ROWS, -1).contiguous())[:1]
-        return lambda count: torch.equal(*_rows_and_first(product, x, count, expected))
+        matmul = _packed(weight, bias, for_rows)
+        expected = matmul(x.expand(COMMON_ROWS, -1).contiguous())[:1]
+        return lambda count: torch.equal(*_rows_and_first(matmul, x, count, expected))
 
     if dtype == torch.bfloat16 and _has_matrix_unit():
         agree = agrees(None)
@@ -147,9 +147,9 @@ def _has_matrix_unit() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
-def _rows_and_first(product: Product, x: Tensor, num_rows: int, expected: Tensor) -> tuple[Tensor, Tensor]:
+def _rows_and_first(matmul: Matmul, x: Tensor, num_rows: int, expected: Tensor) -> tuple[Tensor, Tensor]:
     """The result [T, O] of the row ``x`` [1, I] repeated, and ``expected`` [1, O] repeated."""
-    return product(x.expand(num_rows, -1).contiguous()), expected.expand(num_rows, -1)
+    return matmul(x.expand(num_rows, -1).contiguous()), expected.expand(num_rows, -1)
 
 
 def _cancelling(out_features: int, in_features: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
@@ -174,17 +174,17 @@ def independent_from(out_features: int, in_features: int, dtype: torch.dtype, nu
     ``num_threads`` only tells apart what was tried with other numbers of threads.
     """
     weight, x = _cancelling(out_features, in_features, dtype, num_threads)
-    product = _plain(weight, None)
-    expected = product(x.expand(BLOCK, -1).contiguous())[:1]
+    matmul = _plain(weight, None)
+    expected = matmul(x.expand(BLOCK, -1).contiguous())[:1]
     first = None
     for num_rows in reversed(TRIED_ROWS):
-        if not torch.equal(*_rows_and_first(product, x, num_rows, expected)):
+        if not torch.equal(*_rows_and_first(matmul, x, num_rows, expected)):
             break
         first = num_rows
     return first
 
 
-def _plain(weight: Tensor, bias: Tensor | None) -> Product:
+def _plain(weight: Tensor, bias: Tensor | None) -> Matmul:
     return lambda x: functional.linear(x, weight, bias)
 
 
@@ -192,14 +192,14 @@ def _pack(weight: Tensor, for_rows: int | None) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), for_rows)
 
 
-def _packed(weight: Tensor, bias: Tensor | None, for_rows: int | None) -> Product:
+def _packed(weight: Tensor, bias: Tensor | None, for_rows: int | None) -> Matmul:
     """``weight``: packed already, or a plain one."""
     operation = torch.ops.mkldnn._linear_pointwise.default
     packed = weight if weight.is_mkldnn else _pack(weight, for_rows)
     return lambda x: operation(x, packed, bias, "none", [], "")
 
 
-def _on_device(weight: Tensor, bias: Tensor | None) -> Product:
+def _on_device(weight: Tensor, bias: Tensor | None) -> Matmul:
     """One row and few rows go through kernels that read the weight at full speed, more through torch's library."""
     if not launcher.serves(weight) or not weight.is_contiguous():
         return lambda x: functional.linear(x, weight, bias)
@@ -210,21 +210,21 @@ def _on_device(weight: Tensor, bias: Tensor | None) -> Product:
     num_done = torch.zeros(skinny_linear.num_tiles(num_outputs), dtype=torch.int32, device=weight.device)
     by_library = _by_library(weight, bias)
 
-    def product(x: Tensor) -> Tensor:
+    def matmul(x: Tensor) -> Tensor:
         num_rows = x.shape[0]
         if num_rows <= skinny_linear.MAX_ROWS and x.is_contiguous():
             if num_rows == 1:
-                return vector_linear.product(x, weight, bias)
+                return vector_linear.matmul(x, weight, bias)
             programs = skinny_linear.shape_of_programs(num_outputs, size, num_rows) if is_narrow else None
             if programs is not None:
-                return skinny_linear.product(x, weight, bias, programs=programs, num_done=num_done)
+                return skinny_linear.matmul(x, weight, bias, programs=programs, num_done=num_done)
         return by_library(x)
 
-    return product
+    return matmul
 
 
-def _by_library(weight: Tensor, bias: Tensor | None) -> Product:
-    """What torch calls for a product with a bias shares out long inputs better, for few rows: with a bias of zeros a
+def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
+    """What torch calls for a matmul with a bias shares out long inputs better, for few rows: with a bias of zeros a
     layer of a model of 8 billion parameters takes 3 of 230 us less.
     """
     if bias is not None or weight.shape[1] < LONG_INPUTS or weight.dtype == torch.float32:
@@ -233,26 +233,26 @@ def _by_library(weight: Tensor, bias: Tensor | None) -> Product:
     return lambda x: functional.linear(x, weight, zeros if x.shape[0] <= FEW_ROWS_OF_LONG_INPUTS else None)
 
 
-def _invariant(weight: Tensor, bias: Tensor | None) -> Product:
+def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
     from aioengine.kernels.triton import invariant_linear
 
-    invariant_product, whole = invariant_linear.product, weight.contiguous()
-    return lambda x: invariant_product(x.contiguous(), whole, bias)
+    invariant_matmul, whole = invariant_linear.matmul, weight.contiguous()
+    return lambda x: invariant_matmul(x.contiguous(), whole, bias)
 
 
-def _in_pieces(product: Product, counts: tuple[int, ...]) -> Product:
-    """``product``, of as many rows as one of ``counts`` (from few to many): padded, or split where they are more."""
+def _in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
+    """``matmul``, of as many rows as one of ``counts`` (from few to many): padded, or split where they are more."""
     most = counts[-1]
     sizes = [_first_piece(num_rows, counts) for num_rows in range(most + 1)]
 
     def in_pieces(x: Tensor) -> Tensor:
         num_rows = x.shape[0]
         if num_rows <= most and sizes[num_rows] >= num_rows:
-            return _of_rows(product, x, sizes[num_rows])
+            return _of_rows(matmul, x, sizes[num_rows])
         pieces: list[Tensor] = []
         while num_rows := x.shape[0]:
             size = sizes[min(num_rows, most)]
-            pieces.append(_of_rows(product, x[:size], size))
+            pieces.append(_of_rows(matmul, x[:size], size))
             x = x[size:]
         return torch.cat(pieces)
 
@@ -266,23 +266,23 @@ def _first_piece(num_rows: int, counts: tuple[int, ...]) -> int:
     return smaller if smaller >= FEW_ROWS and 2 * larger >= 3 * num_rows else larger
 
 
-def _padded(product: Product, min_rows: int) -> Product:
-    return product if min_rows == 1 else lambda x: _of_rows(product, x, max(min_rows, x.shape[0]))
+def _padded(matmul: Matmul, min_rows: int) -> Matmul:
+    return matmul if min_rows == 1 else lambda x: _of_rows(matmul, x, max(min_rows, x.shape[0]))
 
 
-def _of_rows(product: Product, x: Tensor, wanted: int) -> Tensor:
-    """``product`` of the rows ``x``, padded to the number ``wanted`` with copies of the first ones."""
+def _of_rows(matmul: Matmul, x: Tensor, wanted: int) -> Tensor:
+    """``matmul`` of the rows ``x``, padded to the number ``wanted`` with copies of the first ones."""
     num_rows = x.shape[0]
     if wanted == num_rows:
-        return product(x)
+        return matmul(x)
     copies, rest = divmod(wanted, num_rows)
-    return product(torch.cat((*(x,) * copies, x[:rest])))[:num_rows]
+    return matmul(torch.cat((*(x,) * copies, x[:rest])))[:num_rows]
 
 
-def _blocked(product: Product) -> Product:
+def _blocked(matmul: Matmul) -> Matmul:
     def blocked(x: Tensor) -> Tensor:
         num_rows = x.shape[0]
         padded = functional.pad(x, (0, 0, 0, -num_rows % BLOCK))
-        return torch.cat([product(block) for block in padded.split(BLOCK)])[:num_rows]
+        return torch.cat([matmul(block) for block in padded.split(BLOCK)])[:num_rows]
 
     return blocked

@@ -1,4 +1,4 @@
-"""The fused product's heads [T, H + 2 K, E] are rotated; k and v [T, K, E] go to their pages [N, K, S, E] too.
+"""The fused matmul's heads [T, H + 2 K, E] are rotated; k and v [T, K, E] go to their pages [N, K, S, E] too.
 
 What ``rotate_heads`` does, and the way into the KV pool, in one pass over the memory.
 """

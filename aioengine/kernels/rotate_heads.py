@@ -1,4 +1,4 @@
-"""From the fused product to what attention takes: heads [T, H + 2 K, E] -> q [T, H, E], k and v [T, K, E].
+"""From the fused matmul to what attention takes: heads [T, H + 2 K, E] -> q [T, H, E], k and v [T, K, E].
 
 Queries and keys are normed, each head on its own, where the model has weights for that, and rotated.
 """

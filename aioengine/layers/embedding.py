@@ -10,7 +10,7 @@ from aioengine.layers.placement import Target
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.linear import Product
+    from aioengine.kernels.linear import Matmul
     from aioengine.layers.placement import Placement
 
 
@@ -20,7 +20,7 @@ class Embedding:
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
         self.weight = placement.empty(vocab_size, hidden_size)
         self._batch_invariant = placement.batch_invariant
-        self._head: Product | None = None
+        self._head: Matmul | None = None
 
     def weights(self, name: str) -> dict[str, Target]:
         return {f"{name}.weight": Target(self.weight)}
@@ -28,10 +28,10 @@ class Embedding:
     def __call__(self, input_ids: Tensor) -> Tensor:
         return self.weight.index_select(0, input_ids)
 
-    def as_head(self) -> Product:
-        """The product with the embedding's own weight, for models whose head is tied to it.
+    def as_head(self) -> Matmul:
+        """The matmul with the embedding's own weight, for models whose head is tied to it.
 
-        A second call, after new weights were loaded, gives the same product where that reads the weight itself.
+        A second call, after new weights were loaded, gives the same matmul where that reads the weight itself.
         """
         if self._head is None or linear.packs(self.weight.dtype, self.weight.device):
             self._head = linear.prepare(self.weight, None, batch_invariant=self._batch_invariant)

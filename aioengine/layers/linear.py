@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.kernels.linear import Product
+    from aioengine.kernels.linear import Matmul
     from aioengine.layers.placement import Placement
     from aioengine.quantization._base import Axis
 
@@ -49,7 +49,7 @@ class Linear:
             in_features, list(sizes.values()), has_bias=bias, dtype=placement.dtype, device=placement.device
         )
         self._is_open = True
-        self._product: Product | None = None
+        self._matmul: Matmul | None = None
 
     def weights(self, prefix: str) -> dict[str, Target]:
         """Checkpoint name -> the part of the fused tensor that it fills. Only while the layer is open for loading."""
@@ -70,24 +70,24 @@ class Linear:
         return Slice(dim, self._shard.rank * num_entries, self._shard.size * num_entries)
 
     def finish_loading(self) -> None:
-        """Prepare the product. Tensors that it does not read are freed."""
+        """Prepare the matmul. Tensors that it does not read are freed."""
         assert self._is_open, "the layer is not open for loading"
         self._is_open = False
         if self._divided == "inputs" and self._shard.rank and "bias" in self._tensors:
             self._tensors["bias"].zero_()  # in the sum over the ranks it counts once
-        if self._product is None:
-            self._product, self._tensors = self._format.prepare(
+        if self._matmul is None:
+            self._matmul, self._tensors = self._format.prepare(
                 self._tensors, is_gated=self._is_gated, batch_invariant=self._batch_invariant
             )
 
     def open_for_loading(self) -> None:
-        """Make ``weights`` valid again, with the present values. A product that reads these very tensors stays."""
+        """Make ``weights`` valid again, with the present values. A matmul that reads these very tensors stays."""
         assert not self._is_open, "the layer is open for loading already"
         self._is_open = True
         prepared, self._tensors = self._tensors, self._format.restore(self._tensors)
         if any(self._tensors.get(name) is not tensor for name, tensor in prepared.items()):
-            self._product = None
+            self._matmul = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert self._product is not None, "finish_loading was not called"
-        return self._product(x)
+        assert self._matmul is not None, "finish_loading was not called"
+        return self._matmul(x)

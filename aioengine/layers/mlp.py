@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), [T, D] -> [T, D], with gate and up as one product."""
+    """down(silu(gate(x)) * up(x)), [T, D] -> [T, D], with gate and up as one matmul."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, placement: Placement, *, bias: bool) -> None:
         sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import StepAttention
     from aioengine.families._config import DecoderConfig
-    from aioengine.kernels.linear import Product
+    from aioengine.kernels.linear import Matmul
     from aioengine.layers.placement import Target
     from aioengine.models._base import ModelInputs, ModelOptions
 
@@ -129,7 +129,7 @@ class Decoder:
         self._blocks = [_Block(config, self.attention_shape, placement) for _ in range(config.num_layers)]
         self._norm = RMSNorm(config.hidden_size, config.epsilon, placement)
         self._head = None if config.tied else Linear(config.hidden_size, {"lm_head": config.vocab_size}, placement)
-        self._logits: Product | None = self._head
+        self._logits: Matmul | None = self._head
 
     def weights(self) -> dict[str, Target]:
         found = self._embedding.weights("model.embed_tokens") | self._norm.weights("model.norm")

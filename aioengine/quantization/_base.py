@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from aioengine.kernels.linear import Product
+    from aioengine.kernels.linear import Matmul
 
 Tensors = dict[str, "Tensor"]
 """The tensors of a linear layer, by the last part of their names in the checkpoint, such as "weight" and "bias"."""
@@ -21,9 +21,9 @@ Axis = Literal["inputs", "outputs"]
 
 
 class Prepared(NamedTuple):
-    """A layer that can be computed: its product, and the tensors that the product reads."""
+    """A layer that can be computed: its matmul, and the tensors that the matmul reads."""
 
-    product: Product
+    matmul: Matmul
     tensors: Tensors
 
 
@@ -49,9 +49,9 @@ class LinearFormat(Protocol):
         ...
 
     def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
-        """The product [T, D] -> [T, O] of loaded tensors; of those that it does not read nothing is kept.
+        """The matmul [T, D] -> [T, O] of loaded tensors; of those that it does not read nothing is kept.
 
-        ``is_gated``: the first half of the outputs are gates; the product gives silu(gates) * others, [T, O / 2].
+        ``is_gated``: the first half of the outputs are gates; the matmul gives silu(gates) * others, [T, O / 2].
         ``batch_invariant``: on a GPU, a row of the result must not depend on the number of rows.
         """
         ...
@@ -59,7 +59,7 @@ class LinearFormat(Protocol):
     def restore(self, tensors: Tensors) -> Tensors:
         """The tensors as they were loaded, from ``Prepared.tensors``, to be loaded again in part or in whole.
 
-        Where the product reads the very tensors that were loaded, these: then they are overwritten in place, and
+        Where the matmul reads the very tensors that were loaded, these: then they are overwritten in place, and
         addresses in CUDA graphs stay valid.
         """
         ...

@@ -35,7 +35,7 @@ class StepRows:
     """
 
     requests: list[RequestRow]
-    slots: Ints
+    row_indices: Ints
     starts: Ints
     counts: Ints
     token_ends: Ints
@@ -78,7 +78,7 @@ class InputBuilder:
         num_known = [len(row.token_ids) for row in rows]
         return StepRows(
             requests,
-            np.array([request.slot for request in requests], dtype=np.int64),
+            np.array([request.row_index for request in requests], dtype=np.int64),
             np.array([row.start for row in rows], dtype=np.int64),
             counts,
             counts.cumsum(),
@@ -90,7 +90,7 @@ class InputBuilder:
     def is_valid(self, rows: StepRows) -> bool:
         """Whether all rows can be computed; ``find_errors`` says which cannot."""
         missing = rows.counts - rows.num_known
-        room = self._table.num_pages[rows.slots] * self._page_size - rows.starts - rows.counts
+        room = self._table.num_pages[rows.row_indices] * self._page_size - rows.starts - rows.counts
         # none of these may be negative: their signs are looked at together
         signs = (rows.counts - 1) | rows.starts | missing | (1 - missing) | room
         ids = rows.known_ids
@@ -108,7 +108,7 @@ class InputBuilder:
             return "the runner does not know this request"
         if row.start < 0 or row.count < 1 or not 0 <= row.count - len(row.token_ids) <= 1:
             return f"{len(row.token_ids)} token ids for {row.count} positions from {row.start} on"
-        room = int(self._table.num_pages[request.slot]) * self._page_size
+        room = int(self._table.num_pages[request.row_index]) * self._page_size
         if row.start + row.count > room:
             return f"positions up to {row.start + row.count}, but its pages hold {room}"
         wrong = [i for i in row.token_ids if not 0 <= i < self._num_embeddings]
@@ -123,7 +123,7 @@ class InputBuilder:
         upload, page_size = self._table.upload, self._page_size
         kv_lengths = rows.starts + rows.counts
         num_pages = -(-int(kv_lengths.max()) // page_size)
-        page_table_RP = self._table.page_table[rows.slots, :num_pages]
+        page_table_RP = self._table.page_table[rows.row_indices, :num_pages]
         num_tokens = int(rows.token_ends[-1])
         outputs = None
         if num_tokens == len(rows.requests):
@@ -156,9 +156,9 @@ class InputBuilder:
             return upload(rows.known_ids)
         last_tokens = self._table.last_tokens
         if not rows.known_ids.size:  # decode rows alone: the device holds the token of each
-            return last_tokens.index_select(0, upload(rows.slots))
+            return last_tokens.index_select(0, upload(rows.row_indices))
         held = np.flatnonzero(rows.num_known < rows.counts)
-        held_ids = last_tokens.index_select(0, upload(rows.slots[held]))
+        held_ids = last_tokens.index_select(0, upload(rows.row_indices[held]))
         places = rows.token_ends[held] - 1
         is_known = np.ones(num_tokens, dtype=np.bool_)
         is_known[places] = False

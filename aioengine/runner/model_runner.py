@@ -97,7 +97,7 @@ class ModelRunner:
             num_embeddings=num_embeddings,
             device=parts.device,
             processors=processors,
-            num_slots=parts.max_rows,
+            max_rows=parts.max_rows,
         )
         self._inputs = InputBuilder(self._table, page_size=page_size, num_embeddings=num_embeddings)
         self._vocab_size = min(parts.vocab_size, num_embeddings)
@@ -239,15 +239,15 @@ class ModelRunner:
             inputs, batch = self._inputs.build(self._model, rows, num_outputs=self._num_padded(len(rows.requests)))
         hidden = self._forward(inputs, batch)
         if len(sampled) == len(rows.requests):
-            return self._sample(hidden, self._table.sampled(sampled, rows.slots, rows.starts + rows.counts))
+            return self._sample(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
         # A bad number anywhere in a row has reached its last token through attention.
         silent_rows = self._table.upload(np.flatnonzero(~rows.samples))
         silent = torch.where(hidden[silent_rows].isfinite().all(-1), 0, FAILED)
         if not sampled:
             return silent
-        slots, positions = rows.slots[rows.samples], (rows.starts + rows.counts)[rows.samples]
+        row_indices, positions = rows.row_indices[rows.samples], (rows.starts + rows.counts)[rows.samples]
         sampled_rows = self._table.upload(np.flatnonzero(rows.samples))
-        token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, slots, positions))
+        token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions))
         return torch.cat([token_ids, silent])
 
     def _forward(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
@@ -265,7 +265,7 @@ class ModelRunner:
         return num_rows if self._graphs is None else self._graphs.padded(num_rows)
 
     def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor:
-        sampled = self._table.sampled(rows.requests, rows.slots, rows.starts + rows.counts)
+        sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
         step = graphs.replay(rows, sampled)
         if step.token_ids is None:
             return self._sample(step.hidden, sampled)

@@ -1,8 +1,8 @@
-"""What the runner holds of each request: its last token, its page table, how it is sampled.
+"""What the runner holds of each request: its last token, its page table, its sampling parameters.
 
-A request has a slot of the tables from the step that opens it to the step that closes it. How it is sampled stands in
-one numpy record a slot, so that a step gathers its columns at once; the last token stays on the device, where the next
-step reads it without the host having seen it.
+A request has a row of the tables, at its row index, from the step that opens it to the step that closes it. Sampling
+parameters are one numpy record a row, so that a step gathers their columns at once. The last token stays on the device,
+where the next step reads it without a copy to the host.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RequestRow:
     """
 
     uid: int
-    slot: int
+    row_index: int
     sampling: Sampling
     num_prompt: int
     history: Tensor | None
@@ -64,19 +64,28 @@ class SampledRows:
     """The S rows of a step that give a token. ``positions``: the place of the new token in its request."""
 
     requests: list[RequestRow]
-    slots: Ints
+    row_indices: Ints
     positions: Ints
     records: npt.NDArray[np.void]  # of SAMPLING_RECORD
 
 
 class RowTable:
-    """The open requests and their tables. ``num_pages`` at construction: pages of the pool that plans may name.
+    """The open requests and their tables, whose memory never moves: CUDA graphs read it.
 
-    page_table: [slots, max_row_pages] int32 on the host, pages of the pool: the first ``num_pages`` [slots] of a row
-    are its own, the others are the padding page.
-    last_tokens: [slots + 1] int64 on the device, the last one nobody's. sampling: [slots] of SAMPLING_RECORD.
-    num_slots: as many requests can be open. The tables stay where they are: CUDA graphs know their places.
-    num_opened: requests so far; as long as it stays the same, a slot is the same request's.
+    Args:
+        max_row_pages: pages of the longest request.
+        num_pages: pages of the pool that plans may name.
+        num_embeddings: token ids are below this.
+        max_rows: requests that can be open at once.
+
+    Attributes:
+        requests: the open requests by uid.
+        page_table: [max_rows, max_row_pages] int32 on the host, pages of the pool: the first ``num_pages`` of a row
+            are its own, the others are the padding page.
+        num_pages: [max_rows] int64 on the host.
+        last_tokens: [max_rows + 1] int64 on the device; the last entry belongs to no request.
+        sampling: [max_rows] of SAMPLING_RECORD.
+        num_opened: requests opened so far; while it stays the same, a row belongs to the same request.
     """
 
     def __init__(
@@ -87,19 +96,19 @@ class RowTable:
         num_embeddings: int,
         device: torch.device,
         processors: tuple[LogitsProcessor, ...],
-        num_slots: int,
+        max_rows: int,
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
-        self.page_table = np.zeros((num_slots, max_row_pages), dtype=np.int32)  # takes memory as far as it is used
-        self.num_pages = np.zeros(num_slots, dtype=np.int64)
-        self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self.sampling = np.zeros(num_slots, dtype=SAMPLING_RECORD)
+        self.page_table = np.zeros((max_rows, max_row_pages), dtype=np.int32)  # takes memory as far as it is used
+        self.num_pages = np.zeros(max_rows, dtype=np.int64)
+        self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
         self.num_opened = 0
         self._pool_pages = num_pages
         self._num_embeddings = num_embeddings
         self._processors = processors
-        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._free_indices = list(range(max_rows - 1, -1, -1))
 
     def open(self, opened: OpenedRow) -> None:
         """Learn a request (again).
@@ -108,34 +117,36 @@ class RowTable:
             ValueError: a parameter or a token that would harm the rows beside it, or too many requests are open.
         """
         self._check(opened)
-        if not self._free_slots:
+        if not self._free_indices:
             message = f"{len(self.requests)} requests are open, and no more can be"
             raise ValueError(message)
-        slot = self._free_slots.pop()
+        row_index = self._free_indices.pop()
         history, token_ids = None, list[int]()
         if opened.sampling.has_penalties:
             if self.last_tokens.is_cuda:
                 token_ids = opened.token_ids
             else:
                 history = torch.tensor([*opened.token_ids, *[0] * 64], dtype=torch.int64)
-        request = RequestRow(opened.uid, slot, opened.sampling, opened.num_prompt, history, token_ids)
+        request = RequestRow(opened.uid, row_index, opened.sampling, opened.num_prompt, history, token_ids)
         self.requests[opened.uid] = request
         self.num_opened += 1
-        self.sampling[slot] = self._record(opened.sampling)
-        self.num_pages[slot] = 0
-        self.page_table[slot] = PADDING_PAGE
+        self.sampling[row_index] = self._record(opened.sampling)
+        self.num_pages[row_index] = 0
+        self.page_table[row_index] = PADDING_PAGE
         self.add_pages(request, opened.pages)
 
     def close(self, uid: int) -> None:
         """Forget a request; one that is not known is ignored."""
         request = self.requests.pop(uid, None)
         if request is not None:
-            self._free_slots.append(request.slot)
+            self._free_indices.append(request.row_index)
 
     def pages(self, uid: int) -> list[int]:
         """Pages of the pool that a request has, in order; empty for one that is not known."""
         request = self.requests.get(uid)
-        return [] if request is None else self.page_table[request.slot, : self.num_pages[request.slot]].tolist()
+        return (
+            [] if request is None else self.page_table[request.row_index, : self.num_pages[request.row_index]].tolist()
+        )
 
     def add_pages(self, request: RequestRow, pages: list[int]) -> None:
         """Append to its page table. ``pages`` count from 0, as in plans: they leave the padding page out.
@@ -143,7 +154,7 @@ class RowTable:
         Raises:
             ValueError: more pages than the longest request can have, or a page that is not in the pool.
         """
-        start = int(self.num_pages[request.slot])
+        start = int(self.num_pages[request.row_index])
         end = start + len(pages)
         if end > self.page_table.shape[1]:
             message = f"{end} pages, but the longest request has {self.page_table.shape[1]}"
@@ -151,17 +162,17 @@ class RowTable:
         if pages and not (min(pages) >= 0 and max(pages) < self._pool_pages):
             message = f"pages {pages} are not all in the pool of {self._pool_pages}"
             raise ValueError(message)
-        self.page_table[request.slot, start:end] = [page + FIRST_PAGE for page in pages]
-        self.num_pages[request.slot] = end
+        self.page_table[request.row_index, start:end] = [page + FIRST_PAGE for page in pages]
+        self.num_pages[request.row_index] = end
 
-    def sampled(self, requests: list[RequestRow], slots: Ints, positions: Ints) -> SampledRows:
+    def sampled(self, requests: list[RequestRow], row_indices: Ints, positions: Ints) -> SampledRows:
         """These requests as rows that sample."""
-        return SampledRows(requests, slots, positions, self.sampling[slots])
+        return SampledRows(requests, row_indices, positions, self.sampling[row_indices])
 
     def write_tokens(self, rows: SampledRows, token_ids: Tensor) -> None:
         """Remember the sampled tokens [S] of these rows."""
         usable = token_ids.clamp(min=0)  # a row that failed has -1, which no embedding has
-        self.last_tokens.index_copy_(0, self.upload(rows.slots), usable)
+        self.last_tokens.index_copy_(0, self.upload(rows.row_indices), usable)
         if not rows.records["processors"].any():
             return
         for i, request in enumerate(rows.requests):

@@ -4,7 +4,7 @@ so that no request waits for a compiler.
 Triton compiles a kernel anew for every form of its arguments: a number that is one, or a multiple of sixteen, the next
 power of two of few rows. The sizes here meet all of these; each is run as prompts, as decode steps and as both at once,
 with rows that are drawn plainly, from the largest logits alone, and after every logits processor. At last there is a
-step full of prompts, as many as may run: products of many rows have forms of their own, and whatever smaller steps need
+step full of prompts, as many as may run: matmuls of many rows have forms of their own, and whatever smaller steps need
 lies in the memory that it took.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aioengine.runner.timing import StartTimes
 
 TOKENS_APART = 31
-"""Which kernel computes a product changes with the number of tiles, and may with what the number is a multiple of: so
+"""Which kernel computes a matmul changes with the number of tiles, and may with what the number is a multiple of: so
 these are not all of a kind.
 """
 
@@ -64,7 +64,7 @@ def token_counts(largest: int, longest_graph: int) -> range:
 @torch.inference_mode()
 def see_token_counts(model: Model, counts: Iterable[int]) -> None:
     """Steps without graphs of about so many tokens find kernels that are loaded: to load one, CUDA waits for all that
-    is queued. All blocks have the same products, so one of them does.
+    is queued. All blocks have the same matmuls, so one of them does.
     """
     for num_tokens in counts:
         model.forward_block(num_tokens, NoAttention())

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import AttentionShape, Sharable, kv_pool_shape
-from aioengine.attention._gpu_splits import num_places, share_out
+from aioengine.attention._gpu_splits import max_splits, plan_splits
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels.triton import decode
 from aioengine.models._base import InputSpec
@@ -38,7 +38,7 @@ shape = AttentionShape(
 )
 pool = torch.randn(kv_pool_shape(shape, num_pages=NUM_PAGES + 1, page_size=PAGE_SIZE))
 table = RowTable(
-    max_row_pages=60, num_pages=NUM_PAGES, num_embeddings=9, device=torch.device("cpu"), processors=(), num_slots=64
+    max_row_pages=60, num_pages=NUM_PAGES, num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=64
 )
 graphs = DecodeGraphs(None, None, table, vocab_size=9, page_size=PAGE_SIZE)
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
@@ -51,7 +51,7 @@ for uid, (begin, length) in enumerate(zip(beginnings, lengths)):
     table.open(OpenedRow(uid, Sampling(uid), length, [1] * length, [*begin, *own]))
 rows = inputs.read([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
 num_rows = len(lengths)
-sampled = table.sampled(rows.requests, rows.slots, rows.starts + rows.counts)
+sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
 _, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, num_outputs=num_rows)
 heads = torch.randn(num_rows, HEADS + 2 * KV_HEADS, HEAD_SIZE)
 q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
@@ -68,17 +68,18 @@ for sharing in (None, found):
     assert (host[num_words:] == 77).all()
     graphs._memory = torch.from_numpy(host)
     columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
-    assert columns[0, :num_rows].tolist() == rows.slots[ordered].tolist()
+    assert columns[0, :num_rows].tolist() == rows.row_indices[ordered].tolist()
     assert columns[1, :num_rows].tolist() == rows.starts[ordered].tolist()
     assert columns[2].tolist() == [*batch.slot_mapping[torch.from_numpy(ordered)].tolist(), *[0] * (SIZE - num_rows)]
-    assert columns[4].tolist() == [*rows.slots[ordered].tolist(), *[len(table.last_tokens) - 1] * (SIZE - num_rows)]
+    padding = [len(table.last_tokens) - 1] * (SIZE - num_rows)
+    assert columns[4].tolist() == [*rows.row_indices[ordered].tolist(), *padding]
     assert columns[5, :num_rows].tolist() == ordered.tolist(), "each request has its number as a seed"
     starts = buffers.starts.numpy()
     own_lengths = (np.diff(starts) - 1) * PAGE_SIZE + buffers.last_lengths.numpy()
     assert own_lengths[num_rows:].tolist() == [1] * (SIZE - num_rows)
-    parts = torch.from_numpy(share_out(own_lengths, num_places(SIZE, KV_HEADS)))
+    splits = torch.from_numpy(plan_splits(own_lengths, max_splits(SIZE, KV_HEADS)))
     step = decode.DecodeRows(
-        buffers.starts, buffers.page_ids, parts, torch.zeros(SIZE * KV_HEADS, dtype=torch.int32)
+        buffers.starts, buffers.page_ids, splits, torch.zeros(SIZE * KV_HEADS, dtype=torch.int32)
     )
     queries = torch.zeros(SIZE, HEADS, HEAD_SIZE)
     queries[:num_rows] = q[torch.from_numpy(ordered)]
@@ -88,7 +89,7 @@ for sharing in (None, found):
         first_page = first_row = 0
         for end, count in zip(sharing.pages.row_ends.tolist(), sharing.pages.num_pages.tolist()):
             pages = torch.from_numpy(sharing.pages.page_ids[first_page : first_page + count])
-            keys, values = (part[pages].transpose(1, 2).reshape(-1, KV_HEADS, HEAD_SIZE) for part in pool[0])
+            keys, values = (split[pages].transpose(1, 2).reshape(-1, KV_HEADS, HEAD_SIZE) for split in pool[0])
             for row in range(first_row, end):
                 other[0][row], weights = part_of(queries[row], keys, values, shape.scale)
                 other[1][row] = weights[:, 0]
@@ -107,5 +108,5 @@ for sharing in (None, found):
 
 @pytest.mark.slow
 def test_rows_of_a_graph_are_attended_to_as_by_plain_torch() -> None:
-    """With pages that rows share, and without; some rows in many parts, some of padding."""
+    """With pages that rows share, and without; some rows in many splits, some of padding."""
     run_interpreted(PROGRAM)

@@ -1,4 +1,4 @@
-"""Gates and what they gate in one product, against both apart."""
+"""Gates and what they gate in one matmul, against both apart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ launcher.has_dependent_launch = lambda: False
 launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
 from aioengine.kernels import gated_linear
-from aioengine.kernels.triton.gated_linear import product
+from aioengine.kernels.triton.gated_linear import matmul
 
 torch.manual_seed(0)
 for num_outputs, size, num_rows, programs in (
@@ -29,7 +29,7 @@ for num_outputs, size, num_rows, programs in (
     (40, 192, 16, (16, 0, 64, 128, 2, 4)),
 ):
     weight, x = torch.randn(2 * num_outputs, size), torch.randn(num_rows, size)
-    found = product(x, weight, programs)
+    found = matmul(x, weight, programs)
     torch.testing.assert_close(found, gated_linear.reference(x, weight, None), rtol=1e-4, atol=1e-4)
 """
 
@@ -39,8 +39,8 @@ def test_against_the_reference(has_bias: bool) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(24, 16), torch.randn(5, 16)
     bias = torch.randn(24) if has_bias else None
-    product = gated_linear.prepare(weight.clone(), bias)
-    torch.testing.assert_close(product(x), gated_linear.reference(x, weight, bias))
+    matmul = gated_linear.prepare(weight.clone(), bias)
+    torch.testing.assert_close(matmul(x), gated_linear.reference(x, weight, bias))
 
 
 def test_programs_have_room_for_the_rows() -> None:

@@ -39,12 +39,12 @@ def test_linear_rows_do_not_depend_on_their_number(
     torch.set_num_threads(num_threads)
     torch.manual_seed(0)
     in_features, out_features = shape
-    product = linear.prepare(torch.randn(out_features, in_features).to(dtype), torch.randn(out_features).to(dtype))
+    matmul = linear.prepare(torch.randn(out_features, in_features).to(dtype), torch.randn(out_features).to(dtype))
     x = torch.randn(max(NUM_ROWS), in_features).to(dtype)
-    expected = product(x)
+    expected = matmul(x)
     counts = NUM_ROWS if in_features * out_features < 5_000_000 else NUM_ROWS[::4]
-    assert [count for count in counts if not torch.equal(product(x[:count]), expected[:count])] == []
-    assert torch.equal(product(x[7:8]), expected[7:8])
+    assert [count for count in counts if not torch.equal(matmul(x[:count]), expected[:count])] == []
+    assert torch.equal(matmul(x[7:8]), expected[7:8])
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -55,21 +55,21 @@ def test_sums_are_taken_in_the_same_order_for_any_number_of_rows(
 ) -> None:
     torch.set_num_threads(num_threads)
     weight, row = linear._cancelling(shape[1], shape[0], dtype, seed=3)
-    product = linear.prepare(weight, None)
+    matmul = linear.prepare(weight, None)
     x = row.repeat(max(NUM_ROWS), 1)
-    expected = product(x[:1])
-    different = [count for count in NUM_ROWS if not torch.equal(product(x[:count]), expected.expand(count, -1))]
+    expected = matmul(x[:1])
+    different = [count for count in NUM_ROWS if not torch.equal(matmul(x[:count]), expected.expand(count, -1))]
     assert different == []
 
 
 def test_numbers_of_rows_are_padded_or_split_to_those_that_agree() -> None:
     seen: list[int] = []
 
-    def product(x: torch.Tensor) -> torch.Tensor:
+    def matmul(x: torch.Tensor) -> torch.Tensor:
         seen.append(x.shape[0])
         return x * 2
 
-    in_pieces = linear._in_pieces(product, (4, 8, 32, 96))
+    in_pieces = linear._in_pieces(matmul, (4, 8, 32, 96))
     for num_rows, expected in {
         1: [4], 5: [8], 8: [8], 9: [32], 33: [32, 4], 60: [32, 32], 70: [96], 96: [96], 97: [96, 4],
         250: [96, 96, 32, 32],
@@ -80,19 +80,19 @@ def test_numbers_of_rows_are_padded_or_split_to_those_that_agree() -> None:
         assert seen == expected, num_rows
 
 
-def differing_in(num_rows: set[int], for_one_row: Collection[int] = ()) -> Callable[..., linear.Product]:
-    """What makes a product that adds up in two halves where it has one of these numbers of rows."""
+def differing_in(num_rows: set[int], for_one_row: Collection[int] = ()) -> Callable[..., linear.Matmul]:
+    """What makes a matmul that adds up in two halves where it has one of these numbers of rows."""
 
-    def prepare(weight: torch.Tensor, _: torch.Tensor | None, for_rows: int | None = None) -> linear.Product:
+    def prepare(weight: torch.Tensor, _: torch.Tensor | None, for_rows: int | None = None) -> linear.Matmul:
         different = for_one_row if for_rows == 1 else num_rows
 
-        def product(x: torch.Tensor) -> torch.Tensor:
+        def matmul(x: torch.Tensor) -> torch.Tensor:
             halves = (slice(0, 50), slice(50, 100)) if x.shape[0] in different else (slice(0, 100),)
             terms = x[:, :, None].float() * weight.T.float()
             sums = [reduce(torch.add, terms[:, half].unbind(1)) for half in halves]
             return reduce(torch.add, sums).to(x.dtype)
 
-        return product
+        return matmul
 
     return prepare
 
@@ -131,11 +131,11 @@ def test_plain_products_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logits_of_a_large_vocabulary_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = torch.randn(64, 896).to(dtype).repeat(2374, 1)
-    product = linear.prepare(weight, None)
+    matmul = linear.prepare(weight, None)
     x = torch.randn(64, 896).to(dtype)
-    expected = product(x)
+    expected = matmul(x)
     assert expected.shape == (64, 151_936)
-    assert [count for count in (1, 2, 3, 5, 8, 31, 32) if not torch.equal(product(x[:count]), expected[:count])] == []
+    assert [count for count in (1, 2, 3, 5, 8, 31, 32) if not torch.equal(matmul(x[:count]), expected[:count])] == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -32,11 +32,11 @@ def resident():
 dtype = getattr(torch, sys.argv[1])
 weights = [torch.randn(shape).to(dtype) for shape in ((64, 64), (192, 64), (64, 96), (800, 700))]
 before = resident()
-products = [(weight.shape[1], linear.prepare(weight, None)) for weight in weights]
+matmuls = [(weight.shape[1], linear.prepare(weight, None)) for weight in weights]
 with torch.inference_mode():
     for num_rows in range(1, 600):
-        for size, product in products:
-            product(torch.ones(num_rows, size, dtype=dtype))
+        for size, matmul in matmuls:
+            matmul(torch.ones(num_rows, size, dtype=dtype))
     print(resident() - before)
     for num_rows in range(1, 600):
         torch.ones(num_rows, 2, 64, dtype=dtype) @ torch.ones(num_rows, 64, 8, dtype=dtype)

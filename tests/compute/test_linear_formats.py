@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aioengine import models
-from aioengine.kernels.linear import Product
+from aioengine.kernels.linear import Matmul
 from aioengine.kernels.silu_and_mul import silu_and_mul
 from aioengine.layers.linear import Linear
 from aioengine.layers.placement import Placement, Shard
@@ -48,18 +48,18 @@ class Int8Format:
         return PLAIN.dim_of(name, axis)
 
     def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
-        def product(x: Tensor) -> Tensor:
+        def matmul(x: Tensor) -> Tensor:
             weight = tensors["weight"].to(x.dtype) * tensors["weight_scale"].to(x.dtype).unsqueeze(1)
             return functional.linear(x, weight, tensors.get("bias"))
 
-        return Prepared(gated(product) if is_gated else product, tensors)
+        return Prepared(gated(matmul) if is_gated else matmul, tensors)
 
     def restore(self, tensors: Tensors) -> Tensors:
         return tensors
 
 
 class TransposedFormat:
-    """Weight [D, O], split along its last dimension. The product reads another tensor: twice the weight."""
+    """Weight [D, O], split along its last dimension. The matmul reads another tensor: twice the weight."""
 
     def empty(
         self, in_features: int, sizes: Sequence[int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
@@ -77,17 +77,17 @@ class TransposedFormat:
     def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
         doubled, bias = tensors["weight"] * 2, tensors.get("bias")
 
-        def product(x: Tensor) -> Tensor:
+        def matmul(x: Tensor) -> Tensor:
             return x @ doubled * 0.5 if bias is None else x @ doubled * 0.5 + bias
 
-        return Prepared(gated(product) if is_gated else product, {**tensors, "weight": doubled})
+        return Prepared(gated(matmul) if is_gated else matmul, {**tensors, "weight": doubled})
 
     def restore(self, tensors: Tensors) -> Tensors:
         return {**tensors, "weight": tensors["weight"] / 2}
 
 
-def gated(product: Product) -> Product:
-    return lambda x: silu_and_mul(product(x))
+def gated(matmul: Matmul) -> Matmul:
+    return lambda x: silu_and_mul(matmul(x))
 
 
 def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -184,10 +184,10 @@ def test_a_product_of_the_very_tensors_stays_when_a_layer_is_opened() -> None:
     """CUDA graphs hold its addresses."""
     layer = Linear(16, {"a": 8}, Placement(dtype=torch.float32, device=CPU, linear_format=Int8Format()))
     layer.finish_loading()
-    product, weight = layer._product, layer._tensors["weight"]
+    matmul, weight = layer._matmul, layer._tensors["weight"]
     layer.open_for_loading()
     layer.finish_loading()
-    assert layer._product is product
+    assert layer._matmul is matmul
     assert layer._tensors["weight"] is weight
 
 

@@ -21,18 +21,18 @@ def test_room_for_many_long_requests_costs_memory_as_far_as_it_is_used() -> None
 
     before = held()
     table = RowTable(
-        max_row_pages=4096, num_pages=9, num_embeddings=9, device=torch.device("cpu"), processors=(), num_slots=16_384
+        max_row_pages=4096, num_pages=9, num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=16_384
     )
     table.open(OpenedRow(5, Sampling(0), 1, [1], [7, 8]))
     assert table.page_table.nbytes == 256 << 20
     assert held() - before < 64 << 20
     assert table.pages(5) == [8, 9], "behind the padding page"
-    assert not table.page_table[table.requests[5].slot, 2:].any()
+    assert not table.page_table[table.requests[5].row_index, 2:].any()
 
 
 def test_no_more_requests_are_open_than_there_are_slots() -> None:
     table = RowTable(
-        max_row_pages=4, num_pages=9, num_embeddings=9, device=torch.device("cpu"), processors=(), num_slots=2
+        max_row_pages=4, num_pages=9, num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=2
     )
     place = table.last_tokens.data_ptr()
     for uid in (1, 2):

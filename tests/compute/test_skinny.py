@@ -1,4 +1,4 @@
-"""How products of a matrix with few vectors are shared out on a GPU."""
+"""How matmuls of a matrix with few vectors are shared out on a GPU."""
 
 from __future__ import annotations
 

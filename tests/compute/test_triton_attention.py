@@ -28,8 +28,8 @@ from aioengine.kernels.triton.heads import rotate
 from tests.compute.stepping import make_batch, write_and_attend
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 40, 16, 100
-# few even parts, so that short rows have some of all sizes here
-attention_kernels.PART, attention_kernels.EVEN_PARTS = tl.constexpr(64), tl.constexpr(4)
+# few even splits, so that short rows have some of all sizes here
+attention_kernels.SPLIT, attention_kernels.EVEN_SPLITS = tl.constexpr(64), tl.constexpr(4)
 torch.manual_seed(0)
 
 
@@ -58,12 +58,12 @@ def check(rows, num_heads, num_kv_heads):
 
 starts = [0, 64, 128, 192, 256, 384, 512, 768, 1024, 1536]
 for length in range(1, 2049):
-    assert attention_kernels.num_parts(length) == sum(start < length for start in starts), length
+    assert attention_kernels.num_splits(length) == sum(start < length for start in starts), length
 # one program for a row and kv head where these are many and short, but not where one may be long
 shared = triton_attention._Shared(
     AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_size=128, scale=1.0), []
 )
-found = [shared.num_shares(*case) for case in ((1, 96), (4, 3), (32, 4), (32, 96), (127, 96), (128, 96))]
+found = [shared.num_programs(*case) for case in ((1, 96), (4, 3), (32, 4), (32, 96), (127, 96), (128, 96))]
 assert found == [32, 3, 1, 8, 8, 1], found
 for rows in ([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], [(0, 70)], [(40, 1), (0, 33), (280, 5)]):
     check(rows, HEADS, KV_HEADS)
@@ -75,7 +75,7 @@ tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), 
 slots = torch.tensor([16, 17, 5, 95, 40], dtype=torch.int32)
 for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tensor(1e-6))):
     pools = [torch.randn(6, KV_HEADS, PAGE_SIZE, HEAD_SIZE) for _ in range(2)]
-    expected_pools = [part.clone() for part in pools]
+    expected_pools = [split.clone() for split in pools]
     expected = torch.empty_like(heads)
     target = rotate_and_write.KVTarget(slots, *expected_pools, expected)
     rotate_and_write.reference(heads.clone(), HEADS, tables, norms, target=target)

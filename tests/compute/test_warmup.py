@@ -101,14 +101,14 @@ def test_the_products_of_a_block_see_every_number_of_tokens(
     def finish_loading(layer: Linear) -> None:
         shape = layer._tensors["weight"].shape
         plain(layer)
-        product = layer._product
-        assert product is not None
+        matmul = layer._matmul
+        assert matmul is not None
 
         def watched(x: Tensor) -> Tensor:
             seen.append((x.shape[0], *shape))
-            return product(x)
+            return matmul(x)
 
-        layer._product = watched
+        layer._matmul = watched
 
     monkeypatch.setattr(Linear, "finish_loading", finish_loading)
     runner = build(make_settings(tmp_path), lambda _: None)

@@ -43,7 +43,7 @@ ROWS = {
     "prefills with a prefix": [(160, 33), (0, 5), (480, 129)],
     "mixed": [(40, 1), (800, 1), (0, 300), (64, 1), (32, 77)],
     "mixed, fresh ones last": [(40, 1), (800, 1), (160, 33), (0, 300), (0, 77)],
-    "decodes of many parts": [(3, 1), (5000, 1), (0, 1), (2000, 1)],
+    "decodes of many splits": [(3, 1), (5000, 1), (0, 1), (2000, 1)],
 }
 
 
@@ -120,4 +120,4 @@ def test_fixed_decode_rows_against_torch(num_heads: int, num_kv_heads: int, head
         expected = write_and_attend(reference, q.float(), k.float(), v.float(), 0)
         first = write_and_attend(fixed, q, k, v, 0)
         assert float((first.float() - expected).norm() / expected.norm()) < 1e-2
-        assert torch.equal(write_and_attend(fixed, q, k, v, 0), first), "the parts are put together in one order"
+        assert torch.equal(write_and_attend(fixed, q, k, v, 0), first), "the splits are put together in one order"

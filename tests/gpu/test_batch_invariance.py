@@ -28,12 +28,12 @@ LENGTH = 1100
 Rows = list[tuple[int, int]]
 
 WAYS: dict[str, Rows] = {
-    "the first part of it": [(0, 700)],
+    "the first split of it": [(0, 700)],
     "the rest": [(700, 400)],
     "its last token": [(1099, 1)],
     "a few tokens": [(i, 1) for i in range(0, LENGTH, 100)],
     "many tokens": [(i, 1) for i in range(300, 500)],
-    "tokens and parts": [(0, 33), (500, 77), (1000, 1), (255, 2)],
+    "tokens and splits": [(0, 33), (500, 77), (1000, 1), (255, 2)],
 }
 
 
@@ -42,7 +42,7 @@ LONG_WAYS: dict[str, Rows] = {
     "in two": [(0, 9000)],
     "the rest": [(9000, LONG - 9000)],
     "its last token": [(LONG - 1, 1)],
-    "tokens on both sides of the parts": [(i, 1) for i in (0, 8191, 8192, 8193, 16383, 16384, 20_000, 32_768)],
+    "tokens on both sides of the splits": [(i, 1) for i in (0, 8191, 8192, 8193, 16383, 16384, 20_000, 32_768)],
     "many tokens": [(i, 1) for i in range(100, LONG, 400)],
 }
 
@@ -124,8 +124,8 @@ def test_logits(folder: Path) -> None:
         return model.compute_logits(model.forward(model_inputs(model, ids[positions], positions), attention))
 
     whole = logits([(0, 200)]).clone()
-    parts = [logits([rows]).clone() for rows in ((0, 33), (33, 66), (99, 1), (100, 1), (101, 99))]
-    assert torch.equal(torch.cat(parts), whole)
+    splits = [logits([rows]).clone() for rows in ((0, 33), (33, 66), (99, 1), (100, 1), (101, 99))]
+    assert torch.equal(torch.cat(splits), whole)
     together = logits([(0, 200), (0, 7), (0, 1), (0, 130)])
     assert torch.equal(together, torch.cat((whole, whole[:7], whole[:1], whole[:130])))
 

@@ -137,7 +137,7 @@ def test_rows_keep_their_own_tokens(world: World) -> None:
     def check(graphs: DecodeGraphs, rows: StepRows, sampled: SampledRows, replay: Replay) -> DecodeStep:
         step = replay(rows, sampled)
         assert step.token_ids is not None
-        remembered = world.runner._table.last_tokens[torch.from_numpy(rows.slots).cuda()]
+        remembered = world.runner._table.last_tokens[torch.from_numpy(rows.row_indices).cuda()]
         assert torch.equal(remembered, step.token_ids)
         logits = world.runner._model.compute_logits(step.hidden).float()
         chosen = logits.gather(1, step.token_ids[:, None])[:, 0]

@@ -51,7 +51,7 @@ def test_the_next_owner_of_a_page(tmp_path: Path, backend: str, graphs: int) -> 
     expected = runner.collect(first).tokens.token_ids
     opened = [OpenedRow(1, greedy, 3, [5, 6, 6], [1]), OpenedRow(2, greedy, 1, [5], [2])]
     runner.collect(runner.launch(Plan([Row(1, 0, 3, TOKENS, [5, 6, 6])], opened, closed=[4])))
-    runner._table.last_tokens[runner._table.requests[1].slot] = 77
+    runner._table.last_tokens[runner._table.requests[1].row_index] = 77
     bad = runner.launch(Plan([Row(1, 3, 1, TOKENS)]))
     opened = [OpenedRow(3, greedy, 2, [5, 6], [1])]
     good = runner.launch(Plan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))

@@ -47,15 +47,15 @@ def test_activation(num_rows: int, size: int) -> None:
 def test_matrix_with_few_vectors(size: int, num_outputs: int, has_bias: bool) -> None:
     weight, x = random(num_outputs, size), random(1, size)
     bias = random(num_outputs) if has_bias else None
-    product = linear.prepare(weight, bias)
+    matmul = linear.prepare(weight, bias)
     expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
-    assert error(product(x), expected) < 4e-3
+    assert error(matmul(x), expected) < 4e-3
     for num_rows in (3, 16, 17, 33, 64, 65, 128, 129):
         x = random(num_rows, size)
         expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
-        found = product(x)
+        found = matmul(x)
         assert error(found, expected) < 4e-3
-        assert torch.equal(product(x), found), "shares are added up in one order"
+        assert torch.equal(matmul(x), found), "shares are added up in one order"
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_matrix_with_few_vectors(size: int, num_outputs: int, has_bias: bool) ->
 )
 def test_gated_product(size: int, num_outputs: int, dtype: torch.dtype) -> None:
     weight = random(2 * num_outputs, size, dtype=dtype) * 0.1
-    product = gated_linear.prepare(weight, None)
+    matmul = gated_linear.prepare(weight, None)
     for num_rows in (1, 2, 16, 17, 33, 64, 65, 80, 81, 96, 97, 128, 129):
         x = random(num_rows, size, dtype=dtype)
         expected = gated_linear.reference(x.double(), weight.double(), None)
-        found = product(x)
+        found = matmul(x)
         assert found.shape == (num_rows, num_outputs)
         assert error(found, expected) < 6e-3
-        assert torch.equal(product(x), found)
+        assert torch.equal(matmul(x), found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -80,13 +80,13 @@ def test_gated_product(size: int, num_outputs: int, dtype: torch.dtype) -> None:
 def test_invariant_product(size: int, num_outputs: int, has_bias: bool, dtype: torch.dtype) -> None:
     weight, x = random(num_outputs, size, dtype=dtype), random(700, size, dtype=dtype)
     bias = random(num_outputs, dtype=dtype) if has_bias else None
-    product = linear.prepare(weight, bias, batch_invariant=True)
-    whole = product(x)
+    matmul = linear.prepare(weight, bias, batch_invariant=True)
+    whole = matmul(x)
     expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
     assert error(whole, expected) < (4e-3 if dtype == torch.bfloat16 else 1e-5)
     for num_rows in (1, 2, 7, 16, 33, 64, 65, 128, 200, 512):
-        assert torch.equal(product(x[:num_rows]), whole[:num_rows]), num_rows
-    assert torch.equal(product(x[5:6]), whole[5:6])
+        assert torch.equal(matmul(x[:num_rows]), whole[:num_rows]), num_rows
+    assert torch.equal(matmul(x[5:6]), whole[5:6])
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
@@ -145,10 +145,10 @@ def test_sampling() -> None:
     words[4, :4] = 1
     kernels = SamplingKernels(max_rows=num_rows, vocab_size=vocab_size, device=torch.device("cuda"))
     out = torch.empty(num_rows, dtype=torch.int64, device="cuda")
-    slots = torch.randperm(num_rows, dtype=torch.int32, device="cuda")
+    indices = torch.randperm(num_rows, dtype=torch.int32, device="cuda")
     memory = torch.full((num_rows + 1,), 7, dtype=torch.int64, device="cuda")
-    kernels.sample(logits, Draws(torch.from_numpy(words).cuda()), out, (slots, memory))
-    assert torch.equal(memory[slots], out.clamp(min=0))
+    kernels.sample(logits, Draws(torch.from_numpy(words).cuda()), out, (indices, memory))
+    assert torch.equal(memory[indices], out.clamp(min=0))
     assert memory[-1] == 7
     assert torch.equal(out[:3], logits[:3].argmax(-1))
     assert out[[3, 6]].tolist() == [-1, -1]

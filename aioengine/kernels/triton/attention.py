@@ -1,15 +1,15 @@
 """Attention over pages on a GPU whose every number is a function of its own row alone.
 
-Positions are taken in parts, and the parts of a token are put together in their order. Parts begin at the same
+Positions are taken in splits, and the splits of a token are put together in their order. SplitPlan begin at the same
 positions for all: every 256 up to position 8192, and from there on each doubling of the positions is cut into 16, so
-that a long row has not too many. A part is computed in one way only: by a tile of so many query rows, in blocks of so
+that a long row has not too many. A split is computed in one way only: by a tile of so many query rows, in blocks of so
 many positions, whatever else is in the batch, whether the token is decoded or stands in a prefill chunk. So neither
 batch nor chunks, prefix hits or preemption change a bit of it.
 
-A tile is some tokens of one row with all query heads of one kv head. ``attend`` goes through the parts of a tile one
-after the other; ``attend_in_parts`` is for few rows of one token each, whose parts are computed side by side.
+A tile is some tokens of one row with all query heads of one kv head. ``attend`` goes through the splits of a tile one
+after the other; ``attend_splits`` is for few rows of one token each, whose splits are computed side by side.
 
-T tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size, X parts of the longest row.
+T tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size, X splits of the longest row.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
 if TYPE_CHECKING:
     from torch import Tensor
 
-PART = tl.constexpr(256)
-"""Positions of each of the first parts; parts are multiples of ``BLOCK``."""
-EVEN_PARTS = tl.constexpr(32)
+SPLIT = tl.constexpr(256)
+"""Positions of each of the first splits; splits are multiples of ``BLOCK``."""
+EVEN_SPLITS = tl.constexpr(32)
 """There are so many of these; then half as many for each doubling of the positions."""
 ROWS = 64
 """Query rows of a tile, unless a token alone has more: the fewest that the tensor cores of Hopper take."""
@@ -51,26 +51,26 @@ class Rows:
     page_ids: Tensor
 
 
-def num_parts(length: int) -> int:
+def num_splits(length: int) -> int:
     """Of a row of so many positions."""
-    half, even = EVEN_PARTS.value // 2, EVEN_PARTS.value * PART.value
+    half, even = EVEN_SPLITS.value // 2, EVEN_SPLITS.value * SPLIT.value
     doublings = max((length - 1) // even, 0).bit_length()  # of all positions until there is room for the row
     if not doublings:
-        return -(-length // PART.value)
+        return -(-length // SPLIT.value)
     before = even << (doublings - 1)
     return half * (doublings + 1) + -(-(length - before) // (before // half))
 
 
 @triton.jit
-def _part_start(index: tl.tensor) -> tl.tensor:
-    """The first position of a part."""
-    HALF: tl.constexpr = EVEN_PARTS // 2
+def _split_start(index: tl.tensor) -> tl.tensor:
+    """The first position of a split."""
+    HALF: tl.constexpr = EVEN_SPLITS // 2
     doublings = tl.maximum(index // HALF - 1, 0)
-    return (index - doublings * HALF) * PART << doublings
+    return (index - doublings * HALF) * SPLIT << doublings
 
 
 @triton.jit
-def _attend_part(
+def _attend_split(
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -112,22 +112,22 @@ def _attend_part(
 
 
 @triton.jit
-def _joined(
+def _merged(
     highest: tl.tensor,
     total: tl.tensor,
     sums: tl.tensor,
-    part_highest: tl.tensor,
-    part_total: tl.tensor,
-    part_sums: tl.tensor,
+    split_highest: tl.tensor,
+    split_total: tl.tensor,
+    split_sums: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """What came of the parts before, and the next part. The multiplications and additions are named one by one, so
+    """What came of the splits before, and the next split. The multiplications and additions are named one by one, so
     that no compiler joins them in two ways in two kernels.
     """
-    higher = tl.maximum(highest, part_highest)
+    higher = tl.maximum(highest, split_highest)
     shrink = tl.exp2(highest - higher)
-    weight = tl.exp2(part_highest - higher)
-    total = tl.fma(part_total, weight, total * shrink)
-    sums = tl.fma(part_sums, tl.broadcast_to(weight[:, None], sums.shape), sums * shrink[:, None])
+    weight = tl.exp2(split_highest - higher)
+    total = tl.fma(split_total, weight, total * shrink)
+    sums = tl.fma(split_sums, tl.broadcast_to(weight[:, None], sums.shape), sums * shrink[:, None])
     return higher, total, sums
 
 
@@ -176,34 +176,34 @@ def _attend_kernel(
     head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
     head_values = values + head * PAGE_SIZE * HEAD_SIZE
     index = tl.full((), 0, tl.int32)
-    while _part_start(index) < stop:
-        start, end = _part_start(index), tl.minimum(_part_start(index + 1), stop)
-        part_highest, part_total, part_sums = _attend_part(
+    while _split_start(index) < stop:
+        start, end = _split_start(index), tl.minimum(_split_start(index + 1), stop)
+        split_highest, split_total, split_sums = _attend_split(
             *(queries, head_keys, head_values, page_ids + first_page, start, end, last),
             *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK),
         )
-        highest, total, sums = _joined(highest, total, sums, part_highest, part_total, part_sums)
+        highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
         index += 1
     places = (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_SIZE + columns
     tl.store(out + places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
-    do_not_specialize=["max_parts", "num_shares"],
+    do_not_specialize=["max_splits", "num_programs"],
     do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids"],
 )
-def _parts_kernel(
+def _splits_kernel(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     page_starts: tl.tensor,
     last_lengths: tl.tensor,
     page_ids: tl.tensor,
-    part_sums: tl.tensor,
-    part_marks: tl.tensor,
+    split_sums: tl.tensor,
+    split_marks: tl.tensor,
     scale: tl.tensor,
-    max_parts: tl.tensor,
-    num_shares: tl.tensor,
+    max_splits: tl.tensor,
+    num_programs: tl.tensor,
     TOKEN_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -228,27 +228,27 @@ def _parts_kernel(
     head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
     head_values = values + head * PAGE_SIZE * HEAD_SIZE
     index = tl.program_id(2)
-    while _part_start(index) < length:
-        start, end = _part_start(index), tl.minimum(_part_start(index + 1), length)
-        highest, total, sums = _attend_part(
+    while _split_start(index) < length:
+        start, end = _split_start(index), tl.minimum(_split_start(index + 1), length)
+        highest, total, sums = _attend_split(
             *(queries, head_keys, head_values, page_ids + first_page, start, end, last),
             *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK),
         )
-        places = (row * max_parts + index) * (NUM_KV_HEADS * GROUP) + heads
-        tl.store(part_marks + 2 * places, highest, mask=is_member)
-        tl.store(part_marks + 2 * places + 1, total, mask=is_member)
-        tl.store(part_sums + places[:, None] * HEAD_SIZE + columns, sums, mask=inside)
-        index += num_shares
+        places = (row * max_splits + index) * (NUM_KV_HEADS * GROUP) + heads
+        tl.store(split_marks + 2 * places, highest, mask=is_member)
+        tl.store(split_marks + 2 * places + 1, total, mask=is_member)
+        tl.store(split_sums + places[:, None] * HEAD_SIZE + columns, sums, mask=inside)
+        index += num_programs
 
 
-@triton.jit(do_not_specialize=["max_parts"], do_not_specialize_on_alignment=["page_starts", "last_lengths"])
-def _join_kernel(
-    part_sums: tl.tensor,
-    part_marks: tl.tensor,
+@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["page_starts", "last_lengths"])
+def _merge_kernel(
+    split_sums: tl.tensor,
+    split_marks: tl.tensor,
     page_starts: tl.tensor,
     last_lengths: tl.tensor,
     out: tl.tensor,
-    max_parts: tl.tensor,
+    max_splits: tl.tensor,
     NUM_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -266,22 +266,22 @@ def _join_kernel(
     total = tl.zeros((HEADS,), tl.float32)
     sums = tl.zeros((HEADS, COLUMNS), tl.float32)
     index = tl.full((), 0, tl.int32)
-    while _part_start(index) < length:
-        places = (row * max_parts + index) * NUM_HEADS + heads
-        part_highest = tl.load(part_marks + 2 * places, mask=is_head, other=0.0)
-        part_total = tl.load(part_marks + 2 * places + 1, mask=is_head, other=1.0)
-        part = tl.load(part_sums + places[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
-        highest, total, sums = _joined(highest, total, sums, part_highest, part_total, part)
+    while _split_start(index) < length:
+        places = (row * max_splits + index) * NUM_HEADS + heads
+        split_highest = tl.load(split_marks + 2 * places, mask=is_head, other=0.0)
+        split_total = tl.load(split_marks + 2 * places + 1, mask=is_head, other=1.0)
+        split = tl.load(split_sums + places[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
+        highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split)
         index += 1
     places = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + columns
     tl.store(out + places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 _attend = Launcher(_attend_kernel)
-_parts = Launcher(_parts_kernel)
-_join = Launcher(_join_kernel)
+_splits = Launcher(_splits_kernel)
+_merge = Launcher(_merge_kernel)
 
-_JOINED_HEADS = 4
+_MERGED_HEADS = 4
 
 
 def rows_of_tile(group: int) -> int:
@@ -295,13 +295,13 @@ def tokens_of_tile(group: int) -> int:
 
 
 def _options(head_size: int, dtype: torch.dtype) -> dict[str, object]:
-    """All kernels that compute parts are compiled alike."""
+    """All kernels that compute splits are compiled alike."""
     is_wide = next_power_of_2(head_size) * dtype.itemsize > 256
     return {"num_warps": 8 if is_wide else 4, "num_stages": 2 if is_wide else 3}
 
 
 def _sizes(q: Tensor, pool: tuple[Tensor, Tensor]) -> tuple[int, ...]:
-    """What the kernels that compute parts have as constants."""
+    """What the kernels that compute splits have as constants."""
     _, num_kv_heads, page_size, head_size = pool[0].shape
     group, columns = q.shape[1] // num_kv_heads, max(next_power_of_2(head_size), 16)
     return q.stride(0), num_kv_heads, group, page_size, head_size, columns, rows_of_tile(group), BLOCK
@@ -318,34 +318,34 @@ def attend(q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, tiles: Tensor, *,
     _attend((tiles.shape[0], sizes[1], 1), key, (*tensors, scale / math.log(2), *sizes), options)
 
 
-class Parts(NamedTuple):
-    """How rows of one token are shared out: ``max_parts`` of the longest row, and programs for a row and kv head."""
+class SplitPlan(NamedTuple):
+    """How rows of one token are shared out: ``max_splits`` of the longest row, and programs for a row and kv head."""
 
-    max_parts: int
-    num_shares: int
+    max_splits: int
+    num_programs: int
 
 
-def attend_in_parts(
-    q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, parts: Parts, *, scale: float, out: Tensor
+def attend_splits(
+    q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, splits: SplitPlan, *, scale: float, out: Tensor
 ) -> None:
     """The same bits for R rows of one token, q and out [R, H, E]."""
     num_rows, num_heads, head_size = q.shape
-    max_parts, num_shares = parts
-    sums = torch.empty(num_rows, max_parts, num_heads, head_size, dtype=torch.float32, device=q.device)
-    marks = torch.empty(num_rows, max_parts, num_heads, 2, dtype=torch.float32, device=q.device)
+    max_splits, num_programs = splits
+    sums = torch.empty(num_rows, max_splits, num_heads, head_size, dtype=torch.float32, device=q.device)
+    marks = torch.empty(num_rows, max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
     sizes = _sizes(q, pool)
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks)
     places = tuple(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, marks))
     options = _options(head_size, q.dtype)
-    grid = num_rows, sizes[1], num_shares
-    _parts(grid, (q.dtype, sizes, places), (*tensors, scale / math.log(2), max_parts, num_shares, *sizes), options)
+    grid = num_rows, sizes[1], num_programs
+    _splits(grid, (q.dtype, sizes, places), (*tensors, scale / math.log(2), max_splits, num_programs, *sizes), options)
     _, _, _, page_size, _, columns, *_ = sizes
-    join_sizes = num_heads, page_size, head_size, columns, _JOINED_HEADS
-    join_tensors = sums, marks, rows.page_starts, rows.last_lengths, out
-    join_key = (q.dtype, join_sizes, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out)))
-    _join(
-        (num_rows, -(-num_heads // _JOINED_HEADS), 1),
-        join_key,
-        (*join_tensors, max_parts, *join_sizes),
+    merge_sizes = num_heads, page_size, head_size, columns, _MERGED_HEADS
+    merge_tensors = sums, marks, rows.page_starts, rows.last_lengths, out
+    merge_key = (q.dtype, merge_sizes, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out)))
+    _merge(
+        (num_rows, -(-num_heads // _MERGED_HEADS), 1),
+        merge_key,
+        (*merge_tensors, max_splits, *merge_sizes),
         {"num_warps": 4},
     )

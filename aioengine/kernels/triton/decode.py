@@ -4,7 +4,7 @@ A row's positions are cut into splits (split-KV, ``attention/_gpu_splits.py``). 
 head: it reads the keys and values once for all query heads of that kv head. The program that finishes last merges the
 splits of a row, always in their order, so that the sum is the same in every run.
 
-R rows, H query heads, K kv heads, G query heads of a kv head, E head size, N pages, S page size, X places for parts.
+R rows, H query heads, K kv heads, G query heads of a kv head, E head size, N pages, S page size, X places for splits.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST_ROWS = 16
-"""Rows of the smallest product on tensor cores; a kv head with fewer query heads is padded."""
+"""Rows of the smallest matmul on tensor cores; a kv head with fewer query heads is padded."""
 LOWEST = tl.constexpr(-1.0e30)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Where the pages of R rows are, and their parts; all int32.
+    """Where the pages of R rows are, and their splits; all int32.
 
-    page_starts [R + 1]: their first pages in ``page_ids``. parts [5, X]: as ``attention/_gpu_splits.py`` makes them,
+    page_starts [R + 1]: their first pages in ``page_ids``. splits [5, X]: as ``attention/_gpu_splits.py`` makes them,
     X a multiple of 16. num_done [R * K]: zeros; a kernel leaves them as zeros.
     """
 
     page_starts: Tensor
     page_ids: Tensor
-    parts: Tensor
+    splits: Tensor
     num_done: Tensor
 
 
@@ -81,7 +81,7 @@ def _attended(
 
 
 @triton.jit
-def _put_together(
+def _merge(
     sums: tl.tensor,
     marks: tl.tensor,
     place: tl.tensor,
@@ -90,23 +90,23 @@ def _put_together(
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Highest score, sum of weights and weighted values over all parts of a row. They come from other programs, past
+    """Highest score, sum of weights and weighted values over all splits of a row. They come from other programs, past
     this processor's cache.
     """
     columns = tl.arange(0, HEAD_SIZE)[None, :]
     highest = tl.full(place.shape, LOWEST, tl.float32)
     total = tl.zeros(place.shape, tl.float32)
     whole = tl.zeros((place.shape[0], HEAD_SIZE), tl.float32)
-    for part in tl.range(0, count, loop_unroll_factor=4):
-        source = place + part * NUM_HEADS
-        part_highest = tl.load(marks + 2 * source, mask=is_member, other=0.0, cache_modifier=".cg")
-        part_total = tl.load(marks + 2 * source + 1, mask=is_member, other=1.0, cache_modifier=".cg")
+    for split in tl.range(0, count, loop_unroll_factor=4):
+        source = place + split * NUM_HEADS
+        split_highest = tl.load(marks + 2 * source, mask=is_member, other=0.0, cache_modifier=".cg")
+        split_total = tl.load(marks + 2 * source + 1, mask=is_member, other=1.0, cache_modifier=".cg")
         places = sums + source[:, None] * HEAD_SIZE + columns
-        part_sums = tl.load(places, mask=is_member[:, None], other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(highest, part_highest)
-        shrink, weight = tl.exp2(highest - higher), tl.exp2(part_highest - higher)
-        total = total * shrink + part_total * weight
-        whole = whole * shrink[:, None] + part_sums * weight[:, None]
+        split_sums = tl.load(places, mask=is_member[:, None], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(highest, split_highest)
+        shrink, weight = tl.exp2(highest - higher), tl.exp2(split_highest - higher)
+        total = total * shrink + split_total * weight
+        whole = whole * shrink[:, None] + split_sums * weight[:, None]
         highest = higher
     return highest, total, whole
 
@@ -136,21 +136,21 @@ def _finish(
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_member[:, None])
 
 
-@triton.jit(do_not_specialize_on_alignment=["page_starts", "page_ids", "parts", "num_done"])
+@triton.jit(do_not_specialize_on_alignment=["page_starts", "page_ids", "splits", "num_done"])
 def _decode_kernel(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     page_starts: tl.tensor,
     page_ids: tl.tensor,
-    parts: tl.tensor,
+    splits: tl.tensor,
     num_done: tl.tensor,
     sums: tl.tensor,
     marks: tl.tensor,
     out: tl.tensor,
     other: tl.tensor,
     other_weights: tl.tensor,
-    num_places: tl.tensor,
+    max_splits: tl.tensor,
     scale: tl.tensor,
     TOKEN_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -163,11 +163,11 @@ def _decode_kernel(
     MERGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    head, part = tl.program_id(0), parts + tl.program_id(1)
-    row = tl.load(part).to(tl.int64)
+    head, split = tl.program_id(0), splits + tl.program_id(1)
+    row = tl.load(split).to(tl.int64)
     if row >= 0:
-        begin, end = tl.load(part + num_places), tl.load(part + 2 * num_places)
-        count, first_place = tl.load(part + 3 * num_places), tl.load(part + 4 * num_places)
+        begin, end = tl.load(split + max_splits), tl.load(split + 2 * max_splits)
+        count, first_split = tl.load(split + 3 * max_splits), tl.load(split + 4 * max_splits)
         pages = page_ids + tl.load(page_starts + row)
         if DEPENDENT:
             gdc_launch_dependents()
@@ -191,9 +191,9 @@ def _decode_kernel(
             tl.debug_barrier()  # all threads have stored when the one that counts does
             done = num_done + row * NUM_KV_HEADS + head
             if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
-                place = first_place * (NUM_KV_HEADS * GROUP) + heads
-                all_parts = _put_together(sums, marks, place, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
-                highest, total, attended = all_parts
+                place = first_split * (NUM_KV_HEADS * GROUP) + heads
+                merged = _merge(sums, marks, place, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
+                highest, total, attended = merged
                 _finish(out, highest, total, attended, places, is_member, other, other_weights, HEAD_SIZE, MERGES)
                 tl.store(done, 0)
 
@@ -217,7 +217,7 @@ def decode(
     """
     num_heads, head_size = q.shape[1:]
     _, num_kv_heads, page_size, _ = pool[0].shape
-    group, places = num_heads // num_kv_heads, rows.parts.shape[1]
+    group, places = num_heads // num_kv_heads, rows.splits.shape[1]
     sums = torch.empty(places, num_heads, head_size, dtype=torch.float32, device=q.device)
     marks = torch.empty(places, num_heads, 2, dtype=torch.float32, device=q.device)
     padded = max(next_power_of_2(group), LEAST_ROWS)
@@ -225,7 +225,7 @@ def decode(
     sizes = q.stride(0), num_kv_heads, group, padded, page_size, head_size, block, 3
     sizes = (*sizes, other is not None, has_dependent_launch())
     rest = other or (out, marks)
-    tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.parts, rows.num_done, sums, marks, out, *rest)
+    tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.splits, rows.num_done, sums, marks, out, *rest)
     key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, marks, out, *rest)))
     options = {"num_warps": 4, "launch_pdl": has_dependent_launch()}
     _decode((num_kv_heads, places, 1), key, (*tensors, places, scale / math.log(2), *sizes), options)

@@ -1,8 +1,8 @@
-"""Product of up to 128 vectors with a large weight on a GPU, and the gated activation of what comes of it.
+"""Matmul of up to 128 vectors with a large weight on a GPU, and the gated activation of what comes of it.
 
 x [T, I], weight [2 O, I], gates first -> silu(gate) * up [T, O]. A program takes the gates of some outputs and what
-they gate, so that no product but the activated one is written. Its tiles of weight and vectors are fetched by the copy
-engine of Hopper and newer. The weight stands on the left, so that its outputs are the rows of the products that tensor
+they gate, so that no matmul but the activated one is written. Its tiles of weight and vectors are fetched by the copy
+engine of Hopper and newer. The weight stands on the left, so that its outputs are the rows of the matmuls that tensor
 cores are made for; the vectors may be padded to a power of 2 and a smaller one beside it.
 """
 
@@ -50,7 +50,7 @@ def _store(
     num_outputs: tl.tensor,
     num_rows: tl.tensor,
 ) -> None:
-    """Rounded as often as the product and the activation are apart."""
+    """Rounded as often as the matmul and the activation are apart."""
     narrow = out.dtype.element_ty
     wide = gate.to(narrow).to(tl.float32)
     active = (wide / (1.0 + tl.exp(-wide))).to(narrow) * up.to(narrow)
@@ -113,10 +113,10 @@ def ask_for_forms(weight: Tensor) -> None:
         for num_rows in PROGRAMS:
             programs = shape_of_programs(weight.shape[0] // 2, weight.shape[1], num_rows)
             if programs is not None:
-                product(weight.new_empty(num_rows, weight.shape[1]), weight, programs)
+                matmul(weight.new_empty(num_rows, weight.shape[1]), weight, programs)
 
 
-def product(x: Tensor, weight: Tensor, programs: Programs) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, programs: Programs) -> Tensor:
     """``x`` and ``weight`` are contiguous and begin at multiples of 16 bytes."""
     rows, more, outputs, block, stages, num_warps = programs
     num_rows, size = x.shape

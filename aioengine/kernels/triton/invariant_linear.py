@@ -1,4 +1,4 @@
-"""Matrix product on a GPU whose rows do not depend on how many there are: x [T, I], weight [O, I], bias [O] -> [T, O].
+"""Matmul on a GPU whose rows do not depend on how many there are: x [T, I], weight [O, I], bias [O] -> [T, O].
 
 Every number of the result is added up over the inputs from the first to the last, in tensor core instructions of the
 same depth, whatever the tile that it stands in; so tiles can be chosen for speed.
@@ -24,7 +24,7 @@ SMALL: Tile = 64, 64, 128, 4, 4
 MEDIUM: Tile = 64, 128, 64, 4, 4
 LARGE: Tile = 128, 256, 64, 3, 8
 FP32: Tile = 32, 32, 32, 2, 4
-"""Products of fp32 numbers run without tensor cores, in one tile only."""
+"""Matmuls of fp32 numbers run without tensor cores, in one tile only."""
 ENOUGH_TILES = 128
 """From so many on a GPU is filled."""
 BAND = 8
@@ -32,7 +32,7 @@ BAND = 8
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one form serves all counts
-def _product_kernel(
+def _matmul_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -74,7 +74,7 @@ def _product_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & is_output)
 
 
-_product = Launcher(_product_kernel)
+_matmul = Launcher(_matmul_kernel)
 
 
 def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
@@ -89,7 +89,7 @@ def tile_for(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
     return next(fitting, SMALL)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
     """x and weight are contiguous."""
     num_outputs, size = weight.shape
     num_rows = x.shape[0]
@@ -101,5 +101,5 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = 
     places = tuple(tensor.data_ptr() % 16 for tensor in (x, weight, some_bias))
     key = x.dtype, weight.shape, tile, bias is None, places
     grid = _num_tiles(num_rows, num_outputs, tile), 1, 1
-    _product(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
+    _matmul(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
     return out

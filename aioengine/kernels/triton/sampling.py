@@ -105,7 +105,7 @@ def _blocks_kernel(
         tl.store(places + out, tl.min(tl.where(x == largest, columns, num_tokens), 0))
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["words", "out", "slots", "memory"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["words", "out", "indices", "memory"])
 def _pick_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
@@ -117,7 +117,7 @@ def _pick_kernel(
     sums: tl.tensor,
     out: tl.tensor,
     num_blocks: tl.tensor,
-    slots: tl.tensor,
+    indices: tl.tensor,
     memory: tl.tensor,
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -155,7 +155,7 @@ def _pick_kernel(
     token = tl.where(is_greedy, tl.load(places + row * num_blocks + block), token)
     tl.store(out + row, tl.where(is_bad, -1, token).to(tl.int64))
     if REMEMBERS:
-        tl.store(memory + tl.load(slots + row), tl.where(is_bad, 0, token).to(tl.int64))
+        tl.store(memory + tl.load(indices + row), tl.where(is_bad, 0, token).to(tl.int64))
 
 
 @triton.jit
@@ -349,7 +349,7 @@ class SamplingKernels:
     ) -> None:
         """One token for each row of the logits [S, >= V] into ``out`` [S] int64; -1 for a bad row.
 
-        remembered: slots [S] int32 of a memory, int64, which takes the tokens too, 0 for a bad row; not with rules.
+        remembered: indices [S] int32 of a memory, int64, which takes the tokens too, 0 for a bad row; not with rules.
         """
         num_rows, num_blocks, blocks = len(logits), self._num_blocks, next_power_of_2(self._num_blocks)
         inputs = (logits, logits.stride(0), self._vocab_size, draws.words, draws.words.stride(0), self._maxima)

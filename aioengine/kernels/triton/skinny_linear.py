@@ -1,8 +1,8 @@
-"""Product of a matrix with few vectors on a GPU: x [T, I] with T up to 64, weight [O, I], bias [O] -> [T, O].
+"""Matmul of a matrix with few vectors on a GPU: x [T, I] with T up to 64, weight [O, I], bias [O] -> [T, O].
 
-The time is that of reading the weight. Each program takes some outputs and a share of the inputs; the weight stands on
-the left, so that its outputs are the rows of the products that tensor cores are made for. Where the inputs are shared
-out, the last program of an output's shares adds them up, always in the same order.
+The time is that of reading the weight. Each program takes some outputs and a split of the inputs; the weight stands on
+the left, so that its outputs are the rows of the matmuls that tensor cores are made for. Where the inputs are shared
+out, the last program of an output's splits adds them up, always in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _skinny_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
-    parts: tl.tensor,
+    partials: tl.tensor,
     num_done: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
@@ -40,14 +40,14 @@ def _skinny_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    SHARES: tl.constexpr,
+    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    tile, share = tl.program_id(0), tl.program_id(1)
-    first = share * (SIZE // SHARES)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    first = split * (SIZE // SPLITS)
     outputs, rows = tile * OUTPUTS + tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
     columns = tl.arange(0, BLOCK)
     lines = weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64) * SIZE + first
@@ -59,19 +59,19 @@ def _skinny_kernel(
             tl.inline_asm_elementwise(asm, "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1)
         gdc_wait()
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for start in tl.range(0, SIZE // SHARES, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
         part = tl.load(lines + start + columns[None, :])
         vectors = tl.load(x + rows * SIZE + first + start + columns[:, None], mask=rows < num_rows, other=0.0)
         total = tl.dot(part, vectors, total)
     is_last = True
-    if SHARES > 1:
-        own = parts + tile.to(tl.int64) * (SHARES * OUTPUTS * ROWS) + tl.arange(0, OUTPUTS)[:, None] * ROWS + rows
-        tl.store(own + share * (OUTPUTS * ROWS), total)
+    if SPLITS > 1:
+        own = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * ROWS) + tl.arange(0, OUTPUTS)[:, None] * ROWS + rows
+        tl.store(own + split * (OUTPUTS * ROWS), total)
         tl.debug_barrier()  # all threads have stored when the one that counts does
-        is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") == SHARES - 1
+        is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if is_last:
             total = tl.load(own, cache_modifier=".cg")  # past this processor's cache: others have written it
-            for other in tl.static_range(1, SHARES):
+            for other in tl.static_range(1, SPLITS):
                 total += tl.load(own + other * (OUTPUTS * ROWS), cache_modifier=".cg")
             tl.store(num_done + tile, 0)
     if is_last:
@@ -86,7 +86,7 @@ _skinny = Launcher(_skinny_kernel)
 
 @lru_cache(maxsize=1024)
 def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | None:
-    """(outputs of a program, block of inputs, shares of the inputs, stages, warps, lines asked for ahead); None:
+    """(outputs of a program, block of inputs, splits of the inputs, stages, warps, lines asked for ahead); None:
     torch's library is faster.
 
     Measured on an H200 for the layers of models of 0.6 and 8 billion parameters.
@@ -99,7 +99,7 @@ def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | 
             return (64, 128, 1, 4, 4, 0) if is_few else None
         return (64, 256, 1, 3, 4, 8) if is_few else (64, 128, 1, 4, 4, 8)
     if num_outputs <= 1024:
-        return 64, 128, 4, 4, 4, 8 if size >= 2048 else 4  # no lines behind a share's end
+        return 64, 128, 4, 4, 4, 8 if size >= 2048 else 4  # no lines behind a split's end
     if num_outputs <= 4096:
         return (64, 256, 2, 3, 4, 0) if is_few else (64, 128, 2, 4, 4, 0)
     if num_outputs <= 16_384:
@@ -112,20 +112,22 @@ def num_tiles(num_outputs: int) -> int:
     return -(-num_outputs // 64)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Programs, num_done: Tensor) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Programs, num_done: Tensor) -> Tensor:
     """``num_done``: zeros for ``num_tiles``, int32; they are left as zeros."""
-    outputs, block, shares, stages, num_warps, ahead = programs
+    outputs, block, splits, stages, num_warps, ahead = programs
     num_rows, num_outputs, size = x.shape[0], *weight.shape
     rows = max(next_power_of_2(num_rows), LEAST_ROWS)
     tiles = -(-num_outputs // outputs)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    parts = out if shares == 1 else torch.empty(tiles * shares * outputs * rows, dtype=torch.float32, device=x.device)
+    partials = (
+        out if splits == 1 else torch.empty(tiles * splits * outputs * rows, dtype=torch.float32, device=x.device)
+    )
     has_bias = bias is not None
     arguments = (
-        *(x, weight, weight if bias is None else bias, parts, num_done, out, num_rows, num_outputs),
-        *(size, rows, outputs, block, shares, stages, ahead, has_bias, has_dependent_launch()),
+        *(x, weight, weight if bias is None else bias, partials, num_done, out, num_rows, num_outputs),
+        *(size, rows, outputs, block, splits, stages, ahead, has_bias, has_dependent_launch()),
     )
     places = x.data_ptr() % 16, weight.data_ptr() % 16
     key = (x.dtype, weight.shape, programs, rows, has_bias, places)
-    _skinny((tiles, shares, 1), key, arguments, options(num_warps))
+    _skinny((tiles, splits, 1), key, arguments, options(num_warps))
     return out

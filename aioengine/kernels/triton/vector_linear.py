@@ -1,4 +1,4 @@
-"""Product of a matrix with one vector on a GPU: x [1, I], weight [O, I], bias [O] -> [1, O].
+"""Matmul of a matrix with one vector on a GPU: x [1, I], weight [O, I], bias [O] -> [1, O].
 
 It is as fast as the weight can be read. A program reads its first part of the weight while the kernel before is still
 at work, and then waits for x.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _product_kernel(
+def _matmul_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -54,7 +54,7 @@ def _product_kernel(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)
 
 
-_product = Launcher(_product_kernel)
+_matmul = Launcher(_matmul_kernel)
 
 
 @lru_cache(maxsize=256)
@@ -70,7 +70,7 @@ def shape_of_programs(num_outputs: int, size: int) -> tuple[int, int, int]:
     return 4, 1024, 4
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, programs: tuple[int, int, int] | None = None) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, programs: tuple[int, int, int] | None = None) -> Tensor:
     """``programs``: as ``shape_of_programs`` gives them."""
     num_outputs, size = weight.shape
     rows, block, num_warps = programs or shape_of_programs(num_outputs, size)
@@ -80,5 +80,5 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, programs: tuple[int,
         *(size, rows, block, bias is not None, has_dependent_launch()),
     )
     key = (x.dtype, weight.shape, rows, block, num_warps, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16)
-    _product((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))
+    _matmul((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))
     return out

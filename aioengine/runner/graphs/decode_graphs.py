@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
 
 _COLUMNS = 5 + NUM_COLUMNS
-"""Columns of B numbers in the memory of a step: slots, positions, slot_mapping, last_lengths, the slots that remember
-the drawn tokens, words of the draws.
+"""Columns of B numbers in the memory of a step: row indices, positions, slot_mapping, last_lengths, the indices at
+which the table stores the drawn tokens, words of the draws.
 """
 
 
@@ -194,19 +194,19 @@ class DecodeGraphs:
         num_rows, page_size = len(rows.requests), self._page_size
         columns = host[: _COLUMNS * size].reshape(_COLUMNS, size)
         order = sharing.order if sharing else slice(None)
-        row_slots, row_starts = rows.slots[order], rows.starts[order]
+        row_indices, row_starts = rows.row_indices[order], rows.starts[order]
         page_places = row_starts // page_size
         last_lengths = row_starts - page_places * page_size + 1
         num_pages = int(page_places.max()) + 1
-        page_table_RP = self._table.page_table[row_slots, :num_pages]
+        page_table_RP = self._table.page_table[row_indices, :num_pages]
         last_pages = page_table_RP[np.arange(num_rows), page_places]
-        columns[0, :num_rows] = row_slots
+        columns[0, :num_rows] = row_indices
         columns[1, :num_rows] = row_starts
         columns[2, :num_rows] = last_pages * page_size + last_lengths - 1
         columns[3, :num_rows] = last_lengths
         columns[4] = len(self._last_tokens) - 1
         if is_simple(sampled):
-            columns[4, :num_rows] = row_slots
+            columns[4, :num_rows] = row_indices
         draw_words(sampled, columns[5:, :num_rows])
         if sharing:
             columns[5:, :num_rows] = columns[5:, order]

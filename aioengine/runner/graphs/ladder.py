@@ -8,7 +8,7 @@ _SHORT = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 257, 16))
 def ladder(max_rows: int) -> list[int]:
     """Row counts that get a CUDA graph, ascending; the last is ``max_rows``, none for 0.
 
-    They stand close together where a step is short, and up to 256 rows, where what products take grows with the rows;
+    They stand close together where a step is short, and up to 256 rows, where what matmuls take grows with the rows;
     a step is padded by a quarter of its rows at most, from 16 on.
     """
     sizes: list[int] = list(_SHORT)
@@ -20,7 +20,7 @@ def ladder(max_rows: int) -> list[int]:
 _SHARING = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _PIECES = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
 _PIECE = 256
-"""Matrix products take tokens by so many at a time."""
+"""Matmuls take tokens by so many at a time."""
 MAX_SEEN_TOKENS = 8192
 """Of the largest step that a start goes to some lengths for."""
 _WORK = 5e12

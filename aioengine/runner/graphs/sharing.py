@@ -98,17 +98,17 @@ class SharedPrefixes:
 
     def find(self, rows: StepRows) -> Sharing | None:
         """None where nothing is worth it."""
-        seen = (self._table.num_opened, rows.slots.tobytes())
+        seen = (self._table.num_opened, rows.row_indices.tobytes())
         if seen != self._seen:
             self._seen, self._sharing = seen, self._look(rows)
         return self._sharing
 
     def _look(self, rows: StepRows) -> Sharing | None:
-        num_rows = len(rows.slots)
+        num_rows = len(rows.row_indices)
         if num_rows < self._worth.min_rows:
             return None
         num_full = rows.starts // self._page_size
-        pages_RP = self._table.page_table[rows.slots, : int(num_full.max())]
+        pages_RP = self._table.page_table[rows.row_indices, : int(num_full.max())]
         groups = find_groups(pages_RP, num_full, self._worth)
         if not groups:
             return None

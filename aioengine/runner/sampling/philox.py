@@ -51,7 +51,7 @@ def uniforms(seeds: Words, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.f
 
 
 class UniformTable:
-    """The numbers of the next positions of each slot, made ``AHEAD`` at a time: a step's own would cost as much."""
+    """The uniforms of each row's next positions, generated ``AHEAD`` at a time: one position would cost as much."""
 
     AHEAD = 16
 
@@ -61,28 +61,28 @@ class UniformTable:
         self._seeds = np.zeros(0, dtype=np.uint64)
 
     def take(
-        self, slots: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]
+        self, row_indices: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """``uniforms(seeds, positions)``. A slot may be given to another request at any time."""
-        self._make_room(int(slots.max()) + 1)
-        offsets = positions - self._starts[slots]
-        is_stale = (offsets < 0) | (offsets >= self.AHEAD) | (self._seeds[slots] != seeds)
+        """``uniforms(seeds, positions)``. A row may be given to another request at any time."""
+        self._make_room(int(row_indices.max()) + 1)
+        offsets = positions - self._starts[row_indices]
+        is_stale = (offsets < 0) | (offsets >= self.AHEAD) | (self._seeds[row_indices] != seeds)
         if is_stale.any():
-            self._refill(slots[is_stale], seeds[is_stale], positions[is_stale])
-            offsets = positions - self._starts[slots]
-        numbers: npt.NDArray[np.float64] = self._numbers[slots, offsets]
+            self._refill(row_indices[is_stale], seeds[is_stale], positions[is_stale])
+            offsets = positions - self._starts[row_indices]
+        numbers: npt.NDArray[np.float64] = self._numbers[row_indices, offsets]
         return numbers
 
-    def _refill(self, slots: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]) -> None:
+    def _refill(self, row_indices: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]) -> None:
         ahead = (positions[:, None] + np.arange(self.AHEAD)).ravel()
-        self._numbers[slots] = uniforms(seeds.repeat(self.AHEAD), ahead).reshape(-1, self.AHEAD)
-        self._starts[slots] = positions
-        self._seeds[slots] = seeds
+        self._numbers[row_indices] = uniforms(seeds.repeat(self.AHEAD), ahead).reshape(-1, self.AHEAD)
+        self._starts[row_indices] = positions
+        self._seeds[row_indices] = seeds
 
-    def _make_room(self, num_slots: int) -> None:
+    def _make_room(self, num_rows: int) -> None:
         have = len(self._starts)
-        if num_slots > have:
-            more = max(num_slots, 2 * have) - have
+        if num_rows > have:
+            more = max(num_rows, 2 * have) - have
             self._numbers = np.concatenate([self._numbers, np.zeros((more, self.AHEAD))])
             self._starts = np.concatenate([self._starts, np.full(more, -self.AHEAD)])
             self._seeds = np.concatenate([self._seeds, np.zeros(more, dtype=np.uint64)])

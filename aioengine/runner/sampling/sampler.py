@@ -112,7 +112,7 @@ class Sampler:
         return p_SW, is_bad_S
 
     def _uniforms(self, rows: SampledRows, chunk: Ints) -> npt.NDArray[np.float64]:
-        return self._uniform_table.take(rows.slots[chunk], rows.records["seed"][chunk], rows.positions[chunk])
+        return self._uniform_table.take(rows.row_indices[chunk], rows.records["seed"][chunk], rows.positions[chunk])
 
 
 def greedy(logits: Tensor) -> Tensor:

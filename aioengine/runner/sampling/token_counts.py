@@ -36,7 +36,7 @@ class _Place:
 
 
 class TokenCounts:
-    """The tables of the penalized requests. A request takes the row of the last one that had its slot."""
+    """The tables of the penalized requests. A request takes over the counts of the last one that had its row index."""
 
     def __init__(self, table: RowTable, *, width: int, device: torch.device) -> None:
         self._table = table
@@ -64,14 +64,14 @@ class TokenCounts:
 
     def _count(self, request: RequestRow, position: int) -> _Place:
         """The request's row, which counts at least the tokens that it was opened with."""
-        place = self._places.get(request.slot)
+        place = self._places.get(request.row_index)
         if place is not None and place.request is request:
             return place
         index = len(self._places) if place is None else place.index
         if index == len(self._counts):
             self._counts = torch.cat([self._counts, self._counts.new_zeros(MORE_ROWS, self._width)])
         place = _Place(index, request, len(request.token_ids))
-        self._places[request.slot] = place
+        self._places[request.row_index] = place
         row = self._counts[index]
         row.zero_()
         ids = np.array(request.token_ids, dtype=np.int64)
@@ -94,7 +94,7 @@ class TokenCounts:
             return
         for i in behind.tolist():
             places[i].num_counted += 1
-        slots = np.array([requests[i].slot for i in behind.tolist()], dtype=np.int64)
-        tokens = self._table.last_tokens.index_select(0, self._table.upload(slots))
+        row_indices = np.array([requests[i].row_index for i in behind.tolist()], dtype=np.int64)
+        tokens = self._table.last_tokens.index_select(0, self._table.upload(row_indices))
         flat = self._table.upload(indices[behind].astype(np.int64) * self._width) + tokens
         self._counts.view(-1).index_add_(0, flat, self._one.expand(len(flat)))

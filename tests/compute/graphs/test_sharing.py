@@ -99,7 +99,7 @@ def check(tables: list[list[int]], found: list[Group]) -> None:
 
 def test_the_rows_of_a_step_in_their_new_order() -> None:
     table = RowTable(
-        max_row_pages=8, num_pages=64, num_embeddings=100, device=torch.device("cpu"), processors=(), num_slots=64
+        max_row_pages=8, num_pages=64, num_embeddings=100, device=torch.device("cpu"), processors=(), max_rows=64
     )
     pages = {0: [1, 2, 3, 10], 1: [5, 6, 7, 11], 2: [1, 2, 3, 12], 3: [1, 2, 3, 13], 4: [20, 21, 22, 23]}
     for uid, row in pages.items():
@@ -119,7 +119,7 @@ def test_the_rows_of_a_step_in_their_new_order() -> None:
     assert prefixes.find(later) is found, "not looked for again as long as the rows are the same"
     assert prefixes.find(inputs.read([Row(uid, 61, 1, TOKENS) for uid in (1, 4)])) is None
     table.close(0)
-    table.open(OpenedRow(9, Sampling(9), 60, [1] * 60, [30, 31, 32, 33]))  # in the same slot
+    table.open(OpenedRow(9, Sampling(9), 60, [1] * 60, [30, 31, 32, 33]))  # in the same row of the table
     changed = prefixes.find(inputs.read([Row(uid, 61, 1, TOKENS) for uid in (9, 1, 2, 3, 4)]))
     assert changed is not None
     assert changed.num_shared.tolist() == [3, 3, 0, 0, 0]

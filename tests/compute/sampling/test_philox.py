@@ -53,10 +53,10 @@ def test_numbers_are_uniform_and_below_one() -> None:
 def test_numbers_made_ahead_are_the_same_numbers() -> None:
     generator = np.random.default_rng(0)
     table = UniformTable()
-    for _ in range(200):  # slots change hands, positions go on, jump and go back
+    for _ in range(200):  # rows change hands, positions go on, jump and go back
         num_rows = int(generator.integers(1, 6))
-        slots = generator.permutation(9)[:num_rows]
+        row_indices = generator.permutation(9)[:num_rows]
         seeds = generator.integers(0, 3, num_rows).astype(np.uint64)
         positions = generator.integers(0, 60, num_rows)
-        found = table.take(slots, seeds, positions)
+        found = table.take(row_indices, seeds, positions)
         assert found.tolist() == uniforms(seeds, positions).tolist()

@@ -34,14 +34,14 @@ def make(
         num_embeddings=width,
         device=CPU,
         processors=processors,
-        num_slots=max(len(samplings), 1),
+        max_rows=max(len(samplings), 1),
     )
     prompts = prompts or [[1, 2, 3]] * len(samplings)
     for i, (sampling, prompt) in enumerate(zip(samplings, prompts, strict=True)):
         table.open(OpenedRow(i, sampling, 2, prompt))
     requests = [table.requests[i] for i in range(len(samplings))]
     positions = np.array([len(prompt) for prompt in prompts])
-    rows = table.sampled(requests, np.array([request.slot for request in requests]), positions)
+    rows = table.sampled(requests, np.array([request.row_index for request in requests]), positions)
     sampler = Sampler(vocab_size=width - padding, num_embeddings=width, device=CPU, processors=processors)
     return sampler, rows
 

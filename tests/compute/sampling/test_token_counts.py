@@ -21,7 +21,7 @@ from aioengine.scheduler.plan import OpenedRow
 WIDTH = 3000
 processors = logits_processors.load()
 cpu = torch.device("cpu")
-table = RowTable(max_row_pages=4, num_pages=4, num_embeddings=WIDTH, device=cpu, processors=processors, num_slots=64)
+table = RowTable(max_row_pages=4, num_pages=4, num_embeddings=WIDTH, device=cpu, processors=processors, max_rows=64)
 generator = np.random.default_rng(0)
 samplings = [
     Sampling(0, frequency_penalty=0.5, presence_penalty=0.25),
@@ -35,16 +35,16 @@ for uid in range(24):
     table.requests[uid].token_ids = list(tokens[uid])  # as on a GPU
 counts = TokenCounts(table, width=WIDTH, device=torch.device("cpu"))
 for step in range(4):
-    if step == 2:  # another request in the slot of one that ended
+    if step == 2:  # another request in the row of one that ended
         table.close(5)
         tokens[30] = [7, 7, 7, 8]
         table.open(OpenedRow(30, samplings[0], 1, tokens[30]))
         table.requests[30].token_ids = list(tokens[30])
         del tokens[5]
     requests = [table.requests[uid] for uid in tokens]
-    slots = np.array([request.slot for request in requests])
+    row_indices = np.array([request.row_index for request in requests])
     positions = np.array([len(ids) for ids in tokens.values()])
-    rows = table.sampled(requests, slots, positions)
+    rows = table.sampled(requests, row_indices, positions)
     logits = torch.from_numpy(generator.normal(size=(len(requests), WIDTH)).astype(np.float32)) * 3
     expected = logits.clone()
     users = np.arange(step, len(requests))  # rows of the step may be left out
@@ -60,7 +60,7 @@ for step in range(4):
     new = torch.from_numpy(generator.integers(0, 40, len(requests)))
     for user in users.tolist():
         list(tokens.values())[user].append(int(new[user]))
-    table.last_tokens[torch.from_numpy(slots)] = new
+    table.last_tokens[torch.from_numpy(row_indices)] = new
 """
 
 
