@@ -28,6 +28,22 @@ MAX_PATH: Final = 4096
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 
 
+class _Described(msgspec.Struct):
+    """An entry of ``added_tokens_decoder``."""
+
+    content: str
+    single_word: bool | msgspec.UnsetType = msgspec.UNSET
+    lstrip: bool | msgspec.UnsetType = msgspec.UNSET
+    rstrip: bool | msgspec.UnsetType = msgspec.UNSET
+    normalized: bool | msgspec.UnsetType = msgspec.UNSET
+    special: bool | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Those that are given."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if isinstance(value, bool)}
+
+
 # ---------------------------------------------------------------- reading
 
 
@@ -144,18 +160,13 @@ def described_tokens(config: Json, folder: Path) -> list[tuple[str, dict[str, bo
     """The text and the flags of each entry of ``added_tokens_decoder``, in the order of the ids.
 
     Raises:
-        ValueError: an entry is not of the form {"id": {"content": text, ...}}.
+        ValueError: an entry is not of the form {"id": {"content": text, "special": true, ...}}.
     """
-    described = cast("dict[str, Json]", config.get("added_tokens_decoder") or {})
     try:
-        entries = [entry for _, entry in sorted(described.items(), key=lambda item: int(item[0]))]
-        return [
-            (str(entry["content"]), {name: value for name, value in entry.items() if isinstance(value, bool)})
-            for entry in entries
-        ]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        form = 'not of the form {"id": {"content": text, ...}}'
-        raise ValueError(f"added_tokens_decoder in {_shown(folder / TOKENIZER_CONFIG)} is {form}") from error
+        described = msgspec.convert(config.get("added_tokens_decoder") or {}, dict[int, _Described], str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"added_tokens_decoder in {_shown(folder / TOKENIZER_CONFIG)}: {error}") from error
+    return [(token.content, token.flags) for _, token in sorted(described.items())]
 
 
 def special_tokens(config: Json, named: Mapping[str, str]) -> list[str]:

@@ -264,6 +264,14 @@ BREAKS: dict[str, tuple[Break, str]] = {
         with_text("tokenizer_config.json", '{"added_tokens_decoder": {"5": {}}}'),
         "tokenizer_config.json' cannot be read: .* missing required field `content`|added_tokens_decoder in",
     ),
+    "a flag for the text of a token": (
+        with_text("tokenizer_config.json", '{"added_tokens_decoder": {"5": {"content": true}}}'),
+        "added_tokens_decoder in '.*tokenizer_config.json': Expected `str`, got `bool`",
+    ),
+    "a token without a number": (
+        with_text("tokenizer_config.json", '{"added_tokens_decoder": {"five": {"content": "x"}}}'),
+        "added_tokens_decoder in '.*tokenizer_config.json': Expected `int`",
+    ),
     "missing key": (with_config(intermediate_size=None), "config.json': .*intermediate_size"),
     "another task": (
         with_config(architectures=["MistralModel"]),
