@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from aioengine.errors import EngineClosedError
     from aioengine.frontend.calls import Call, Calls
-    from aioengine.frontend.outputs import ReaderActions
-    from aioengine.frontend.replay import ReaderOutput
+    from aioengine.frontend.outputs import Cursor, ReaderActions
 
 MAX_KEPT_TOKENS: Final = 1 << 20
 """Tokens of ended requests that are kept, in all; beyond it those that ended first are forgotten."""
@@ -54,7 +53,7 @@ class Attachment:
     @property
     def is_read_to_end(self) -> bool:
         """Whether the request has ended, and its present reader, where it has one, knows."""
-        return self.is_ended and not (self.output.reader is not None and self.output.reader.has_unread_end)
+        return self.is_ended and not self.output.has_unread_end
 
     def next_until(self) -> float:
         """When it is forgotten, if nobody reads it from now on."""
@@ -106,30 +105,25 @@ class Attachments:
                 raise ValueError(
                     f"no request {checks.shown(rid)} can be attached to: it had no resume_ttl, or its time is over"
                 )
-            output = attachment.output.new_reader(offset)
-            reader = Reader(output, lock=self._lock, actions=actions)  # an exception after this point leaves it
-            attachment.output.attach(output)
+            cursor, view = attachment.output.new_reader(offset)
+            reader = Reader(cursor, lock=self._lock, actions=actions)  # an exception after this point leaves it
+            attachment.output.attach(cursor, view)
             attachment.until = attachment.next_until() if attachment.is_read_to_end else None
-        actions.on_read(output)  # on the loop: it goes on where it was suspended
+        actions.on_read(attachment.output)  # on the loop: it goes on where it was suspended
         return reader
 
-    def left(self, reader: ReaderOutput) -> None:
-        """A reader has left. Where it was the present one of a request that goes on, that is forgotten some time later.
-
-        One whose request another attached to meanwhile has nothing to do with it any more.
-        """
+    def left(self, cursor: Cursor) -> None:
+        """A reader has left. A request that nobody reads now is forgotten some time later."""
         with self._lock:
-            attachment = self._by_rid.get(reader.rid)
-            if attachment is None or attachment.output.reader is not reader:
-                return
-            attachment.output.detach()
-            self._forget_later(attachment)
+            attachment = self._by_rid.get(cursor.output.rid)
+            if attachment is not None and attachment.output.cursor is cursor:  # no other has attached meanwhile
+                self._forget_later(attachment)
 
-    def on_read(self, reader: ReaderOutput) -> None:
+    def on_read(self, output: AttachableOutput) -> None:
         """A reader has read. A request that has ended is forgotten some time after its end was read."""
         with self._lock:
-            attachment = self._by_rid.get(reader.rid)
-            if attachment is not None and attachment.output.reader is reader and attachment.is_read_to_end:
+            attachment = self._by_rid.get(output.rid)
+            if attachment is not None and attachment.output is output and attachment.is_read_to_end:
                 self._forget_later(attachment)
 
     def ended(self, call: Call) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from aioengine.frontend.attachments import Attachments
 from aioengine.frontend.calls import Ending
 from aioengine.frontend.outputs import Wants
-from aioengine.frontend.replay import ReaderOutput
+from aioengine.frontend.replay import AttachableOutput
 from aioengine.frontend.submitter import Submitter
 from aioengine.protocol.messages import Abort, FinishCode, Finished, Suspend
 from aioengine.supervision.tasks import post
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from aioengine.errors import EngineError
     from aioengine.frontend.calls import Call, Calls
-    from aioengine.frontend.outputs import CallOutput, Place, RowStream
+    from aioengine.frontend.outputs import CallOutput, Cursor, Place, RowStream
     from aioengine.frontend.overload import QueueLimits
     from aioengine.frontend.submitter import RequestChecks
     from aioengine.protocol.messages import Submit
@@ -75,9 +75,8 @@ class CallLifecycle:
 
     def on_read(self, output: CallOutput) -> None:
         """Somebody read: more of its rows may begin, and those that were suspended go on."""
-        if isinstance(output, ReaderOutput):
+        if isinstance(output, AttachableOutput):
             self.attachments.on_read(output)
-            output = output.request
         call = self._calls.by_output.get(output)
         if call is not None:
             if output.wants is Wants.READS:
@@ -149,15 +148,15 @@ class CallLifecycle:
         self.settle(call)
         self.attachments.discard(call)
 
-    def on_left(self, output: CallOutput) -> None:
+    def on_left(self, cursor: Cursor) -> None:
+        """A reader has left."""
+        output = cursor.output
         with self._lock:
-            output.is_left = True
-            unread = list(output.ready)
-            output.ready.clear()
-            output.wake()
+            output.mark_left(cursor)
+            unread = cursor.close()
         self._free(unread)
-        if isinstance(output, ReaderOutput):
-            self.attachments.left(output)
+        if isinstance(output, AttachableOutput):
+            self.attachments.left(cursor)
             self.on_read(output)  # it goes on, also where it was suspended
         elif (call := self._calls.by_output.get(output)) is not None:
             self.settle(call)
@@ -169,7 +168,7 @@ class CallLifecycle:
             asyncio.get_running_loop().call_soon(self._free, rows)
 
     def abort(self, output: CallOutput) -> None:
-        call = self._calls.by_output.get(output.request)
+        call = self._calls.by_output.get(output)
         if call is not None:
             self._end_call(call, FinishCode.ABORT)
 

@@ -85,7 +85,7 @@ class Router:
         fresh = self._fresh
         with self._lock:
             for output in fresh[:MAX_WOKEN]:
-                output.wake()
+                output.cursor.wake()
         del fresh[:MAX_WOKEN]
         if fresh:
             asyncio.get_running_loop().call_soon(self.wake)

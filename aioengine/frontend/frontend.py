@@ -47,7 +47,7 @@ from aioengine.supervision.tasks import post, runs_here
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from aioengine.frontend.outputs import CallOutput
+    from aioengine.frontend.outputs import CallOutput, Cursor
     from aioengine.frontend.requests import CallRequest
     from aioengine.protocol.messages import ToFrontend, ToScheduler
     from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
@@ -135,7 +135,7 @@ class Frontend:
             request = make_request()
             self._checks.check(request, 0)
             call = Call(request, called_at, reservation)
-            reader = Reader(call.output.read_side, lock=self._lock, actions=self)
+            reader = Reader(call.output.cursor, lock=self._lock, actions=self)
             with self._lock:
                 self.limits.check_refusal()  # it may have failed meanwhile
                 self.limits.add_bytes(reservation, request.num_bytes)
@@ -165,13 +165,13 @@ class Frontend:
         if os.getpid() != self._pid:
             raise forked(self._pid)
 
-    def leave(self, output: CallOutput) -> None:
-        output.mark_left()
-        self._act(self._lifecycle.on_left, output)
+    def leave(self, cursor: Cursor) -> None:
+        cursor.output.mark_left(cursor)
+        self._act(self._lifecycle.on_left, cursor)
 
-    def drop(self, output: CallOutput) -> None:
-        output.mark_left()
-        post(self.loop, self._lifecycle.on_left, output)
+    def drop(self, cursor: Cursor) -> None:
+        cursor.output.mark_left(cursor)
+        post(self.loop, self._lifecycle.on_left, cursor)
 
     def on_read(self, output: CallOutput) -> None:
         post(self.loop, self._lifecycle.on_read, output)

@@ -45,16 +45,16 @@ class EndOfOutput(Exception):  # not an error: the reader has everything
 
 
 class ReaderActions(Protocol):
-    """What a reader may ask of the engine, from any thread. Nothing here waits, everything may be done twice.
+    """What a reader may have the engine do, from any thread. Nothing here waits, everything may be done twice.
 
     All but ``leave`` also from a signal handler or finalizer: they take no lock and act a moment later.
     """
 
-    def leave(self, output: CallOutput) -> None:
-        """Nobody will read the rest: end its rows silently."""
+    def leave(self, cursor: Cursor) -> None:
+        """The rest will not be read: end its rows silently."""
         ...
 
-    def drop(self, output: CallOutput) -> None:
+    def drop(self, cursor: Cursor) -> None:
         """Like ``leave``, a moment later."""
         ...
 
@@ -67,7 +67,7 @@ class ReaderActions(Protocol):
         ...
 
     def on_read(self, output: CallOutput) -> None:
-        """There is room for more of its rows, or somebody reads them again."""
+        """More of its rows may start, or they are read again."""
         ...
 
 
@@ -83,7 +83,7 @@ class RowStream:
         text_offset, token_offset: what was read before, in characters and ids; ``token_ids``: what was read last.
         has_first_token: whether its first token is known of.
         finished: its end, once that came; ``error`` where it has no answer.
-        is_queued: it stands in ``ready`` of its call (or never will, since its call is no stream).
+        is_queued: it stands in ``ready`` of its reader (or never will, since its call is no stream).
     """
 
     __slots__ = (
@@ -119,7 +119,7 @@ class RowStream:
             return False
         self.text, self.unread = text, new
         self.is_queued = True
-        self.output.ready.append(self)
+        self.output.cursor.ready.append(self)
         return True
 
     def put_extra(self, extra: Extra) -> None:
@@ -195,22 +195,65 @@ class Wants(IntEnum):
     READS = 2
 
 
-class CallOutput:
-    """All rows of one call; the engine's side of it. Every method but ``leave`` under the lock.
+class Cursor:
+    """One reader's place in an output. Every method under the lock.
 
     Attributes:
-        live: rows that were begun and have no end yet. num_open: rows without an end, begun or not.
-        num_held: rows begun whose end was not read yet (what bounds the feeding of a batch).
-        error: what the whole call ended with. is_left: nobody reads any more.
-        is_accepted: its first rows are on their way. wants: when the engine is to be told that somebody reads.
+        is_closed: its reader has left, or another one reads on: there is nothing more for it.
         ready: rows of a stream that have something to read.
-        waiter, wakers: readers that wait, one on the engine's own loop for a chunk, others for news.
+        waiter, wakers: where the reader waits, one on the engine's own loop for a chunk, others for news.
+    """
+
+    __slots__ = ("is_closed", "output", "ready", "waiter", "wakers")
+
+    def __init__(self, output: CallOutput) -> None:
+        self.output = output
+        self.is_closed = False
+        self.ready: deque[RowStream] = deque()
+        self.waiter: asyncio.Future[Chunk | None] | None = None
+        self.wakers: list[Callable[[], None]] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will become ready."""
+        return self.is_closed or self.output.is_over
+
+    def wake(self) -> None:
+        """Wake the reader wherever it waits. The first on the engine's loop gets its chunk along with that."""
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(self.ready.popleft().take() if self.ready else None)
+        if self.wakers:
+            wakers, self.wakers = self.wakers, []
+            for wake in wakers:
+                wake()
+
+    def close(self) -> list[RowStream]:
+        """End the reading. Returns the rows that were not read."""
+        self.is_closed = True
+        unread = list(self.ready)
+        self.ready.clear()
+        self.wake()
+        return unread
+
+
+class CallOutput:
+    """All rows of one call; the engine's side of it. Every method but ``mark_left`` under the lock.
+
+    Attributes:
+        live: rows that were started and have no end yet. num_open: rows without an end, started or not.
+        num_held: started rows whose end was not read yet, which bound the rows of a batch in flight.
+        error: what the whole call ended with. is_left: its rest is not read.
+        is_accepted: its first rows are on their way. wants: when the engine is to be told that somebody reads.
+        cursor: of the reader.
         results: answers (or exceptions) by position, where the call is no stream.
     """
 
     __slots__ = (
-        "error", "is_accepted", "is_batch", "is_left", "is_stream", "live", "num_held", "num_open", "ready",
-        "results", "returns_exceptions", "rid", "waiter", "wakers", "wants",
+        "cursor", "error", "is_accepted", "is_batch", "is_left", "is_stream", "live", "num_held", "num_open",
+        "results", "returns_exceptions", "rid", "wants",
     )  # fmt: skip
 
     def __init__(self, rid: str, num_rows: int, *, is_stream: bool, is_batch: bool, returns_exceptions: bool) -> None:
@@ -225,20 +268,8 @@ class CallOutput:
         self.is_left = False
         self.wants = Wants.NOTHING
         self.error: BaseException | None = None
-        self.ready: deque[RowStream] = deque()
+        self.cursor = Cursor(self)
         self.results: list[Answer | BaseException | None] = [] if is_stream else [None] * num_rows
-        self.waiter: asyncio.Future[Chunk | None] | None = None
-        self.wakers: list[Callable[[], None]] = []
-
-    @property
-    def request(self) -> CallOutput:
-        """The output by which the engine knows the call."""
-        return self
-
-    @property
-    def read_side(self) -> CallOutput:
-        """The output that a reader reads."""
-        return self
 
     @property
     def is_over(self) -> bool:
@@ -251,7 +282,7 @@ class CallOutput:
         if not self.is_stream:
             return None
         try:
-            row = self.ready[0]
+            row = self.cursor.ready[0]
         except IndexError:  # asked for, rather than looked at before: readers on other threads take rows meanwhile
             return None
         return row, row.text_offset, row.token_offset
@@ -263,9 +294,9 @@ class CallOutput:
             return "left"
         return "failed" if self.error is not None else "running" if self.num_open else "finished"
 
-    def mark_left(self) -> None:
-        """Nobody reads any more. From any thread, without the lock: the engine acts on it a moment later."""
-        self.is_left = True
+    def mark_left(self, cursor: Cursor) -> None:
+        """Its reader has left. From any thread, without the lock: the engine acts on it a moment later."""
+        cursor.is_closed = self.is_left = True
 
     def add_row(self, position: int, facts: RowFacts) -> RowStream:
         row = self.live[position] = RowStream(self, position, facts)
@@ -277,7 +308,7 @@ class CallOutput:
         if not self.is_accepted and self.error is None:
             self.is_accepted = True
             if self.is_stream:
-                self.wake()
+                self.cursor.wake()
 
     def end_row(self, row: RowStream, finished: Finished, delivered_at: float, error: RowError | None = None) -> None:
         """The row has its end; ``error`` is what the frontend itself found wrong with it.
@@ -294,45 +325,34 @@ class CallOutput:
             self.fail(row.error)
         elif self.is_stream:
             row.put("", [])
-            self.wake()
+            self.cursor.wake()
         else:
             self.num_held -= 1
             self.results[row.position] = row.error or row.answer()
             if self.num_open == 0:
-                self.wake()
+                self.cursor.wake()
 
     def fail(self, error: BaseException) -> None:
         """The call ends with an error, behind what is ready to be read."""
         if self.error is None:
             self.error = error
-            self.wake()
-
-    def wake(self) -> None:
-        """Wake every reader that waits. The first on the engine's loop gets its chunk along with that."""
-        waiter = self.waiter
-        if waiter is not None:
-            self.waiter = None
-            if not waiter.done():
-                waiter.set_result(self.ready.popleft().take() if self.ready else None)
-        if self.wakers:
-            wakers, self.wakers = self.wakers, []
-            for wake in wakers:
-                wake()
+            self.cursor.wake()
 
 
 class Reader:
-    """The reading side of a ``CallOutput``. Works from any thread and never waits; ``wait`` says when to come again.
+    """Reads a call from a cursor on. Works from any thread and never waits; ``wait`` says when to come again.
 
     Dropping the last reference to it leaves the call.
     """
 
-    __slots__ = ("_actions", "_lock", "_output", "_result", "ready")
+    __slots__ = ("_actions", "_cursor", "_lock", "_output", "_result", "ready")
 
-    def __init__(self, output: CallOutput, *, lock: threading.RLock, actions: ReaderActions) -> None:
+    def __init__(self, cursor: Cursor, *, lock: threading.RLock, actions: ReaderActions) -> None:
         self._actions = actions
-        self._output = output
+        self._cursor = cursor
+        self._output = cursor.output
         self._lock = lock
-        self.ready = output.ready
+        self.ready = cursor.ready
         """Rows that have something to read; true where ``take`` will give a chunk to an only reader."""
         self._result: Answer | BatchOutput | None = None
 
@@ -353,7 +373,7 @@ class Reader:
     @property
     def state(self) -> str:
         """One word for people: "running", "finished", "failed" or "left"."""
-        return self._output.state
+        return "left" if self._cursor.is_closed else self._output.state
 
     def take(self) -> Chunk | None:
         """The next chunk of a stream, or None where none is there yet.
@@ -364,10 +384,10 @@ class Reader:
         """
         output = self._output
         with self._lock:
-            if output.is_left:
+            if self._cursor.is_closed:
                 raise EndOfOutput
-            if output.ready:
-                chunk = output.ready.popleft().take()
+            if self.ready:
+                chunk = self.ready.popleft().take()
                 if output.wants and (output.wants is Wants.READS or chunk["meta_info"]["finish_reason"] is not None):
                     self._actions.on_read(output)
                 return chunk
@@ -385,7 +405,7 @@ class Reader:
         with self._lock:
             if output.error is not None and not output.is_accepted:
                 raise output.error.with_traceback(None)
-            return output.is_accepted or output.is_over or bool(output.ready)
+            return output.is_accepted or self._cursor.is_over or bool(self.ready)
 
     def result(self) -> Answer | BatchOutput | None:
         """The whole answer, the same one each time, or None where it is not there yet.
@@ -413,12 +433,12 @@ class Reader:
 
         False, and no call, where there is something to take already (or, ``until_accepted``, the call was accepted).
         """
-        output = self._output
+        cursor = self._cursor
         self._actions.check_waiting(blocks=blocks)
         with self._lock:
-            if output.ready or output.is_over or (until_accepted and output.is_accepted):
+            if cursor.ready or cursor.is_over or (until_accepted and self._output.is_accepted):
                 return False
-            output.wakers.append(wake)
+            cursor.wakers.append(wake)
             return True
 
     def wait_here(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Chunk | None] | None:
@@ -426,25 +446,25 @@ class Reader:
 
         None at once where there is something to take already. Takes no lock: whoever writes runs on this loop too.
         """
-        output = self._output
-        if output.ready or output.is_over:
+        cursor = self._cursor
+        if cursor.ready or cursor.is_over:
             return None
         waiter: asyncio.Future[Chunk | None] = loop.create_future()
-        if output.waiter is None:
-            output.waiter = waiter
+        if cursor.waiter is None:
+            cursor.waiter = waiter
         else:
-            output.wakers.append(partial(resolve, waiter))
+            cursor.wakers.append(partial(resolve, waiter))
         return waiter
 
     def leave(self) -> None:
         """Nobody will read the rest. Harmless after the end, and twice."""
         if self._can_be_left:
-            self._actions.leave(self._output)
+            self._actions.leave(self._cursor)
 
     def drop(self) -> None:
         """Like ``leave``, from a signal handler or finalizer."""
         if self._can_be_left:
-            self._actions.drop(self._output)
+            self._actions.drop(self._cursor)
 
     def leave_for(self, error: BaseException) -> None:
         """Leave because this was raised where the reader waited. Garbage collection raises GeneratorExit anywhere."""
@@ -457,14 +477,13 @@ class Reader:
         """Leave a stream in whose ``take`` this was raised, unless it is the stream's own: a chunk may be lost."""
         output = self._output
         if output.is_stream and error is not output.error:
-            self._actions.leave(output)
+            self._actions.leave(self._cursor)
 
     @property
     def _can_be_left(self) -> bool:
-        output = self._output
-        return not output.is_over or (bool(output.ready) and not output.is_left)
+        return not self._cursor.is_closed and (not self._output.is_over or bool(self.ready))
 
     def abort(self) -> None:
         """End the call; what there is can still be read, with the reason."""
-        if not self._output.is_over:
+        if not self._cursor.is_over:
             self._actions.abort(self._output)

@@ -19,7 +19,7 @@ from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError
 from aioengine.frontend import attachments
 from aioengine.frontend.outputs import Reader, RowStream
-from aioengine.frontend.replay import AttachableOutput, Replay
+from aioengine.frontend.replay import AttachableOutput, Log
 from aioengine.protocol.messages import TextChunks
 from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
@@ -239,7 +239,7 @@ async def test_what_a_reader_left_unread_is_kept_once() -> None:
         await until(lambda: engine.stats()["num_streams"] == 0)
         await stream.aclose()
         [attachment] = engine._running().attachments._by_rid.values()
-        assert attachment.output.reader is None
+        assert attachment.output.cursor.is_closed
         assert len("".join([chunk["text"] async for chunk in engine.attach("x")])) == 300
 
 
@@ -284,18 +284,21 @@ def test_both_faces() -> None:
 
 
 @given(st.lists(st.tuples(st.text("aé🥖", max_size=3), st.lists(st.integers(0, 9), max_size=3))), st.data())
-def test_any_rest_of_a_replay(pieces: list[tuple[str, list[int]]], data: st.DataObject) -> None:
-    replay = Replay()
+def test_any_rest_of_a_log(pieces: list[tuple[str, list[int]]], data: st.DataObject) -> None:
+    log = Log()
     for text, ids in pieces:
-        replay.add(text, ids)
+        log.add(text, ids)
     whole, all_ids = "".join(text for text, _ in pieces), [one for _, ids in pieces for one in ids]
     offset = data.draw(st.integers(0, len(whole)))
-    text, ids, place = replay.since(offset)
-    assert text == whole[offset:]
-    assert ids == all_ids[place:]
-    assert replay.since(0) == (whole, all_ids, 0)
+    assert log.text_since(offset) == whole[offset:]
+    assert log.token_ids == all_ids
+    starts = [(0, 0)]
+    for text, ids in pieces:
+        starts.append((starts[-1][0] + len(text), starts[-1][1] + len(ids)))
+    assert any(log.token_place(offset) == num_ids and num_characters <= offset for num_characters, num_ids in starts)
+    assert (log.text_since(0), log.token_place(0)) == (whole, 0)
     with pytest.raises(ValueError, match="from_offset"):
-        replay.since(len(whole) + 1)
+        log.token_place(len(whole) + 1)
 
 
 async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +450,7 @@ async def test_an_exception_anywhere_in_attaching_leaves_a_state_to_attach_to(le
                     await asyncio.sleep(0.001)
                     attachment = frontend_of(engine).attachments._by_rid[rid]
                     assert attachment.until is not None
-                    assert attachment.output.reader is None
+                    assert attachment.output.cursor.is_closed
                 rest = [chunk["text"] async for chunk in engine.attach(rid, len(text))]
                 assert text + "".join(rest) == whole
                 async for _ in first:

@@ -15,7 +15,7 @@ import pytest
 from aioengine.answers import Chunk
 from aioengine.errors import EngineClosedError
 from aioengine.frontend import attachments
-from aioengine.frontend.replay import Replay
+from aioengine.frontend.replay import Log
 from aioengine.sync import ChunkIterator, Engine
 from tests.engine.engine_double import World, expected_text, rapid_switches
 
@@ -149,14 +149,14 @@ def test_attaching_while_the_engine_is_shut_down() -> None:
 
 
 def test_a_reader_that_leaves_while_another_attaches_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Replay.since
+    plain = Log.token_place
 
-    def slow_since(replay: Replay, offset: int) -> tuple[str, list[int], int]:
+    def slow_place(log: Log, offset: int) -> int:
         time.sleep(0.05)  # in which the engine's loop handles the leaving
-        return plain(replay, offset)
+        return plain(log, offset)
 
     with engine(0.1) as llm:  # between two steps the loop has nothing else to do
-        monkeypatch.setattr(Replay, "since", slow_since)
+        monkeypatch.setattr(Log, "token_place", slow_place)
         params = {"max_new_tokens": 4, "temperature": 0}
         first = llm.generate("a", params, stream=True, rid="x", resume_ttl=20.0)
         next(first)

@@ -140,7 +140,7 @@ async def test_a_reader_on_another_thread_that_takes_the_last_row_meanwhile_ends
             return 1
 
     output = CallOutput("x", 1, is_stream=True, is_batch=False, returns_exceptions=False)
-    output.ready = JustEmptied()
+    output.cursor.ready = JustEmptied()
     looks: list[int] = []
 
     def open_calls() -> list[Call]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aioengine.answers import RowFacts
 from aioengine.errors import EngineDeadError, RequestError
 from aioengine.frontend.delivery import MAX_WOKEN, Router
-from aioengine.frontend.outputs import MAX_UNJOINED_TEXTS, CallOutput, EndOfOutput, Reader, RowStream, Wants
+from aioengine.frontend.outputs import MAX_UNJOINED_TEXTS, CallOutput, Cursor, EndOfOutput, Reader, RowStream, Wants
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Begun, FinishCode, Finished, TextChunks
 
@@ -28,13 +28,13 @@ class Notes:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def leave(self, output: CallOutput) -> None:
+    def leave(self, cursor: Cursor) -> None:
         self.asked.append("leave")
 
     def check_waiting(self, *, blocks: bool) -> None:
         """This thread can be woken."""
 
-    def drop(self, output: CallOutput) -> None:
+    def drop(self, cursor: Cursor) -> None:
         self.asked.append("drop")
 
     def abort(self, output: CallOutput) -> None:
@@ -53,13 +53,13 @@ class Slot:
             "x", num_rows, is_stream=is_stream, is_batch=num_rows > 1, returns_exceptions=returns_exceptions
         )
         self.lock = threading.RLock()
-        self.reader = Reader(self.output, lock=self.lock, actions=self.notes)
+        self.reader = Reader(self.output.cursor, lock=self.lock, actions=self.notes)
         self.rows = [self.output.add_row(position, _facts(position, num_rows)) for position in range(num_rows)]
 
     def put(self, row: RowStream, text: str, token_ids: list[int]) -> None:
         """As a frame does it: put, then tell."""
         if row.put(text, token_ids):
-            self.output.wake()
+            self.output.cursor.wake()
 
     def end(self, row: RowStream, code: FinishCode = FinishCode.LENGTH) -> None:
         self.output.end_row(row, Finished(0, code, message="broke"), 1.0)
@@ -267,7 +267,7 @@ class TestHandingOver:
         if how == "error":
             slot.output.fail(EngineDeadError("scheduler", pid=1, exit_code=1))
         elif how == "leaving":
-            slot.output.wake()
+            slot.output.cursor.wake()
         else:
             slot.end(slot.rows[0])
         assert waiter.result() is None

@@ -39,7 +39,7 @@ def test_a_call_that_is_over_makes_way_for_a_batch_whose_rows_have_its_id(calls:
     first = open_call(calls, "c", rid="x_1")
     with pytest.raises(ValueError, match="'x_1' is in use"):
         open_call(calls, ["a", "b"], rid="x")
-    first.output.mark_left()
+    first.output.mark_left(first.output.cursor)
     second = open_call(calls, ["a", "b"], rid="x")
     found = calls.find("x_1")
     assert found is not None
@@ -85,7 +85,7 @@ def test_an_id_is_taken_by_one_with_numbers_behind_it_and_the_other_way_round(ca
 
 def test_an_id_that_can_be_attached_to_stays_taken(calls: Calls) -> None:
     first = open_call(calls, "a", rid="x", resume_ttl=1)
-    first.output.mark_left()
+    first.output.mark_left(first.output.cursor)
     first.output.num_open = 0
     with pytest.raises(ValueError, match="'x' is in use"):
         open_call(calls, "b", rid="x")
