@@ -276,7 +276,7 @@ class AsyncEngine(EngineFace):
         """The started engine, for a caller on its loop."""
         frontend = self._anywhere()
         if self._run is not None:
-            self._run.check_loop()
+            callers.refuse_other_loop(self._run.loop)
         return frontend
 
     def _anywhere(self) -> Frontend:
@@ -284,8 +284,7 @@ class AsyncEngine(EngineFace):
         run = self._run
         if run is None or run.frontend is None or run.is_ended:
             raise callers.closed() if self._is_closed else callers.not_started()
-        if run.is_forked:
-            raise callers.forked(run.pid)
+        callers.refuse_fork(run.pid)
         return run.frontend
 
     def attach(self, rid: str, from_offset: int = 0) -> Stream:

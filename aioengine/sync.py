@@ -159,8 +159,7 @@ class Engine(EngineFace):
             warnings.warn("an Engine was not shut down", ResourceWarning, stacklevel=1, source=self)
 
     def _running(self) -> Frontend:
-        if os.getpid() != self._pid:
-            raise callers.forked(self._pid)
+        callers.refuse_fork(self._pid)
         if not self._finalizer.alive:
             raise callers.closed()
         return self._frontend

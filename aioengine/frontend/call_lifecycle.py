@@ -131,7 +131,8 @@ class CallLifecycle:
             is_idle = not self._calls.by_output
         if uids:
             self._send([Abort(uids)])
-        self.attachments.ended(call)
+        if isinstance(output, AttachableOutput):
+            self.attachments.ended(call)
         if is_idle:
             self.idle.set()
 

@@ -34,6 +34,24 @@ def running_loop() -> asyncio.AbstractEventLoop:
         ) from None
 
 
+def refuse_other_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Raise WrongLoopError on any other loop than that of an AsyncEngine, and where none runs."""
+    if running_loop() is not loop:
+        raise WrongLoopError(
+            "an AsyncEngine belongs to the event loop on which it was started, and this is another one; "
+            "use Engine to call from several loops and threads"
+        )
+
+
+def refuse_fork(owner: int) -> None:
+    """Raise EngineClosedError in any other process than the one with this id, which owns the engine."""
+    if os.getpid() != owner:
+        raise EngineClosedError(
+            f"this engine belongs to process {owner}, and this process ({os.getpid()}) is a fork of it; "
+            "make an engine, or start an AsyncEngine, in the process that uses it"
+        )
+
+
 def this_caller() -> Hashable:
     """The running task, or else the thread: the owner of a place in the queue."""
     try:
@@ -87,13 +105,6 @@ def refuse_own_thread(loop: asyncio.AbstractEventLoop) -> None:
 
 def not_started() -> EngineClosedError:
     return EngineClosedError("the engine was not started: use `async with AsyncEngine(...)`, or `await engine.start()`")
-
-
-def forked(owner: int) -> EngineClosedError:
-    return EngineClosedError(
-        f"this engine belongs to process {owner}, and this process ({os.getpid()}) is a fork of it; "
-        "make an engine, or start an AsyncEngine, in the process that uses it"
-    )
 
 
 def closed() -> EngineClosedError:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.errors import RequestError, RequestTooLargeError, describe
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, Prompt, PromptError, TextPrompt
-from aioengine.supervision.tasks import post
-from aioengine.supervision.worker_thread import WorkerThread
+from aioengine.supervision.tasks import WorkerThread, post
 
 if TYPE_CHECKING:
     import os

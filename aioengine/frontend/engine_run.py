@@ -9,7 +9,6 @@ import os
 import weakref
 from typing import TYPE_CHECKING
 
-from aioengine.errors import WrongLoopError
 from aioengine.frontend import callers
 from aioengine.frontend.callers import running_loop
 from aioengine.supervision.tasks import EngineTask, runs_here
@@ -54,14 +53,6 @@ class EngineRun:
         """Whether this process is a fork of the one to which it belongs."""
         return os.getpid() != self.pid
 
-    def check_loop(self) -> None:
-        """Raise WrongLoopError on any other loop than its own, and where none runs."""
-        if running_loop() is not self.loop:
-            raise WrongLoopError(
-                "an AsyncEngine belongs to the event loop on which it was started, and this is another one; "
-                "use Engine to call from several loops and threads"
-            )
-
     def join(self) -> None:
         """Announce a call of ``start``, which must follow.
 
@@ -69,9 +60,8 @@ class EngineRun:
             EngineClosedError: this process is a fork.
             WrongLoopError: this is another loop.
         """
-        if self.is_forked:
-            raise callers.forked(self.pid)
-        self.check_loop()
+        callers.refuse_fork(self.pid)
+        callers.refuse_other_loop(self.loop)
         self._num_starters += 1
 
     async def start(self, start_frontend: Callable[[], Coroutine[object, None, Frontend]]) -> None:
@@ -138,7 +128,7 @@ class EngineRun:
             WrongLoopError: this is another loop.
         """
         if not self.begin_end():
-            self.check_loop()
+            callers.refuse_other_loop(self.loop)
         if self._end is not None and not self.is_over:
             await self._end.wait()
             self.kill_now()  # where that has not ended in time

@@ -25,10 +25,10 @@ from aioengine.frontend import info
 from aioengine.frontend.call_lifecycle import CallLifecycle
 from aioengine.frontend.callers import (
     closed,
-    forked,
     is_deep_stack,
     is_interrupted,
     refuse_deep_stack,
+    refuse_fork,
     refuse_interrupting,
     refuse_own_thread,
 )
@@ -140,7 +140,8 @@ class Frontend:
                 self.limits.check_refusal()  # it may have failed meanwhile
                 self.limits.add_bytes(reservation, request.num_bytes)
                 self.calls.open(call)
-                self.attachments.add(call)
+                if request.resume_ttl_s is not None:
+                    self.attachments.add(call)
             self._act(self._lifecycle.start, call)
         except BaseException:  # KeyboardInterrupt, too
             self.overload.release(reservation)
@@ -162,8 +163,7 @@ class Frontend:
         refuse_interrupting(self._lock)
         if blocks:
             refuse_own_thread(self.loop)
-        if os.getpid() != self._pid:
-            raise forked(self._pid)
+        refuse_fork(self._pid)
 
     def leave(self, cursor: Cursor) -> None:
         cursor.output.mark_left(cursor)

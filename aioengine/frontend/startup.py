@@ -27,7 +27,7 @@ from aioengine.protocol.messages import Progress
 from aioengine.resolve import resolve
 from aioengine.supervision.processes import Events, Processes
 from aioengine.supervision.supervisor import Supervisor
-from aioengine.supervision.worker_thread import WorkerThread
+from aioengine.supervision.tasks import WorkerThread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -138,10 +138,7 @@ class _Inbox:
         self._failure: EngineError | None = None
 
     def on_messages(self, messages: list[ToFrontend]) -> None:
-        if self.frontend is None:
-            self._messages += messages
-        else:
-            self.frontend.on_messages(messages)
+        self._messages += messages
 
     def on_failure(self, error: EngineError) -> None:
         self._failure = error
@@ -152,9 +149,10 @@ class _Inbox:
         level = logging.INFO if is_cancelled else logging.ERROR
         log(logger, level, "the engine has ended: %s", str(error).partition(";")[0])
 
-    def connect(self, frontend: Frontend) -> None:
+    def connect(self, frontend: Frontend, events: Events) -> None:
         self.frontend = frontend
         frontend.on_messages(self._messages)
+        events.on_messages = frontend.on_messages
         if self._failure is not None:
             frontend.fail(self._failure)  # it has begun to watch its readers
             raise self._failure
@@ -205,7 +203,8 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
     try:
         blueprint: Blueprint = await asyncio.wrap_future(thread.submit(prepare))
         show_logs(blueprint.settings.log_level)
-        processes = blueprint.make_processes(Events(inbox.on_messages, inbox.on_failure, on_progress))
+        events = Events(inbox.on_messages, inbox.on_failure, on_progress)
+        processes = blueprint.make_processes(events)
         load = blueprint.load_tokenizer
         loading = None if load is None else asyncio.wrap_future(thread.submit(partial(_loaded, load)))
         if loading is not None:
@@ -236,7 +235,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
                 longest_token=longest,
             )
         )
-        inbox.connect(frontend)
+        inbox.connect(frontend, events)
         _log_start(blueprint.settings, facts, time.monotonic() - began_at)
     except BaseException as error:
         if processes is not None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import ToScheduler
 
 
-class Events(Struct, frozen=True):
-    """Where the processes report to, always on the loop on which they were started.
+class Events(Struct):
+    """Where the processes report to, always on the loop on which they were started. May change while they run.
 
     ``on_messages`` receives ``TextChunks``, ``Stats`` and ``Reply``; ``on_progress`` how far a start is.
     ``on_failure`` is called once, when the engine has failed by itself.

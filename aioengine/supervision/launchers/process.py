@@ -20,8 +20,7 @@ from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
 from aioengine.protocol.orders import Orders, encode_orders
 from aioengine.supervision.family import KILL_WAIT_S
 from aioengine.supervision.launchers._process_child import ProcessChild
-from aioengine.supervision.tasks import require_threads
-from aioengine.supervision.worker_thread import WorkerThread
+from aioengine.supervision.tasks import WorkerThread, require_threads
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, is_reachable, listen
 from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError, end_context
 

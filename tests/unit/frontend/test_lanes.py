@@ -225,11 +225,11 @@ async def test_every_mix_of_jobs_is_answered_once_and_in_order(jobs: list[list[s
 
 ENDLESS = """
 import asyncio, time
-from aioengine.supervision import worker_thread
+from aioengine.supervision import tasks
 from aioengine.frontend.encoder import Encoder, Job
 from aioengine.frontend.prompts import TextPrompt
 
-worker_thread.MAX_EXIT_S = 0.1
+tasks.MAX_EXIT_S = 0.1
 
 class Endless:
     def encode_batch(self, texts, *, add_special_tokens=True):
