@@ -34,6 +34,7 @@ FLOORS = {
             "logs",
             "file_descriptors",
             "foreign_names",
+            "vocabulary",
             "folder_files",
         ),
         "0",

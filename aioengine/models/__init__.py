@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
+
+from aioengine import plugins
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,27 +14,18 @@ if TYPE_CHECKING:
 
 def names() -> list[str]:
     """The model types that there is a file for."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
-
-
-def find(config: Mapping[str, object]) -> ModelClass:
-    """The model class for a decoded config.json.
-
-    Raises:
-        ValueError: no file for this ``model_type``.
-    """
-    model_type = config.get("model_type")
-    if model_type not in names():
-        message = f"model_type {model_type!r} in config.json is not implemented; what works: {', '.join(names())}"
-        raise ValueError(message)
-    module = importlib.import_module(f"{__name__}.{model_type}")
-    return cast("ModelClass", module.PLUGIN)
+    return plugins.names("models")
 
 
 def build(config: Mapping[str, object], options: ModelOptions) -> Model:
     """The model with room for its weights, which the caller fills in through ``weights()``.
 
     Raises:
-        ValueError: the model or a value of its config is not implemented; the message names it.
+        ValueError: the model type or a value of its config is not implemented; the message names it.
     """
-    return find(config)(config, options)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in names():
+        message = f"model_type {model_type!r} in config.json is not implemented; what works: {', '.join(names())}"
+        raise ValueError(message)
+    model_class: ModelClass = plugins.load("models", model_type)
+    return model_class(config, options)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine import attention, folder_files, models
+from aioengine import folder_files, models, plugins
 from aioengine.attention import fused
 from aioengine.attention._base import BackendUnavailableError
 from aioengine.families._config import Task
@@ -24,8 +23,8 @@ from aioengine.runner.device_memory import Demand, DeviceMemory, LargestStep, fi
 from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.timing import StartTimes
-from aioengine.runner.vocabulary import sampled_vocab_size
 from aioengine.runner.warmup import longest_graph, prepare_device
+from aioengine.vocabulary import sampled_vocab_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -220,8 +219,8 @@ class AttentionChoice:
     warning: str = ""
 
     def build(self, shape: AttentionShape, kv_pool: Tensor) -> AttentionBackend:
-        module = importlib.import_module(f"{attention.__name__}.{self.name}")
-        return cast("AttentionBackend", module.PLUGIN(shape, kv_pool))
+        backend: AttentionBackend = plugins.load("attention", self.name)(shape, kv_pool)
+        return backend
 
 
 def choose_attention(
@@ -239,8 +238,7 @@ def choose_attention(
         ValueError: there is none of this name, or it does not work and there is none to fall back on.
         CompilationTimeoutError: its kernels did not compile in time.
     """
-    known = sorted(module.name for module in pkgutil.iter_modules(attention.__path__) if module.name[0] != "_")
-    name = settings.attention_backend
+    name, known = settings.attention_backend, plugins.names("attention")
     if name not in known:
         message = f"attention_backend {name!r} is not known; what works: {', '.join(known)}"
         raise ValueError(message)
@@ -281,7 +279,7 @@ def make_flashinfer_ready(
         BackendUnavailableError: one of these does not work.
     """
     try:
-        kernels = importlib.import_module(f"{attention.__name__}._flashinfer_ready")
+        kernels = importlib.import_module("aioengine.attention._flashinfer_ready")
     except ModuleNotFoundError as error:
         message = f"the package {error.name!r} is not installed; pip install 'aioengine[cuda]' brings FlashInfer"
         raise BackendUnavailableError(message) from error

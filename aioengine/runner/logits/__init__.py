@@ -6,9 +6,10 @@ model made it, bit for bit.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
+
+from aioengine import plugins
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,5 +57,4 @@ class LogitsProcessor(Protocol):
 
 def load() -> tuple[LogitsProcessor, ...]:
     """The processors of ``ORDER``."""
-    modules = [importlib.import_module(f"{__name__}.{name}") for name in ORDER]
-    return tuple(cast("LogitsProcessor", module.PLUGIN()) for module in modules)
+    return tuple(plugins.load("runner/logits", name)() for name in ORDER)
