@@ -1,6 +1,6 @@
-"""The public dicts: chunks of a stream, whole answers, batches of them, and why a request ended.
+"""The public dicts: chunks of a stream, whole answers, batches of them, and finish reasons.
 
-Everything here is built from what a row of the engine knows; nothing here waits, counts or decides.
+Pure functions of the facts about a row and its output.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FinishReason(dict[str, str | int | None]):
 
 
 class Timings(TypedDict):
-    """Where the time of a finished request went, in seconds. The first five add up to ``total_s``.
+    """The times of a finished request, in seconds. The first five add up to ``total_s``.
 
     ``first_token_s`` is from the call to the first token, None where there was none.
     """
@@ -77,7 +77,7 @@ class Timings(TypedDict):
 
 
 class CommonInfo(TypedDict):
-    """What is known about a request at any time."""
+    """The facts about a request at any time."""
 
     id: str
     prompt_tokens: int
@@ -92,7 +92,7 @@ class CommonInfo(TypedDict):
 
 
 class MetaInfo(CommonInfo):
-    """What is known about a finished request beside its output."""
+    """The facts about a finished request beside its output."""
 
     finish_reason: FinishReason
     cached_tokens_details: dict[str, int]
@@ -120,9 +120,9 @@ class Answer(TypedDict):
 
 
 class Chunk(TypedDict):
-    """A piece of a stream: what is new since the chunk before, and where it starts (in characters and tokens).
+    """A piece of a stream: the output since the chunk before, and where it starts (in characters and tokens).
 
-    ``index`` is there in batches and with ``n`` > 1: the row that this chunk belongs to. ``extras``: what the runner
+    ``index``: the row of this chunk, in batches and with ``n`` > 1. ``extras``: what the runner
     gave beside the tokens of the chunk, if anything.
     """
 
@@ -203,7 +203,7 @@ def _column(rows: Iterable[object], key: str) -> list[object]:
 
 
 class RowFacts(Struct, gc=False):
-    """What a row's dicts need to know beside its output. ``index`` None: the only row of its call.
+    """The facts about a row, for its dicts. ``index`` None: the only row of its call.
 
     ``called_at`` is the time of the call, ``tokenize_s`` how long its prompt took to become ids. ``shows_prompt``:
     its dicts carry ``prompt_token_ids``.
@@ -241,7 +241,7 @@ class RowFacts(Struct, gc=False):
         self.admitted_at, self.first_token_at = begun.admitted_at, begun.first_token_at
 
     def preempt(self) -> None:
-        """It had to give up its pages, once more."""
+        """It lost its pages once more."""
         self.common_info["num_preemptions"] += 1
         self.common_info["num_retractions"] += 1
 
@@ -249,7 +249,7 @@ class RowFacts(Struct, gc=False):
 class Piece(Protocol):
     """Text and ids of one row with the offset of their beginning; ``finished`` with its last piece.
 
-    ``delivered_at``: when the end of the row came to the frontend.
+    ``delivered_at``: when the frontend received the end of the row.
     """
 
     text: str
@@ -295,9 +295,9 @@ def answer(facts: RowFacts, piece: Piece) -> Answer:
 
 
 def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: Finished) -> None:
-    """What is known of a request at its end alone.
+    """Add the facts about a finished request.
 
-    Where the frontend or the supervisor ended it, ``finished`` does not know how it began: its facts do.
+    Where the frontend or the supervisor ended it, ``finished`` lacks how it began, which ``facts`` has.
     """
     info["finish_reason"] = finish_reason(finished, info["completion_tokens"])
     num_cached = info["cached_tokens"] = max(finished.num_cached, info["cached_tokens"])
@@ -308,7 +308,7 @@ def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: Finished)
 
 
 def _timings(facts: RowFacts, finished: Finished, delivered_at: float) -> Timings:
-    """Every stage ends where the next begins; one that was never reached ends with the request."""
+    """Each stage ends where the next begins; one that was not reached ends with the request."""
     ended_at = min(max(finished.ended_at, facts.called_at + facts.tokenize_s), delivered_at)
     begun_at = facts.called_at + facts.tokenize_s
     known_admitted_at = facts.admitted_at if finished.admitted_at is None else finished.admitted_at
@@ -328,7 +328,7 @@ def _timings(facts: RowFacts, finished: Finished, delivered_at: float) -> Timing
 
 
 def finish_reason(finished: Finished, num_output: int) -> FinishReason:
-    """The public words for the end of a request that has an answer (see ``error`` for those that have none)."""
+    """The finish reason of a request that has an answer (``error`` is for requests without one)."""
     match finished.code:
         case FinishCode.STOP:
             return FinishReason(type="stop", matched=finished.matched)
@@ -346,7 +346,7 @@ def finish_reason(finished: Finished, num_output: int) -> FinishReason:
 
 
 def error(finished: Finished) -> RequestTooLargeError | RequestError | EngineOverloadedError | None:
-    """The exception that a request ends with, or None where it has an answer, be it a partial one."""
+    """The exception that a request ends with; None: it has an answer, or a part of one."""
     if finished.code is FinishCode.TOO_LARGE:
         return RequestTooLargeError(finished.message)
     if finished.code is FinishCode.FAILED:
@@ -360,4 +360,4 @@ def error(finished: Finished) -> RequestTooLargeError | RequestError | EngineOve
 
 
 RowError = EngineError | ValueError | TypeError
-"""What one row of a call may end with instead of an answer."""
+"""The errors that one row of a call may end with instead of an answer."""

@@ -1,8 +1,8 @@
-"""The constructor's public arguments: their names, aliases, ranges, and where each goes in ``EngineConfig``.
+"""The constructor's public arguments: their names, aliases, ranges, and their places in ``EngineConfig``.
 
-The names follow the reference engine, so that habits carry over. Four kinds of them: those that work (``ARGUMENTS``),
-other spellings (``ALIASES``), features that do not exist yet (accepted at the value that means "off", refused
-otherwise), and arguments that make no sense in a library (accepted with one warning).
+The names follow the reference engine. There are four kinds: arguments that work (``ARGUMENTS``), their other names
+(``ALIASES``), arguments of features to come (accepted at the value that means "off", refused otherwise), and arguments
+without a meaning in a library (accepted with one warning).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Argument(Struct, frozen=True):
     """One public argument.
 
     place: "section.field" or "field" of EngineConfig, where its default and its type stand. unset: the default in
-    words, where EngineConfig has None, "auto" or nothing.
+    words, where EngineConfig has None, "auto" or an empty value.
     """
 
     place: str
@@ -36,14 +36,14 @@ class Argument(Struct, frozen=True):
 
     @property
     def read(self) -> type:
-        """What a flag makes of its word: bool (a switch), int, float or str."""
+        """The type of the value of a flag: bool (a switch), int, float or str."""
         section, _, field = self.place.rpartition(".")
         of = get_type_hints(type(_SECTIONS[section]) if section else EngineConfig)[field]
         return next((kind for kind in (bool, int, float) if of in (kind, kind | None)), str)
 
     @property
     def default(self) -> object:
-        """The value of the argument where it is left out; None where it is found on starting."""
+        """The value of the argument where it is left out; None where it is determined at the start."""
         section, _, field = self.place.rpartition(".")
         value = (_DEFAULTS[section] if section else _DEFAULTS)[field]
         if self.check is _negated:
@@ -80,7 +80,7 @@ def _path(name: str, value: object) -> str:
 
 
 def _template(name: str, value: object) -> str:
-    """The text of a template, or a path; which of them it is, and what the file holds, is looked at on starting."""
+    """The text of a template, or a path; which of them, and the file, is checked at the start."""
     given = str(value) if isinstance(value, PurePath) else value
     if given == "":
         raise checks.wrong_value(name, "the text of a template, or the path of a file with one", given)
@@ -140,7 +140,7 @@ _dtype_words = _words(
 
 
 def _dtype(name: str, value: object) -> object:
-    """A word, or a dtype of torch, which is known by its text: torch is not imported here."""
+    """A word, or a dtype of torch, recognised by its text: torch is not imported here."""
     word = str(value) if type(value).__name__ == "dtype" else value
     return _dtype_words(name, word.removeprefix("torch.") if isinstance(word, str) else value)
 
@@ -227,12 +227,12 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "slow_reader": Argument(
         "delivery.slow_reader",
         _words("coalesce", "pause", "abort"),
-        "what a reader that stays away brings about: coalesce (unread chunks are merged), pause or abort",
+        "when a reader does not read: coalesce (merge unread chunks), pause or abort the request",
     ),
     "slow_reader_timeout": Argument(
         "delivery.slow_reader_timeout_s",
         checks.number_from(0, _A_DAY, above=True),
-        "seconds that a reader may stay away",
+        "seconds after which slow_reader applies",
     ),
     "max_restarts": Argument(
         "supervision.max_restarts",
@@ -383,7 +383,7 @@ def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, obj
 
 
 def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments that work, by their own names; the others are refused, or collected into one warning."""
+    """The arguments that work, by their own names. Others are refused, or named in one warning."""
     given: dict[str, object] = {}
     without_meaning: list[str] = []
     for key, value in arguments.items():

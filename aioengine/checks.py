@@ -1,4 +1,4 @@
-"""Checks of values that come from outside: each names the field, what it may be, and what was given.
+"""Checks of values from callers: their errors name the field, the allowed values, and the value.
 
 A value of the wrong type is a ``TypeError``, a value outside the range a ``ValueError``. A bool is no number here:
 ``max_new_tokens=True`` is a mistake, not 1.
@@ -30,7 +30,7 @@ _PLAIN = frozenset((int, float, bool, str, bytes, list, tuple, dict, set, type(N
 
 @runtime_checkable
 class Array(Protocol):
-    """What numpy, torch and pandas call an array, a tensor, a series."""
+    """An array of numpy, a tensor of torch, a series of pandas."""
 
     def tolist(self) -> object: ...
 
@@ -74,7 +74,7 @@ def plain(value: object) -> object:
     """The number or list that an array of any package holds, the plain string of a subclass of str (as numpy and
     enumerations have); every other value as it is.
     """
-    if type(value) in _PLAIN:  # nearly always, and much quicker
+    if type(value) in _PLAIN:  # the usual case, much faster
         return value
     if isinstance(value, str):
         return str.__str__(value)
@@ -84,7 +84,7 @@ def plain(value: object) -> object:
 def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
     """An integer from ``low`` to ``high``. Numbers of other packages (numpy, torch) count when their type is whole."""
     if type(value) is int and low <= value <= high:
-        return value  # nearly always, and without the words for what is wrong
+        return value  # the usual case, without making the words of an error
     allowed = f"an integer of at least {low}" if high == MAX_COUNT else f"an integer from {low} to {high}"
     value = value if isinstance(value, int) else plain(value)
     if isinstance(value, bool) or not isinstance(value, int | SupportsIndex):  # int first: it is quick
@@ -103,7 +103,7 @@ def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """A finite number from ``low`` to ``high``; with ``above``, ``low`` itself is outside."""
     if type(value) is float and low <= value <= high and not (above and value == low):
-        return value  # nearly always, and without the words for what is wrong
+        return value  # the usual case, without making the words of an error
     allowed = f"a number above {low:g} and up to {high:g}" if above else f"a number from {low:g} to {high:g}"
     value = value if isinstance(value, int | float) else plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float | SupportsFloat):
@@ -153,7 +153,7 @@ def text(name: str, value: object, *, max_bytes: int | None = None) -> str:
 
 
 def choice(name: str, value: object, choices: Mapping[str, Value]) -> Value:
-    """The meaning of one of the words ``choices`` allows."""
+    """The value of one of the words in ``choices``."""
     value = plain(value)
     if not isinstance(value, str):
         raise wrong_type(name, "one of " + ", ".join(map(repr, choices)), value)
@@ -179,7 +179,7 @@ def sequence(name: str, value: object, max_items: int = MAX_COUNT, *, allowed: s
 
 
 def off(name: str, value: object, allowed: tuple[object, ...], feature: str) -> None:
-    """Accept None, and the values that switch a feature off which does not exist yet; raise ValueError for others."""
+    """Accept None, and the values that switch off a feature that is not available yet; raise ValueError for others."""
     if value is not None and not any(type(value) is type(entry) and value == entry for entry in allowed):
         words = " or ".join(shown(entry) for entry in (*allowed, None))
         raise ValueError(f"{name}={shown(value)}: {feature}: not available yet, only {words} is accepted")

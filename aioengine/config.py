@@ -1,15 +1,14 @@
-"""What the user asked for (``EngineConfig``) and what it came to (``Settings``), as small frozen sections.
+"""The user's configuration (``EngineConfig``) and the resolved one (``Settings``), as small frozen sections.
 
-``EngineConfig`` may hold None and "auto"; ``resolve.resolve`` answers them once, from facts about the model and the
-device, into ``Settings``, which has neither and which children receive as it is. A component is given its own
-section, nothing writes to a section later.
+``EngineConfig`` may hold None and "auto"; ``resolve.resolve`` replaces them, from facts about the model and the device.
+``Settings`` has neither, and child processes receive it unchanged. A component receives its own section only.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-# ---------------------------------------------------------------- what the user asked for
+# ---------------------------------------------------------------- the user's configuration
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -31,7 +30,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
-    """Where and with what to compute."""
+    """The device and the implementations that compute."""
 
     name: str = "auto"
     attention_backend: str = "auto"
@@ -60,7 +59,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
 
 class QueueConfig(Struct, frozen=True, kw_only=True):
-    """What may wait in the frontend and the scheduler before new requests are refused."""
+    """Limits of the queue; beyond them new requests are refused."""
 
     max_requests: int = 4096
     max_tokens: int = 4 * 1024 * 1024
@@ -68,9 +67,9 @@ class QueueConfig(Struct, frozen=True, kw_only=True):
 
 
 class DeliveryConfig(Struct, frozen=True, kw_only=True):
-    """What becomes of a stream whose reader does not read for ``slow_reader_timeout_s``.
+    """How a stream is handled whose reader does not read for ``slow_reader_timeout_s`` seconds.
 
-    ``slow_reader``: "coalesce" (what is unread is merged), "pause" (its request is suspended until it reads) or
+    ``slow_reader``: "coalesce" (unread chunks are merged), "pause" (its request is suspended until it reads) or
     "abort".
     """
 
@@ -92,7 +91,7 @@ class SupervisionConfig(Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
-    """Everything that the arguments of an engine say, in sections. ``args.engine_config`` makes it.
+    """All arguments of an engine, in sections. ``args.engine_config`` makes it.
 
     ``random_seed`` None: drawn. ``progress`` None: bars only where stderr is a terminal or a notebook.
     """
@@ -110,7 +109,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     progress: bool | None = None
 
 
-# ---------------------------------------------------------------- what it came to
+# ---------------------------------------------------------------- the resolved settings
 
 
 class ModelSettings(Struct, frozen=True, kw_only=True):
@@ -125,7 +124,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):
-    """The KV pool. ``num_pages`` None: as many as fit, found out by the runner from ``mem_fraction_static``.
+    """The KV pool. ``num_pages`` None: as many as fit into ``mem_fraction_static`` of the memory, found by the runner.
     ``kv_dtype``: of keys and values; None: that of the model.
     """
 
@@ -136,7 +135,7 @@ class MemorySettings(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSettings(Struct, frozen=True, kw_only=True):
-    """What the scheduler may do in one step. ``chunk_tokens``: the token budget of a step; ``depth``: steps launched
+    """Limits of one step. ``chunk_tokens``: the token budget of a step; ``depth``: steps launched
     before the first of them is collected, less one (0: no overlap); ``stats_interval_s``: between two snapshots;
     ``tenant_weights``: shares of tenants, 1 for all others; ``decode_cost``: tokens of a prompt that take as long as a
     row that decodes.
@@ -185,7 +184,7 @@ class TextSettings(Struct, frozen=True, kw_only=True):
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """All that the children need to know, sent to each of them as JSON when it starts."""
+    """The settings of all child processes, sent to each of them as JSON when it starts."""
 
     model: ModelSettings
     memory: MemorySettings

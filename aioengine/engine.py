@@ -53,25 +53,25 @@ class EngineFace(ABC):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """An engine of a config that was made by ``args.engine_config`` or by hand."""
+        """An engine from an ``EngineConfig``."""
         engine = cls.__new__(cls)
         engine._init(*parts_of(config))
         return engine
 
     @classmethod
     def from_blueprint(cls, prepare: Callable[[], Blueprint], *, progress: bool | None = False) -> Self:
-        """An engine of other parts than a model folder's, as ``aioengine.testing.fake_engine`` makes them."""
+        """An engine of given parts, as ``aioengine.testing.fake_engine`` makes them."""
         engine = cls.__new__(cls)
         engine._init(prepare, progress, "")
         return engine
 
     @abstractmethod
     def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
-        """``prepare`` reads what it is started with; ``model_name`` may be empty."""
+        """``prepare`` makes the parts of the engine at its start; ``model_name`` may be empty."""
 
     @abstractmethod
     def _running(self) -> Frontend:
-        """The started engine, for a caller that may use it here."""
+        """The started engine, for a caller on a thread and loop that may use it."""
 
     @abstractmethod
     def _anywhere(self) -> Frontend:
@@ -106,14 +106,14 @@ class EngineFace(ABC):
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """Generate from a prompt or its token ids; a list of either is a batch.
 
-        The request is on its way when this returns. Await the result for the whole answer (a dict; a ``BatchOutput``
+        The request is submitted when this returns. Await the result for the whole answer (a dict; a ``BatchOutput``
         for a batch or ``n`` > 1, which the types do not show for a single prompt), or, with ``stream=True``, iterate
         over its chunks. ``sampling_params`` is a ``SamplingParams`` or a dict of its fields; a batch takes one, or a
         list with one for each prompt. ``options`` are described at ``RequestOptions``.
 
         Raises:
             TypeError, ValueError: an argument is wrong.
-            EngineOverloadedError, EngineDrainingError, EngineClosedError, EngineDeadError: it cannot be taken.
+            EngineOverloadedError, EngineDrainingError, EngineClosedError, EngineDeadError: the engine takes no request.
             WrongLoopError: this is not the event loop of the ``AsyncEngine``.
 
         Awaiting it raises ``RequestTooLargeError`` where the prompt does not fit, ``RequestError`` where this request
@@ -135,11 +135,11 @@ class EngineFace(ABC):
         """Answer a conversation (dicts with ``role`` and ``content``), put through the model's chat template.
 
         ``content`` is text, or a list of text parts (``{"type": "text", "text": ...}``): a template that knows parts
-        gets them as they are, any other their joined text.
+        receives them unchanged, any other their joined text.
 
         A list of conversations is a batch. ``options`` are described at ``ChatOptions``: ``tools``, another template,
-        variables for it, and those of ``async_generate``. Everything else is as there. What the template refuses, and a
-        model without a template, raise ValueError when the generation is awaited.
+        variables for it, and those of ``async_generate``. Everything else is as there. Awaiting it raises ValueError
+        where the template refuses the messages, or the model has no template.
         """
         return self._open(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
 
@@ -180,7 +180,7 @@ class EngineFace(ABC):
         return self.health()["state"] in info.ALIVE
 
     def stats(self) -> dict[str, int]:
-        """Counters (README tells what each is), as the scheduler pushed them last; may be called from any thread."""
+        """Counters, as the scheduler reported them last; may be called from any thread."""
         return self._anywhere().stats()
 
 
@@ -211,13 +211,13 @@ class AsyncEngine(EngineFace):
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start the processes and load the model, on the running loop. Does nothing where that was done.
+        """Start the processes and load the model, on the running loop. Does nothing on an engine that runs.
 
         An engine that was shut down, or whose loop was closed, can be started again, also on another loop.
 
         Raises:
-            EngineStartupError: it could not start; nothing is left behind.
-            EngineClosedError: it was shut down while it started, or was started by the parent of this forked process.
+            EngineStartupError: it could not start; no process or file is left behind.
+            EngineClosedError: it was shut down while it started, or the parent of this forked process started it.
             EngineDeadError, EngineStalledError: it was started and has died; shut it down first.
             WrongLoopError: it runs on another loop, or no asyncio loop is running here.
         """
@@ -245,7 +245,7 @@ class AsyncEngine(EngineFace):
             bars.close()
 
     def shutdown(self) -> Coroutine[object, None, None]:
-        """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; harmless twice.
+        """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; may be called twice.
 
         It begins at this call: a task that is cancelled before its first step ends the engine too.
         """
@@ -288,45 +288,45 @@ class AsyncEngine(EngineFace):
         return run.frontend
 
     def attach(self, rid: str, from_offset: int = 0) -> Stream:
-        """Go on with a stream that was left, from the ``from_offset``-th character of its text on.
+        """Continue a stream that was left, from character ``from_offset`` of its text.
 
-        It must have been asked for with ``resume_ttl``, and left or ended less than so many seconds ago. A reader that
-        it still has comes to its end. (Ids without text of their own may come twice; ``token_offset`` tells.)
+        It must have been opened with ``resume_ttl``, and left or ended at most that many seconds ago. The stream of
+        its previous reader ends. Ids without text of their own may be repeated; ``token_offset`` shows it.
 
         Raises:
-            ValueError: there is no such stream, or it has not come so far.
+            ValueError: there is no such stream, or its text is shorter.
         """
         return self._attached(rid, from_offset)
 
-    # ------------------------------------------------------------ orders
+    # ------------------------------------------------------------ control
 
     async def admit(self) -> None:
-        """Wait in line, first come first served, until there is room for a call.
+        """Wait in a queue, first come first served, until there is room for a call.
 
-        The place is this task's until its next call, for a second at most. Cancelling it leaves the line.
+        The place is reserved for this task until its next call, for a second at most. Cancelling it leaves the queue.
 
         Raises:
-            EngineDrainingError, EngineClosedError, EngineDeadError: no call will be taken.
+            EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
         await self._running().overload.wait()
 
     async def flush_cache(self) -> Outcome:
-        """Empty the prefix cache; refused, with a false outcome, while requests run or wait."""
+        """Empty the prefix cache; does nothing, and returns a false outcome, while requests run or wait."""
         return await self._running().controls.order("flush_cache")
 
     async def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
-        """Compute nothing more until ``continue_generation``; new calls wait.
+        """Compute nothing until ``continue_generation``; new calls wait.
 
-        ``mode``: "abort" ends what runs and waits, "in_place" keeps it as it is.
+        ``mode``: "abort" ends all requests, "in_place" keeps them.
         """
         return await self._running().controls.pause(mode)
 
     async def continue_generation(self) -> Outcome:
-        """Go on after ``pause_generation``."""
+        """Continue after ``pause_generation``."""
         return await self._running().controls.order("continue")
 
     async def freeze_gc(self) -> None:
-        """Leave everything that lives now out of later garbage collections, here and in the scheduler process."""
+        """Exclude all present objects from garbage collection (``gc.freeze``), here and in the scheduler process."""
         await self._running().controls.freeze_gc()
 
     async def start_profile(
@@ -339,7 +339,7 @@ class AsyncEngine(EngineFace):
 
         Raises:
             TypeError, ValueError: an argument is wrong.
-            RuntimeError: a profile is being made already, or the folder cannot be written to.
+            RuntimeError: a profile is running already, or the folder cannot be written to.
         """
         await self._running().controls.start_profile(output_dir, options)
 
@@ -352,15 +352,15 @@ class AsyncEngine(EngineFace):
         return await self._running().controls.stop_profile()
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Take nothing new and wait for what runs. After ``timeout`` seconds end the rest with reason ``shutdown``.
+        """Refuse new calls and wait for all requests. After ``timeout`` seconds end them with reason ``shutdown``.
 
-        Returns whether everything finished by itself. New calls raise ``EngineDrainingError`` from now on. What is
-        paused, or suspended because its reader is away, goes on. Without a ``timeout`` this waits as long as it takes,
-        also for the reader of a large batch whose last rows begin when its first ones were read.
+        Returns whether all finished by themselves. New calls raise ``EngineDrainingError`` from now on. Requests that
+        are paused, or suspended because of a slow reader, continue. Without a ``timeout`` this waits without limit,
+        also for the reader of a large batch, whose last rows begin when its first ones were read.
         """
         return await self._running().drain(timeout)
 
-    # ------------------------------------------------------------ what can be watched
+    # ------------------------------------------------------------ state
 
     def health(self) -> Health:
         """The state of the engine and of its processes; may be called at any time, from any thread.
@@ -383,7 +383,7 @@ class AsyncEngine(EngineFace):
         return [] if frontend is None else info.child_pids(frontend.parts.processes.processes())
 
     async def get_server_info(self) -> dict[str, object]:
-        """The settings that the engine came to, what it computes on and with, its memory, the scheduler's state."""
+        """The resolved settings, the device and its implementations, the memory, and the scheduler's state."""
         return await self._running().server_info()
 
     async def get_model_info(self) -> ModelInfo:
@@ -391,5 +391,5 @@ class AsyncEngine(EngineFace):
         return info.model_info(self._running().parts.settings)
 
     async def wait_failed(self) -> EngineError | None:
-        """Wait until the engine dies and return what happened; None once it was shut down."""
+        """Wait until the engine dies and return the error; None once it was shut down."""
         return await self._running().wait_failed()

@@ -12,10 +12,10 @@
         ├── EngineOverloadedError     the queue is full; ``retry_after`` seconds
         ├── EngineDrainingError       drain() was called, no new requests are taken
         ├── EngineClosedError         shutdown() was called, or the engine was never started
-        ├── RequestError              one request failed; ``stage`` tells where, others go on
+        ├── RequestError              one request failed, in ``stage``; others continue
         └── WrongLoopError            an AsyncEngine was used from another event loop
 
-What a caller can get wrong is a ``ValueError`` or ``TypeError``; everything else is a ``RuntimeError``.
+Mistakes of the caller are ``ValueError`` or ``TypeError``; all others are ``RuntimeError``.
 
 All of them can be pickled and copied, with their attributes, notes and causes.
 """
@@ -27,7 +27,7 @@ from contextvars import ContextVar
 from typing import Any
 
 _is_trial = ContextVar("_is_trial", default=False)
-"""Errors in a value that is pickled as a trial are taken as they are: trials in trials would take exponential time."""
+"""Set while a value is pickled to find out whether it can be: nested trials would take exponential time."""
 
 
 def _reduce(self: object) -> tuple[Any, ...]:
@@ -171,7 +171,7 @@ class EngineDeadError(EngineError):
     """A process of the engine died, and was replaced as often as it may be; no request can be answered any more.
 
     ``exit_code`` is minus the number of the signal that killed it, and None where the system did not keep it: in a
-    program that ignores SIGCHLD, or waits for its children by itself. ``reason`` says what happened where no process
+    program that ignores SIGCHLD, or waits for its children by itself. ``reason``: where no process
     died: a task of the engine in the user's process was cancelled or failed (``role`` is "frontend" then).
     """
 
@@ -228,12 +228,12 @@ class EngineClosedError(EngineError):
 
 
 class RequestError(EngineError):
-    """One request failed; the engine and all other requests go on.
+    """One request failed; the engine and all other requests continue.
 
     ``stage`` is the part of the engine that failed it (``tokenize``, ``schedule``, ``forward``, ``sample``,
     ``detokenize``; ``control``: a control call failed in the runner; ``crash``: it killed a process of the engine,
-    again and again, or it is a control call, which is not tried again, and was on its way when one was lost), ``cause``
-    what happened there.
+    again and again, or it is a control call, which is not repeated, and was in progress when one was lost);
+    ``cause``: the error there.
     """
 
     def __init__(self, stage: str, cause: str) -> None:
@@ -247,7 +247,7 @@ class WrongLoopError(EngineError):
 
 
 def describe_exit(code: int | None) -> str:
-    """What an exit code says, as the end of a sentence."""
+    """An exit code as the end of a sentence."""
     if code is None:
         return "ended with an unknown exit code (this program ignores SIGCHLD or waits for its children by itself)"
     return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"

@@ -1,4 +1,4 @@
-"""Names that other engines have and this one has not, and what to use here: the end of the errors about them."""
+"""Hints in errors about names of other engines: what to use here instead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OUR_WAY: Final[dict[str, str]] = {
 
 
 def our_way(name: str) -> str:
-    """ "; " and what to use here in place of this name, or nothing."""
+    """The hint for this name, behind "; ", or an empty string."""
     return f"; {OUR_WAY[name]}" if name in OUR_WAY else ""
 
 

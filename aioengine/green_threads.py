@@ -1,4 +1,4 @@
-"""Find out whether a library has replaced Python's threads and sockets by its own, with which no engine can work."""
+"""Detect libraries that replace Python's threads and sockets by their own, with which an engine would wait for ever."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LIBRARIES: Final = {"gevent": "gevent.monkey.patch_all", "eventlet": "eventlet.
 
 
 def require_real_threads() -> None:
-    """Nothing but a look at five names; neither library is imported.
+    """Check that nothing is replaced; neither library is imported.
 
     Raises:
-        EngineStartupError: one of them is replaced. An engine would wait for ever, without a word.
+        EngineStartupError: threads, queues, select, sockets or subprocesses are replaced.
     """
     replaced = {
         "threads": _thread.start_new_thread,

@@ -1,4 +1,4 @@
-"""Logs and warnings in the user's process: what the program does with them does not reach the engine."""
+"""Logs and warnings in the user's process. Exceptions of the program's handlers do not reach the engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import warnings
 
 
 def log(logger: logging.Logger, level: int, message: str, *arguments: object) -> None:
-    """Log ``message % arguments``. What a handler raises is printed to stderr, as ``logging`` does for its own.
+    """Log ``message % arguments``. An exception of a handler is printed to stderr, as ``logging`` does for its own.
 
-    Also SystemExit and the like: in a task of the engine they would end it, and not the program.
+    So are SystemExit and KeyboardInterrupt, which would end a task of the engine instead of the program.
     """
     try:
         logger.log(level, message, *arguments)
@@ -28,9 +28,7 @@ def warn(logger: logging.Logger, message: str, *arguments: object) -> None:
 
 
 def warn_caller(message: str, *, stacklevel: int) -> None:
-    """Issue a ``UserWarning``, which is raised where the program has made it an error. Else nothing is raised, not even
-    what the program's stderr raises when it is written to.
-    """
+    """Issue a ``UserWarning``. It is raised where the program has made it an error; an error of its stderr is not."""
     try:
         warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
     except UserWarning:
@@ -40,7 +38,7 @@ def warn_caller(message: str, *, stacklevel: int) -> None:
 
 
 class StderrLogs(logging.Handler):
-    """Prints records to stderr in a program that has no logging of its own; silent once it has."""
+    """Prints records to stderr while the program has no log handler of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -50,7 +48,7 @@ class StderrLogs(logging.Handler):
 
 
 def show_logs(level: str) -> None:
-    """Have the loggers ``aioengine.*`` pass on what an engine with ``log_level=level`` reports.
+    """Let the loggers ``aioengine.*`` show the records of an engine with ``log_level=level``.
 
     With "debug" and "info" their level is set, unless the program has set it; and in a program without a log handler
     the records go to stderr, where Python itself prints warnings and errors alone. Other levels change nothing.

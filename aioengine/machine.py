@@ -16,7 +16,7 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 class DeviceFacts(Struct, frozen=True, kw_only=True):
-    """What ``resolve`` must know about the machine.
+    """The facts about the machine that ``resolve`` needs.
 
     num_threads: cores that this process may use. cpu_bfloat16: whether the CPU has bf16 dot products. num_gpus: NVIDIA
     devices. has_triton: whether it is installed; it comes with torch's wheels for CUDA and not with those for the CPU.
@@ -32,7 +32,7 @@ class DeviceFacts(Struct, frozen=True, kw_only=True):
 
 
 def device_facts() -> DeviceFacts:
-    """Look at this machine."""
+    """The facts about this machine."""
     return DeviceFacts(
         num_threads=num_threads(),
         cpu_bfloat16=has_bfloat16(_text(Path("/proc/cpuinfo"))),

@@ -1,4 +1,4 @@
-"""Patterns of the ``regex`` package that come from outside: what they may cost is bounded before they are compiled.
+"""Patterns of the ``regex`` package from callers: their cost is bounded before they are compiled.
 
 ``regex`` writes out counted repetitions when it compiles, follows calls of groups without a limit, and matches fuzzily
 in exponential time: a pattern of ten characters can take a minute and all memory. ``expanded_size`` finds this in one
@@ -95,7 +95,7 @@ _NO_DIGITS = re.compile(r"\#[^\n]*|[^0-9]")
 
 
 class Match(Protocol):
-    """What is used of a match of the ``regex`` package."""
+    """A match of the ``regex`` package."""
 
     @property
     def partial(self) -> bool: ...
@@ -104,7 +104,7 @@ class Match(Protocol):
 
 
 class Pattern(Protocol):
-    """What is used of a pattern of the ``regex`` package."""
+    """A pattern of the ``regex`` package."""
 
     @property
     def pattern(self) -> str: ...
@@ -118,7 +118,7 @@ _num_compiled = count(1)
 
 
 def check_patterns(patterns: Sequence[str]) -> None:
-    """Refuse patterns that are too costly to compile or to keep, and those that could never be of use.
+    """Refuse patterns that are too costly to compile or to keep, and patterns that can never stop a text sensibly.
 
     Raises:
         ValueError: what is wrong, with the pattern.
@@ -340,7 +340,7 @@ class PatternCache:
 
     @property
     def num_bytes(self) -> int:
-        """What the patterns take, as estimated."""
+        """The memory of the patterns, estimated."""
         return self._small.num_bytes + self._large.num_bytes
 
     def get(self, pattern: str) -> Pattern:

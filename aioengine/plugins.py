@@ -1,7 +1,7 @@
 """Plug-ins: one file, one implementation; the file's name is its public name, the module says ``PLUGIN = ...``.
 
 A folder is named by its path inside the package, for example "scheduler/policies". Only the chosen file is imported,
-so a plug-in whose package is missing, or which is broken, harms nobody else. A leading underscore in a file's name
+so a plug-in whose package is missing, or which is broken, affects no other. A leading underscore in a file's name
 means "shared by this folder" and is no plug-in.
 """
 

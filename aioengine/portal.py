@@ -26,7 +26,7 @@ _FOR_THE_LOOP = 8
 
 
 class _Outcome:
-    """What a call came to, for the one thread that waits for it.
+    """The outcome of a call, for the one thread that waits for it.
 
     (A signal handler may raise anywhere in ``concurrent.futures.Future``, which then keeps its lock for ever.)
     """
@@ -41,12 +41,12 @@ class _Outcome:
         self.gate.acquire()
 
     def set(self, value: object, error: BaseException | None = None) -> None:
-        """Once."""
+        """Called once."""
         self.value, self.error, self.is_done = value, error, True
         self.gate.release()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for the outcome, until it is there or the time is over."""
+        """Wait for the outcome, for ``timeout_s`` seconds at most; None: without limit."""
         if not self.is_done:
             self.gate.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
@@ -55,8 +55,8 @@ class Portal:
     """A uvloop event loop on a daemon thread, from ``start`` to ``close``.
 
     Attributes:
-        _calls: the calls that have no outcome yet, with their coroutines. Whoever takes one out gives its outcome, so
-            that each gets one, also where the loop ends before the call has begun.
+        _calls: the calls without an outcome, with their coroutines. The code that removes a call sets its outcome, so
+            each call gets one, even if the loop ends before the call has begun.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Portal:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, which makes, runs and closes the loop: an exception here leaves nothing without an owner.
+        """Start the thread, which makes, runs and closes the loop.
 
         Raises:
             EngineStartupError: the system has too few threads or file descriptors.
@@ -105,7 +105,7 @@ class Portal:
     def call(self, coroutine: Coroutine[object, None, Value], timeout_s: float | None = None) -> Value:
         """Run a coroutine on the portal's loop and wait for it, from another thread.
 
-        An exception here (KeyboardInterrupt) cancels it, and gives it a while to clean up.
+        An exception while waiting (KeyboardInterrupt) cancels it; it has ``JOIN_TIMEOUT_S`` seconds to clean up.
 
         Raises:
             RuntimeError: called from the portal's own thread.
@@ -133,7 +133,7 @@ class Portal:
         return cast("Value", outcome.value)
 
     def close(self, *, waits: bool = True) -> None:
-        """End the loop, cancel what still runs on it, and end the thread. Harmless twice, and before ``start``."""
+        """End the loop, cancel its tasks, and end the thread. May be called twice, and before ``start``."""
         self._is_closing = True
         if self._loop is not None:
             post(self._loop, self._stopping.set)
@@ -141,7 +141,7 @@ class Portal:
             self.join(JOIN_TIMEOUT_S)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end of the thread, which something else brings about."""
+        """Wait for the end of the thread, for ``timeout_s`` seconds at most; does not end it."""
         if self._thread is not None and not self.is_current:
             self._thread.join(timeout_s)
 
@@ -154,7 +154,7 @@ class Portal:
         finally:
             if not self._started.is_done:
                 self._started.set(None)
-            self._refuse_all()  # those that came while the loop was closed
+            self._refuse_all()  # calls that came while the loop was closing
             if self._on_end is not None:
                 self._on_end()
 
@@ -192,7 +192,7 @@ class Portal:
     # ------------------------------------------------------------ from any thread
 
     def _refuse(self, outcome: _Outcome) -> None:
-        """The call gets no other outcome any more. Its task, where it has one, is cancelled with the loop."""
+        """End the call with an error. Its task, if it has begun, is cancelled with the loop."""
         coroutine = self._calls.pop(outcome, None)
         if coroutine is None:
             return

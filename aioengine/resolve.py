@@ -1,6 +1,6 @@
-"""What the user asked for, and facts about model and machine, become ``Settings``: every "auto" is answered here, once.
+"""From the user's configuration and facts about model and machine to ``Settings``, without None and "auto".
 
-Pure: facts come as arguments (``model_folder.find_facts``, ``machine.device_facts``).
+Pure: facts are arguments (``model_folder.find_facts``, ``machine.device_facts``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CPU_LIMITS: Final = 512, 64
 """Tokens of a step, running requests."""
 
 COMPILE_SHARE: Final = 0.9
-"""Of the time to start, kernels may take this much to compile: an error of theirs says more than that of the whole."""
+"""The part of ``startup_timeout`` that kernels may take to compile: their error is clearer than that of the start."""
 
 GPU_LIMITS: Final = 8192, 1024
 GPU_DECODE_COST: Final = 4
@@ -40,31 +40,36 @@ FUSED_CHUNK: Final = 512
 CPU_MEMORY_FRACTION: Final = 0.4
 """Modest: a laptop's other programs stay in memory."""
 THREADED_PARAMETERS: Final = 16_000_000
-"""A step of a smaller model (of about so many weights) is made of operations of a few microseconds: to wake a second
-thread for each costs more than it does.
+"""Weights, about. The operations of a smaller model take a few microseconds: waking a second thread for each costs more
+than it saves.
 """
 
 GPU_MEMORY_FRACTION: Final = 0.88
 
 
 def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Settings:
-    """Answer every None and "auto".
+    """Replace every None and "auto".
 
     Raises:
-        ValueError: what was asked for does not go with this model or this machine.
+        ValueError: a value does not fit this model or this machine.
     """
+    place = _device(config, device)
+    is_on_gpu = place == "cuda"
+    dtype = _dtype(config, model, device, is_on_gpu=is_on_gpu)
+    backend = _attention_backend(config, dtype, is_on_gpu=is_on_gpu)
+    scheduler = _scheduler_settings(config, model, is_on_gpu=is_on_gpu)
     return Settings(
-        model=_model_settings(config, model, device),
-        memory=_memory_settings(config, model, device),
-        scheduler=_scheduler_settings(config, model, device),
+        model=_model_settings(config, model, dtype),
+        memory=_memory_settings(config, backend, is_on_gpu=is_on_gpu),
+        scheduler=scheduler,
         runner=RunnerSettings(
             factory=RUNNER_FACTORY,
-            device=_device(config, device),
-            attention_backend=_attention_backend(config, model, device),
+            device=place,
+            attention_backend=backend,
             fallback_backend="triton" if config.device.attention_backend == "auto" else "",
             num_threads=_num_threads(model, device),
             batch_invariant=config.device.batch_invariant,
-            cuda_graph_max_rows=_graph_rows(config, model, device),
+            cuda_graph_max_rows=_graph_rows(config, scheduler.max_running) if is_on_gpu else 0,
             compile_timeout_s=COMPILE_SHARE * config.supervision.startup_timeout_s,
         ),
         text=TextSettings(tokenizer_path=_tokenizer_path(config, model)),
@@ -74,7 +79,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
 
 
 def context_length(config: EngineConfig, model: ModelFacts) -> int:
-    """The context of the requests: the model's, or a smaller one that was asked for."""
+    """Tokens of the context: the model's, or a smaller number from the configuration."""
     wanted, window = config.model.context_length, model.sliding_window
     if window is not None and window < (wanted or model.context_length):
         raise ValueError(
@@ -103,13 +108,9 @@ def _device(config: EngineConfig, device: DeviceFacts) -> str:
     return "cuda" if device.num_gpus and device.has_triton else "cpu"
 
 
-def _is_on_gpu(config: EngineConfig, device: DeviceFacts) -> bool:
-    return _device(config, device) == "cuda"
-
-
-def _attention_backend(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> str:
-    """FlashInfer on a GPU, in the types that it is made for; whether it works there is found out by the runner."""
-    wanted, is_on_gpu = config.device.attention_backend, _is_on_gpu(config, device)
+def _attention_backend(config: EngineConfig, dtype: str, *, is_on_gpu: bool) -> str:
+    """FlashInfer on a GPU, for the dtypes it supports. The runner finds out whether it works on this machine."""
+    wanted = config.device.attention_backend
     is_invariant = config.device.batch_invariant and is_on_gpu
     if wanted in {"flashinfer", "triton"} and not is_on_gpu:
         raise ValueError(f"attention_backend={wanted!r} needs an NVIDIA GPU, and this engine would run on the CPU")
@@ -124,22 +125,18 @@ def _attention_backend(config: EngineConfig, model: ModelFacts, device: DeviceFa
         return wanted
     if not is_on_gpu:
         return "fused"
-    has_kernels = _dtype(config, model, device) != "float32"
-    return "flashinfer" if has_kernels and not is_invariant else "triton"
+    return "triton" if dtype == "float32" or is_invariant else "flashinfer"
 
 
-def _graph_rows(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> int:
+def _graph_rows(config: EngineConfig, max_running: int) -> int:
     """Rows of the largest CUDA graph; 0: no graphs."""
-    if not config.device.cuda_graphs or not _is_on_gpu(config, device):
-        return 0
-    max_running = _scheduler_settings(config, model, device).max_running
     wanted = config.device.cuda_graph_max_rows
-    return min(max_running, GPU_GRAPH_ROWS if wanted is None else wanted)
+    return min(max_running, GPU_GRAPH_ROWS if wanted is None else wanted) if config.device.cuda_graphs else 0
 
 
-def _dtype(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> str:
+def _dtype(config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, is_on_gpu: bool) -> str:
     """On a GPU: the checkpoint's. On a CPU: bf16 for 16-bit checkpoints where it has the dot products, else fp32."""
-    if _is_on_gpu(config, device):
+    if is_on_gpu:
         return model.dtype if config.model.dtype == "auto" else config.model.dtype
     if config.model.dtype == "float16":
         raise ValueError("dtype='float16' is not available on a CPU; dtype must be 'auto', 'bfloat16' or 'float32'")
@@ -148,12 +145,12 @@ def _dtype(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> str:
     return "bfloat16" if device.cpu_bfloat16 and model.dtype != "float32" else "float32"
 
 
-def _model_settings(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> ModelSettings:
+def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> ModelSettings:
     if model.missing_weights and config.model.load_format != "dummy":
         raise ValueError(model.missing_weights)
     return ModelSettings(
         path=model.path,
-        dtype=_dtype(config, model, device),
+        dtype=dtype,
         load_format="safetensors" if config.model.load_format == "auto" else config.model.load_format,
         context_length=context_length(config, model),
         vocab_size=model.vocab_size,
@@ -161,20 +158,16 @@ def _model_settings(config: EngineConfig, model: ModelFacts, device: DeviceFacts
     )
 
 
-def _check_page_size(page_size: int, backend: str) -> None:
+def _memory_settings(config: EngineConfig, backend: str, *, is_on_gpu: bool) -> MemorySettings:
+    wanted, page_size = config.memory.max_total_tokens, config.memory.page_size
     if backend == "fused" and FUSED_CHUNK % page_size:
         raise ValueError(
             f"page_size must be a power of two from 1 to {FUSED_CHUNK} with attention_backend='fused', got {page_size};"
             " 'torch', and on a GPU 'flashinfer' and 'triton', take any from 1 to 1024"
         )
-
-
-def _memory_settings(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> MemorySettings:
-    wanted, page_size = config.memory.max_total_tokens, config.memory.page_size
-    _check_page_size(page_size, _attention_backend(config, model, device))
     if wanted is not None and wanted < page_size:
         raise ValueError(f"max_total_tokens must be at least one page ({page_size} tokens), got {wanted}")
-    default = GPU_MEMORY_FRACTION if _is_on_gpu(config, device) else CPU_MEMORY_FRACTION
+    default = GPU_MEMORY_FRACTION if is_on_gpu else CPU_MEMORY_FRACTION
     fraction = config.memory.mem_fraction_static
     return MemorySettings(
         page_size=page_size,
@@ -183,26 +176,25 @@ def _memory_settings(config: EngineConfig, model: ModelFacts, device: DeviceFact
     )
 
 
-def _scheduler_settings(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> SchedulerSettings:
+def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: bool) -> SchedulerSettings:
     """A step must have room for a token of every running request, so the budget is never below ``max_running``.
 
-    On a CPU a launch computes the step before it returns; reading it later would only delay its tokens: depth 0.
+    On a CPU a launch returns when its step is computed; overlap would only delay its tokens: depth 0.
     """
-    length, wishes = context_length(config, model), config.scheduler
-    is_on_gpu = _is_on_gpu(config, device)
+    length, wanted = context_length(config, model), config.scheduler
     default_chunk, default_running = GPU_LIMITS if is_on_gpu else CPU_LIMITS
-    chunk = default_chunk if wishes.chunk_tokens is None else wishes.chunk_tokens
-    if wishes.chunk_tokens == -1:
+    chunk = default_chunk if wanted.chunk_tokens is None else wanted.chunk_tokens
+    if wanted.chunk_tokens == -1:
         chunk = length
-    max_running = min(default_running, chunk) if wishes.max_running is None else wishes.max_running
+    max_running = min(default_running, chunk) if wanted.max_running is None else wanted.max_running
     return SchedulerSettings(
         max_running=max_running,
         chunk_tokens=max(chunk, max_running),
         context_length=length,
-        policy=wishes.policy,
+        policy=wanted.policy,
         prefix_cache=config.memory.prefix_cache,
-        depth=1 if is_on_gpu and wishes.overlap else 0,
-        tenant_weights=wishes.tenant_weights,
+        depth=1 if is_on_gpu and wanted.overlap else 0,
+        tenant_weights=wanted.tenant_weights,
         decode_cost=GPU_DECODE_COST if is_on_gpu else 1,
     )
 

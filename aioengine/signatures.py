@@ -1,7 +1,7 @@
 """The types of the constructors, of ``generate`` and of ``chat``, written once for both engines.
 
-One prompt gives one kind of result, a list of prompts another, a stream a third. Each face says which three these are;
-its methods stay plain functions, and only type checkers look here.
+One prompt has one type of result, a list of prompts another, a stream a third: the parameters of ``Generate`` and
+``Chat``. The methods are plain functions; these types are for type checkers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Generation: what ``async_generate`` returns, to be awaited or iterated."""
+"""Generation: the result of ``async_generate``, to be awaited or iterated."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Generation(Coroutine[object, None, Result]):
-    """One call to the engine, on its way since it was made.
+    """One call to the engine, which began when this was made.
 
-    Await it for the whole answer (a dict, or a ``BatchOutput`` for batches and ``n`` > 1); awaiting again gives the
+    Await it for the whole answer (a dict, or a ``BatchOutput`` for batches and ``n`` > 1); awaiting again returns the
     same. With ``stream=True`` iterate it instead, with ``async for`` or ``anext()``; ``await`` then gives the stream
     itself as soon as the engine has taken the request. Chunks are not kept: a second ``async for`` continues after the
     last chunk that was read. It is a coroutine too, for ``asyncio.create_task``, ``gather``, ``wait_for`` and
@@ -33,14 +33,14 @@ class Generation(Coroutine[object, None, Result]):
 
     Leaving early aborts the request and frees its memory: ``aclose()``, the end of ``async with``, cancelling the
     task that waits, or dropping the last reference (which ``break`` does where nothing else holds it; a stream that is
-    held stays open, and another ``async for`` continues it). To end it from another task and keep what there is, call
-    ``abort()``.
+    held stays open, and another ``async for`` continues it). To end it from another task and keep its output so far,
+    call ``abort()``.
     """
 
     __slots__ = ("__weakref__", "_drivers", "_home", "_is_bound", "_owner", "_reader")
 
     def __init__(self, reader: Reader, *, home: asyncio.AbstractEventLoop, is_bound: bool, owner: object) -> None:
-        """``home`` is the engine's loop; where ``is_bound``, no other loop may use this. ``owner`` is kept alive."""
+        """``home``: the engine's loop; ``is_bound``: no other loop may use this. ``owner``: kept alive by this."""
         self._reader = reader
         self._home = home
         self._is_bound = is_bound
@@ -49,7 +49,7 @@ class Generation(Coroutine[object, None, Result]):
 
     @property
     def rid(self) -> str:
-        """The id of the call, the caller's own or a drawn one."""
+        """The id of the call: the caller's, or a random one."""
         return self._reader.rid
 
     def __repr__(self) -> str:
@@ -60,7 +60,7 @@ class Generation(Coroutine[object, None, Result]):
         self._reader.abort()
 
     async def aclose(self) -> None:
-        """Leave: nothing more will be read. Does not wait for anything; harmless after the end."""
+        """Stop reading, which aborts a request that is not finished. Does not wait; may be called after the end."""
         self._reader.leave()
 
     async def __aenter__(self) -> Self:
@@ -74,7 +74,7 @@ class Generation(Coroutine[object, None, Result]):
     # ------------------------------------------------------------ async for
 
     def __aiter__(self) -> Self:
-        """The stream itself, as often as it is asked for: the chunks that were not read yet.
+        """The stream itself: another ``async for`` yields the chunks that were not read yet.
 
         Raises:
             TypeError: without ``stream=True``.
@@ -84,11 +84,11 @@ class Generation(Coroutine[object, None, Result]):
         return self
 
     async def __anext__(self) -> Chunk:
-        """The next chunk: everything that came since the last one.
+        """The next chunk: all output since the last one.
 
         Raises:
             WrongLoopError: on another loop than the engine's (``AsyncEngine``).
-            EngineError, ValueError: what the request ended with, where it has no answer.
+            EngineError, ValueError: the request failed, or its prompt was refused.
         """
         reader = self._reader
         while True:
@@ -131,7 +131,7 @@ class Generation(Coroutine[object, None, Result]):
         return cast("Result", result)
 
     async def _changed(self, *, until_accepted: bool = False) -> None:
-        """Wait until there may be something new. A reader that is cancelled here leaves for good."""
+        """Wait until there may be new output. Cancelling this ends the reader for good."""
         loop = self._loop()
         is_here = loop is self._home and not until_accepted
         waiter = self._reader.wait_here(loop) if is_here else self._waiter(loop, until_accepted=until_accepted)
@@ -144,7 +144,7 @@ class Generation(Coroutine[object, None, Result]):
             raise
 
     def _loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that runs here. Without one, a call to ``Engine`` is left: nobody else awaits it."""
+        """The running loop. Without one, a call of an ``Engine`` is left, since no other caller awaits it."""
         try:
             return running_loop()
         except WrongLoopError:
@@ -155,7 +155,7 @@ class Generation(Coroutine[object, None, Result]):
     def _waiter(
         self, loop: asyncio.AbstractEventLoop, *, until_accepted: bool = False
     ) -> asyncio.Future[Chunk | None] | None:
-        """What to wait for until there may be something new, or None where there is."""
+        """A future that resolves when there may be new output; None: there is some already."""
         if self._is_bound and loop is not self._home:
             raise WrongLoopError(
                 "this generation belongs to the event loop on which its AsyncEngine was started; "
@@ -188,7 +188,7 @@ class Generation(Coroutine[object, None, Result]):
         except StopIteration:
             self._forget_driver()
             raise
-        except BaseException as thrown:  # cancelled, perhaps before the first step, when no wait was there to notice
+        except BaseException as thrown:  # cancelled before the first step, no wait notices it
             self._forget_driver()
             self._reader.leave_for(thrown)
             raise

@@ -69,11 +69,11 @@ class ChunkIterator(Iterator["Chunk"]):
             wait_for_news(self._reader)
 
     def abort(self) -> None:
-        """End the request now; what there is can still be read, with reason ``abort``."""
+        """End the request now, with reason ``abort``; its output so far can still be read."""
         self._reader.abort()
 
     def close(self) -> None:
-        """Leave: nothing more will be read. Harmless after the end, and twice."""
+        """Stop reading, which aborts a request that is not finished. May be called after the end, and twice."""
         self._reader.leave()
 
     def __enter__(self) -> Self:
@@ -86,7 +86,7 @@ class ChunkIterator(Iterator["Chunk"]):
 
 
 def wait_for_news(reader: Reader) -> None:
-    """Block this thread until there may be something new. A reader that is interrupted here leaves for good."""
+    """Block this thread until there may be new output. An interrupt here ends the reader for good."""
     gate = threading.Lock()
     gate.acquire()
     if not reader.wait(gate.release, blocks=True):
@@ -118,7 +118,7 @@ class Engine(EngineFace):
     Raises:
         TypeError: an argument that does not exist, or a value of the wrong type.
         ValueError: a value outside its range, a model that cannot be served.
-        EngineStartupError: a process could not start; nothing is left behind.
+        EngineStartupError: a process could not start; no process or file is left behind.
     """
 
     def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
@@ -139,7 +139,7 @@ class Engine(EngineFace):
     # ------------------------------------------------------------ life
 
     def shutdown(self) -> None:
-        """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; harmless twice."""
+        """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; may be called twice."""
         self._finalizer()
         if not self._frontend.is_interrupted:
             self._portal.join(STOP_TIMEOUT_S)  # another thread may be shutting it down
@@ -217,7 +217,7 @@ class Engine(EngineFace):
         return result
 
     def attach(self, rid: str, from_offset: int = 0) -> ChunkIterator:
-        """Go on with a stream that was left, as ``AsyncEngine.attach``."""
+        """Continue a stream that was left, as ``AsyncEngine.attach``."""
         frontend = self._running()
         return ChunkIterator(frontend.attachments.attach(rid, from_offset, frontend), self)
 
@@ -225,39 +225,36 @@ class Engine(EngineFace):
         """As ``attach``, to be iterated on any event loop."""
         return self._attached(rid, from_offset)
 
-    # ------------------------------------------------------------ orders
+    # ------------------------------------------------------------ control
 
     def admit(self) -> None:
-        """Wait in line, first come first served, until there is room for a call.
+        """Wait in a queue, first come first served, until there is room for a call.
 
-        The place is this thread's (or task's) until its next call, for a second at most.
+        The place is reserved for this thread (or task) until its next call, for a second at most.
 
         Raises:
-            EngineDrainingError, EngineClosedError, EngineDeadError: no call will be taken.
+            EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
         self._running().overload.wait_blocking()
 
     async def async_admit(self) -> None:
-        """As ``admit``, on any event loop; cancelling it leaves the line."""
+        """As ``admit``, on any event loop; cancelling it leaves the queue."""
         await self._running().overload.wait()
 
     def flush_cache(self) -> Outcome:
-        """Empty the prefix cache; refused, with a false outcome, while requests run or wait."""
+        """Empty the prefix cache, as ``AsyncEngine.flush_cache``."""
         return self._portal.call(self._blocking().controls.order("flush_cache"))
 
     def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
-        """Compute nothing more until ``continue_generation``; new calls wait.
-
-        ``mode``: "abort" ends what runs and waits, "in_place" keeps it as it is.
-        """
+        """Compute nothing until ``continue_generation``, as ``AsyncEngine.pause_generation``."""
         return self._portal.call(self._blocking().controls.pause(mode))
 
     def continue_generation(self) -> Outcome:
-        """Go on after ``pause_generation``."""
+        """Continue after ``pause_generation``."""
         return self._portal.call(self._blocking().controls.order("continue"))
 
     def freeze_gc(self) -> None:
-        """Leave everything that lives now out of later garbage collections, here and in the scheduler process."""
+        """Exclude all present objects from garbage collection, as ``AsyncEngine.freeze_gc``."""
         self._portal.call(self._blocking().controls.freeze_gc())
 
     def start_profile(
@@ -271,10 +268,10 @@ class Engine(EngineFace):
         return self._portal.call(self._blocking().controls.stop_profile())
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take nothing new and wait for what runs, as ``AsyncEngine.drain``."""
+        """Refuse new calls and wait for all requests, as ``AsyncEngine.drain``."""
         return self._portal.call(self._blocking().drain(timeout))
 
-    # ------------------------------------------------------------ what can be watched
+    # ------------------------------------------------------------ state
 
     def health(self) -> Health:
         """The state of the engine and of its processes; may be called at any time."""
@@ -286,7 +283,7 @@ class Engine(EngineFace):
         return info.child_pids(self._frontend.parts.processes.processes())
 
     def get_server_info(self) -> dict[str, object]:
-        """The settings that the engine came to, what it computes on and with, its memory, the scheduler's state."""
+        """The resolved settings, the device, the memory and the scheduler's state."""
         return self._portal.call(self._blocking().server_info())
 
     def get_model_info(self) -> ModelInfo:
@@ -295,7 +292,7 @@ class Engine(EngineFace):
 
 
 class _Run:
-    """The loop of an Engine, and the frontend on it. Whatever ends them must not keep the Engine itself alive.
+    """The loop of an Engine and its frontend. It refers to no Engine, so that a forgotten one can be collected.
 
     Attributes:
         frontend: set as soon as the start has succeeded.
@@ -327,7 +324,7 @@ class _Run:
 
     def _stop(self, frontend: Frontend) -> None:
         try:
-            if self.portal.is_current or frontend.is_interrupted:  # that thread waits for nobody, or for this one
+            if self.portal.is_current or frontend.is_interrupted:  # on its own thread, or while it waits for this one
                 frontend.close_now()
             else:
                 self.portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)

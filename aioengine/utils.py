@@ -1,4 +1,4 @@
-"""Small conveniences over a stream: join it, or yield its text as it comes."""
+"""Helpers for the text of a stream: join it, or yield its pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stream_and_merge(
 ) -> str:
     """Stream one answer and return its whole text.
 
-    Raises ValueError for several answers, whose chunks come mixed.
+    Raises ValueError for several answers, whose chunks are interleaved.
     """
     with llm.generate(prompt, sampling_params, stream=True) as stream:
         return "".join(_text_of_the_only_answer(chunk) for chunk in stream)
@@ -29,7 +29,7 @@ async def async_stream_and_merge(
 ) -> AsyncIterator[str]:
     """Stream one answer and yield its new text, chunk by chunk; joined, the pieces are the whole text.
 
-    Raises ValueError for several answers, whose chunks come mixed.
+    Raises ValueError for several answers, whose chunks are interleaved.
     """
     async with llm.async_generate(prompt, sampling_params, stream=True) as stream:
         async for chunk in stream:
@@ -39,15 +39,17 @@ async def async_stream_and_merge(
 
 def _text_of_the_only_answer(chunk: Chunk) -> str:
     if "index" in chunk:
-        raise ValueError("there is more than one answer (several prompts, or n above 1), and their chunks come mixed")
+        raise ValueError(
+            "there is more than one answer (several prompts, or n above 1), and their chunks are interleaved"
+        )
     return chunk["text"]
 
 
 def trim_overlap(existing_text: str, new_chunk: str) -> str:
     """The part of ``new_chunk`` that does not repeat the end of ``existing_text``.
 
-    For text from elsewhere, whose pieces overlap. Chunks of this engine never do: they say where they start
-    (``text_offset``), while comparing text takes an honest repetition for an overlap.
+    For text of other sources, whose pieces overlap. Chunks of this engine never do: they have their offset
+    (``text_offset``). Comparing text, as here, takes a true repetition for an overlap.
     """
     for length in range(min(len(existing_text), len(new_chunk)), 0, -1):
         if existing_text.endswith(new_chunk[:length]):

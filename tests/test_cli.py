@@ -43,13 +43,13 @@ def run(*argv: str, given: str | None = None) -> subprocess.CompletedProcess[str
 
 
 def parsed(*argv: str) -> flags.Arguments:
-    return flags.Arguments(flags.parser().parse_args(argv))
+    return flags.read(argv)
 
 
 def test_the_help_of_every_command_has_the_default_of_every_constructor_argument() -> None:
     for command in COMMANDS:
         with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
-            flags.parser().parse_args([command, "--help"])
+            flags.read([command, "--help"])
         words = "".join(printed.getvalue().split())  # lines are broken between words and after hyphens
         assert [name for name, of in ARGUMENTS.items() if "".join(of.description.split()) not in words] == []
 
@@ -60,13 +60,13 @@ def test_every_constructor_argument_is_a_flag_of_every_command() -> None:
         for name, argument in ARGUMENTS.items():
             flag = "--model" if name == "model_path" else "--" + name.replace("_", "-")
             given += [flag] if argument.read is bool else [flag, "1"]
-        assert parsed(command, *given).model == "1"
+        assert parsed(command, *given).model_path == "1"
         found = parsed(command, *given).engine()
         assert {*found, "model_path"} == set(ARGUMENTS)
         assert found["page_size"] == 1
         assert found["mem_fraction_static"] == 1.0
         assert found["disable_radix_cache"] is found["progress"] is True
-        assert (parsed(command).model, parsed(command).engine()) == (None, {})
+        assert (parsed(command).model_path, parsed(command).engine()) == (None, {})
     assert parsed("info", "--no-progress").engine() == {"progress": False}
 
 

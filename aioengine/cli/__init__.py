@@ -1,7 +1,7 @@
 """The command line: aioengine generate | chat | bench | info.
 
 Standard output holds answers only. Errors are one line on stderr and a status that is not zero: 2 where the command
-line is wrong, 1 where something failed. Ctrl-C and a reader that went away end the program without a word.
+line is wrong, 1 where something failed. Ctrl-C and a closed pipe end the program without a message.
 """
 
 from __future__ import annotations

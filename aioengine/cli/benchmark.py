@@ -25,7 +25,7 @@ MAX_PROMPT_TOKENS = 2**26
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """Requests of made-up prompts, a fixed number of them at a time."""
+    """Requests with random prompts, ``concurrency`` of them at a time."""
 
     num_prompts: int
     prompt_tokens: int
@@ -124,6 +124,6 @@ def _figures(timelines: Sequence[Timeline], workload: Workload, wall_s: float) -
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that so many percent of the values do not exceed; 0 of none."""
+    """The smallest value that ``percent`` percent of the values do not exceed; 0 where there are none."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0

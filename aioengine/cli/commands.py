@@ -12,7 +12,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from aioengine.cli import benchmark, flags, report
-from aioengine.cli.flags import Arguments
 from aioengine.errors import EngineError, RequestTooLargeError
 from aioengine.file_descriptors import hold_standard_descriptors
 from aioengine.frontend.progress import is_terminal
@@ -20,6 +19,8 @@ from aioengine.sync import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from aioengine.cli.flags import Arguments
 
 FAILED, WRONG_USAGE = 1, 2
 READER_GONE = 141
@@ -29,8 +30,8 @@ READER_GONE = 141
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its status."""
     if not _has_output():
-        return _fail("standard output is closed: there is no place for an answer")
-    arguments = Arguments(flags.parser().parse_args(argv))
+        return _fail("standard output is closed: answers cannot be printed")
+    arguments = flags.read(argv)
     try:
         arguments.check()
     except (TypeError, ValueError) as error:
@@ -54,7 +55,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_output() -> bool:
-    """Whether there is a place for answers. Closed standard input is empty, closed standard error is not read."""
+    """Whether standard output is open. Closed standard input is empty, closed standard error discards."""
     hold_standard_descriptors()
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
@@ -73,8 +74,8 @@ def generate(arguments: Arguments) -> int:
     if not prompt:
         return _fail('give a prompt: aioengine generate "Once upon a time"', WRONG_USAGE)
     with Engine.from_config(arguments.config()) as engine:
-        if arguments.num_samples != 1:
-            answers = engine.generate([prompt], {**arguments.sampling(), "n": arguments.num_samples})
+        if arguments.n != 1:
+            answers = engine.generate([prompt], {**arguments.sampling(), "n": arguments.n})
             print("\n\n".join(answers["text"]))
             return 0
         for chunk in engine.generate(prompt, arguments.sampling(), stream=True):
@@ -112,15 +113,15 @@ def chat(arguments: Arguments) -> int:
 
 
 def bench(arguments: Arguments) -> int:
-    """Measure throughput and latency with made-up prompts."""
+    """Measure throughput and latency with random prompts."""
     figures = asyncio.run(benchmark.measure(arguments.workload(), arguments.config()))
     print(json.dumps(figures, indent=2) if arguments.json else report.table(figures))
     return 0
 
 
 def info(arguments: Arguments) -> int:
-    """Tell versions, devices, the facts of the model, and the settings that an engine would use."""
-    facts = report.facts(arguments.model, arguments.engine())
+    """Print versions, devices, the facts of the model, and the settings that an engine would use."""
+    facts = report.facts(arguments.model_path, arguments.engine())
     print(json.dumps(facts, indent=2) if arguments.json else report.outline(facts))
     return 0
 

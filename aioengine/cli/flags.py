@@ -15,7 +15,7 @@ from aioengine.frontend.info import __version__
 from aioengine.params import ALIASES, PARAMETERS, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from aioengine.config import EngineConfig
 
@@ -43,15 +43,20 @@ _EXAMPLES: Final = {
 }
 
 
-class Arguments:
-    """What the command line said, in the form in which the parts of the program want it."""
+class Arguments(argparse.Namespace):
+    """The parsed command line; arguments of the engine and sampling parameters are attributes by their names too."""
 
-    def __init__(self, namespace: argparse.Namespace) -> None:
-        self._values = cast("dict[str, object]", vars(namespace))
+    command: str
+    prompt: str | None = None
+    system: str | None = None
+    n: int = 1
+    json: bool = False
+    model_path: str | None
+    known_flags: frozenset[str]
 
     def check(self) -> None:
         """Raise TypeError or ValueError where a value is wrong, whatever the model and the machine."""
-        template = self._values["chat_template"]
+        template = self.engine().get("chat_template")
         if isinstance(template, str) and is_text(template):  # else it is a path, which may be any bytes
             _check_encoding("--chat-template", template)
         self.config()
@@ -59,52 +64,29 @@ class Arguments:
             self.workload()
         elif self.command != "info":
             for name, words in _TEXTS.items():
-                given = self._values.get(name)
+                given = vars(self).get(name)
                 for text in given if isinstance(given, list) else [given]:
                     _check_encoding(words, text)
-            SamplingParams.parse({**self.sampling(), "n": self.num_samples})
-
-    @property
-    def command(self) -> str:
-        return cast("str", self._values["command"])
-
-    @property
-    def prompt(self) -> str | None:
-        return cast("str | None", self._values["prompt"])
-
-    @property
-    def system(self) -> str | None:
-        return cast("str | None", self._values["system"])
-
-    @property
-    def num_samples(self) -> int:
-        return cast("int", self._values.get("n", 1))
-
-    @property
-    def json(self) -> bool:
-        return bool(self._values["json"])
-
-    @property
-    def model(self) -> str | None:
-        return cast("str | None", self._values["model_path"])
+            SamplingParams.parse({**self.sampling(), "n": self.n})
 
     def config(self) -> EngineConfig:
-        """The engine that was asked for."""
-        return engine_config(self.model, self.engine())
+        """The config of the engine."""
+        return engine_config(self.model_path, self.engine())
 
     def engine(self) -> dict[str, object]:
         """The constructor's other arguments that were given."""
-        given = {name: self._values[name] for name in ARGUMENTS if name != "model_path"}
-        return {name: value for name, value in given.items() if value is not None}
+        return self._given(name for name in ARGUMENTS if name != "model_path")
 
     def sampling(self) -> dict[str, object]:
-        """The sampling parameters that were given; greedy without a word about the temperature."""
-        given = {name: self._values[name] for name, row in PARAMETERS.items() if row.read is not None}
-        return {"temperature": 0.0} | {name: value for name, value in given.items() if value is not None}
+        """The sampling parameters that were given; greedy by default."""
+        return {"temperature": 0.0} | self._given(name for name, row in PARAMETERS.items() if row.read is not None)
 
     def workload(self) -> Workload:
-        names = Workload.__struct_fields__
-        return Workload(**{name: cast("int", self._values[name]) for name in names})
+        """What ``bench`` measures."""
+        return Workload(**{name: cast("int", vars(self)[name]) for name in Workload.__struct_fields__})
+
+    def _given(self, names: Iterable[str]) -> dict[str, object]:
+        return {name: value for name in names if (value := vars(self).get(name)) is not None}
 
 
 _TEXTS: Final = {"prompt": "the prompt", "system": "--system", "stop": "--stop", "stop_regex": "--stop-regex"}
@@ -152,10 +134,9 @@ class _Parser(argparse.ArgumentParser):
         print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 
-    def parse_args(  # type: ignore[override]  # no other namespace is needed
-        self, args: Sequence[str] | None = None, namespace: None = None
-    ) -> argparse.Namespace:
-        found, unknown = self.parse_known_args(args, namespace)
+    def read(self, argv: Sequence[str] | None) -> Arguments:
+        """Parse the command line; flags that do not exist end the program, with a hint."""
+        found, unknown = self.parse_known_args(argv, Arguments())
         if unknown:
             flags = dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("-"))
             words = [flag + _hint(flag, found.known_flags) for flag in flags or unknown]
@@ -164,7 +145,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _hint(flag: str, known: Collection[str]) -> str:
-    """What was probably meant by a flag that a command does not have."""
+    """The flag that was probably meant by one that a command does not have."""
     if flag in ("--prompt", "-p"):
         return " (the prompt is given without a flag)"
     if flag in known:
@@ -178,12 +159,19 @@ def _hint(flag: str, known: Collection[str]) -> str:
     return f" (did you mean {meant}?)" if meant else ""
 
 
-def parser() -> argparse.ArgumentParser:
-    main = _parser(
-        "aioengine",
-        None,
-        "An LLM inference engine: text from models on this machine.\n"
+def read(argv: Sequence[str] | None = None) -> Arguments:
+    """Parse the command line of the program, or this one. Exits with status 2 where it is wrong."""
+    return _main_parser().read(argv)
+
+
+def _main_parser() -> _Parser:
+    main = _Parser(
+        prog="aioengine",
+        description="An LLM inference engine: text from models on this machine.\n"
         "The status is 0, or 1 where something failed, or 2 where the command line is wrong.",
+        epilog=_EXAMPLES[None],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     main.add_argument("--version", action="version", version=f"aioengine {__version__}")
     commands = main.add_subparsers(dest="command", required=True, metavar="generate | chat | bench | info")
@@ -191,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
         ("generate", _add_generate, "stream the answer to a prompt"),
         ("chat", _add_chat, "hold a conversation"),
         ("bench", _add_bench, "measure throughput and latency"),
-        ("info", _add_json, "tell versions, devices, model and settings"),
+        ("info", _add_json, "print versions, devices, model and settings"),
     ):
         command = commands.add_parser(
             name,
@@ -209,21 +197,14 @@ def parser() -> argparse.ArgumentParser:
     return main
 
 
-def _parser(name: str, command: str | None, about: str) -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    return _Parser(prog=name, description=about, epilog=_EXAMPLES[command], formatter_class=form, allow_abbrev=False)
-
-
 def _add_generate(to: argparse.ArgumentParser) -> None:
-    to.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="the text to go on from (default, and -: standard input)"
-    )
+    to.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue (default, and -: standard input)")
     to.add_argument("--n", type=int, default=1, metavar="N", help="answers; several are printed when all are there")
     _add_sampling(to)
 
 
 def _add_chat(to: argparse.ArgumentParser) -> None:
-    to.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    to.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
     _add_sampling(to)
 
 
@@ -274,7 +255,7 @@ def _add_flag(
 
 
 def _check_encoding(name: str, text: object) -> None:
-    """Python keeps bytes of the command line that are no text as half characters, which no model can read."""
+    """Raise ValueError for bytes that are no text, which Python keeps as lone surrogates."""
     if isinstance(text, str) and (odd := re.search("[\udc80-\udcff]", text)):
         encoding = sys.getfilesystemencoding()
         raise ValueError(f"{name} is not {encoding}: it has the byte 0x{ord(odd[0]) - 0xDC00:02x}")

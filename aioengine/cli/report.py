@@ -1,4 +1,4 @@
-"""What the command line prints about engines and machines: facts as data, and both as text."""
+"""The output of ``info`` and ``bench``: facts as data, and both as text."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_an_engine_works_and_its_children_have_streams_of_their_own(program: str
         ("2>&-", ["The capital of France is", "--max-new-tokens", "2"], 0, " Paris.\n", ""),
         ("2>&-", ["x", "--temperature", "9"], 2, "", ""),
         ("<&-", [], 2, "", 'aioengine: give a prompt: aioengine generate "Once upon a time"\n'),
-        (">&-", ["x"], 1, "", "aioengine: standard output is closed: there is no place for an answer\n"),
+        (">&-", ["x"], 1, "", "aioengine: standard output is closed: answers cannot be printed\n"),
         (">&- 2>&-", ["x"], 1, "", ""),
     ],
 )

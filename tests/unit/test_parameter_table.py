@@ -66,12 +66,12 @@ def test_it_is_checked_encoded_and_documented_as_every_other() -> None:
 def test_it_has_a_flag(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(flags, "PARAMETERS", MoreParams.__table__.rows)
     monkeypatch.setattr(flags, "ALIASES", MoreParams.__table__.aliases)
-    assert flags.Arguments(flags.parser().parse_args(["generate", "--share", "0.5", "x"])).sampling()["share"] == 0.5
+    assert flags.read(["generate", "--share", "0.5", "x"]).sampling()["share"] == 0.5
     with pytest.raises(SystemExit):
-        flags.parser().parse_args(["generate", "--part", "0.5", "x"])
+        flags.read(["generate", "--part", "0.5", "x"])
     assert "--part (did you mean --share?)" in capsys.readouterr().err
     with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
-        flags.parser().parse_args(["generate", "--help"])
+        flags.read(["generate", "--help"])
     assert "--share N" in printed.getvalue()
     assert "0 to 1: a share\n" in printed.getvalue()
 
