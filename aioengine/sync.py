@@ -328,7 +328,9 @@ class _Run:
                 frontend.close_now()
             else:
                 self.portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)
-        except (TimeoutError, EngineClosedError):  # it does not end in time, or its loop has ended already
+        except EngineClosedError:  # its loop has ended already, and its thread ends the rest
+            return
+        except TimeoutError:
             frontend.close_now()
         except BaseException:  # interrupted, and this is called once
             frontend.close_now()

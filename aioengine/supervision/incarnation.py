@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from enum import Enum
 from functools import partial
@@ -39,7 +40,7 @@ from aioengine.supervision.family import Family
 from aioengine.supervision.handshake import Handshake
 from aioengine.supervision.heartbeats import Heartbeats
 from aioengine.supervision.processes import ProcessState
-from aioengine.supervision.tasks import EngineTask, post, runs_here
+from aioengine.supervision.tasks import EngineTask, post
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ class Incarnation:
         self._on_messages = on_messages
         self._on_loss = on_loss
         self._on_progress: Callable[[Progress], None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._owner: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
+        self._closing = threading.RLock()
         self._state = _State.STARTING
         self._handshake: Handshake | None = None
         self._pump: EngineTask | None = None
@@ -138,7 +140,7 @@ class Incarnation:
 
     async def _begin(self, stages: list[tuple[Collection[Role], Callable[[], Awaitable[None]]]]) -> dict[str, object]:
         """Run each stage, and wait until the children of its roles are ready."""
-        self._loop = asyncio.get_running_loop()
+        self._owner = asyncio.get_running_loop(), threading.current_thread()
         facts: dict[str, object] = {}
         try:
             for roles, launch in stages:
@@ -327,16 +329,19 @@ class Incarnation:
         """End the children at once, from any thread, and with or without a loop that runs."""
         self._state = _State.ENDED
         self._family.kill_and_reap()
-        if self._loop is not None and self._loop.is_running() and not runs_here(self._loop):
-            post(self._loop, self._close)  # its timers and sockets belong to its thread
-        else:
-            self._close()
+        if self._owner is not None:
+            loop, thread = self._owner
+            is_elsewhere = thread is not threading.current_thread() and thread.is_alive()
+            if is_elsewhere and post(loop, self._close):
+                return  # timers and sockets belong to that thread
+        self._close()
 
     def _close(self) -> None:
-        self._mark_ended()
-        if self._pump is not None:
-            self._pump.cancel()
-        self._launcher.close()
+        with self._closing:  # several threads may find that the loop is closed
+            self._mark_ended()
+            if self._pump is not None:
+                self._pump.cancel()
+            self._launcher.close()
 
     async def end(self, polite_s: float) -> None:
         """End the children: ask, wait up to ``polite_s``, then kill. Harmless when repeated or never started."""
@@ -345,7 +350,7 @@ class Incarnation:
         pump, self._pump = self._pump, None
         if pump is not None:
             await pump.stop()
-        self._launcher.close()
+        self._close()
 
     def _mark_ended(self) -> None:
         self._state = _State.ENDED

@@ -59,11 +59,10 @@ class PrivateDirectory:
 
     def remove(self) -> None:
         """Remove it with all that is in it; harmless when repeated."""
-        if self._lock < 0:
-            return
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = -1
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(lock)
 
 
 def listen(directory: str, name: str) -> Listener:

@@ -346,6 +346,32 @@ llm.shutdown()
     assert list(tmp_path.iterdir()) == []
 
 
+SHUTDOWNS = """
+import logging
+logging.disable(logging.CRITICAL)
+threading.excepthook = lambda _: None
+sys.setswitchinterval(1e-6)
+for end in 3 * [lambda loop: loop.stop(), lambda loop: [task.cancel() for task in asyncio.all_tasks(loop)]]:
+    llm = fake_engine(processes=True)
+    threads = [threading.Thread(target=llm.shutdown) for _ in range(4)]
+    loop = llm._portal.loop
+    loop.call_soon_threadsafe(end, loop)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+@process
+def test_threads_that_shut_down_while_the_loop_ends_close_everything_once(tmp_path: Path) -> None:
+    """libzmq ends the program where two threads close the same sockets."""
+    running = program(SHUTDOWNS, tmp_path)
+    _, err = running.communicate(timeout=50)
+    assert (running.returncode, err) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---------------------------------------------------------------- constructors
 
 

@@ -148,11 +148,11 @@ class ProcessLauncher:
             process.kill()  # started while the others were killed
             process.reap(KILL_WAIT_S)
             process.close()
-        if self._context is not None:
+        context, self._context = self._context, None
+        if context is not None:
             for end in self._ends:
                 end.close()
-            end_context(self._context)  # also a socket that could not be opened as a whole
-            self._context = None
+            end_context(context)  # also a socket that could not be opened as a whole
         self._close_listeners()
         self._spare.free()
         if self._directory is not None:
