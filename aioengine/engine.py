@@ -250,7 +250,7 @@ class AsyncEngine(EngineFace):
         It begins at this call: a task that is cancelled before its first step ends the engine too.
         """
         run = self._run if self._run is not None and self._run.is_in_use and not self._run.is_forked else None
-        if run is None or run.begin_end():
+        if run is None or run.start_end():
             self._is_closed = True
         return self._shutdown(run)
 

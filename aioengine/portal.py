@@ -179,7 +179,7 @@ class Portal:
         if (task := self._tasks.get(outcome)) is not None:
             task.cancel()
         else:
-            self._refuse(outcome)  # it had not begun
+            self._refuse(outcome)  # it had not started
 
     def _pass_on(self, outcome: _Outcome, task: asyncio.Task[object]) -> None:
         """Give the outcome of a task to the thread that waits for it."""

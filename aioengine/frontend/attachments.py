@@ -1,7 +1,7 @@
-"""Requests that outlive their readers: leaving such a stream detaches it, and somebody may attach to it for a while.
+"""Requests that outlive their readers: leaving such a stream detaches it, and another reader may attach to it.
 
-A request with ``resume_ttl`` goes on when its reader leaves, and what it gives is kept. It is forgotten when nobody
-has been reading for so long, counted from the leaving or from its end, whichever came later.
+A request with ``resume_ttl`` continues when its reader leaves, and its output is kept. It is forgotten when it was not
+read for ``resume_ttl`` seconds, counted from the leaving or from the reading of its end, whichever came later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.outputs import Cursor, ReaderActions
 
 MAX_KEPT_TOKENS: Final = 1 << 20
-"""Tokens of ended requests that are kept, in all; beyond it those that ended first are forgotten."""
+"""Tokens of ended requests that are kept in all; beyond it the requests that ended first are forgotten."""
 
 TOKENS_PER_REQUEST: Final = 32
 """Counted of every ended request beside its own: its objects take about the memory of that much output (5 kB)."""
@@ -56,7 +56,7 @@ class Attachment:
         return self.is_ended and not self.output.has_unread_end
 
     def next_until(self) -> float:
-        """When it is forgotten, if nobody reads it from now on."""
+        """When it is forgotten, if it is not read from now on."""
         return time.monotonic() + cast("float", self.call.request.resume_ttl_s)
 
     def end(self) -> None:
@@ -68,13 +68,13 @@ class Attachment:
 
 
 class Attachments:
-    """The requests that can be attached to, by id. On the engine's loop, except ``attach``.
+    """The requests that can be attached to, by id. On the engine's loop, except ``attach``: from any thread.
 
-    Every decision (who reads, whether the time is over) is made and carried out in one step under the lock.
+    Every decision (which reader reads, whether the time is over) is made and carried out in one step under the lock.
     """
 
     def __init__(self, calls: Calls, *, lock: threading.RLock, settle: Callable[[Call], None]) -> None:
-        """``settle`` ends a call that nobody will read any more."""
+        """``settle`` ends a call that will not be read any more."""
         self._calls = calls
         self._lock = lock
         self._settle = settle
@@ -113,7 +113,7 @@ class Attachments:
         return reader
 
     def left(self, cursor: Cursor) -> None:
-        """A reader has left. A request that nobody reads now is forgotten some time later."""
+        """A reader has left. Its request is forgotten some time later, unless another attaches."""
         with self._lock:
             attachment = self._by_rid.get(cursor.output.rid)
             if attachment is not None and attachment.output.cursor is cursor:  # no other has attached meanwhile
@@ -141,7 +141,7 @@ class Attachments:
                 self._forget(next(one for one in self._by_rid.values() if one.is_ended))
 
     def discard(self, call: Call) -> None:
-        """Nobody can attach to this call, nor is its id in use, any more."""
+        """Forget this call, and free its id."""
         with self._lock:
             attachment = self._by_rid.get(call.rid)
             if attachment is not None and attachment.call is call:
@@ -168,7 +168,7 @@ class Attachments:
     def _expire(self, attachment: Attachment) -> None:
         with self._lock:
             until = attachment.until
-            if until is None:  # somebody reads it again
+            if until is None:  # it is read again
                 return
             if until > time.monotonic():
                 self._set_timer(attachment, until)
@@ -178,7 +178,7 @@ class Attachments:
         self._settle(attachment.call)
 
     def _forget(self, attachment: Attachment) -> None:
-        """Nobody can attach to it any more, and its ids are free. Under the lock."""
+        """Forget a request, and free its id. Under the lock."""
         if attachment.timer is not None:
             attachment.timer.cancel()
         del self._by_rid[attachment.call.rid]

@@ -1,4 +1,4 @@
-"""The life of a call between its registration and its end: begun, aborted, left, expired, failed.
+"""The lifecycle of a call between its registration and its end: started, aborted, left, expired, failed.
 
 Everything here runs on the engine's loop and never waits.
 """
@@ -36,7 +36,7 @@ MAX_ROWS_FREED_AT_ONCE: Final = 4096
 
 
 class CallLifecycle:
-    """What may happen to open calls.
+    """Everything that can happen to an open call. On the engine's loop.
 
     Attributes:
         idle: set when a call ended and none is open.
@@ -65,7 +65,7 @@ class CallLifecycle:
 
     def start(self, call: Call) -> None:
         if call.output not in self._calls.by_output:
-            return  # another thread ended it before this one could begin it
+            return  # another thread ended it before it was started
         if call.deadlines:
             self._set_timer(call, min(call.deadlines.values()))
         if not call.request.is_checked:
@@ -74,7 +74,7 @@ class CallLifecycle:
         self.settle(call)  # a batch of nothing is over at once
 
     def on_read(self, output: CallOutput) -> None:
-        """Somebody read: more of its rows may begin, and those that were suspended go on."""
+        """A reader has read: more rows of the call may start, and suspended ones continue."""
         if isinstance(output, AttachableOutput):
             self.attachments.on_read(output)
         call = self._calls.by_output.get(output)
@@ -99,7 +99,7 @@ class CallLifecycle:
         self._send([Suspend(uids)])
 
     def row_ended(self, row: RowStream) -> None:
-        """The processes ended a row: its call is over, or may begin more rows."""
+        """The processes ended a row: its call is over, or may start more rows."""
         call = self._calls.by_output.get(row.output)
         if call is None:
             return
@@ -143,7 +143,7 @@ class CallLifecycle:
                 post(self._loop, self._free_names, call)
 
     def discard(self, call: Call) -> None:
-        """Beginning it failed half-way, so nobody can read it: undo what was done."""
+        """Starting it failed half-way, so it will not be read: undo what was done."""
         with self._lock:
             call.output.is_left = True
         self.settle(call)
@@ -179,11 +179,11 @@ class CallLifecycle:
                 self._end_call(call, code, message=message)
 
     def abort_opened(self, num_opened: int) -> None:
-        """End the calls that were open when so many had been registered: none that the caller made afterwards."""
+        """End the open calls among the first ``num_opened`` of the engine: none that the caller made afterwards."""
         self.end_all([call for call in self._calls.by_output.values() if call.number <= num_opened], FinishCode.ABORT)
 
     def abort_named(self, rid: str, num_opened: int) -> None:
-        """End the rows that an id means, of a call that was open when so many had been registered."""
+        """End the rows with this id, of one of the first ``num_opened`` calls of the engine."""
         with self._lock:
             name = self._calls.find(rid)
         if name is None and any(call.number <= num_opened for call in self.submitter.checking):
@@ -202,7 +202,7 @@ class CallLifecycle:
             self._send([Abort(uids)])
 
     def _end_call(self, call: Call, code: FinishCode, *, message: str = "") -> None:
-        """End all its rows, with what they have: those that the scheduler has through it, the others here."""
+        """End all its rows with their output so far: through the scheduler those that it has, the others here."""
         with self._lock:
             uids = [row.uid for row in call.output.live.values()]
         self.submitter.end_unstarted(call, Ending(code))
@@ -229,7 +229,7 @@ class CallLifecycle:
         call.timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self._expire, call)
 
     def _expire(self, call: Call) -> None:
-        """End the rows that were not begun in time; what the scheduler has, it ends itself, or is given up later."""
+        """End the rows that were not started in time. Those that the scheduler has it ends, or they are given up."""
         now = time.monotonic()  # one reading: a deadline is either over or waited for again
         which = call.expired_deadline(now)
         if which is not None and call.num_started < call.request.num_rows:

@@ -70,7 +70,7 @@ def is_deep_stack() -> bool:
 
 
 def refuse_deep_stack() -> None:
-    """Raise RecursionError while nothing is registered, where beginning a call might reach the recursion limit."""
+    """Raise RecursionError before anything is registered, where starting a call might reach the recursion limit."""
     if is_deep_stack():
         raise RecursionError(f"a call to the engine needs {MAX_FRAMES} stack frames below the recursion limit")
 

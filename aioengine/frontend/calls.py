@@ -1,6 +1,6 @@
 """The calls that are open, their ids, and the ids of their rows.
 
-Everything here stands under the engine's lock and never waits.
+Everything here is done under the engine's lock, from any thread, and never waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_NAMES_FREED: Final = 1024
 
 
 class Ending(NamedTuple):
-    """What the rows of a call end with that were not begun when it was ended."""
+    """How the rows of a call end that were not started when it was ended."""
 
     code: FinishCode
     matched: str | None = None
@@ -41,16 +41,16 @@ class Ending(NamedTuple):
 
 
 class Call:
-    """One call of the user while it is open: what it asked for, and how far its rows have been begun.
+    """One call of the user while it is open: its request, and how many of its rows were started.
 
     Attributes:
         number: counts the calls of the engine, from 1; 0 before it is registered.
-        num_started: rows that were begun, in order.
+        num_started: rows that were started, in order.
         reservation: its part of the limits.
         deadlines: absolute times, by the words that name them in a finish reason.
-        aborted: positions that were aborted before they were begun.
-        ending: what all rows end with that are not begun yet; None while they may begin.
-        is_encoding: a part of its prompts is on the tokenizer's thread, or its rows begin in the next turns.
+        aborted: positions that were aborted before they were started.
+        ending: how all rows end that are not started yet; None while they may start.
+        is_encoding: some of its prompts are on the tokenizer's thread, or their rows start in the next turns.
     """
 
     __slots__ = (
@@ -74,7 +74,7 @@ class Call:
         self.timer: asyncio.TimerHandle | None = None
 
     def expired_deadline(self, now: float) -> str | None:
-        """Which deadline has passed for a row that was not begun."""
+        """Which deadline has passed for a row that was not started."""
         return next((which for which, deadline in self.deadlines.items() if deadline <= now), None)
 
     def row_rid(self, position: int) -> str:
@@ -105,14 +105,14 @@ class Call:
 
 
 class Name(NamedTuple):
-    """What an id means: these rows of this call. ``widths``: the rows that ``id_0``, and then ``id_0_0``, mean."""
+    """The rows of a call that an id means. ``widths``: how many rows ``id_0``, and then ``id_0_0``, mean."""
 
     call: Call
     rows: range
     widths: tuple[int, ...]
 
     def part(self, number: str) -> Name | None:
-        """What the id with ``_number`` behind it means."""
+        """The rows that the id with ``_number`` behind it means."""
         if not self.widths or not number.isdecimal() or len(number) > MAX_DIGITS or str(int(number)) != number:
             return None
         rows = self.rows[int(number) * self.widths[0] :][: self.widths[0]]

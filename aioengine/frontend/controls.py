@@ -38,11 +38,11 @@ class Outcome(NamedTuple):
 
 
 class ProfileOptions(TypedDict, total=False):
-    """What ``start_profile`` takes beside the folder.
+    """Keyword arguments of ``start_profile``.
 
-    num_steps: end by itself after so many steps (``stop_profile`` then gives the file). activities: some of "CPU",
+    num_steps: end by itself after this many steps (``stop_profile`` then returns the file). activities: some of "CPU",
     "GPU" (left out where there is none) and "MEM" (allocations); the first two by default. with_stack: Python's stack
-    of every operation. record_shapes: the shapes of its tensors. profile_prefix: begins the file's name.
+    of every operation. record_shapes: the shapes of its tensors. profile_prefix: the start of the file's name.
     """
 
     num_steps: int | None
@@ -101,8 +101,8 @@ class Controls:
         finally:
             del self._waiting[call_id]
 
-    def tell(self, name: str) -> None:
-        """Order something, and do not wait for the answer."""
+    def send(self, name: str) -> None:
+        """Make a control call without arguments, and do not wait for its reply."""
         self._num_asked += 1
         self._send([Control(self._num_asked, name)])
 
@@ -172,7 +172,7 @@ class Controls:
         return reply.message
 
     def fail(self, error: EngineError) -> None:
-        """No answer will come any more."""
+        """No reply will come any more."""
         self._failure = error
         for waiting in self._waiting.values():
             if not waiting.done():

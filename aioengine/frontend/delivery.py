@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 MAX_WOKEN = 128
-"""Readers that are told in one turn of the loop. They read in the next: what they make is gone before the others are
-told, so a thousand streams set off no garbage collection at every step, and no turn is long."""
+"""Readers that are woken in one turn of the loop. They read in the next, so the objects that they make are freed before
+the others are woken: a thousand streams trigger no garbage collection at every step, and no turn is long."""
 
 
 class Router:
@@ -43,7 +43,7 @@ class Router:
         self._fresh: list[CallOutput] = []
 
     def deliver(self, chunks: TextChunks) -> list[RowStream]:
-        """Put one frame into the slots of its rows; returns the rows that it ended. ``wake`` tells their readers."""
+        """Put the chunks of one frame into their rows; returns the rows that it ended. ``wake`` wakes their readers."""
         rows, fresh = self.rows, self._fresh
         ended: list[RowStream] = []
         tokens = chunks.tokens
@@ -64,7 +64,7 @@ class Router:
         return ended
 
     def _note(self, chunks: TextChunks) -> None:
-        """What chunks tell of their request from now on."""
+        """Note in the rows what holds for all their chunks from now on."""
         for begun in chunks.begun:
             if (row := self.rows.get(begun.uid)) is not None:
                 row.has_first_token = True
@@ -78,9 +78,9 @@ class Router:
                 row.put_extra(extra)
 
     def wake(self) -> None:
-        """Tell some readers what is new, and the others when these have read.
+        """Wake some readers, and the others when these have read.
 
-        What frames bring meanwhile is merged with what still waits.
+        Chunks of later frames are merged with those that still wait.
         """
         fresh = self._fresh
         with self._lock:
@@ -92,11 +92,11 @@ class Router:
 
 
 NUM_LOOKS: Final = 4
-"""In ``timeout_s``; so a reader has been away for up to a quarter more of it before anything happens."""
+"""Checks in ``slow_reader_timeout``: a reader was away for up to a quarter more of it before anything happens."""
 
 
 class SlowReaders:
-    """Suspends or ends each call whose reader did not read for the time of ``config``; once, until it reads again."""
+    """Suspends or ends calls whose readers stay away; each once, until it is read again. On the engine's loop."""
 
     def __init__(
         self, config: DeliveryConfig, open_calls: Callable[[], Collection[Call]], lifecycle: CallLifecycle
@@ -108,13 +108,13 @@ class SlowReaders:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
-        """Begin to look now and then, where anything is to be done about slow readers."""
+        """Check the readers now and then, unless slow ones are left alone."""
         if self._config.slow_reader != "coalesce":
             every_s = self._config.slow_reader_timeout_s / NUM_LOOKS
             self._timer = asyncio.get_running_loop().call_later(every_s, self._look)
 
     def release(self) -> None:
-        """Suspend nobody any more, and let those go on who are: the engine waits for their ends."""
+        """Suspend no call any more, and resume the suspended ones: the engine waits for their ends."""
         if self._config.slow_reader == "pause":
             self.stop()
             for call in list(self._open_calls()):

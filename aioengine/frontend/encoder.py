@@ -1,7 +1,7 @@
 """Prompts to token ids, off the loop's thread.
 
-What is asked for in one iteration of the loop, or while the thread is busy, is encoded together; as much text as makes
-a large step does not wait for more. Long prompts have a thread of their own, so that short ones never wait behind them.
+Prompts that come in one turn of the loop, or while the thread is busy, are encoded together; text for a large step does
+not wait for more. Long prompts have a thread of their own, so that short ones never wait behind them.
 The tokenizer releases the interpreter while it works.
 """
 
@@ -36,7 +36,7 @@ USUAL_TOKEN_BYTES = 4
 
 
 class PromptTokenizer(Protocol):
-    """What of a tokenizer is needed here; it must serve several threads at once."""
+    """The methods of a tokenizer that are needed here; several threads call them at once."""
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
 
@@ -55,16 +55,16 @@ Encoded = list[int] | ValueError | TypeError | RequestError
 
 
 class TextSizes(NamedTuple):
-    """What tells that a text cannot fit before it was tokenized as a whole.
+    """Finds texts that cannot fit before they were tokenized as a whole.
 
-    ``max_tokens``: what fits. ``longest_token``: the bytes of the longest token, where every byte of a text is in one.
+    ``max_tokens``: how many fit. ``longest_token``: the bytes of the longest one, where every byte of a text is in one.
     """
 
     max_tokens: int
     longest_token: int
 
     def check_bytes(self, num_bytes: int) -> None:
-        """Raise RequestTooLargeError where so many bytes cannot fit, whatever they are."""
+        """Raise RequestTooLargeError where ``num_bytes`` bytes cannot fit, whatever they are."""
         least = num_bytes // (self.longest_token * MAX_SHRINKING)
         if least > self.max_tokens:
             raise RequestTooLargeError(
@@ -113,7 +113,7 @@ class Job(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of what the thread has to do something with."""
+        """Of the prompts that the thread has to check or to encode."""
         return sum(
             prompt.num_bytes
             for prompt in self.prompts
@@ -246,10 +246,10 @@ def _shut_down() -> RequestError:
 
 
 class Encoder:
-    """The two lanes. Belongs to the engine's loop."""
+    """The two lanes, for short and for long prompts. On the engine's loop."""
 
     def __init__(self, tokenizer: PromptTokenizer, sizes: TextSizes | None = None) -> None:
-        """``sizes`` None: nothing is known before a text was tokenized."""
+        """``sizes`` None: every text is tokenized as a whole."""
         self.sizes = sizes
         self._tokenizer = tokenizer
         self._short = Lane("encode", self._encode_jobs)

@@ -26,7 +26,7 @@ class EngineRun:
         loop, pid: the event loop and the process to which it belongs.
         frontend: set when the start has succeeded, and kept after the shutdown.
         has_failed: the last start failed.
-        is_ended: a shutdown has begun. is_over: it is complete, and no process is left.
+        is_ended: a shutdown has started. is_over: it is complete, and no process is left.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class EngineRun:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether something of it runs, or is about to: another run must not begin beside it."""
+        """Whether any of it runs, or is about to: another run must not start beside it."""
         if self.is_ended:
             return not self.is_over
         return self.frontend is not None or self._num_starters > 0
@@ -104,7 +104,7 @@ class EngineRun:
             self._start = None
         return frontend
 
-    def begin_end(self) -> bool:
+    def start_end(self) -> bool:
         """Begin to end the processes, and a start that is under way; False on another loop than its own."""
         if self.is_over:
             return True
@@ -117,7 +117,7 @@ class EngineRun:
         if self._end is None:
             if self._start is not None:
                 self._start.cancel()
-            # (Cancelled with all tasks of the loop, it may not even begin.)
+            # (Cancelled with all tasks of the loop, it may not even start.)
             self._end = EngineTask(self._stop(), name="aioengine-shutdown", on_failure=lambda _: self.kill_now())
         return True
 
@@ -127,7 +127,7 @@ class EngineRun:
         Raises:
             WrongLoopError: this is another loop.
         """
-        if not self.begin_end():
+        if not self.start_end():
             callers.refuse_other_loop(self.loop)
         if self._end is not None and not self.is_over:
             await self._end.wait()

@@ -1,7 +1,7 @@
-"""Frontend: the engine in the user's process, as both faces share it.
+"""Frontend: the engine in the user's process, shared by ``engine.AsyncEngine`` and ``sync.Engine``.
 
-The faces (``engine.AsyncEngine`` and ``sync.Engine``) check and wait. Everything between a checked call and the
-scheduler, and back, is here, or in the objects that are put together here.
+It is called from any thread; everything that happens to a call afterwards happens on the engine's loop, in
+``CallLifecycle``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ STOP_TIMEOUT_S: Final = 5.0
 
 
 class Running(Struct, frozen=True, kw_only=True):
-    """What a started engine is made of. ``facts``: what the scheduler process told about itself."""
+    """The parts of a started engine. ``facts``: reported by the scheduler process when it was ready."""
 
     settings: Settings
     queue: QueueConfig
@@ -71,10 +71,12 @@ class Running(Struct, frozen=True, kw_only=True):
 
 
 class Frontend:
-    """The open calls of a started engine. Belongs to the loop on which it is made; see each method for threads.
+    """A started engine: opens its calls, and hands them what the processes send. Made on the engine's loop.
+
+    The methods of the first part are called from any thread, the others on the loop.
 
     Attributes:
-        failure: what every call gets from now on, once the engine is dead or closed.
+        failure: raised by every call from now on, once the engine is dead or closed.
     """
 
     def __init__(self, parts: Running) -> None:
@@ -215,7 +217,7 @@ class Frontend:
     # ------------------------------------------------------------ from the processes, on the loop
 
     def on_messages(self, messages: Sequence[ToFrontend]) -> None:
-        """Hand out what a frame brought."""
+        """Hand the messages of a frame to their receivers."""
         for message in messages:
             if isinstance(message, TextChunks):
                 for row in self.router.deliver(message):
@@ -227,7 +229,7 @@ class Frontend:
         self.router.wake()
 
     def fail(self, error: EngineError) -> None:
-        """The engine is dead, stalled or closed: every call that waits, and every later one, gets ``error``."""
+        """The engine is dead, stalled or closed: every open call and every later one raises ``error``."""
         if self.failure is not None:
             return
         self.failure = error
@@ -259,20 +261,20 @@ class Frontend:
     # ------------------------------------------------------------ the end
 
     async def wait_failed(self) -> EngineError | None:
-        """Wait until the engine dies, and return what happened; None where it was shut down."""
+        """Wait until the engine dies, and return its error; None where it was shut down."""
         await self._ended.wait()
         return None if isinstance(self.failure, EngineClosedError) else self.failure
 
     async def drain(self, timeout_s: float | None) -> bool:
-        """Take nothing new and wait for what there is; after ``timeout_s`` end the rest with reason ``shutdown``.
+        """Refuse new calls and wait for the open ones; after ``timeout_s`` end the rest with reason ``shutdown``.
 
-        What is paused, or suspended since its reader is away, would never end: it goes on.
+        Paused requests, and those suspended since their readers are away, would never end: they continue.
         """
         if timeout_s is not None:
             checks.number("timeout", timeout_s, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
         with self._lock:
             self.limits.refuse(EngineDrainingError("the engine is draining and takes no new requests"))
-        self.controls.tell("continue")
+        self.controls.send("continue")
         self._slow_readers.release()
         if not await self._become_idle(timeout_s):
             self._lifecycle.end_all(list(self.calls.by_output.values()), FinishCode.SHUTDOWN)

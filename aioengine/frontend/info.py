@@ -1,4 +1,4 @@
-"""What an engine reports about itself: health, counters, settings, the model. Plain data, JSON-serialisable.
+"""An engine's reports about itself: health, counters, settings, the model. Plain data, JSON-serialisable.
 
 Pure: the faces read it from any thread.
 """

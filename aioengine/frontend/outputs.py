@@ -1,8 +1,8 @@
-"""What a call has given so far, between the engine's loop, which writes, and one reader on any loop or thread.
+"""The output of a call, between the engine's loop, which writes it, and one reader on any loop or thread.
 
-Every row is a slot that merges: whatever was not read yet is one piece, so a slow reader costs no more than its text
-and never slows the engine. All of it stands under one lock, the engine's, which a writer takes once for a whole frame;
-nobody waits while holding it.
+Every row merges its unread output into one piece, so a slow reader costs no more than its text and never slows the
+engine. All of it is protected by one lock, the engine's, which the writer takes once for a whole frame; no code waits
+while it holds it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EndOfOutput(Exception):  # not an error: the reader has everything
 
 
 class ReaderActions(Protocol):
-    """What a reader may have the engine do, from any thread. Nothing here waits, everything may be done twice.
+    """The engine, as a reader sees it. From any thread; nothing here waits, everything may be done twice.
 
     All but ``leave`` also from a signal handler or finalizer: they take no lock and act a moment later.
     """
@@ -72,18 +72,18 @@ class ReaderActions(Protocol):
 
 
 class RowStream:
-    """One row of a call: the piece of it that was not read yet.
+    """One row of a call, with its unread output. Under the engine's lock.
 
     Attributes:
         position: its place in the call. uid: the engine's number of it, -1 before it was submitted.
-        text, more_texts, unread: what was not read yet. unread: ids, or one alone, which nearly every step brings: its
-            list is made with its chunk, so a frame makes no list for each of its rows, which would set off garbage
+        text, more_texts, unread: the unread output. unread: a list of ids, or a single one, which nearly every step
+            brings: its list is made with its chunk, since a list for each row of a frame would trigger garbage
             collections.
         extras: those of unread tokens, by token index and kind; one that comes again replaces the first.
-        text_offset, token_offset: what was read before, in characters and ids; ``token_ids``: what was read last.
+        text_offset, token_offset: read before, in characters and ids. token_ids: read last.
         has_first_token: whether its first token is known of.
         finished: its end, once that came; ``error`` where it has no answer.
-        is_queued: it stands in ``ready`` of its reader (or never will, since its call is no stream).
+        is_queued: it is in ``ready`` of its reader (or never will be, since its call is no stream).
     """
 
     __slots__ = (
@@ -110,7 +110,7 @@ class RowStream:
         self.token_ids: list[int] = []
 
     def put(self, text: str, new: int | list[int]) -> bool:
-        """Add what is new; whether readers are to be told (``CallOutput.wake``). Under the lock, before the end.
+        """Add output; returns whether the reader is to be woken (``Cursor.wake``). Before the end of the row.
 
         ``new``: one id, or a list, which is the row's from now on.
         """
@@ -148,7 +148,7 @@ class RowStream:
                 self.more_texts = ["".join(self.more_texts)]
 
     def take(self) -> Chunk:
-        """Everything unread as one chunk. Under the lock, for the row that was first in ``ready``."""
+        """All unread output as one chunk, for the row that was first in ``ready``."""
         if isinstance(self.unread, int):
             self.token_ids = [self.unread]
         else:
@@ -172,7 +172,7 @@ class RowStream:
         return made
 
     def join(self) -> None:
-        """Make one text of those that came, and one list of the ids."""
+        """Join the unread texts, and make a list of the unread ids."""
         if self.more_texts:
             self.text += "".join(self.more_texts)
             self.more_texts = []
@@ -180,14 +180,14 @@ class RowStream:
 
 
 Place = tuple[RowStream, int, int]
-"""A row, and how much of it was read: characters and ids."""
+"""A row, and how many characters and ids of it were read."""
 
 
 class Wants(IntEnum):
-    """When the engine is to be told of reading.
+    """When a reader calls ``ReaderActions.on_read``.
 
-    ENDS: when the end of a row was read, for rows wait for ``num_held`` to fall. READS: at once, for nothing is
-    computed until somebody reads.
+    ENDS: when it has read the end of a row, since rows wait for ``num_held`` to fall. READS: at every read, since its
+    requests are suspended.
     """
 
     NOTHING = 0
@@ -246,7 +246,7 @@ class CallOutput:
         live: rows that were started and have no end yet. num_open: rows without an end, started or not.
         num_held: started rows whose end was not read yet, which bound the rows of a batch in flight.
         error: what the whole call ended with. is_left: its rest is not read.
-        is_accepted: its first rows are on their way. wants: when the engine is to be told that somebody reads.
+        is_accepted: its first rows are on their way. wants: when its reader calls ``on_read``.
         cursor: of the reader.
         results: answers (or exceptions) by position, where the call is no stream.
     """
@@ -278,12 +278,12 @@ class CallOutput:
 
     @property
     def place(self) -> Place | None:
-        """What the reader of a stream would read next; None where it has read everything, or where there is none."""
+        """The row that the reader of a stream would read next; None where it has read everything."""
         if not self.is_stream:
             return None
         try:
             row = self.cursor.ready[0]
-        except IndexError:  # asked for, rather than looked at before: readers on other threads take rows meanwhile
+        except IndexError:  # no check before: readers on other threads take rows meanwhile
             return None
         return row, row.text_offset, row.token_offset
 
@@ -340,7 +340,7 @@ class CallOutput:
 
 
 class Reader:
-    """Reads a call from a cursor on. Works from any thread and never waits; ``wait`` says when to come again.
+    """Reads a call from a cursor on. From any thread; it never waits: ``wait`` calls back when there is something.
 
     Dropping the last reference to it leaves the call.
     """
@@ -423,7 +423,7 @@ class Reader:
                 raise RequestError("deliver", f"the generation {output.rid!r} was closed or cancelled before its end")
             if output.num_open:
                 return None
-        # What was there is complete and nobody writes any more.
+        # The results are complete and not written any more.
         batch = BatchOutput(cast("list[Answer]", output.results))
         self._result = batch if output.is_batch else batch[0]
         return self._result
@@ -442,9 +442,9 @@ class Reader:
             return True
 
     def wait_here(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Chunk | None] | None:
-        """What to await on the engine's own loop: a chunk where the stream has one, None for other news.
+        """A future on the engine's own loop: of a chunk where the stream has one, of None for other news.
 
-        None at once where there is something to take already. Takes no lock: whoever writes runs on this loop too.
+        None where there is something to take already. Takes no lock: the writer runs on this loop too.
         """
         cursor = self._cursor
         if cursor.ready or cursor.is_over:
@@ -457,7 +457,7 @@ class Reader:
         return waiter
 
     def leave(self) -> None:
-        """Nobody will read the rest. Harmless after the end, and twice."""
+        """Stop reading: the engine ends the rest. Harmless after the end, and twice."""
         if self._can_be_left:
             self._actions.leave(self._cursor)
 

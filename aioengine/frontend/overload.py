@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 60.0
 PLACE_S: Final = 1.0
-"""A place that was given to a queued caller and is not used for so long goes to the next."""
+"""How long a place is kept for a queued caller; then it goes to the next."""
 
 
 class Reservation:
@@ -49,7 +49,7 @@ class Reservation:
 
 
 class Place:
-    """A caller's place in the queue: it waits until ``is_given``, or until ``error`` says that it never will be.
+    """A caller's place in the queue: it waits until ``is_given``, or until ``error`` is set: it never will be.
 
     ``wake`` returns False where the caller cannot be woken any more, since its loop is closed.
     """
@@ -292,7 +292,7 @@ class Overload:
             self.limits.remove(place, time.monotonic())
 
     def _serve(self) -> None:
-        """A place that was not used goes to the next caller: look again when the oldest is due, until there is none.
+        """Give places that were not used to the next callers; again when the oldest given one is due.
 
         Timers of a loop may be some milliseconds early.
         """

@@ -1,4 +1,4 @@
-"""Progress bars of long work in the children, on stderr and only where somebody looks at it."""
+"""Progress bars of long work in the children, on stderr, where that is a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _bar(progress: Progress) -> tqdm[NoReturn]:
         from tqdm import tqdm
 
     class Bar(tqdm):  # pyright: ignore[reportGeneralTypeIssues]  # one of the two classes above
-        """A bar without the thread that tqdm keeps for bars that nobody moves."""
+        """A bar without the thread that tqdm keeps for bars that do not move."""
 
         monitor_interval = 0
 

@@ -20,7 +20,7 @@ Messages = Sequence[Mapping[str, object]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates read them."""
 
 PromptError = ValueError | TypeError
-"""What is wrong with a prompt; it stands in the place of one that fails alone (``return_exceptions=True``)."""
+"""The error of a wrong prompt, in its place where it fails alone (``return_exceptions=True``)."""
 
 IDS: Final = "a list of token ids"
 MESSAGES: Final = "a list of dicts with role and content"
@@ -30,7 +30,7 @@ CHARACTERS_PER_ID: Final = 4
 IDS_PER_MESSAGE: Final = 256
 MAX_CHARACTERS_AT_CALL: Final = CHARACTERS_PER_ID * MAX_IDS_AT_CALL
 MAX_MESSAGES_AT_CALL: Final = MAX_IDS_AT_CALL // IDS_PER_MESSAGE
-"""What a call checks of its prompts, all together; checking a message takes as long as checking so many ids."""
+"""Limits of what a call checks of its prompts together. A message takes as long as ``IDS_PER_MESSAGE`` ids."""
 
 NUM_SAMPLED_MESSAGES: Final = 16
 IDS_IN_SLICE: Final = 16 * 1024

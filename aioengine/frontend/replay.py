@@ -43,7 +43,7 @@ class Log:
     def token_place(self, offset: int) -> int:
         """The place of the first id of the text from ``offset`` on.
 
-        Ids that had no text of their own may have been read before; their place tells.
+        Ids without text of their own may have been read before; their place shows it.
 
         Raises:
             ValueError: there is not so much text.
@@ -62,7 +62,7 @@ class Log:
 
 
 class LoggedRow(RowStream):
-    """The row of an attachable request, on the engine's side: what it gives goes to its log."""
+    """The row of an attachable request, on the engine's side: it writes its output to a log."""
 
     __slots__ = ("log", "request")
 
@@ -137,7 +137,7 @@ class AttachableOutput(CallOutput):
         cursor.is_closed = True
 
     def new_reader(self, offset: int) -> tuple[Cursor, LogView | None]:
-        """What ``attach`` takes, for a reader of the text from the ``offset``-th character on.
+        """The arguments of ``attach``, for a reader of the text from the ``offset``-th character on.
 
         Raises:
             ValueError: there is not so much text.
@@ -155,7 +155,7 @@ class AttachableOutput(CallOutput):
         return cursor, view
 
     def attach(self, cursor: Cursor, view: LogView | None) -> None:
-        """Give a new reader all that comes from now on; the one before is at its end."""
+        """Make another reader the present one; the one before comes to its end."""
         old = self.cursor
         old.wake()  # it looks again once the lock is free
         # From here on nothing is called: a signal handler that raises comes before all of it, or after.

@@ -43,7 +43,7 @@ _QUIET_S: Final = 0.3
 
 
 class Blueprint(Struct, frozen=True, kw_only=True):
-    """What an engine will be made of. ``load_tokenizer`` may block; None: token ids only."""
+    """The parts of an engine that is to be started. ``load_tokenizer`` may block; None: token ids only."""
 
     settings: Settings
     queue: QueueConfig
@@ -55,11 +55,11 @@ class Blueprint(Struct, frozen=True, kw_only=True):
 
 
 def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
-    """What an engine is made of: its blueprint, made when it starts; its progress bars; the name of its model.
+    """A function that makes the engine's blueprint when it starts; whether bars are shown; the name of its model.
 
     Raises:
-        ValueError: a local folder alone tells that it cannot be served as asked. (What needs a download is looked at
-            when the engine starts.)
+        ValueError: a local folder cannot be served as asked. (A model to be downloaded is checked when the engine
+            starts.)
     """
     path = config.model.path
     config = _with_local_model(config)
@@ -67,7 +67,7 @@ def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None
 
 
 def _with_local_model(config: EngineConfig) -> EngineConfig:
-    """``config`` with absolute paths of what is on disk, after a look at the model's folder if it is."""
+    """``config`` with absolute paths of local folders, which are checked."""
     model = config.model
     if not model_folder.needs_download(model.path):
         if model_folder.needs_download(model.tokenizer_path):
@@ -130,7 +130,7 @@ def _load_tokenizer(path: str, chat_template: str | None) -> Tokenizer:
 
 
 class _Inbox:
-    """Takes what the processes tell; what came before there is a frontend waits for it."""
+    """Keeps the messages of the processes until there is a frontend."""
 
     def __init__(self) -> None:
         self.frontend: Frontend | None = None
@@ -154,7 +154,7 @@ class _Inbox:
         frontend.on_messages(self._messages)
         events.on_messages = frontend.on_messages
         if self._failure is not None:
-            frontend.fail(self._failure)  # it has begun to watch its readers
+            frontend.fail(self._failure)  # it already watches its readers
             raise self._failure
 
 
@@ -172,7 +172,7 @@ def _ends(blueprint: Blueprint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def _retrieve(work: asyncio.Future[tuple[Tokenizer, int | None]]) -> None:
-    """An error is looked at here, where the start itself has failed before it could."""
+    """Retrieve the error of a task that was not awaited, since the start has failed before."""
     if not work.cancelled():
         work.exception()
 
@@ -219,7 +219,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
             warn_caller(str(warning), stacklevel=2)
         max_total_tokens = facts.get("max_total_tokens")
         if not isinstance(max_total_tokens, int):
-            raise EngineStartupError(f"the scheduler process did not tell the size of its KV pool: {facts!r}")
+            raise EngineStartupError(f"the scheduler process did not report the size of its KV pool: {facts!r}")
         tokenizer, longest = (None, None) if loading is None else await loading
         frontend = Frontend(
             Running(

@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Sampling, TextRules
 
 MAX_ROWS_AT_ONCE: Final = 64
-"""Rows of a batch that are begun in one turn of the loop."""
+"""Rows of a batch that are started in one turn of the loop."""
 
 MAX_ROWS_ENDED_AT_ONCE: Final = 512
-"""Rows that are ended in one turn of the loop without having begun. Each takes up to 10 microseconds."""
+"""Rows that are ended in one turn of the loop without having started. Each takes up to 10 microseconds."""
 
 MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
-"""What such rows take as messages: every row, also every sample of one prompt, is sent with its ids and its stops."""
+"""Size of their messages: every row, also every sample of one prompt, is sent with its ids and its stops."""
 
 DRAWN_SEED_BITS: Final = 52
 """Seeds of all samples of a request stay below 2**53: a browser can keep and send them back."""
 
 
 class PromptRules(Struct, frozen=True, kw_only=True):
-    """What prompts and their parameters are checked against."""
+    """The limits and facts of the model that prompts and parameters are checked against."""
 
     vocab_size: int
     context_length: int
@@ -61,7 +61,7 @@ class PromptRules(Struct, frozen=True, kw_only=True):
 
 
 class ParamsParts(NamedTuple):
-    """What follows from sampling parameters alone; the seed and the context of the text are each row's own."""
+    """The parts of a message that follow from sampling parameters; seed and text context are each row's own."""
 
     params: SamplingParams
     sampling: Sampling
@@ -137,7 +137,7 @@ class RequestChecks:
             raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {size - 1}") from None
 
     def check_size(self, prompt: Prompt) -> None:
-        """Raise RequestTooLargeError where the mere size tells that a prompt cannot fit."""
+        """Raise RequestTooLargeError where a prompt cannot fit by its size alone."""
         if isinstance(prompt, IdsPrompt):
             self.output_limit(wire.SamplingParams(), prompt.num_ids)
         elif isinstance(prompt, TextPrompt) and self.encoder is not None and self.encoder.sizes:
@@ -168,7 +168,7 @@ class Submitter:
         submit: Callable[[list[Submit]], None],
         settle: Callable[[Call], None],
     ) -> None:
-        """``settle`` is told of every call after rows of it were begun; it may be over already."""
+        """``settle`` is called with every call after rows of it were started; it may be over already."""
         self.checks = checks
         self._rules = checks.rules
         self._encoder = checks.encoder
@@ -211,9 +211,9 @@ class Submitter:
             self.submit_next(call)
 
     def submit_next(self, call: Call) -> None:
-        """Begin as many rows of the call as may be in flight: some now, more in the next turns of the loop.
+        """Start as many rows of the call as may be in flight: some now, more in the next turns of the loop.
 
-        An error that is raised here ends the call: most of its rows begin in callbacks of the loop, where it would
+        An error that is raised here ends the call: most of its rows start in callbacks of the loop, where it would
         only be logged.
         """
         try:
@@ -268,7 +268,7 @@ class Submitter:
         self._go_on(call, _rows_of(call, known), seconds)
 
     def _go_on(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
-        """Begin rows whose ids are known, and those behind them."""
+        """Start rows whose ids are known, and those behind them."""
         call.is_encoding = False
         if call.ending is not None or call.output.is_over:
             return
@@ -280,7 +280,7 @@ class Submitter:
         self.submit_next(call)
 
     def _start_rows(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
-        """Begin these rows; where they are large, some of them in the next turns of the loop."""
+        """Start these rows; where they are large, some of them in the next turns of the loop."""
         submits: list[Submit] = []
         num_bytes = 0
         with self._lock:
@@ -293,7 +293,7 @@ class Submitter:
                     call.is_encoding = True
                     self._loop.call_soon(self._go_on, call, rows, tokenize_s)
                     break
-            if not call.request.refuses_late or not submits:  # else its first chunk says that it was not refused
+            if not call.request.refuses_late or not submits:  # else its first chunk shows that it was not refused
                 call.output.accept()
         if submits:
             self._submit(submits)
@@ -373,10 +373,10 @@ class Submitter:
             seed = params.sampling_seed
         return (seed + sample) & SEED_MASK
 
-    # ------------------------------------------------------------ rows that will not begin
+    # ------------------------------------------------------------ rows that will not start
 
     def end_unstarted(self, call: Call, ending: Ending) -> None:
-        """Begin no more rows of the call, and end those that were not begun, in their places.
+        """Start no more rows of the call, and end those that were not started, in their places.
 
         They end in the next turns of the loop: a large batch would hold it for long. A call that ends already goes on
         with that.
