@@ -125,11 +125,11 @@ class FixedDecode(StepAttention, Protocol):
     """Attention of decode steps with a fixed number of rows, over buffers that its user fills before each step."""
 
     def plan_first(self, kv_lengths: Ints) -> None:
-        """Before the capture. The buffers are filled with pages that hold nothing."""
+        """Before the capture, for rows of ``kv_lengths`` [R] positions. The buffers are filled with an empty page."""
         ...
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        """Before each replay, with the host's copy of what the buffers hold."""
+        """Before each replay, with host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32."""
         ...
 
 

@@ -89,7 +89,7 @@ class PrefillRows:
         self._has_fresh = False
 
     def plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
-        """For these rows, at least one."""
+        """For R rows, at least one: page_table [R, P] on the device, lengths [R] on the host."""
         num_rows = len(query_lengths)
         known = np.flatnonzero(kv_lengths > query_lengths)
         num_paged = int(known[-1]) + 1 if known.size else 0
@@ -123,6 +123,7 @@ class PrefillRows:
             self._ragged.run(q[split:], kv[0][split:], kv[1][split:], out=out[split:])
 
     def _plan_paged(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
+        """page_table [R, P], lengths [R]: as in ``plan``, of the rows that go through the pages."""
         starts, last_lengths = page_columns(kv_lengths, self._shared.page_size)
         pages = Pages(kv_lengths, starts, flat_pages(page_table, starts)[1], last_lengths)
         plan_paged(self._shared, self._paged, query_lengths, pages)
@@ -147,7 +148,7 @@ def plan_paged(
     *,
     is_causal: bool = True,
 ) -> None:
-    """Plan rows of so many tokens, which may be none. The staging is the caller's."""
+    """Plan R rows of ``query_lengths`` [R] tokens, which may be 0. The caller waits for the staging and marks it."""
     wrapper.plan(
         *(starts_of(query_lengths), pages.starts, pages.page_ids, pages.last_lengths, *shared.heads()),
         shared.page_size,
@@ -165,6 +166,7 @@ def fixed_wrapper(shared: Shared, *, num_rows: int, num_pages: int) -> BatchPref
     device = shared.workspace.device
 
     def column(size: int) -> Tensor:
+        """[size] int32 zeros."""
         return torch.zeros(size, dtype=torch.int32, device=device)
 
     wrapper = BatchPrefillWithPagedKVCacheWrapper(
@@ -198,12 +200,13 @@ class FixedFlashInferCascade:
         self._wrapper = fixed_wrapper(shared, num_rows=MAX_GROUPS + 1, num_pages=MAX_GROUPS * buffers.max_pages)
 
     def plan_first(self, kv_lengths: Ints) -> None:
-        """Before the capture: all rows share page 0."""
+        """Before the capture, for rows of ``kv_lengths`` [R] positions: all rows share page 0."""
         self._own.plan_first(kv_lengths)
         one = np.ones(1, dtype=np.int32)
         self.plan_shared(SharedPages(one * self._num_rows, one, np.zeros(1, dtype=np.int32)))
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+        """starts [R + 1] and last_lengths [R] of the pages that rows do not share; int32 on the host."""
         self._own.plan(starts, last_lengths)
 
     def plan_shared(self, pages: SharedPages) -> None:
@@ -224,6 +227,7 @@ class FixedFlashInferCascade:
         return self._own.target(layer)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [R, H, E], k and v [R, K, E] -> [R, H * E]."""
         pool = self._shared.pool[layer]
         beginnings = self._wrapper.run(q, pool, return_lse=True)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def pinned(column: Ints) -> Tensor:
-    """In memory that a GPU copies from while the host goes on: a copy from any other waits for the work before it."""
+    """The column [X] in pinned memory: a copy from any other memory makes the host wait for the work queued before."""
     return torch.from_numpy(column).pin_memory()
 
 
@@ -68,7 +68,7 @@ def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor) -
 
 
 def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:
-    """For rows of one step: where their pages are, on the device, and how long they are."""
+    """For R rows of one step: kv_lengths [R] on the host, page_starts [R + 1] and page_ids on the device."""
     num_rows, device = len(kv_lengths), page_ids.device
     splits = pinned(plan_splits(kv_lengths, max_splits(num_rows, shape.num_kv_heads)))
     num_done = torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device)
@@ -97,14 +97,14 @@ class FixedDecodeRows:
         self._copied = torch.cuda.Event()
 
     def plan_first(self, kv_lengths: Ints) -> None:
-        """The plan before the capture, over page 0 alone."""
+        """The plan before the capture, for rows of ``kv_lengths`` [R] positions, over page 0 alone."""
         starts, last_lengths = page_columns(kv_lengths, self._pool[0][0].shape[2])
         self.rows.page_starts.copy_(starts)
         self.rows.page_ids[: int(starts[-1])].zero_()
         self.plan(starts, last_lengths)
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        """The plan of a step, from the host's copy of what the buffers will hold."""
+        """The plan of a step, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32."""
         page_size = self._pool[0][0].shape[2]
         page_starts = starts.numpy()
         lengths = (page_starts[1:] - page_starts[:-1] - 1) * page_size + last_lengths.numpy()
@@ -117,6 +117,7 @@ class FixedDecodeRows:
         return KVTarget(self._slots, *self._pool[layer])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [R, H, E], k and v [R, K, E] -> [R, H * E]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode(q, self._pool[layer], self.rows, scale=self._shape.scale, out=out)
         return out.view(q.shape[0], -1)

@@ -40,6 +40,7 @@ class FlashInferAttention:
     """See the module. ``kv_pool``: [L, 2, N, K, S, E] in bf16 or fp16."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
+        """kv_pool: [L, 2, N, K, S, E]."""
         require_causal(shape, "flashinfer")
         self._shared = Shared.make(shape, kv_pool)
         self._prefill = PrefillRows(self._shared)
@@ -66,11 +67,13 @@ class FlashInferAttention:
         return KVTarget(self._slot_mapping, *self._shared.pool[layer])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.attend_into(q, k, v, layer, out=out)
         return out.view(q.shape[0], -1)
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
+        """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
         pool = self._shared.pool[layer]
         split = self._num_decode
         if self._decode is not None:

@@ -147,6 +147,11 @@ class FusedAttention:
     """See the module. ``kv_pool``: [L, 2, N, K, S, E], zeros at first; the page size divides ``CHUNK``."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
+        """kv_pool: [L, 2, N, K, S, E].
+
+        Raises:
+            ValueError: the kernel's results depend on the batch here, or the page size does not divide ``CHUNK``.
+        """
         num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pool.shape
         limits = find_limits(head_size, kv_pool.dtype, torch.get_num_threads())
         if limits is None:
@@ -193,6 +198,7 @@ class FusedAttention:
         slots.index_copy_(0, self._new_slots, torch.stack((k, v)).view(-1, self._head_size))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
         if self._decode and self._decode.tokens is None:
             return self._attend_decode(self._decode, q, layer)
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
@@ -204,7 +210,7 @@ class FusedAttention:
         return out
 
     def _both(self, of_keys: Tensor, offset: int) -> Tensor:
-        """Indices for keys, then for values, which stand ``offset`` behind them."""
+        """Indices [X] of keys -> [2 X], those of keys, then those of values, which stand ``offset`` behind them."""
         return torch.cat((of_keys, of_keys + offset))
 
     def _width_of(self, visible: int) -> int:
@@ -280,6 +286,7 @@ class FusedAttention:
         return chunks
 
     def _attend_prefill(self, row: _PrefillRow, q: Tensor, layer: int, out: Tensor) -> None:
+        """The tokens of a prefill row: q [T, H, E] of the step -> their rows of out [T, H * E]."""
         kv_heads, group, head_size = self._num_kv_heads, self._group, self._head_size
         keys, values = self._gather(layer, row.pages, CHUNK)
         for block in row.blocks:

@@ -52,6 +52,7 @@ class TorchAttention:
     """Implements ``AttentionBackend``. ``kv_pool``: [L, 2, N, K, S, E], zeros at first, of any page size."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
+        """kv_pool: [L, 2, N, K, S, E]."""
         self._shape = shape
         self._pool = kv_pool
         self._num_kv_heads = shape.num_kv_heads
@@ -80,6 +81,7 @@ class TorchAttention:
         pool[1, pages, :, offsets] = v.to(pool.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
         out = torch.empty_like(q)
         for row in self._rows:
             keys, values = self._pool[layer].flatten(1, 2)[:, row.pairs].flatten(2, 3).float()  # [K, P * S, E]

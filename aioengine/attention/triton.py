@@ -85,6 +85,7 @@ class _Step:
 
 
 def _attend_into(shared: _Shared, step: _Step, q: Tensor, layer: int, *, out: Tensor) -> None:
+    """q [T, H, E] over the pool of a layer -> out [T, H, E]."""
     pool, rows, scale = shared.pool[layer], step.rows, shared.shape.scale
     if step.num_programs == 1:
         attend(q, pool, rows, step.tiles, scale=scale, out=out)
@@ -94,6 +95,7 @@ def _attend_into(shared: _Shared, step: _Step, q: Tensor, layer: int, *, out: Te
 
 
 def _attended(shared: _Shared, step: _Step, q: Tensor, layer: int) -> Tensor:
+    """q [T, H, E] over the pool of a layer -> [T, H * E]."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _attend_into(shared, step, q, layer, out=out)
     return out.view(q.shape[0], -1)
@@ -103,6 +105,7 @@ class TritonAttention:
     """See the module. ``kv_pool``: [L, 2, N, K, S, E]."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
+        """kv_pool: [L, 2, N, K, S, E]."""
         require_causal(shape, "triton")
         self._shared = _Shared(shape, [(layer[0], layer[1]) for layer in kv_pool])
         self._device = kv_pool.device
@@ -127,10 +130,12 @@ class TritonAttention:
         return KVTarget(self._step.slot_mapping, *self._shared.pool[layer])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
         assert self._step is not None, "prepare was not called"
         return _attended(self._shared, self._step, q, layer)
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
+        """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
         assert self._step is not None, "prepare was not called"
         _attend_into(self._shared, self._step, q, layer, out=out)
 
@@ -143,6 +148,7 @@ class TritonAttention:
         run_once(self, self._shared.shape, self._shared.pool[0][0])
 
     def _upload(self, column: Tensor) -> Tensor:
+        """A pinned column [X] to the device."""
         return column.to(self._device, non_blocking=True)
 
 
@@ -161,7 +167,7 @@ class FixedTritonDecode:
         self._step = _Step(buffers.slot_mapping, rows, tiles, max_splits, shared.num_programs(num_rows, max_splits))
 
     def plan_first(self, kv_lengths: Ints) -> None:
-        """The lengths of the first step; page 0 alone is read."""
+        """Before the capture, for rows of ``kv_lengths`` [R] positions; page 0 alone is read."""
         starts, last_lengths = page_columns(kv_lengths, self._shared.page_size)
         rows = self._step.rows
         rows.page_starts.copy_(starts)
@@ -169,12 +175,13 @@ class FixedTritonDecode:
         rows.page_ids[: int(starts[-1])].zero_()
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        """Nothing: the device knows."""
+        """Nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
 
     def target(self, layer: int) -> KVTarget:
         return KVTarget(self._step.slot_mapping, *self._shared.pool[layer])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [R, H, E], k and v [R, K, E] -> [R, H * E]."""
         return _attended(self._shared, self._step, q, layer)
 
 

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 
 def reference(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
+    """delta and residual [T, D], weight [D] -> [T, D]; the residual is changed in place."""
     return rms_norm(residual.add_(delta), weight, epsilon)
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
+    """delta and residual [T, D], weight [D], epsilon [] fp32 -> [T, D]; the residual is changed in place."""
     if not launcher.serves(residual):
         return reference(delta, residual, weight, epsilon)
     from aioengine.kernels.triton import rows

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 
 def reference(pool: Tensor, marks: Tensor, rows: Tensor, page_ids: Tensor) -> None:
+    """pool [L, 2, N, K, S, E], marks [S], rows [X, 3], page_ids [Y]: see ``clean_pages``."""
     for place, first, count in rows.tolist():
         if marks[place] < 0:
             pages = page_ids[first : first + count].long()

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, I], weight [2 O, I], bias [2 O] -> [T, O]."""
     return silu_and_mul.reference(linear.reference(x, weight, bias))
 
 
 def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
-    """As ``linear.prepare`` does for a matmul alone."""
+    """A callable [T, I] -> [T, O] for weight [2 O, I] and bias [2 O]. The rest is as for ``linear.prepare``."""
     matmul = linear.prepare(weight, bias, batch_invariant=batch_invariant)
 
     def apart(x: Tensor) -> Tensor:
+        """[T, I] -> [T, O] in two kernels."""
         return silu_and_mul.silu_and_mul(matmul(x))
 
     if batch_invariant or bias is not None or not _fits(weight):
@@ -39,6 +41,7 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
     ask_for_forms(weight)
 
     def together(x: Tensor) -> Tensor:
+        """[T, I] -> [T, O], in one kernel where that is faster."""
         programs = shape_of_programs(num_outputs, size, x.shape[0])
         if programs is None or not x.is_contiguous() or x.data_ptr() % 16:
             return apart(x)
@@ -48,7 +51,7 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
 
 
 def _fits(weight: Tensor) -> bool:
-    """Whether there is a kernel that does both: for 16 bit numbers, on a GPU with a copy engine for tiles."""
+    """Whether a kernel does both for weight [2 O, I]: for 16 bit numbers, on a GPU with a copy engine for tiles."""
     if not launcher.serves(weight) or weight.dtype == torch.float32 or not launcher.has_dependent_launch():
         return False
     return weight.is_contiguous() and weight.data_ptr() % 16 == 0

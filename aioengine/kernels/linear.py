@@ -53,10 +53,13 @@ TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
 class Matmul(Protocol):
     """[T, I] -> [T, O]; holds its weight."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, I] -> [T, O]."""
+        ...
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, I], weight [O, I], bias [O] -> [T, O]."""
     return functional.linear(x, weight, bias)
 
 
@@ -82,10 +85,11 @@ def unpack(weight: Tensor) -> Tensor:
 
 
 def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
-    """The matmul with this weight in the fastest form there is. The weight may be packed already, by ``pack``; if not,
-    it may be copied and is needed no more.
+    """The fastest callable [T, I] -> [T, O] for weight [O, I] and bias [O].
 
-    ``batch_invariant``: of the forms for a GPU, one whose rows do not depend on their number.
+    Args:
+        weight: packed already, by ``pack``, or plain; a plain one may be copied and is then not needed any more.
+        batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
     """
     if weight.device.type != "cpu":
         return _invariant(weight, bias) if batch_invariant else _on_device(weight, bias)
@@ -185,22 +189,26 @@ def independent_from(out_features: int, in_features: int, dtype: torch.dtype, nu
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Matmul:
+    """torch's own for weight [O, I] and bias [O]."""
     return lambda x: functional.linear(x, weight, bias)
 
 
 def _pack(weight: Tensor, for_rows: int | None) -> Tensor:
+    """The weight [O, I] in oneDNN's layout for ``for_rows`` rows; None: for any number."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), for_rows)
 
 
 def _packed(weight: Tensor, bias: Tensor | None, for_rows: int | None) -> Matmul:
-    """``weight``: packed already, or a plain one."""
+    """oneDNN's for weight [O, I], which may be packed already, and bias [O]."""
     operation = torch.ops.mkldnn._linear_pointwise.default
     packed = weight if weight.is_mkldnn else _pack(weight, for_rows)
     return lambda x: operation(x, packed, bias, "none", [], "")
 
 
 def _on_device(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """One row and few rows go through kernels that read the weight at full speed, more through torch's library."""
+    """For weight [O, I] and bias [O] on a GPU: up to 64 rows go through kernels that read the weight at full speed,
+    more through torch's library.
+    """
     if not launcher.serves(weight) or not weight.is_contiguous():
         return lambda x: functional.linear(x, weight, bias)
     from aioengine.kernels.triton import skinny_linear, vector_linear
@@ -211,6 +219,7 @@ def _on_device(weight: Tensor, bias: Tensor | None) -> Matmul:
     by_library = _by_library(weight, bias)
 
     def matmul(x: Tensor) -> Tensor:
+        """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
         if num_rows <= skinny_linear.MAX_ROWS and x.is_contiguous():
             if num_rows == 1:
@@ -224,8 +233,8 @@ def _on_device(weight: Tensor, bias: Tensor | None) -> Matmul:
 
 
 def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """What torch calls for a matmul with a bias shares out long inputs better, for few rows: with a bias of zeros a
-    layer of a model of 8 billion parameters takes 3 of 230 us less.
+    """torch's own for weight [O, I] and bias [O], with a bias of zeros where that is faster: torch then calls a library
+    that splits long inputs better for few rows, which saves 3 of 230 us in a layer of a model of 8 billion parameters.
     """
     if bias is not None or weight.shape[1] < LONG_INPUTS or weight.dtype == torch.float32:
         return lambda x: functional.linear(x, weight, bias)
@@ -234,6 +243,7 @@ def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
 
 
 def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
+    """For weight [O, I] and bias [O] on a GPU, with rows that do not depend on their number."""
     from aioengine.kernels.triton import invariant_linear
 
     invariant_matmul, whole = invariant_linear.matmul, weight.contiguous()
@@ -246,6 +256,7 @@ def _in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
     sizes = [_first_piece(num_rows, counts) for num_rows in range(most + 1)]
 
     def in_pieces(x: Tensor) -> Tensor:
+        """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
         if num_rows <= most and sizes[num_rows] >= num_rows:
             return _of_rows(matmul, x, sizes[num_rows])
@@ -271,7 +282,7 @@ def _padded(matmul: Matmul, min_rows: int) -> Matmul:
 
 
 def _of_rows(matmul: Matmul, x: Tensor, wanted: int) -> Tensor:
-    """``matmul`` of the rows ``x``, padded to the number ``wanted`` with copies of the first ones."""
+    """``matmul`` of x [T, I], padded to ``wanted`` rows with copies of its first rows -> [T, O]."""
     num_rows = x.shape[0]
     if wanted == num_rows:
         return matmul(x)
@@ -281,6 +292,7 @@ def _of_rows(matmul: Matmul, x: Tensor, wanted: int) -> Tensor:
 
 def _blocked(matmul: Matmul) -> Matmul:
     def blocked(x: Tensor) -> Tensor:
+        """[T, I] -> [T, O], in blocks of ``BLOCK`` rows."""
         num_rows = x.shape[0]
         padded = functional.pad(x, (0, 0, 0, -num_rows % BLOCK))
         return torch.cat([matmul(block) for block in padded.split(BLOCK)])[:num_rows]

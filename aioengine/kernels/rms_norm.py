@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 
 
 def reference(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
+    """x [..., D], weight [D] -> [..., D]."""
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (wide * inverse).to(x.dtype) * weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
-    """The same in fewer operations, since at one token each costs as much as its work: a row's sum of squares is the
-    square of its norm. ``epsilon`` is an fp32 scalar on the device of x.
+    """x [..., D], weight [D], epsilon [] fp32 on the device of x -> [..., D].
+
+    On a CPU with fewer operations than ``reference``, since at one token each costs as much as its work: a row's sum of
+    squares is the square of its norm.
     """
     if x.ndim == 2 and launcher.serves(x):
         from aioengine.kernels.triton import rows

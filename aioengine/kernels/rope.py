@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``sin`` is negative in its first half. Computed in fp32."""
+    """x [T, H, E], cos and sin [T, 1, E] -> [T, H, E], computed in fp32; ``sin`` is negative in its first half."""
     wide = x.float()
     half = x.shape[-1] // 2
     swapped = torch.cat((wide[..., half:], wide[..., :half]), dim=-1)

@@ -34,6 +34,7 @@ class KVTarget:
 
 
 def reference(heads: Tensor, num_heads: int, tables: Tables, norms: Norms, *, target: KVTarget) -> Heads:
+    """heads [T, H + 2 K, E] -> q [T, H, E], k and v [T, K, E], which are in the target too."""
     q, k, v = rotated(heads, num_heads, tables, norms)
     slots, page_size = target.slots.long(), target.keys.shape[2]
     target.keys[slots // page_size, :, slots % page_size] = k
@@ -45,7 +46,7 @@ def reference(heads: Tensor, num_heads: int, tables: Tables, norms: Norms, *, ta
 
 
 def rotate_and_write(heads: Tensor, num_heads: int, tables: Tables, norms: Norms, *, target: KVTarget) -> Heads:
-    """q, k and v; may use the memory of ``heads``."""
+    """heads [T, H + 2 K, E] -> q [T, H, E], k and v [T, K, E]; may use the memory of ``heads``."""
     if not launcher.serves(heads):
         return reference(heads, num_heads, tables, norms, target=target)
     from aioengine.kernels.triton.heads import rotate

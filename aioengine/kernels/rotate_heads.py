@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 
 def reference(heads: Tensor, num_heads: int, tables: Tables, norms: Norms) -> Heads:
-    """``norms``: the weights for query and key heads and epsilon, or None; ``tables`` are those of ``rope``."""
+    """heads [T, H + 2 K, E] -> q [T, H, E], k and v [T, K, E].
+
+    Args:
+        tables: cos and sin [T, 1, E], as ``rope`` takes them.
+        norms: weights [E] for query and key heads, and epsilon [] fp32; None: no norms.
+    """
     num_kv_heads = (heads.shape[1] - num_heads) // 2
     rotated, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if norms is None:
@@ -32,7 +37,7 @@ def reference(heads: Tensor, num_heads: int, tables: Tables, norms: Norms) -> He
 
 
 def rotate_heads(heads: Tensor, num_heads: int, tables: Tables, norms: Norms) -> Heads:
-    """May use the memory of ``heads``."""
+    """As ``reference``: [T, H + 2 K, E] -> [T, H, E], [T, K, E], [T, K, E]. May use the memory of ``heads``."""
     if not launcher.serves(heads):
         return reference(heads, num_heads, tables, norms)
     from aioengine.kernels.triton.heads import rotate

@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 
 
 def reference(x: Tensor) -> Tensor:
+    """x [T, 2 I] -> [T, I]."""
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """torch's silu rounds the last few elements of a thread's share differently from the others in fp32, so which
-    bits a token gets would depend on the batch; its exp does not. In bf16 all 65,536 inputs agree.
+    """x [T, 2 I] -> [T, I].
+
+    In fp32 on a CPU without torch's silu, which rounds the last few elements of a thread's range differently from the
+    others, so that a token's bits would depend on the batch; its exp does not. In bf16 all 65,536 inputs agree.
     """
     if launcher.serves(x):
         from aioengine.kernels.triton import rows

@@ -26,6 +26,7 @@ class Embedding:
         return {f"{name}.weight": Target(self.weight)}
 
     def __call__(self, input_ids: Tensor) -> Tensor:
+        """[T] int64 ids -> [T, D]."""
         return self.weight.index_select(0, input_ids)
 
     def as_head(self) -> Matmul:

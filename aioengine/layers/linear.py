@@ -62,7 +62,7 @@ class Linear:
         }
 
     def _source(self, name: str, piece: Tensor) -> Slice | None:
-        """The slice of the checkpoint tensor that this rank has of a part; None: the whole tensor."""
+        """What this rank has of the checkpoint tensor that fills ``piece`` [...]; None: all of it."""
         dim = None if self._divided is None else self._format.dim_of(name, self._divided)
         if dim is None or self._shard.size == 1:
             return None
@@ -89,5 +89,6 @@ class Linear:
             self._matmul = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, O]; [T, O / 2] where the layer is gated."""
         assert self._matmul is not None, "finish_loading was not called"
         return self._matmul(x)

@@ -32,4 +32,5 @@ class GatedMLP:
         self._down.open_for_loading()
 
     def __call__(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, D]."""
         return self._down(self._gate_up(x))

@@ -27,6 +27,7 @@ class RMSNorm:
         return {f"{name}.weight": Target(self.weight)}
 
     def __call__(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
         return rms_norm(x, self.weight, self.epsilon)
 
     def after(self, delta: Tensor, residual: Tensor) -> Tensor:

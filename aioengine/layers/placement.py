@@ -35,6 +35,7 @@ class Placement:
     shard: Shard = WHOLE
 
     def empty(self, *shape: int) -> Tensor:
+        """A tensor [*shape] without values."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 

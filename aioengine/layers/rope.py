@@ -32,11 +32,13 @@ def _given(value: float | None) -> float:
 
 
 def _plain(base: float | Tensor, head_size: int) -> Tensor:
+    """Inverse frequencies [E / 2], or [positions, E / 2] for a base [positions, 1]."""
     device = base.device if isinstance(base, torch.Tensor) else None
     return 1.0 / (base ** (torch.arange(0, head_size, 2, dtype=torch.int64, device=device).float() / head_size))
 
 
 def _llama3(config: RopeConfig, head_size: int, original: int) -> Tensor:
+    """Inverse frequencies [E / 2], scaled by wavelength."""
     factor = _given(config.factor)
     low = _given(config.low_freq_factor)
     high = _given(config.high_freq_factor)
@@ -47,6 +49,7 @@ def _llama3(config: RopeConfig, head_size: int, original: int) -> Tensor:
 
 
 def _yarn(config: RopeConfig, head_size: int, original: int, max_positions: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [E / 2], and the factor of cos and sin."""
     factor = config.factor if config.factor is not None else max_positions / original
 
     def magnitude(scale: float | None) -> float:

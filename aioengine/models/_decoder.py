@@ -155,9 +155,11 @@ class Decoder:
             self._head.open_for_loading()
 
     def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] ids -> [T, D]."""
         return self._embedding(token_ids)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
+        """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
         step = _Step(self._rotary.tables(inputs.positions), attention)
         if inputs.embeddings is not None:
             x = inputs.embeddings.clone()  # the blocks change it in place
@@ -176,5 +178,6 @@ class Decoder:
         self._blocks[0](x, None, _Step(self._rotary.tables(positions), attention), 0, outputs=None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[S, D] -> [S, V]."""
         assert self._logits is not None, "finish_loading was not called"
         return self._logits(hidden)

@@ -41,7 +41,7 @@ class LinearFormat(Protocol):
         ...
 
     def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """One view of ``tensor``, which has this name, for each part: what the checkpoint has of it."""
+        """One view of ``tensor`` [O, ...], which has this name, for each part: what the checkpoint has of it."""
         ...
 
     def dim_of(self, name: str, axis: Axis) -> int | None:

@@ -30,6 +30,7 @@ class PlainFormat:
         return tensors
 
     def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Views [size, ...] of weight [O, D] or bias [O]."""
         return tensor.split(list(sizes))
 
     def dim_of(self, name: str, axis: Axis) -> int | None:

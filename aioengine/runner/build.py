@@ -219,6 +219,7 @@ class AttentionChoice:
     warning: str = ""
 
     def build(self, shape: AttentionShape, kv_pool: Tensor) -> AttentionBackend:
+        """The backend over ``kv_pool`` [L, 2, N, K, S, E]."""
         backend: AttentionBackend = plugins.load("attention", self.name)(shape, kv_pool)
         return backend
 

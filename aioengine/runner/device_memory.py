@@ -134,6 +134,7 @@ class NoAttention:
         return lambda k, v: None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [T, H, E] -> [T, H * E]."""
         return q.reshape(q.shape[0], -1).clone()
 
 

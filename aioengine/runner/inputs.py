@@ -151,6 +151,7 @@ class InputBuilder:
         return inputs, batch
 
     def _token_ids(self, rows: StepRows, num_tokens: int) -> Tensor:
+        """[T] int64 on the device: the ids that the plan names, and last tokens where only the device knows them."""
         upload = self._table.upload
         if len(rows.known_ids) == num_tokens:
             return upload(rows.known_ids)

@@ -232,7 +232,7 @@ class ModelRunner:
         return self._inputs.read([row for row in live if row.uid not in self._broken])
 
     def _compute(self, rows: StepRows, sampled: list[RequestRow]) -> Tensor:
-        """Forward and sampling of at least one row; gives ``Ticket.values``."""
+        """Forward and sampling of at least one row; returns ``Ticket.values`` [R]."""
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
         with part("prepare"):
@@ -251,7 +251,7 @@ class ModelRunner:
         return torch.cat([token_ids, silent])
 
     def _forward(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
-        """Hidden states of the last token of each row."""
+        """Hidden states [R, D] of the last token of each row."""
         if inputs.outputs is not None and self.piece_graphs is not None and self.piece_graphs.fits(batch):
             return self.piece_graphs.replay(inputs, batch)
         with part("prepare"):
@@ -265,6 +265,7 @@ class ModelRunner:
         return num_rows if self._graphs is None else self._graphs.padded(num_rows)
 
     def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor:
+        """Token ids [R] of a decode step that has a graph."""
         sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
         step = graphs.replay(rows, sampled)
         if step.token_ids is None:
@@ -272,6 +273,7 @@ class ModelRunner:
         return step.token_ids
 
     def _sample(self, hidden: Tensor, rows: SampledRows) -> Tensor:
+        """Hidden states [S, D] -> token ids [S], which the table stores as last tokens."""
         num_rows = len(hidden)
         num_missing = self._num_padded(num_rows) - num_rows
         padded = functional.pad(hidden, (0, 0, 0, num_missing)) if num_missing else hidden
@@ -285,7 +287,9 @@ class ModelRunner:
 class _Samples(Protocol):
     """``sampler.Sampler``, or its form for a GPU."""
 
-    def sample(self, logits: Tensor, rows: SampledRows) -> Tensor: ...
+    def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """Logits [S, V] -> token ids [S]."""
+        ...
 
 
 def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProcessor, ...]) -> _Samples:

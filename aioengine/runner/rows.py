@@ -166,7 +166,7 @@ class RowTable:
         self.num_pages[request.row_index] = end
 
     def sampled(self, requests: list[RequestRow], row_indices: Ints, positions: Ints) -> SampledRows:
-        """These requests as rows that sample."""
+        """These requests as S rows that sample: row_indices [S], positions [S]."""
         return SampledRows(requests, row_indices, positions, self.sampling[row_indices])
 
     def write_tokens(self, rows: SampledRows, token_ids: Tensor) -> None:
@@ -216,6 +216,7 @@ class RowTable:
 
 
 def _with_room(history: Tensor, size: int) -> Tensor:
+    """history [X] in a tensor of at least ``size`` entries."""
     if size <= len(history):
         return history
     return torch.cat([history, history.new_zeros(max(len(history), size - len(history)))])

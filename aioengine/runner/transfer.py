@@ -19,7 +19,9 @@ _ALIGNMENT = 16
 class Upload(Protocol):
     """Gives a host column to the device. On the CPU the tensor shares its memory."""
 
-    def __call__(self, column: npt.NDArray[np.generic], /) -> Tensor: ...
+    def __call__(self, column: npt.NDArray[np.generic], /) -> Tensor:
+        """[...] on the host -> [...] on the device."""
+        ...
 
 
 class PinnedUpload:
@@ -37,6 +39,7 @@ class PinnedUpload:
         self._used = 0
 
     def __call__(self, column: npt.NDArray[np.generic], /) -> Tensor:
+        """[...] on the host -> [...] on the device, without waiting."""
         column = np.ascontiguousarray(column)
         if column.nbytes > _SEGMENT_BYTES:
             return torch.from_numpy(column).pin_memory().to(self._device, non_blocking=True)
@@ -71,6 +74,7 @@ class Readback:
     __slots__ = ("_arrived", "_values", "source")
 
     def __init__(self, values: Tensor) -> None:
+        """values: [S] int64."""
         self.source = values
         self._arrived: torch.cuda.Event | None = None
         self._values = values

@@ -98,6 +98,7 @@ def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
 
 
 def _repeated(values: Tensor, size: int) -> Tensor:
+    """values [X], repeated to [size]."""
     return values.repeat(-(-size // len(values)))[:size]
 
 
@@ -130,7 +131,7 @@ def _copy(entries: list[Entry], targets: dict[str, Target], report: Report) -> N
 
 
 def _read(file: safe_open, name: str, target: Target) -> Tensor:
-    """The tensor of this name, or the part of it that the target wants."""
+    """The tensor of this name, or the slice of it that the target takes, in the target's shape [...]."""
     if target.source is None:
         return file.get_tensor(name)
     part: Tensor = file.get_slice(name)[target.index]

@@ -301,7 +301,7 @@ def _options(head_size: int, dtype: torch.dtype) -> dict[str, object]:
 
 
 def _sizes(q: Tensor, pool: tuple[Tensor, Tensor]) -> tuple[int, ...]:
-    """What the kernels that compute splits have as constants."""
+    """The constants of the kernels that compute splits, for q [T, H, E] and keys and values [N, K, S, E]."""
     _, num_kv_heads, page_size, head_size = pool[0].shape
     group, columns = q.shape[1] // num_kv_heads, max(next_power_of_2(head_size), 16)
     return q.stride(0), num_kv_heads, group, page_size, head_size, columns, rows_of_tile(group), BLOCK

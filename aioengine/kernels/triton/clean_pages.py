@@ -46,7 +46,7 @@ _clean = Launcher(_clean_kernel)
 
 
 def clean(pool: Tensor, marks: Tensor, rows: Tensor, page_ids: Tensor) -> None:
-    """See ``clean_pages``."""
+    """pool [L, 2, N, K, S, E], marks [S], rows [X, 3], page_ids [Y]: see ``kernels.clean_pages``."""
     num_layers, num_sides, _, num_kv_heads, page_size, head_size = pool.shape
     sizes = num_kv_heads * page_size * head_size, BLOCK
     tensors = pool, marks, rows, page_ids

@@ -108,7 +108,7 @@ def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | 
 
 
 def ask_for_forms(weight: Tensor) -> None:
-    """Have all forms compiled that a weight may need."""
+    """Have all specializations compiled that weight [2 O, I] may need."""
     with only_compiled():
         for num_rows in PROGRAMS:
             programs = shape_of_programs(weight.shape[0] // 2, weight.shape[1], num_rows)
@@ -117,7 +117,7 @@ def ask_for_forms(weight: Tensor) -> None:
 
 
 def matmul(x: Tensor, weight: Tensor, programs: Programs) -> Tensor:
-    """``x`` and ``weight`` are contiguous and begin at multiples of 16 bytes."""
+    """x [T, I], weight [2 O, I] -> [T, O]; both are contiguous and begin at multiples of 16 bytes."""
     rows, more, outputs, block, stages, num_warps = programs
     num_rows, size = x.shape
     num_outputs = weight.shape[0] // 2

@@ -90,7 +90,7 @@ def tile_for(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
-    """x and weight are contiguous."""
+    """x [T, I], weight [O, I], bias [O] -> [T, O]; x and weight are contiguous."""
     num_outputs, size = weight.shape
     num_rows = x.shape[0]
     tile = tile or tile_for(num_rows, num_outputs, x.dtype)

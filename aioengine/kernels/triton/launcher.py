@@ -51,7 +51,7 @@ def is_installed() -> bool:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the fast forms run on the device of this tensor."""
+    """Whether Triton's kernels run on the device of x [...]."""
     return x.is_cuda and is_installed()
 
 

@@ -85,6 +85,7 @@ def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
+    """x [T, 2 I], gates first -> silu(gate) * up [T, I]."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(size), 1024)

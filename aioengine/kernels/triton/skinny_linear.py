@@ -113,7 +113,7 @@ def num_tiles(num_outputs: int) -> int:
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Programs, num_done: Tensor) -> Tensor:
-    """``num_done``: zeros for ``num_tiles``, int32; they are left as zeros."""
+    """x [T, I], weight [O, I], bias [O] -> [T, O]. ``num_done`` [num_tiles] int32: zeros, and zeros again after."""
     outputs, block, splits, stages, num_warps, ahead = programs
     num_rows, num_outputs, size = x.shape[0], *weight.shape
     rows = max(next_power_of_2(num_rows), LEAST_ROWS)

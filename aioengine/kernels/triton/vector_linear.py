@@ -71,7 +71,7 @@ def shape_of_programs(num_outputs: int, size: int) -> tuple[int, int, int]:
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, programs: tuple[int, int, int] | None = None) -> Tensor:
-    """``programs``: as ``shape_of_programs`` gives them."""
+    """x [1, I], weight [O, I], bias [O] -> [1, O]. ``programs``: as ``shape_of_programs`` returns them."""
     num_outputs, size = weight.shape
     rows, block, num_warps = programs or shape_of_programs(num_outputs, size)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)

@@ -190,7 +190,7 @@ class DecodeGraphs:
         return cascade.graph
 
     def _fill(self, host: Ints, size: int, rows: StepRows, sampled: SampledRows, *, sharing: Sharing | None) -> int:
-        """Write what the graph of ``size`` rows reads; returns how many words that is."""
+        """Write to ``host`` [words] what the graph of ``size`` rows reads; returns the number of words written."""
         num_rows, page_size = len(rows.requests), self._page_size
         columns = host[: _COLUMNS * size].reshape(_COLUMNS, size)
         order = sharing.order if sharing else slice(None)
@@ -231,6 +231,7 @@ class DecodeGraphs:
         return first + len(ids)
 
     def _columns(self, size: int) -> Tensor:
+        """The columns [_COLUMNS, size] in the memory of a step."""
         return self._memory[: _COLUMNS * size].view(_COLUMNS, size)
 
     def _buffers(self, size: int) -> DecodeBuffers:
@@ -258,6 +259,7 @@ class DecodeGraphs:
         rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None
 
         def compute() -> Tensor:
+            """Hidden states [B, D]; writes ``token_ids`` [B]."""
             last_tokens = self._last_tokens.index_select(0, columns[0])
             hidden = self._model.forward(model_inputs(self._model, last_tokens, columns[1], rows=rows), attention)
             kernels.sample(self._model.compute_logits(hidden), Draws(columns[5:]), token_ids, remembered)

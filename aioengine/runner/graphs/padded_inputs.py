@@ -33,6 +33,7 @@ class PaddedInputs:
         spec = model.input_spec
 
         def zeros(*size: int) -> Tensor:
+            """[*size] int64 zeros."""
             return torch.zeros(size, dtype=torch.int64, device=device)
 
         embeddings = None

@@ -51,6 +51,7 @@ class _Seams:
     """
 
     def __init__(self, kv_pool: Tensor, slot_mapping: Tensor, handed: _Handed) -> None:
+        """kv_pool [L, 2, N, K, S, E], slot_mapping [T]."""
         self._kv_pool = kv_pool
         self._slots = slot_mapping
         self.handed = handed
@@ -72,6 +73,7 @@ class _Seams:
         return KVTarget(self._slots, keys, values, self.handed.heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """End a graph and begin the next; returns the memory [T, H * E] that attention writes between them."""
         if self.graphs:
             self._end()
             self._begin()
@@ -99,6 +101,7 @@ class PieceGraphs:
     """The graphs of a model. ``kv_pool``: [L, 2, N, K, S, E]. ``max_rows``: of a step."""
 
     def __init__(self, model: Model, attention: PiecewiseAttention, kv_pool: Tensor, *, max_rows: int) -> None:
+        """kv_pool: [L, 2, N, K, S, E]. max_rows: of a step."""
         self._model = model
         self._attention = attention
         self._kv_pool = kv_pool
@@ -137,7 +140,7 @@ class PieceGraphs:
         return num_rows <= self._max_rows and any(num_tokens <= size for size in self._steps)
 
     def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
-        """Queue the step, which must fit; gives the hidden states of the last token of each of its rows."""
+        """Queue the step, which must fit; returns the hidden states [R, D] of the last token of each row."""
         num_tokens = len(batch.slot_mapping)
         chosen = next(step for size, step in self._steps.items() if num_tokens <= size)
         with part("prepare"):
@@ -154,6 +157,7 @@ class PieceGraphs:
         return chosen.hidden[: len(batch.query_lengths)]
 
     def _compute(self, inputs: PaddedInputs, seams: _Seams) -> Tensor:
+        """Hidden states [R, D]."""
         return self._model.forward(inputs.inputs, seams)
 
     def _captured(self, inputs: PaddedInputs, seams: _Seams, pool: torch.cuda._POOL_HANDLE) -> _Pieces:

@@ -55,7 +55,7 @@ class Sharing:
 
 
 def find_groups(pages_RP: Pages, num_full_R: Ints, worth: Sharable) -> list[Group]:
-    """The groups without a row in common that spare most; each row has so many full pages."""
+    """The disjoint groups that save most, for page tables [R, P] of which ``num_full_R`` [R] pages are full."""
     every_row = np.arange(len(pages_RP))
     if not len(every_row):
         return []
@@ -64,7 +64,10 @@ def find_groups(pages_RP: Pages, num_full_R: Ints, worth: Sharable) -> list[Grou
 
 
 def _groups_of(pages_RP: Pages, num_full_R: Ints, rows: Ints, worth: Sharable, *, levels: int) -> list[Group]:
-    """Either all of these rows as one group, or groups of those that share further pages, whichever spares more."""
+    """Either all of ``rows`` [X] as one group, or groups of those that share further pages, whichever saves more.
+
+    pages_RP [R, P], num_full_R [R]: as in ``find_groups``.
+    """
     if len(rows) < worth.min_rows or not levels:
         return []
     num_pages = _num_common(pages_RP[rows, : int(num_full_R[rows].min())])
@@ -81,7 +84,7 @@ def _groups_of(pages_RP: Pages, num_full_R: Ints, rows: Ints, worth: Sharable, *
 
 
 def _num_common(pages_RP: Pages) -> int:
-    """Leading columns in which all rows are equal."""
+    """The number of leading columns of [R, P] in which all rows are equal."""
     differs_P = (pages_RP != pages_RP[0]).any(0)
     return int(differs_P.argmax()) if differs_P.any() else pages_RP.shape[1]
 
@@ -116,6 +119,7 @@ class SharedPrefixes:
 
 
 def _sharing(pages_RP: Pages, groups: list[Group], table: RowTable) -> Sharing:
+    """The order of the step's rows and their shared pages, from page tables [R, P]."""
     num_rows = len(pages_RP)
     grouped = np.concatenate([group.rows for group in groups])
     order = np.concatenate([grouped, np.setdiff1d(np.arange(num_rows), grouped)])

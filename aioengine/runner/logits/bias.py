@@ -20,6 +20,7 @@ class Bias:
         return bool(sampling.bias_token_ids)
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
+        """Add the biases to logits [S, W]."""
         indices = np.array([row.index for row in rows for _ in row.sampling.bias_token_ids], dtype=np.int64)
         ids = np.array(list(chain.from_iterable(row.sampling.bias_token_ids for row in rows)), dtype=np.int64)
         values = np.array(list(chain.from_iterable(row.sampling.logit_bias for row in rows)), dtype=np.float32)

@@ -24,6 +24,7 @@ class MinNewTokens:
         return sampling.min_new_tokens > 0 and bool(sampling.suppressed_token_ids)
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
+        """Lower the suppressed tokens in logits [S, W]."""
         early = [row for row in rows if row.num_output < row.sampling.min_new_tokens]
         if not early:
             return

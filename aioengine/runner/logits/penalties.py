@@ -30,6 +30,7 @@ class Penalties:
         return sampling.has_penalties
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
+        """Penalize rows of logits [S, W]."""
         counted = [
             row
             for row in rows
@@ -42,6 +43,7 @@ class Penalties:
             _penalize_repetition(logits, repeated)
 
     def _penalize_counts(self, logits: Tensor, rows: list[LogitsRow]) -> None:
+        """Frequency and presence penalties, on rows of logits [S, W]."""
         if self._counts.shape[0] < logits.shape[0] or self._counts.shape[1] != logits.shape[1]:
             self._counts = torch.zeros_like(logits)
         pairs, lengths = _pairs(rows, [row.num_prompt for row in rows])
@@ -54,6 +56,7 @@ class Penalties:
 
 
 def _penalize_repetition(logits: Tensor, rows: list[LogitsRow]) -> None:
+    """On rows of logits [S, W]."""
     pairs, lengths = _pairs(rows, [0] * len(rows))
     penalty = _spread([row.sampling.repetition_penalty for row in rows], lengths)
     values = logits[pairs]
@@ -61,7 +64,7 @@ def _penalize_repetition(logits: Tensor, rows: list[LogitsRow]) -> None:
 
 
 def _pairs(rows: list[LogitsRow], starts: list[int]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Row indices and ids of the tokens from ``starts`` on, flat, and the number of them in each row."""
+    """The tokens from ``starts`` on as (row indices [X], ids [X]), and the number of tokens of each row [rows]."""
     parts = [
         row.history[start : row.num_tokens] for row, start in zip(rows, starts, strict=True) if row.history is not None
     ]
@@ -72,6 +75,7 @@ def _pairs(rows: list[LogitsRow], starts: list[int]) -> tuple[tuple[Tensor, Tens
 
 
 def _spread(values: list[float], lengths: Tensor) -> Tensor:
+    """[rows] values, each repeated for the tokens of its row, [X]; lengths [rows]."""
     return torch.tensor(values, device=lengths.device).repeat_interleave(lengths)
 
 

@@ -81,6 +81,7 @@ class DeviceSampler:
     def _rules(
         self, rows: SampledRows, chosen: npt.NDArray[np.int64], start: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """``Draws.rules`` of the ``chosen`` [X] rows, counted from ``start`` on; None where there are none."""
         if not chosen.size:
             return None
         records = rows.records[start + chosen]
@@ -92,7 +93,7 @@ class DeviceSampler:
         )
 
     def _process(self, logits: Tensor, rows: SampledRows, start: int) -> Tensor:
-        """The logits of the rows from ``start`` on after the processors, fp32; changed in place where they are that.
+        """Logits [S, W] of the rows from ``start`` on after the processors, fp32; changed in place where they are fp32.
 
         They have their whole width: a request may name tokens that are never drawn.
         """

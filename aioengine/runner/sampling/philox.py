@@ -63,7 +63,7 @@ class UniformTable:
     def take(
         self, row_indices: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """``uniforms(seeds, positions)``. A row may be given to another request at any time."""
+        """``uniforms(seeds, positions)``: [S] each -> [S]. A row may be given to another request at any time."""
         self._make_room(int(row_indices.max()) + 1)
         offsets = positions - self._starts[row_indices]
         is_stale = (offsets < 0) | (offsets >= self.AHEAD) | (self._seeds[row_indices] != seeds)
@@ -74,6 +74,7 @@ class UniformTable:
         return numbers
 
     def _refill(self, row_indices: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]) -> None:
+        """Generate the uniforms of the next positions of X rows; all arguments are [X]."""
         ahead = (positions[:, None] + np.arange(self.AHEAD)).ravel()
         self._numbers[row_indices] = uniforms(seeds.repeat(self.AHEAD), ahead).reshape(-1, self.AHEAD)
         self._starts[row_indices] = positions

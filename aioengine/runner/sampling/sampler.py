@@ -71,16 +71,20 @@ class Sampler:
         return token_ids
 
     def _plain(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+        """Logits [S, V] -> token ids [X] of the ``chunk`` [X] of rows: the largest logits."""
         return greedy(logits[self._upload(chunk)])
 
     def _processed(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+        """As ``_plain``, [X], after the processors."""
         return greedy(self._process(logits, rows, chunk))
 
     def _drawn(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+        """Logits [S, V] -> token ids [X] of the ``chunk`` [X] of rows: drawn."""
         p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
         return self._upload(draw(p_SW, self._uniforms(rows, chunk))).masked_fill_(is_bad_S, FAILED)
 
     def _truncated(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+        """As ``_drawn``, [X], from what top-k, top-p and min-p leave."""
         p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
         rules = Truncation(*(rows.records[name][chunk] for name in ("top_k", "top_p", "min_p")))
         token_S = draw_truncated(p_SW, self._uniforms(rows, chunk), rules)
@@ -112,6 +116,7 @@ class Sampler:
         return p_SW, is_bad_S
 
     def _uniforms(self, rows: SampledRows, chunk: Ints) -> npt.NDArray[np.float64]:
+        """[X] float64 of the ``chunk`` [X] of rows."""
         return self._uniform_table.take(rows.row_indices[chunk], rows.records["seed"][chunk], rows.positions[chunk])
 
 
@@ -137,11 +142,12 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def _where_finite(token_ids: Tensor, largest: Tensor) -> Tensor:
-    """FAILED where the largest logit is no finite number: only a finite one less itself is zero."""
+    """token_ids [S], FAILED where ``largest`` [S] is not finite: only a finite number less itself is zero."""
     return token_ids.where(largest - largest == 0, FAILED)
 
 
 def _chunks(indices: Ints) -> list[Ints]:
+    """indices [X] in pieces of up to _CHUNK_ROWS."""
     return [indices[i : i + _CHUNK_ROWS] for i in range(0, len(indices), _CHUNK_ROWS)]
 
 

@@ -87,7 +87,7 @@ class TokenCounts:
     def _count_last(
         self, places: list[_Place], requests: list[RequestRow], positions: list[int], indices: npt.NDArray[np.int32]
     ) -> None:
-        """Count the tokens that were sampled one step before; the places of the new ones are ``positions``."""
+        """Count the tokens sampled one step before; ``positions`` [X]: of the new ones; ``indices`` [X]: of rows."""
         is_behind = np.array([position > place.num_counted for place, position in zip(places, positions, strict=True)])
         behind = np.flatnonzero(is_behind)
         if not behind.size:

@@ -94,6 +94,7 @@ def draw_truncated(p_SW: Tensor, uniform_S: Floats, rules: Truncation) -> Ints:
 
 
 def _find_head(p_SW: Tensor) -> _Head:
+    """The head [S, H] of probabilities [S, W]."""
     num_blocks = p_SW.shape[-1] // BLOCK
     if num_blocks <= _NUM_BLOCKS:
         largest = p_SW.topk(min(_HEAD, p_SW.shape[-1]))
@@ -115,7 +116,7 @@ def _find_head(p_SW: Tensor) -> _Head:
 
 
 def _count_kept(head: _Head, rules: Truncation, width: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """How many of the head stay, at least 1, and in which rows these are certain to be all that stay."""
+    """How many of the head are kept [S], at least 1, and in which rows these are certain to be all that is kept [S]."""
     values_SH = head.values_SH
     size = values_SH.shape[-1]
     rows = np.arange(len(values_SH))
@@ -148,7 +149,7 @@ def _kept_of_head(p_SW: Tensor, head: _Head, num_S: Ints) -> tuple[Floats, Ints]
 
 
 def kept(p_W: npt.NDArray[np.float32], *, top_k: int, top_p: float, min_p: float) -> npt.NDArray[np.bool_]:
-    """Which tokens of one row stay, exactly, whatever the distribution looks like."""
+    """Which tokens of one row of probabilities [W] are kept, [W], exactly, whatever the distribution looks like."""
     keep_W = np.ones(len(p_W), dtype=np.bool_)
     whole = 1.0
     if top_k < len(p_W):
@@ -163,10 +164,10 @@ def kept(p_W: npt.NDArray[np.float32], *, top_k: int, top_p: float, min_p: float
 
 
 def _head(p_W: npt.NDArray[np.float32], weights_W: Floats, limit: float) -> npt.NDArray[np.bool_]:
-    """Largest first, keep a token while the weight of those before it is less than ``limit``.
+    """[W] bool: largest first, a token is kept while the weight of those before it is less than ``limit``.
 
     Only the bin of the histogram in which the limit is reached has to be sorted. The upper half of the bits of a
-    probability is its bin: larger bits, larger probability.
+    probability [W] is its bin: larger bits, larger probability.
     """
     bins_W = p_W.view(np.int32) >> 16
     weight_of_bin = np.bincount(bins_W, weights_W)
@@ -181,12 +182,13 @@ def _head(p_W: npt.NDArray[np.float32], weights_W: Floats, limit: float) -> npt.
 
 
 def _draw_kept(p_W: npt.NDArray[np.float32], keep_W: npt.NDArray[np.bool_], uniform: float) -> int:
+    """One token id, drawn from probabilities [W] where ``keep_W`` [W]."""
     mass_W = np.where(keep_W, p_W, np.float32(0)).cumsum(dtype=np.float64)
     return int(_first_above(mass_W[None], uniform * mass_W[-1:])[0])
 
 
 def _first_above(mass_SC: Floats, target_S: Floats) -> Ints:
-    """The first place of each row at which the cumulated mass exceeds the target.
+    """[S, C] cumulated mass, [S] targets -> [S], the first place of each row at which the mass exceeds the target.
 
     A target that rounding has made as large as the whole mass is taken to be just below it.
     """
@@ -196,4 +198,5 @@ def _first_above(mass_SC: Floats, target_S: Floats) -> Ints:
 
 
 def _wide(values: Tensor) -> Floats:
+    """[...] as float64 on the host."""
     return values.cpu().numpy().astype(np.float64)

@@ -1,0 +1,47 @@
+"""Tensor functions on the floors with torch name the shapes of what they take and return."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.source import Function, Module, decorators, functions, module, modules
+
+FOLDERS = ("runner/", "models/", "layers/", "attention/", "quantization/", "kernels/")
+ARRAYS = re.compile(r"\b(Tensor|NDArray|Ints|Floats|Words|Pages)\b")
+
+
+def takes_arrays(function: Function) -> bool:
+    given = function.args
+    annotations = [entry.annotation for entry in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return any(entry is not None and ARRAYS.search(ast.unparse(entry)) for entry in [*annotations, function.returns])
+
+
+def without_shapes(of: Module) -> Iterator[str]:
+    """The functions of arrays whose docstring has no shape, such as [T, D]. Triton's kernels take pointers."""
+    for name, function in functions(of.tree):
+        is_kernel = any("jit" in decorator for decorator in decorators(function))
+        if takes_arrays(function) and not is_kernel and "[" not in (ast.get_docstring(function) or ""):
+            yield f"{of.place}:{function.lineno}: {name}"
+
+
+def test_tensor_functions_name_their_shapes() -> None:
+    torch_modules = [of for of in modules() if of.place.startswith(FOLDERS)]
+    assert [line for of in torch_modules for line in without_shapes(of)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("def f(x: Tensor) -> int: ...", True),
+        ("def f() -> tuple[Tensor, int]: 'The sum.'", True),
+        ("def f(x: Tensor) -> int: 'x: [T, D].'", False),
+        ("def f(x: int) -> int: ...", False),
+        ("@triton.jit\ndef f(x: tl.Tensor) -> None: ...", False),
+    ],
+)
+def test_a_function_without_shapes_is_found(text: str, is_found: bool) -> None:
+    assert bool(list(without_shapes(module("layers/x.py", text)))) is is_found
