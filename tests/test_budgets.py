@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.source import ROOT, Function, Module, classes, decorators, functions, imports, module, modules
+from tests.kit.source import ROOT, Function, Module, classes, decorators, functions, imports, module, modules
 
 FILE_LINES, DENSE_FILE_LINES, LEAST_FILE_LINES = 600, 700, 40
 FUNCTION_LINES, LONG_FUNCTION_LINES, LONG_SHARE = 60, 40, 0.04

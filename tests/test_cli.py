@@ -28,7 +28,7 @@ from aioengine.cli.benchmark import Workload, percentile
 from aioengine.engine import AsyncEngine
 from aioengine.params import SamplingParams
 from aioengine.sync import Engine
-from tests.source import PACKAGE, ROOT
+from tests.kit.source import PACKAGE, ROOT
 
 COMMANDS = ("generate", "chat", "bench", "info")
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.source import Import, Module, imports, module, modules
+from tests.kit.source import Import, Module, imports, module, modules
 
 
 class Floor(NamedTuple):

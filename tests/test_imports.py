@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 
-from tests.source import ROOT, imports, modules
+from tests.kit.source import ROOT, imports, modules
 from tests.test_floors import FLOORS, floor_of
 
 HEAVY = "torch transformers numpy huggingface_hub pandas PIL fastapi aiohttp uvicorn multiprocessing".split()

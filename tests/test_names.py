@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from aioengine.args import ALIASES, ARGUMENTS
-from tests.source import Function, Module, classes, module, modules
+from tests.kit.source import Function, Module, classes, module, modules
 from tests.test_floors import floor_of
 
 CLASS_WORDS = "Manager Handler Helper Util Utils Wrapper Processor Context Mixin Base".split()

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 import aioengine
-from tests.source import PACKAGE, ROOT
+from tests.kit.source import PACKAGE, ROOT
 
 RECORD = Path(__file__).parent / "public_api.txt"
 SAMPLE = Path(__file__).parent / "typing" / "sample.py"

@@ -14,8 +14,8 @@ from aioengine.args import ARGUMENTS
 from aioengine.frontend.info import Health
 from aioengine.params import ALIASES, PARAMETERS
 from aioengine.testing.fake_engine import fake_engine
-from tests.pages import GUIDES, README, blocks, broken_links, headings, links, pages, place, table
-from tests.source import PACKAGE, ROOT
+from tests.kit.pages import GUIDES, README, blocks, broken_links, headings, links, pages, place, table
+from tests.kit.source import PACKAGE, ROOT
 
 README_LINES = 200
 

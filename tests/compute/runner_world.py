@@ -8,22 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from aioengine.config import (
-    MemorySettings,
-    ModelSettings,
-    RunnerSettings,
-    SchedulerSettings,
-    Settings,
-    TextSettings,
-)
 from aioengine.protocol.messages import Ended, Limits, Sampling, Submit, TextRules
 from aioengine.runner.build import build
 from aioengine.runner.model_runner import ModelRunner, Ticket
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.scheduler import Scheduler
+from tests.kit.settings import small_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from aioengine.config import Settings
 
 VOCAB_SIZE = 300
 CONTEXT_LENGTH = 256
@@ -68,23 +63,17 @@ def make_settings(
     chunk_tokens: int = 512,
     depth: int = 0,
 ) -> Settings:
-    return Settings(
-        model=ModelSettings(
-            path=str(path), dtype=dtype, load_format=load_format, context_length=CONTEXT_LENGTH, vocab_size=VOCAB_SIZE
-        ),
-        memory=MemorySettings(page_size=page_size, num_pages=num_pages, mem_fraction_static=0.4),
-        scheduler=SchedulerSettings(
-            max_running=32,
-            chunk_tokens=chunk_tokens,
-            context_length=CONTEXT_LENGTH,
-            policy="fcfs",
-            prefix_cache=True,
-            depth=depth,
-        ),
-        runner=RunnerSettings(factory="", device="cpu", attention_backend="torch", num_threads=1),
-        text=TextSettings(tokenizer_path=None),
-        random_seed=0,
-        log_level="error",
+    return small_settings(
+        path=str(path),
+        dtype=dtype,
+        load_format=load_format,
+        context_length=CONTEXT_LENGTH,
+        vocab_size=VOCAB_SIZE,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_running=32,
+        chunk_tokens=chunk_tokens,
+        depth=depth,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from aioengine.config import SchedulerSettings
 from aioengine.protocol.columns import POOLED_VECTOR, Extra
 from aioengine.protocol.messages import (
     Ended,
@@ -23,11 +22,13 @@ from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.plan import TOKENS
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket, reference_output, reference_vector
+from tests.kit.settings import small_settings
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterable
 
+    from aioengine.config import SchedulerSettings
     from aioengine.protocol.messages import Control, Reply
     from aioengine.scheduler.plan import Plan, Row, StepResult
     from aioengine.testing.faults import Faults
@@ -233,16 +234,7 @@ class World:
 
 
 def settings_of(**changes: int | str | bool) -> SchedulerSettings:
-    values = {
-        "max_running": 16,
-        "chunk_tokens": 64,
-        "context_length": 4096,
-        "policy": "fcfs",
-        "prefix_cache": True,
-        "depth": 0,
-        **changes,
-    }
-    return SchedulerSettings(**values)  # type: ignore[arg-type]
+    return small_settings(**changes).scheduler
 
 
 def random_requests(rng: random.Random, *, count: int, max_prompt: int, max_output: int) -> list[Submit]:

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from aioengine.config import (
-    MemorySettings,
-    ModelSettings,
-    QueueConfig,
-    RunnerSettings,
-    SchedulerSettings,
-    Settings,
-    TextSettings,
-)
+from aioengine.config import QueueConfig
 from aioengine.engine import AsyncEngine
 from aioengine.frontend.startup import Blueprint
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Reply, Stats, Submit, TextChunks
 from aioengine.supervision.processes import Events
+from tests.kit.settings import small_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from aioengine.protocol.messages import ToScheduler
 
@@ -218,7 +209,9 @@ class World:
 
     def blueprint(self) -> Blueprint:
         return Blueprint(
-            settings=settings(self._max_running),
+            settings=small_settings(
+                context_length=CONTEXT_LENGTH, vocab_size=VOCAB_SIZE, num_pages=64, max_running=self._max_running
+            ),
             queue=self._queue,
             eos_token_ids=(EOS,),
             stream_interval=1,
@@ -234,46 +227,7 @@ class World:
         return self.double
 
 
-def settings(max_running: int) -> Settings:
-    return Settings(
-        model=ModelSettings(
-            path="double", dtype="none", load_format="dummy", context_length=CONTEXT_LENGTH, vocab_size=VOCAB_SIZE
-        ),
-        memory=MemorySettings(page_size=16, num_pages=64, mem_fraction_static=0.5),
-        scheduler=SchedulerSettings(
-            max_running=max_running,
-            chunk_tokens=512,
-            context_length=CONTEXT_LENGTH,
-            policy="fcfs",
-            prefix_cache=True,
-            depth=0,
-        ),
-        runner=RunnerSettings(factory="double", device="cpu", attention_backend="torch", num_threads=1),
-        text=TextSettings(tokenizer_path=None),
-        random_seed=7,
-        log_level="error",
-    )
-
-
 def expected_text(prompt: str, length: int, seed: int = 0) -> str:
     """What the stand-in answers at temperature 0, or with ``seed``."""
     start = sum(prompt.encode()) + seed
     return "".join(chr(97 + (start + position) % 26) for position in range(length))
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Let the loop run until ``condition`` holds."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  # what is waited for has no event
-            await asyncio.sleep(0.001)
-
-
-@contextmanager
-def rapid_switches() -> Iterator[None]:
-    """Threads take turns after every few instructions."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

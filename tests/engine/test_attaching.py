@@ -23,8 +23,8 @@ from aioengine.frontend.replay import AttachableOutput, Log
 from aioengine.protocol.messages import TextChunks
 from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
-from tests.engine.engine_double import until
 from tests.engine.test_interrupts import ENGINE, FRONTEND, RaiseAtCall, frontend_of
+from tests.kit.waiting import until
 
 LONG = {"max_new_tokens": 300, "temperature": 0}
 TTL_S = 20.0

@@ -17,7 +17,8 @@ from aioengine.errors import EngineClosedError
 from aioengine.frontend import attachments
 from aioengine.frontend.replay import Log
 from aioengine.sync import ChunkIterator, Engine
-from tests.engine.engine_double import World, expected_text, rapid_switches
+from tests.engine.engine_double import World, expected_text
+from tests.kit.waiting import rapid_switches
 
 LIMIT_S = 20.0
 """No reader needs so long; one that waits for ever fails the test."""

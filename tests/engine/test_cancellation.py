@@ -20,7 +20,7 @@ from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineError
 from aioengine.frontend.outputs import CallOutput, RowStream
 from aioengine.testing.fake_engine import fake_async_engine
-from tests.engine.engine_double import until
+from tests.kit.waiting import until
 
 SHORT = {"max_new_tokens": 12, "temperature": 0}
 LONG = {"max_new_tokens": 1500, "temperature": 0}

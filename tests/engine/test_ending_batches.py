@@ -21,7 +21,8 @@ from aioengine.frontend.outputs import RowStream
 from aioengine.frontend.submitter import MAX_ROWS_ENDED_AT_ONCE
 from aioengine.stream import Generation, Stream
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
-from tests.engine.engine_double import World, until
+from tests.engine.engine_double import World
+from tests.kit.waiting import until
 
 MANY = 3 * MAX_ROWS_ENDED_AT_ONCE + 100
 MAX_CALLBACK_S = 0.05

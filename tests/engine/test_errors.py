@@ -25,7 +25,8 @@ from aioengine.frontend.prompts import MAX_IDS_AT_CALL
 from aioengine.frontend.submitter import MAX_ROWS_AT_ONCE
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Begun, FinishCode, Reply, Stats, TextChunks
-from tests.engine.engine_double import CONTEXT_LENGTH, VOCAB_SIZE, World, expected_text, until
+from tests.engine.engine_double import CONTEXT_LENGTH, VOCAB_SIZE, World, expected_text
+from tests.kit.waiting import until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
 LONG = {"temperature": 0, "max_new_tokens": 400}

@@ -21,7 +21,8 @@ from aioengine.frontend.calls import Calls
 from aioengine.frontend.delivery import NUM_LOOKS, Router
 from aioengine.frontend.overload import QueueLimits
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
-from tests.engine.engine_double import World, until
+from tests.engine.engine_double import World
+from tests.kit.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

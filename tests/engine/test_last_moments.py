@@ -16,7 +16,7 @@ from aioengine.errors import EngineClosedError, RequestError
 from aioengine.portal import Portal
 from aioengine.sync import Engine
 from aioengine.testing.fake_engine import fake_engine
-from tests.engine.engine_double import rapid_switches
+from tests.kit.waiting import rapid_switches
 
 ROUNDS = 60
 LIMIT_S = 20.0

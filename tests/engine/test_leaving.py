@@ -13,7 +13,8 @@ from aioengine.errors import RequestError
 from aioengine.frontend.outputs import CallOutput, RowStream
 from aioengine.protocol.messages import FinishCode
 from aioengine.stream import Stream
-from tests.engine.engine_double import World, expected_text, until
+from tests.engine.engine_double import World, expected_text
+from tests.kit.waiting import until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
 LONG = {"temperature": 0, "max_new_tokens": 400}

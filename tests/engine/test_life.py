@@ -31,7 +31,8 @@ from aioengine.frontend.delivery import SlowReaders
 from aioengine.frontend.startup import Blueprint
 from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine
-from tests.engine.engine_double import CONTEXT_LENGTH, CodePoints, Double, World, expected_text, until
+from tests.engine.engine_double import CONTEXT_LENGTH, CodePoints, Double, World, expected_text
+from tests.kit.waiting import until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
 

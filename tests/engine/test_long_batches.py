@@ -15,7 +15,8 @@ from aioengine.frontend.calls import MAX_NAMES_FREED, Calls
 from aioengine.frontend.requests import ROWS_IN_PIECE
 from aioengine.frontend.submitter import MAX_ROWS_ENDED_AT_ONCE, RequestChecks, Submitter
 from aioengine.params import SamplingParams
-from tests.engine.engine_double import World, expected_text, until
+from tests.engine.engine_double import World, expected_text
+from tests.kit.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

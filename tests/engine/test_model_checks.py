@@ -18,7 +18,7 @@ from aioengine import AsyncEngine, Engine
 from aioengine.families import mistral
 from aioengine.families._tensors import tensor_shapes
 from aioengine.model_folder import DEMO_MODEL
-from tests.source import ROOT
+from tests.kit.source import ROOT
 
 CONFIG = {
     "architectures": ["MistralForCausalLM"],

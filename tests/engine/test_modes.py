@@ -14,7 +14,8 @@ from aioengine.config import QueueConfig
 from aioengine.errors import EngineDeadError, RequestTooLargeError
 from aioengine.frontend.requests import ROWS_IN_PIECE
 from aioengine.params import SamplingParams
-from tests.engine.engine_double import World, expected_text, until
+from tests.engine.engine_double import World, expected_text
+from tests.kit.waiting import until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
 

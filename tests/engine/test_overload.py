@@ -13,7 +13,7 @@ from aioengine.config import QueueConfig
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineOverloadedError
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
-from tests.engine.engine_double import until
+from tests.kit.waiting import until
 
 TWENTY = {"max_new_tokens": 20, "temperature": 0}
 

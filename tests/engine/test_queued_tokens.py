@@ -15,7 +15,8 @@ from aioengine.errors import EngineDeadError, EngineOverloadedError
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Begun, FinishCode, TextChunks
 from aioengine.stream import Generation
-from tests.engine.engine_double import World, until
+from tests.engine.engine_double import World
+from tests.kit.waiting import until
 
 NUM_PROMPT_TOKENS = 50
 

@@ -19,7 +19,7 @@ from aioengine.frontend.delivery import SlowReaders
 from aioengine.frontend.outputs import CallOutput, RowStream
 from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine
-from tests.engine.engine_double import until
+from tests.kit.waiting import until
 
 AWAY_S = 0.08
 LONG = {"max_new_tokens": 600, "temperature": 0}

@@ -25,8 +25,8 @@ import pytest
 import pytest_asyncio
 
 from aioengine import AsyncEngine, Engine
-from tests.pages import GUIDES, README, Block, blocks, place
-from tests.source import ROOT
+from tests.kit.pages import GUIDES, README, Block, blocks, place
+from tests.kit.source import ROOT
 
 pytestmark = pytest.mark.process
 

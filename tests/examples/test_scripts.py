@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.source import ROOT
+from tests.kit.source import ROOT
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = {

@@ -25,8 +25,8 @@ from starlette.testclient import TestClient
 import aioengine
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.faults import Faults
-from tests.pages import GUIDES, table
-from tests.source import ROOT
+from tests.kit.pages import GUIDES, table
+from tests.kit.source import ROOT
 
 pytestmark = pytest.mark.process
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aioengine.model_folder import DEMO_MODEL
 from examples.train_demo_model import corpus
-from tests.source import ROOT
+from tests.kit.source import ROOT
 
 NUM_DOCUMENTS = 400
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
-from aioengine.config import (
-    MemorySettings,
-    ModelSettings,
-    RunnerSettings,
-    SchedulerSettings,
-    Settings,
-    SupervisionConfig,
-    TextSettings,
-)
+from aioengine.config import SupervisionConfig
 from aioengine.protocol.messages import (
     SCHEDULER,
     Control,
@@ -32,10 +24,12 @@ from aioengine.protocol.messages import (
 from aioengine.protocol.orders import ROLES, Orders
 from aioengine.supervision.processes import Events
 from aioengine.supervision.supervisor import Supervisor
+from tests.kit.settings import small_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from aioengine.config import Settings
     from aioengine.errors import EngineError
 
 T = TypeVar("T")
@@ -46,19 +40,9 @@ FAKE = "aioengine.testing.fake_runner:build"
 def fake_settings(
     *, factory: str = FAKE, tokenizer_path: str | None = None, **options: str | int | float | bool
 ) -> Settings:
-    """Settings for a small pool and the fake runner."""
-    return Settings(
-        model=ModelSettings(path="none", dtype="float32", load_format="dummy", context_length=4096, vocab_size=1000),
-        memory=MemorySettings(page_size=16, num_pages=512, mem_fraction_static=0.5),
-        scheduler=SchedulerSettings(
-            max_running=64, chunk_tokens=256, context_length=4096, policy="fcfs", prefix_cache=True, depth=1
-        ),
-        runner=RunnerSettings(
-            factory=factory, device="cpu", attention_backend="torch", num_threads=1, options=dict(options)
-        ),
-        text=TextSettings(tokenizer_path=tokenizer_path),
-        random_seed=1,
-        log_level="error",
+    """Of the fake runner."""
+    return small_settings(
+        factory=factory, tokenizer_path=tokenizer_path, options=options, max_running=64, chunk_tokens=256, depth=1
     )
 
 

@@ -7,9 +7,10 @@ import os
 from typing import TYPE_CHECKING
 
 from aioengine.testing.fake_engine import fake_async_engine
+from tests.kit.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from aioengine.answers import Answer
     from aioengine.engine import AsyncEngine
@@ -78,12 +79,6 @@ def pid_of(engine: AsyncEngine, role: str) -> int:
     pid = next(one["pid"] for one in engine.health()["processes"] if one["role"] == role)
     assert pid != os.getpid()
     return pid
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  # what is waited for has no event
-            await asyncio.sleep(0.005)
 
 
 async def until_restarted(engine: AsyncEngine, num_restarts: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source import ROOT
+from tests.kit.source import ROOT
 
 pytestmark = pytest.mark.process
 

@@ -20,7 +20,8 @@ from aioengine.logs import log
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.supervision.tasks import EngineTask
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
-from tests.processes.restart_kit import ANSWERS, ask_all, frontend_of, undisturbed, until
+from tests.kit.waiting import until
+from tests.processes.restart_kit import ANSWERS, ask_all, frontend_of, undisturbed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.source import ROOT
+from tests.kit.source import ROOT
 
 pytestmark = pytest.mark.process
 

@@ -18,16 +18,8 @@ from aioengine.supervision.fleet import Fleet
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.testing.faults import Faults
-from tests.processes.restart_kit import (
-    ANSWERS,
-    ROLES,
-    ask_all,
-    frontend_of,
-    undisturbed,
-    until,
-    until_idle,
-    until_restarted,
-)
+from tests.kit.waiting import until
+from tests.processes.restart_kit import ANSWERS, ROLES, ask_all, frontend_of, undisturbed, until_idle, until_restarted
 
 if TYPE_CHECKING:
     from aioengine.frontend.startup import Blueprint

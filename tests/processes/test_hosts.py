@@ -29,8 +29,8 @@ from aioengine.protocol.messages import FinishCode, Limits, Sampling
 from aioengine.testing.fake_runner import FakeModel, reference_output
 from aioengine.transport.addresses import PrivateDirectory
 from aioengine.transport.zmq import ZmqSender
+from tests.kit.source import ROOT
 from tests.processes.engine_kit import Frontend, fake_settings
-from tests.source import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

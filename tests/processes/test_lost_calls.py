@@ -13,8 +13,9 @@ from aioengine.errors import RequestError
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import build
+from tests.kit.waiting import until
 from tests.processes.engine_kit import Frontend, fake_settings
-from tests.processes.restart_kit import ANSWERS, ask, pid_of, undisturbed, until, until_idle, until_restarted
+from tests.processes.restart_kit import ANSWERS, ask, pid_of, undisturbed, until_idle, until_restarted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,8 @@ import pytest
 
 from aioengine.model_folder import DEMO_MODEL
 from aioengine.protocol.orders import decode_orders, encode_orders
+from tests.kit.source import ROOT
 from tests.processes.engine_kit import fake_orders
-from tests.source import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,8 @@ from aioengine.protocol.messages import MAX_PAYLOAD_BYTES, Reply
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import ECHO, FakeRunner
 from aioengine.testing.faults import Faults
-from tests.processes.restart_kit import ANSWERS, ask_all, frontend_of, undisturbed, until, until_idle, until_restarted
+from tests.kit.waiting import until
+from tests.processes.restart_kit import ANSWERS, ask_all, frontend_of, undisturbed, until_idle, until_restarted
 from tests.processes.test_scheduler_service import Loop, submit
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import pytest
 
 from aioengine.errors import EngineClosedError
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
-from tests.processes.restart_kit import until
-from tests.source import ROOT
+from tests.kit.source import ROOT
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.process
 

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from aioengine.engine import AsyncEngine
 from aioengine.testing.fake_engine import fake_async_engine
-from tests.engine.engine_double import until
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.process
 

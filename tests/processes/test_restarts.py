@@ -19,6 +19,7 @@ from aioengine.supervision.handshake import Handshake
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import build
 from aioengine.testing.faults import Faults
+from tests.kit.waiting import until
 from tests.processes.engine_kit import Frontend, fake_settings
 from tests.processes.restart_kit import (
     ANSWERS,
@@ -28,7 +29,6 @@ from tests.processes.restart_kit import (
     frontend_of,
     pid_of,
     undisturbed,
-    until,
     until_idle,
     until_restarted,
 )

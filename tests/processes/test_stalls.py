@@ -18,8 +18,9 @@ from aioengine.supervision.heartbeats import NUM_TICKS, Heartbeats
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import ECHO, FakeRunner, build
 from aioengine.testing.faults import Faults
+from tests.kit.waiting import until
 from tests.processes.engine_kit import Frontend, fake_settings
-from tests.processes.restart_kit import frontend_of, until
+from tests.processes.restart_kit import frontend_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -38,8 +38,8 @@ from aioengine.testing.fake_runner import FakeModel, FakeRunner, build, referenc
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.local import LocalSender
 from aioengine.transport.zmq import ZmqError
+from tests.kit.waiting import until
 from tests.processes.engine_kit import Frontend, fake_settings
-from tests.processes.restart_kit import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

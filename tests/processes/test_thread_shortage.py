@@ -15,7 +15,8 @@ import pytest
 
 from aioengine.errors import EngineStartupError
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
-from tests.processes.restart_kit import ANSWERS, ask_all, pid_of, undisturbed, until
+from tests.kit.waiting import until
+from tests.processes.restart_kit import ANSWERS, ask_all, pid_of, undisturbed
 
 if TYPE_CHECKING:
     from pathlib import Path

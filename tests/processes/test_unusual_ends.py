@@ -27,8 +27,9 @@ from aioengine.supervision.tasks import EngineTask
 from aioengine.sync import Engine
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from tests.engine.test_interrupts import RaiseAtCall
-from tests.processes.restart_kit import frontend_of, until
-from tests.source import ROOT
+from tests.kit.source import ROOT
+from tests.kit.waiting import until
+from tests.processes.restart_kit import frontend_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

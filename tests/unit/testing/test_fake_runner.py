@@ -9,19 +9,13 @@ import time
 import msgspec
 import pytest
 
-from aioengine.config import (
-    MemorySettings,
-    ModelSettings,
-    RunnerSettings,
-    SchedulerSettings,
-    Settings,
-    TextSettings,
-)
+from aioengine.config import Settings
 from aioengine.protocol.messages import Limits, Progress, Sampling
 from aioengine.scheduler.plan import NOTHING, TOKENS, OpenedRow, Plan, Row
 from aioengine.testing import fake_runner
 from aioengine.testing.fake_runner import PRINTABLE, FakeModel, FakeRunner, build, reference_output
 from aioengine.testing.faults import Faults, InjectedFault
+from tests.kit.settings import small_settings
 
 MODEL = FakeModel(vocab_size=100)
 GREEDY = Sampling(seed=0, temperature=0.0)
@@ -173,17 +167,7 @@ class Clock:
 
 
 def settings_with(**options: str | int | float | bool) -> Settings:
-    return Settings(
-        model=ModelSettings(path="", dtype="float32", load_format="dummy", context_length=64, vocab_size=77),
-        memory=MemorySettings(page_size=4, num_pages=6, mem_fraction_static=0.5),
-        scheduler=SchedulerSettings(
-            max_running=4, chunk_tokens=8, context_length=64, policy="fcfs", prefix_cache=True, depth=0
-        ),
-        runner=RunnerSettings(factory="x:y", device="cpu", attention_backend="", num_threads=1, options=options),
-        text=TextSettings(tokenizer_path=None),
-        random_seed=0,
-        log_level="error",
-    )
+    return small_settings(context_length=64, vocab_size=77, page_size=4, num_pages=6, options=options)
 
 
 def ignore(progress: Progress) -> None:

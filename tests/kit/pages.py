@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.source import ROOT
+from tests.kit.source import ROOT
 
 README = ROOT / "README.md"
 GUIDES = ROOT / "examples" / "guides"

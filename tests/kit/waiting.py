@@ -1,0 +1,26 @@
+"""Waiting for what has no event, and thread switches that come often."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Let the loop run until ``condition`` holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  # what is waited for has no event
+            await asyncio.sleep(0.001)
+
+
+@contextmanager
+def rapid_switches() -> Iterator[None]:
+    """Threads take turns after every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
