@@ -156,6 +156,7 @@ class FakeRunner:
         self._page_size = page_size
         self._num_pages = num_pages
         self._next_token = NextToken(model)
+        self._tokens_per_step = [int(digit) for digit in model.tokens_per_step]
         self._slots = array("q", [UNWRITTEN]) * (num_pages * page_size)
         self._bytes = memoryview(self._slots).cast("B")
         self._rows: dict[int, _FakeRow] = {}
@@ -242,16 +243,17 @@ class FakeRunner:
             tokens.add(row.uid, ())
             tokens.extras.append(Extra(row.uid, NO_TOKEN, POOLED_VECTOR, checksum.to_bytes(4, "little")))
             return
-        digits = self._model.tokens_per_step
-        new: list[int] = []
-        for position in range(end, end + int(digits[held.num_steps % len(digits)])):
-            new.append(self._next_token(checksum, position, held.num_prompt, held.sampling))
-            checksum = zlib.crc32(array("q", new[-1:]), checksum)
-            if self._model.gives_extras:
-                tokens.extras.append(extra_of(row.uid, position - held.num_prompt, new[-1]))
+        digit = self._tokens_per_step[held.num_steps % len(self._tokens_per_step)]
         held.num_steps += 1
-        held.is_behind = len(new) != 1
-        held.last_token = new[-1] if new else held.last_token
+        held.is_behind = digit != 1
+        new: list[int] = []
+        for position in range(end, end + digit):
+            if new:
+                checksum = zlib.crc32(array("q", new[-1:]), checksum)
+            held.last_token = self._next_token(checksum, position, held.num_prompt, held.sampling)
+            new.append(held.last_token)
+            if self._model.gives_extras:
+                tokens.extras.append(extra_of(row.uid, position - held.num_prompt, held.last_token))
         tokens.add(row.uid, new)
 
     def _write(self, row: Row, held: _FakeRow) -> None:
