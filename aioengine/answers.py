@@ -11,13 +11,13 @@ from msgspec import Struct
 
 from aioengine import checks
 from aioengine.errors import EngineError, EngineOverloadedError, RequestError, RequestTooLargeError
-from aioengine.protocol.messages import FinishCode, Finished
+from aioengine.protocol.messages import End, FinishCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from aioengine.protocol.columns import Extra
-    from aioengine.protocol.messages import Begun
+    from aioengine.protocol.messages import FirstToken
 
 WEIGHT_VERSION = "default"
 
@@ -235,10 +235,10 @@ class RowFacts(Struct, gc=False):
             "num_retractions": 0,
         }
 
-    def begin(self, begun: Begun) -> None:
+    def begin(self, first_token: FirstToken) -> None:
         """Its prompt is computed."""
-        self.common_info["cached_tokens"] = begun.num_cached
-        self.admitted_at, self.first_token_at = begun.admitted_at, begun.first_token_at
+        self.common_info["cached_tokens"] = first_token.num_cached
+        self.admitted_at, self.first_token_at = first_token.admitted_at, first_token.first_token_at
 
     def preempt(self) -> None:
         """It lost its pages once more."""
@@ -256,7 +256,7 @@ class Piece(Protocol):
     token_ids: list[int]
     text_offset: int
     token_offset: int
-    finished: Finished | None
+    finished: End | None
     delivered_at: float
 
 
@@ -294,7 +294,7 @@ def answer(facts: RowFacts, piece: Piece) -> Answer:
     return made
 
 
-def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: Finished) -> None:
+def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: End) -> None:
     """Add the facts about a finished request.
 
     Where the frontend or the supervisor ended it, ``finished`` lacks how it began, which ``facts`` has.
@@ -307,7 +307,7 @@ def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: Finished)
     info["timings"] = _timings(facts, finished, piece.delivered_at)
 
 
-def _timings(facts: RowFacts, finished: Finished, delivered_at: float) -> Timings:
+def _timings(facts: RowFacts, finished: End, delivered_at: float) -> Timings:
     """Each stage ends where the next begins; one that was not reached ends with the request."""
     ended_at = min(max(finished.ended_at, facts.called_at + facts.tokenize_s), delivered_at)
     begun_at = facts.called_at + facts.tokenize_s
@@ -327,7 +327,7 @@ def _timings(facts: RowFacts, finished: Finished, delivered_at: float) -> Timing
     }
 
 
-def finish_reason(finished: Finished, num_output: int) -> FinishReason:
+def finish_reason(finished: End, num_output: int) -> FinishReason:
     """The finish reason of a request that has an answer (``error`` is for requests without one)."""
     match finished.code:
         case FinishCode.STOP:
@@ -345,7 +345,7 @@ def finish_reason(finished: Finished, num_output: int) -> FinishReason:
             return FinishReason(type="abort", message=str(cause), err_type=type(cause).__name__)
 
 
-def error(finished: Finished) -> RequestTooLargeError | RequestError | EngineOverloadedError | None:
+def error(finished: End) -> RequestTooLargeError | RequestError | EngineOverloadedError | None:
     """The exception that a request ends with; None: it has an answer, or a part of one."""
     if finished.code is FinishCode.TOO_LARGE:
         return RequestTooLargeError(finished.message)

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 
 import pytest
-
 from tests.source import Function, Module, decorators, functions, module, modules
 
 FOLDERS = ("runner/", "models/", "layers/", "attention/", "quantization/", "kernels/")

@@ -14,7 +14,7 @@ from aioengine.frontend.calls import Ending
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.replay import AttachableOutput
 from aioengine.frontend.submitter import Submitter
-from aioengine.protocol.messages import Abort, FinishCode, Finished, Suspend
+from aioengine.protocol.messages import Abort, End, FinishCode, Resume, Suspend
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class CallLifecycle:
         lock: threading.RLock,
         calls: Calls,
         limits: QueueLimits,
-        send: Callable[[list[Submit] | list[Abort] | list[Suspend]], None],
+        send: Callable[[list[Submit] | list[Abort] | list[Suspend] | list[Resume]], None],
         computed_since: Callable[[float], Collection[int] | None],
     ) -> None:
         """``computed_since`` gives the requests in the scheduler's steps, None where it has ended one since then."""
@@ -83,7 +83,7 @@ class CallLifecycle:
                 with self._lock:
                     output.wants = Wants.NOTHING
                     uids = [row.uid for row in output.live.values()]
-                self._send([Suspend(uids, is_over=True)])
+                self._send([Resume(uids)])
             self.submitter.submit_next(call)
 
     def suspend(self, call: Call, place: Place) -> None:
@@ -216,7 +216,7 @@ class CallLifecycle:
             if output.returns_exceptions and not output.is_over:
                 now = time.monotonic()
                 for row in list(output.live.values()):
-                    finished = Finished(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
+                    finished = End(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
                     output.end_row(row, finished, now, error)
                 self.submitter.end_unstarted(call, Ending(FinishCode.FAILED, error=error))
             else:
@@ -252,7 +252,7 @@ class CallLifecycle:
             if which == "queue":
                 rows = self._surely_waiting(rows, call.called_at)
             for row in rows:
-                call.output.end_row(row, Finished(row.uid, code, which, ended_at=now), now)
+                call.output.end_row(row, End(row.uid, code, which, ended_at=now), now)
                 self._end_row(call, row, now)
         uids = [row.uid for row in rows]
         for uid in uids:

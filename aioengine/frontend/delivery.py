@@ -53,9 +53,9 @@ class Router:
                 row = rows.get(uid)
                 if row is not None and row.put(text, new):
                     fresh.append(row.output)
-            if chunks.finished:
+            if chunks.ended:
                 now = time.monotonic()
-                for finished in chunks.finished:
+                for finished in chunks.ended:
                     row = rows.pop(finished.uid, None)
                     if row is not None:
                         row.output.end_row(row, finished, now)
@@ -65,10 +65,10 @@ class Router:
 
     def _note(self, chunks: TextChunks) -> None:
         """Note in the rows what holds for all their chunks from now on."""
-        for begun in chunks.begun:
-            if (row := self.rows.get(begun.uid)) is not None:
+        for first_token in chunks.first_tokens:
+            if (row := self.rows.get(first_token.uid)) is not None:
                 row.has_first_token = True
-                row.facts.begin(begun)
+                row.facts.begin(first_token)
         for uid in chunks.preempted:
             if (row := self.rows.get(uid)) is not None:
                 row.facts.preempt()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from aioengine.answers import RowError, RowFacts
     from aioengine.protocol.columns import Extra
-    from aioengine.protocol.messages import Finished
+    from aioengine.protocol.messages import End
 
 MAX_UNJOINED_TEXTS = 64
 
@@ -97,7 +97,7 @@ class RowStream:
         self.facts = facts
         self.uid = -1
         self.has_first_token = False
-        self.finished: Finished | None = None
+        self.finished: End | None = None
         self.error: RowError | None = None
         self.delivered_at = 0.0
         self.is_queued = not output.is_stream
@@ -310,7 +310,7 @@ class CallOutput:
             if self.is_stream:
                 self.cursor.wake()
 
-    def end_row(self, row: RowStream, finished: Finished, delivered_at: float, error: RowError | None = None) -> None:
+    def end_row(self, row: RowStream, finished: End, delivered_at: float, error: RowError | None = None) -> None:
         """The row has its end; ``error`` is what the frontend itself found wrong with it.
 
         A row that failed is the end of the whole call, unless exceptions are to be returned in place.

@@ -17,7 +17,7 @@ from aioengine.errors import RequestError, RequestTooLargeError, describe
 from aioengine.frontend.encoder import Encoder, Job, checked
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, TextPrompt
-from aioengine.protocol.messages import SEED_MASK, FinishCode, Finished, Limits, Submit
+from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, Submit
 from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
@@ -442,7 +442,7 @@ def _end(row: RowStream, code: FinishCode, matched: str | None = None, error: Ro
     """End a row that never reached the scheduler."""
     now = time.monotonic()
     message = "" if error is None else str(error)
-    finished = Finished(uid=-1, code=code, matched=matched, stage="tokenize", message=message, ended_at=now)
+    finished = End(uid=-1, code=code, matched=matched, stage="tokenize", message=message, ended_at=now)
     row.output.end_row(row, finished, now, error)
 
 

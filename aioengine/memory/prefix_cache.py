@@ -143,12 +143,12 @@ class PrefixCache:
         hold.num_ready = index
         hold.border = (index + 1) * size
 
-    def unlock(self, hold: Hold, *, is_spoilt: bool = False) -> None:
+    def unlock(self, hold: Hold, *, is_invalid: bool = False) -> None:
         """Give pages up: computed ones stay cached, all others are free at once. A second time changes nothing.
 
-        is_spoilt: what was computed is wrong, and is not kept either where nobody else uses it already.
+        is_invalid: what was computed is wrong, and is not kept either where nobody else uses it already.
         """
-        if is_spoilt:
+        if is_invalid:
             while hold.num_ready > hold.num_matched and _is_used_by_none_but(hold, hold.num_ready - 1):
                 hold.num_ready -= 1
         unfinished = hold.path[hold.num_ready :]
@@ -170,6 +170,11 @@ class PrefixCache:
             evicted.append(page)
         self._allocator.free(evicted)
         return len(evicted)
+
+    def clear(self) -> bool:
+        """Drop all cached pages that no request uses; whether none is left."""
+        self.evict(self.num_pages)
+        return self.num_cached == 0
 
     def check_integrity(self, holds: Iterable[Hold]) -> None:
         """Raises RuntimeError unless free, cached and owned pages add up, ``holds`` being all there are."""

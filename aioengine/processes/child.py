@@ -17,7 +17,7 @@ import zmq
 from aioengine.file_descriptors import raise_descriptor_limit
 from aioengine.processes.host import die_with_parent, handle_signals, name_process
 from aioengine.processes.uplink import Uplink, encodable, forward_logs
-from aioengine.protocol.board import StepBoard
+from aioengine.protocol.board import CrashBoard
 from aioengine.protocol.codec import fingerprint
 from aioengine.protocol.messages import Failed, Ready
 from aioengine.protocol.orders import Orders, decode_orders
@@ -42,7 +42,7 @@ class Child:
     def __init__(self, orders: Orders, wake_fd: int) -> None:
         self.orders = orders
         self.settings = orders.settings
-        self.board = StepBoard.open(Path(orders.board))
+        self.board = CrashBoard.open(Path(orders.board))
         self._context: Context = zmq.Context()
         listener = Listener(orders.endpoint(orders.role), orders.listener_fd)
         self.receiver = ZmqReceiver(self._context, listener, orders.epoch, wake_fd=wake_fd)

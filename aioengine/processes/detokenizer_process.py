@@ -15,14 +15,12 @@ from aioengine.protocol.board import NO_END
 from aioengine.protocol.messages import (
     SCHEDULER,
     Abort,
-    Begun,
-    Ended,
+    End,
     FinishCode,
-    Finished,
     Message,
-    Opened,
     StepOutput,
     TextChunks,
+    TextOpened,
 )
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from aioengine.config import Settings
-    from aioengine.protocol.board import StepBoard
+    from aioengine.protocol.board import CrashBoard
 
 _STAGE = "detokenize"
 _WITH_ALL_TEXT = FinishCode.STOP, FinishCode.LENGTH
@@ -46,7 +44,7 @@ class DetokenizerService:
         source: TextSource,
         *,
         facts: Mapping[str, str | int | float | bool] | None = None,
-        board: StepBoard | None = None,
+        board: CrashBoard | None = None,
     ) -> None:
         """``board``: where the requests are told whose text is made."""
         self.facts = facts or {}
@@ -119,7 +117,7 @@ class DetokenizerService:
                 continue
             try:
                 if request.push(token_id, end, chunks):
-                    self._end_here(request, chunks, now)
+                    self._stop(request, chunks, now)
             except Exception as error:
                 self._fail(request, error, chunks, now)
         for uid in output.preempted:
@@ -149,7 +147,7 @@ class DetokenizerService:
             if token.is_replayed:
                 request.replay(token.token_id)
             elif request.push(token.token_id, token.end, chunks):
-                self._end_here(request, chunks, now)
+                self._stop(request, chunks, now)
         except Exception as error:
             self._fail(request, error, chunks, now)
         self._matching.spend(request.matching_s - used_s)
@@ -162,7 +160,7 @@ class DetokenizerService:
             request, entry = self._matching.take()
             if self._board is not None:
                 self._board.begin([request.uid], lambda: [NO_END])
-            if isinstance(entry, Ended):
+            if isinstance(entry, End):
                 self._end(entry, chunks, now)
             else:
                 self._match_now(request, entry, chunks, now)
@@ -172,21 +170,21 @@ class DetokenizerService:
         if len(self._open) > len(self._matching):
             self._matching.rest(now)
 
-    def _begin(self, opened: Opened, chunks: TextChunks, now: float) -> None:
+    def _begin(self, opened: TextOpened, chunks: TextChunks, now: float) -> None:
         request = OpenText(opened)
-        self._open[opened.uid] = request
-        chunks.begun.append(Begun(opened.uid, opened.num_cached, opened.admitted_at, opened.first_token_at))
+        self._open[request.uid] = request
+        chunks.first_tokens.append(opened.first_token)
         try:
-            resumed_ids = request.prepare(self._source)
+            known_ids = request.prepare(self._source)
         except Exception as error:
             self._fail(request, error, chunks, now)
             return
-        for token_id in resumed_ids:
-            if opened.uid in self._open:  # it may fail at any of them
+        for token_id in known_ids:
+            if request.uid in self._open:  # it may fail at any of them
                 self._match(request, Token(token_id, is_replayed=True), chunks, now)
 
-    def _end(self, end: Ended, chunks: TextChunks, now: float) -> None:
-        """The scheduler ended a request: give the rest of its text, which may itself hold a stop."""
+    def _end(self, end: End, chunks: TextChunks, now: float) -> None:
+        """The scheduler ended a request: emit the rest of its text, which may itself hold a stop."""
         if end.uid in self._matching:
             if end.code in _WITH_ALL_TEXT:
                 self._matching.add_end(end)
@@ -196,30 +194,33 @@ class DetokenizerService:
         if request is None:
             if end.uid in self._stopped:
                 del self._stopped[end.uid]
-            else:  # it never gave a token
-                chunks.finished.append(Finished(end.uid, end.code, end.matched, end.stage, end.message, ended_at=now))
+            else:  # it never had a token
+                end.ended_at = now
+                chunks.ended.append(end)
             return
-        code, matched = end.code, end.matched
         try:
             stop = request.finish(chunks)
         except Exception as error:
             self._open[end.uid] = request
             self._fail(request, error, chunks, now)
             return
-        if stop is not None and code in _WITH_ALL_TEXT:
-            code, matched = FinishCode.STOP, stop
-        chunks.finished.append(request.finished(code, now, matched=matched, stage=end.stage, message=end.message))
+        if stop is not None and end.code in _WITH_ALL_TEXT:
+            end.code, end.matched = FinishCode.STOP, stop
+        chunks.ended.append(request.complete(end, now))
 
-    def _end_here(self, request: OpenText, chunks: TextChunks, now: float) -> None:
-        """A stop string ended it; the scheduler is told to free it."""
-        chunks.finished.append(request.finished(FinishCode.STOP, now, matched=request.matched))
+    def _end_here(self, request: OpenText, end: End, chunks: TextChunks, now: float) -> None:
+        """End a request that the scheduler still computes."""
+        chunks.ended.append(request.complete(end, now))
         self._forget(request.uid)
+
+    def _stop(self, request: OpenText, chunks: TextChunks, now: float) -> None:
+        """A stop string ended it."""
+        self._end_here(request, End(request.uid, FinishCode.STOP, request.matched), chunks, now)
 
     def _fail(self, request: OpenText, error: Exception, chunks: TextChunks, now: float) -> None:
         """Something in its own text went wrong: this request ends, the others go on."""
         message = error.cause if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
-        chunks.finished.append(request.finished(FinishCode.FAILED, now, stage=_STAGE, message=message))
-        self._forget(request.uid)
+        self._end_here(request, End(request.uid, FinishCode.FAILED, stage=_STAGE, message=message), chunks, now)
 
     def _forget(self, uid: int) -> None:
         del self._open[uid]
@@ -231,7 +232,7 @@ class DetokenizerService:
             del self._stopped[next(iter(self._stopped))]
 
 
-def _ends(output: StepOutput) -> Iterable[Ended | None]:
+def _ends(output: StepOutput) -> Iterable[End | None]:
     """For each token the end of its request, where it is the last one."""
     if not output.ended:
         return repeat(None)
@@ -247,7 +248,7 @@ def _ends(output: StepOutput) -> Iterable[Ended | None]:
     ]
 
 
-def build_service(settings: Settings, board: StepBoard | None = None) -> DetokenizerService:
+def build_service(settings: Settings, board: CrashBoard | None = None) -> DetokenizerService:
     """Read the tokenizer that the settings name.
 
     Raises:

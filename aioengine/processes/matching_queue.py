@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from aioengine.protocol.messages import Ended
+from aioengine.protocol.messages import End
 
 if TYPE_CHECKING:
     from aioengine.processes.open_text import OpenText
@@ -31,7 +31,7 @@ class Token(NamedTuple):
     """
 
     token_id: int
-    end: Ended | None = None
+    end: End | None = None
     is_replayed: bool = False
 
 
@@ -39,7 +39,7 @@ class MatchingQueue:
     """What waits, by request, and when it is its turn. All times are given."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, tuple[OpenText, deque[Token | Ended]]] = {}
+        self._waiting: dict[int, tuple[OpenText, deque[Token | End]]] = {}
         self._next: int | None = None  # whose entry is taken next, while none of it took long
         self._rests_until = 0.0
         self._used_s = 0.0
@@ -75,7 +75,7 @@ class MatchingQueue:
             self._waiting[request.uid] = request, deque()
         self._waiting[request.uid][1].append(token)
 
-    def add_end(self, end: Ended) -> None:
+    def add_end(self, end: End) -> None:
         """Let the end of a request wait, of which tokens do."""
         self._waiting[end.uid][1].append(end)
 
@@ -84,9 +84,9 @@ class MatchingQueue:
         if uid not in self._waiting:
             return False
         _, entries = self._waiting.pop(uid)
-        return isinstance(entries[-1], Ended)
+        return isinstance(entries[-1], End)
 
-    def take(self) -> tuple[OpenText, Token | Ended]:
+    def take(self) -> tuple[OpenText, Token | End]:
         """The next entry of the request whose patterns take the least time; there must be one."""
         uid = self._next
         if uid is None or uid not in self._waiting:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from msgspec.structs import replace
 
 from aioengine.patterns import PatternCache
-from aioengine.protocol.messages import Ended, FinishCode, Finished, Opened
+from aioengine.protocol.messages import FinishCode
 from aioengine.text.detokenizer import Decode, make_detokenizer
 from aioengine.text.pipeline import TextPipeline
 from aioengine.text.stop import StopMatcher
@@ -19,7 +19,7 @@ from aioengine.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aioengine.protocol.messages import TextChunks, TextRules
+    from aioengine.protocol.messages import End, TextChunks, TextOpened, TextRules
     from aioengine.text.stop_regex import RegexSearch
 
 _WHOLE_INTERVAL = 64
@@ -96,9 +96,9 @@ class OpenText:
         "uid",
     )
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: TextOpened) -> None:
         rules = opened.text
-        self.uid = opened.uid
+        self.uid = opened.first_token.uid
         self.num_preemptions = opened.num_preemptions
         self._opened = opened
         self._search: RegexSearch | None = None
@@ -117,17 +117,17 @@ class OpenText:
 
         Returns the ids to ``replay`` one by one: for a request with patterns those that have left already.
         """
-        resumed_ids = self._opened.resumed_ids
-        self._opened = replace(self._opened, resumed_ids=[])  # they are not kept for as long as it is open
+        known_ids = self._opened.known_ids
+        self._opened = replace(self._opened, known_ids=[])  # they are not kept for as long as it is open
         self._pipeline = source.pipeline(self._opened.text)
         if self._pipeline is None:
             return ()
         self._search = self._pipeline.search
         self.has_patterns = self._search is not None
         if self.has_patterns:
-            return resumed_ids
-        if resumed_ids:
-            self._pipeline.push(resumed_ids)
+            return known_ids
+        if known_ids:
+            self._pipeline.push(known_ids)
         return ()
 
     def replay(self, token_id: int) -> None:
@@ -155,7 +155,7 @@ class OpenText:
         """The stop that ended its text."""
         return None if self._pipeline is None else self._pipeline.matched
 
-    def push(self, token_id: int, end: Ended | None, chunks: TextChunks) -> bool:
+    def push(self, token_id: int, end: End | None, chunks: TextChunks) -> bool:
         """Take the next id; ``end`` is there when the scheduler ended it with this id. Whether a stop is complete.
 
         Raises whatever decoding raises.
@@ -194,21 +194,14 @@ class OpenText:
             self._emit(chunks)
         return self.matched
 
-    def finished(
-        self, code: FinishCode, now: float, *, matched: int | str | None = None, stage: str = "", message: str = ""
-    ) -> Finished:
-        return Finished(
-            self.uid,
-            code,
-            matched,
-            stage,
-            message,
-            num_cached=self._opened.num_cached,
-            num_preemptions=self.num_preemptions,
-            admitted_at=self._opened.admitted_at,
-            first_token_at=self._opened.first_token_at,
-            ended_at=now,
-        )
+    def complete(self, end: End, now: float) -> End:
+        """Fill in what its ``meta_info`` needs."""
+        first_token = self._opened.first_token
+        end.num_cached = first_token.num_cached
+        end.num_preemptions = self.num_preemptions
+        end.admitted_at, end.first_token_at = first_token.admitted_at, first_token.first_token_at
+        end.ended_at = now
+        return end
 
     def _decode(self, end: int) -> None:
         """Decode the waiting ids up to ``end``."""

@@ -7,26 +7,26 @@ import importlib
 import json
 import logging
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import keep_freed_memory, limit_kernel_cache, limit_threads
 from aioengine.processes.profile import Profile
-from aioengine.processes.told_runner import ToldRunner
 from aioengine.processes.uplink import encodable
 from aioengine.protocol.messages import (
     DETOKENIZER,
     MAX_PAYLOAD_BYTES,
     Abort,
     Control,
-    Ended,
+    End,
     FinishCode,
     Message,
     NewEpoch,
     Progress,
     Reply,
+    Resume,
     Stats,
     StepOutput,
     Submit,
@@ -34,20 +34,24 @@ from aioengine.protocol.messages import (
 )
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.scheduler.core import RunnerFactory, SchedulerCore
-from aioengine.scheduler.lifecycle import UidInUseError
+from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.plan import UnknownOrderError
+from aioengine.scheduler.requests import UidInUseError
 from aioengine.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from aioengine.config import Settings
-    from aioengine.protocol.board import StepBoard
+    from aioengine.protocol.board import CrashBoard
     from aioengine.scheduler.core import Runner
+    from aioengine.scheduler.plan import Plan, StepResult
 
 logger = logging.getLogger(__name__)
 
 Facts = dict[str, str | int | float | bool]
+
+Ticket = TypeVar("Ticket")
 
 _CONTROL_STAGE = "control"
 
@@ -71,7 +75,7 @@ class SchedulerService:
         self._settings = settings
         self._facts = facts
         self._report = report
-        self._refused: list[Ended] = []
+        self._refused: list[End] = []
         self._replies: list[Message] = []
         self._stats_sent_at = 0.0
         self._told_step_at = -1.0
@@ -98,13 +102,15 @@ class SchedulerService:
                 case Submit():
                     self._submit(message, now)
                 case Abort():
-                    self._core.abort(message.uids, message.code, message.message)
+                    self._core.requests.abort(message.uids, message.code, message.message)
                 case Suspend():
-                    self._core.suspend(message.uids, is_over=message.is_over)
+                    self._core.requests.close_gate(message.uids, Gate.SUSPENDED)
+                case Resume():
+                    self._core.requests.open_gate(message.uids, Gate.SUSPENDED)
                 case Control():
                     self._control(message, now)
                 case NewEpoch():
-                    self._core.abort(None)
+                    self._core.forget_all()
                 case _:
                     logger.error("the scheduler has no use for a message %s", type(message).__name__)
 
@@ -130,7 +136,7 @@ class SchedulerService:
         if self._core.has_work or self._was_busy:
             return 0.0
         until = self._stats_sent_at + HEARTBEAT_S
-        deadline = self._core.next_deadline()
+        deadline = self._core.requests.next_deadline()
         return max(0.0, (until if deadline is None else min(until, deadline)) - now)
 
     def close(self) -> None:
@@ -138,13 +144,13 @@ class SchedulerService:
 
     def _submit(self, submit: Submit, now: float) -> None:
         try:
-            self._core.submit(submit, now)
+            self._core.requests.submit(submit, now)
         except UidInUseError:  # whoever has it goes on
             logger.warning("request %d was submitted twice", submit.uid)
         except Exception as error:
             logger.warning("request %d failed when it was queued", submit.uid, exc_info=True)
             why = f"{type(error).__name__}: {error}"
-            self._refused.append(Ended(submit.uid, FinishCode.FAILED, stage="schedule", message=why))
+            self._refused.append(End(submit.uid, FinishCode.FAILED, stage="schedule", message=why))
 
     def _due_stats(self, now: float, *, has_tokens: bool) -> Stats | None:
         """A snapshot at intervals while steps run, one when they end, and then heartbeats.
@@ -159,11 +165,11 @@ class SchedulerService:
         self._was_busy = is_busy
         if not has_become_idle and now - self._stats_sent_at < interval_s:
             return None
-        stats = self._core.stats(now)
+        stats = self._core.scheduler.stats(now)
         if is_busy and not self._is_asked and stats.step_ended_at == self._told_step_at:
             return None
         if has_become_idle:
-            self._core.check_integrity()
+            self._core.scheduler.check_integrity()
         self._is_asked = False
         self._stats_sent_at = now
         self._told_step_at = stats.step_ended_at
@@ -208,11 +214,11 @@ class SchedulerService:
         return reply
 
     def _flush_cache(self) -> tuple[bool, str, str]:
-        stats = self._core.stats(0.0)
+        stats = self._core.scheduler.stats(0.0)
         if stats.num_running or stats.num_waiting:
             counts = f"{stats.num_running} requests run and {stats.num_waiting} wait"
             return False, f"the cache is not flushed while requests use it: {counts}", ""
-        is_empty = self._core.flush_cache()
+        is_empty = self._core.scheduler.cache.clear()
         return is_empty, "" if is_empty else "some cached pages are still in use", ""
 
     def _pause(self) -> tuple[bool, str, str]:
@@ -220,11 +226,11 @@ class SchedulerService:
         return True, "", ""
 
     def _continue(self) -> tuple[bool, str, str]:
-        self._core.resume()
+        self._core.unpause()
         return True, "", ""
 
     def _server_info(self) -> tuple[bool, str, str]:
-        stats = msgspec.structs.asdict(self._core.stats(time.monotonic()))
+        stats = msgspec.structs.asdict(self._core.scheduler.stats(time.monotonic()))
         info = {"settings": self._settings, "facts": self._facts, "stats": stats}
         return True, "", json.dumps(msgspec.to_builtins(info))  # paths need not be UTF-8
 
@@ -240,8 +246,42 @@ def _failure_of(control: Control, error: Exception) -> str:
     return f"{control.name} failed: {type(error).__name__}: {error}"
 
 
+class RecordedRunner(Generic[Ticket]):
+    """Another runner, each step of which is recorded on the crash board before it is launched."""
+
+    def __init__(self, runner: Runner[Ticket], board: CrashBoard) -> None:
+        self._runner = runner
+        self._board = board
+
+    @property
+    def facts(self) -> Mapping[str, str | int | float | bool]:
+        return self._runner.facts
+
+    def launch(self, plan: Plan) -> Ticket:
+        rows = plan.rows
+        self._board.begin([row.uid for row in rows], lambda: [row.start + row.count for row in rows])
+        try:
+            return self._runner.launch(plan)
+        except Exception:
+            self._board.forget()
+            raise
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        try:
+            return self._runner.collect(ticket)
+        finally:
+            self._board.end()
+
+    def control(self, order: Control) -> Reply:
+        """No step is in flight and the board is empty, so no request is a suspect if the process dies here."""
+        return self._runner.control(order)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
 def build_service(
-    settings: Settings, report: Callable[[Progress], None], board: StepBoard | None = None
+    settings: Settings, report: Callable[[Progress], None], board: CrashBoard | None = None
 ) -> SchedulerService:
     """Build the runner that the settings name, and the scheduler for as many pages as it has.
 
@@ -256,7 +296,7 @@ def build_service(
     imports_s = time.monotonic() - start
     runner: Runner[Any] = factory(settings, report)
     if board is not None:
-        runner = ToldRunner(runner, board)
+        runner = RecordedRunner(runner, board)
     num_pages = runner.facts.get("num_pages")
     if not isinstance(num_pages, int) or num_pages < 1:
         raise ValueError(f"the runner of {settings.runner.factory!r} has {num_pages!r} pages; it needs at least 1")

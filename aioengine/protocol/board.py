@@ -31,7 +31,7 @@ def blank_board(num_steps: int, max_rows: int) -> bytearray:
     return bytearray(cells.tobytes()) + bytearray(_CELL_BYTES * num_steps * _place_cells(max_rows))
 
 
-class StepBoard:
+class CrashBoard:
     """The writing side. Steps are begun and ended in the same order."""
 
     def __init__(self, memory: bytearray | mmap.mmap) -> None:
@@ -42,7 +42,7 @@ class StepBoard:
         self._num_ended = 0
 
     @classmethod
-    def open(cls, path: Path) -> StepBoard:
+    def open(cls, path: Path) -> CrashBoard:
         """The board in a file, which ``blank_board`` made.
 
         Raises:

@@ -1,6 +1,6 @@
 """Every message that crosses a process border.
 
-    frontend --> scheduler      Submit, Abort, Suspend, Control, NewEpoch
+    frontend --> scheduler      Submit, Abort, Suspend, Resume, Control, NewEpoch
     scheduler --> detokenizer   StepOutput            one for each step, whatever the number of requests
     detokenizer --> scheduler   Abort (a stop string was found, or the text stage failed)
     detokenizer --> frontend    TextChunks            one for each StepOutput
@@ -136,8 +136,8 @@ class TextRules(Struct, frozen=True, array_like=True, gc=False):
 # ---------------------------------------------------------------- to the scheduler
 
 
-class Begun(Struct, frozen=True, array_like=True, gc=False):
-    """A request has given its first token. ``num_cached``: prompt tokens taken from the prefix cache."""
+class FirstToken(Struct, frozen=True, array_like=True, gc=False):
+    """A request has its first token. ``num_cached``: prompt tokens taken from the prefix cache."""
 
     uid: int
     num_cached: int
@@ -145,14 +145,14 @@ class Begun(Struct, frozen=True, array_like=True, gc=False):
     first_token_at: float
 
 
-class Resumed(Struct, frozen=True, array_like=True, gc=False):
-    """What a request had given before its processes were replaced: how it began, its output ids, all given out, and how
-    often it had been preempted.
+class Continuation(Struct, frozen=True, array_like=True, gc=False):
+    """The state of a request before its processes were replaced: its first token, its output ids, all of them
+    delivered, and how often it had been preempted.
 
     The rest is a function of these: the next token of (seed, position), the text held back of the ids.
     """
 
-    begun: Begun
+    first_token: FirstToken
     token_ids: list[int]
     num_preemptions: int = 0
 
@@ -160,7 +160,7 @@ class Resumed(Struct, frozen=True, array_like=True, gc=False):
 class Submit(Struct, tag="submit", array_like=True, gc=False):
     """A new request. ``uid`` is unique for the life of the engine; ``priority``: higher runs sooner.
 
-    ``resumed``: it goes on where it was when its processes died; limits count from the prompt on, as ever.
+    ``continuation``: it goes on where it was when its processes died; its limits still count from the prompt on.
     ``tenant``: whose share of the engine it uses.
     """
 
@@ -171,7 +171,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     text: TextRules
     priority: int = 0
     arrived_at: float = 0.0
-    resumed: Resumed | None = None
+    continuation: Continuation | None = None
     tenant: str = ""
     kind: RequestKind = RequestKind.GENERATE
 
@@ -179,8 +179,8 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
 class Abort(Struct, tag="abort", array_like=True, gc=False):
     """End these requests. Unknown uids are ignored, they have just ended by themselves.
 
-    STOP comes from the detokenizer, which has already ended the request towards the frontend: the scheduler frees it
-    without a word. For every other code the scheduler answers with one ``Ended``.
+    STOP comes from the detokenizer, which has already reported the end to the frontend: the scheduler frees the request
+    and sends nothing. For every other code it answers with one ``End``.
     """
 
     uids: list[int]
@@ -189,13 +189,15 @@ class Abort(Struct, tag="abort", array_like=True, gc=False):
 
 
 class Suspend(Struct, tag="suspend", array_like=True, gc=False):
-    """Compute nothing more of these requests for now, or (``is_over``) go on with them; they lose nothing.
-
-    Unknown uids are ignored.
-    """
+    """Compute nothing more of these requests until ``Resume``; they lose nothing. Unknown uids are ignored."""
 
     uids: list[int]
-    is_over: bool = False
+
+
+class Resume(Struct, tag="resume", array_like=True, gc=False):
+    """Continue these suspended requests. Unknown uids are ignored."""
+
+    uids: list[int]
 
 
 Argument = str | int | float | bool | list[str] | None
@@ -204,7 +206,7 @@ MAX_PAYLOAD_BYTES = 32 * 1024 * 1024
 
 
 class Control(Struct, tag="control", array_like=True, gc=False):
-    """A question or an order to the scheduler process, answered by one ``Reply`` with the same ``call_id``.
+    """A control call to the scheduler process, answered by one ``Reply`` with the same ``call_id``.
 
     ``name``: "flush_cache", "pause", "continue", "server_info", "freeze_gc", "start_profile" or "stop_profile"; any
     other is an order to the runner, which carries it out between two steps. ``arguments``: keyword arguments; paths of
@@ -221,7 +223,7 @@ class Control(Struct, tag="control", array_like=True, gc=False):
 class NewEpoch(Struct, tag="new_epoch", array_like=True, gc=False):
     """The detokenizer is replaced: forget all requests, they come again. Answered by ``Ready``.
 
-    All frames that follow, of everybody to everybody, are of ``epoch``; what was on its way reaches nobody.
+    All frames that follow, in all channels, are of ``epoch``; those that were on their way are dropped.
     """
 
     epoch: int
@@ -230,48 +232,24 @@ class NewEpoch(Struct, tag="new_epoch", array_like=True, gc=False):
 # ---------------------------------------------------------------- scheduler to detokenizer
 
 
-class Opened(Struct, array_like=True, gc=False):
-    """A request gave its first token in this step, or goes on behind ``resumed_ids``, which were given out before.
+class TextOpened(Struct, array_like=True, gc=False):
+    """A request has its first token in this step, or goes on behind ``known_ids``, which were delivered before.
 
-    ``num_cached``: prompt tokens taken from the prefix cache. ``num_preemptions``: those before it went on.
+    ``num_preemptions``: those before it went on.
     """
 
-    uid: int
+    first_token: FirstToken
     text: TextRules
-    num_cached: int
-    admitted_at: float
-    first_token_at: float
-    resumed_ids: list[int] = []
+    known_ids: list[int] = []
     num_preemptions: int = 0
 
 
-class Ended(Struct, array_like=True, gc=False):
-    """A request ended in the scheduler, after the tokens of the same message. It may never have been opened."""
+class End(Struct, array_like=True, gc=False):
+    """The end of a request: why, and what its ``meta_info`` needs. The detokenizer fills in what follows ``message``.
 
-    uid: int
-    code: FinishCode
-    matched: int | str | None = None
-    stage: str = ""
-    message: str = ""
-
-
-class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
-    """The sampled tokens of one step, and what else happened in it.
-
-    Order of reading: ``opened``, then ``tokens``, then ``preempted``, then ``ended``. An empty one is a sign of life.
+    Times are None for what was never reached. In a ``StepOutput`` it comes after the tokens of the request, whose text
+    may never have been opened.
     """
-
-    tokens: TokenColumns = field(default_factory=TokenColumns)
-    opened: list[Opened] = []
-    preempted: list[int] = []
-    ended: list[Ended] = []
-
-
-# ---------------------------------------------------------------- to the frontend
-
-
-class Finished(Struct, array_like=True, gc=False):
-    """The end of a request, with what its ``meta_info`` needs. Times are None for what was never reached."""
 
     uid: int
     code: FinishCode
@@ -285,19 +263,34 @@ class Finished(Struct, array_like=True, gc=False):
     ended_at: float = 0.0
 
 
+class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
+    """The sampled tokens of one step, and the events since the step before.
+
+    Order of reading: ``opened``, then ``tokens``, then ``preempted``, then ``ended``. An empty one is a heartbeat.
+    """
+
+    tokens: TokenColumns = field(default_factory=TokenColumns)
+    opened: list[TextOpened] = []
+    preempted: list[int] = []
+    ended: list[End] = []
+
+
+# ---------------------------------------------------------------- to the frontend
+
+
 class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
     """New tokens of one step, with ``texts[i]`` for ``tokens.uids[i]``. A uid can be there more than once.
 
-    A request may be in ``finished`` and in the columns; its chunk comes first. ``num_open``: requests that the
-    detokenizer holds after this frame. ``begun``: those that gave their first token, with or without a chunk.
+    A request may be in ``ended`` and in the columns; its chunk comes first. ``num_open``: requests that the
+    detokenizer holds after this frame. ``first_tokens``: of requests that have one now, with or without a chunk.
     ``preempted``: uids of requests that were preempted since the frame before, once for each time.
     """
 
     tokens: TokenColumns = field(default_factory=TokenColumns)
     texts: list[str] = []
-    finished: list[Finished] = []
+    ended: list[End] = []
     num_open: int = 0
-    begun: list[Begun] = []
+    first_tokens: list[FirstToken] = []
     preempted: list[int] = []
 
     def __post_init__(self) -> None:
@@ -306,8 +299,8 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
 
     @property
     def has_news(self) -> bool:
-        """Whether it says more than that the sender is alive."""
-        return bool(self.texts or self.tokens.extras or self.finished or self.begun or self.preempted)
+        """Whether it is more than a heartbeat."""
+        return bool(self.texts or self.tokens.extras or self.ended or self.first_tokens or self.preempted)
 
 
 class Totals(Struct, array_like=True, gc=False):
@@ -392,7 +385,7 @@ class LogRecord(Struct, tag="log", array_like=True, gc=False):
     message: str
 
 
-ToScheduler = Submit | Abort | Suspend | Control
+ToScheduler = Submit | Abort | Suspend | Resume | Control
 ToDetokenizer = StepOutput
 ToFrontend = TextChunks | Stats | Reply | Ready | Failed | Progress | LogRecord
 Message = ToScheduler | NewEpoch | ToDetokenizer | ToFrontend
@@ -401,8 +394,8 @@ Message = ToScheduler | NewEpoch | ToDetokenizer | ToFrontend
 class Frame(Struct, array_like=True, gc=False):
     """What one send carries. A receiver drops frames of another ``epoch`` than the one that it knows.
 
-    ``sender``: a random number for each end that writes. ``number``: how many frames it sent before, so that one that
-    comes twice, or in another's place, is known.
+    ``sender``: a random number for each sender. ``number``: how many frames it sent before, so that a repeated or
+    missing frame is noticed.
     """
 
     epoch: int

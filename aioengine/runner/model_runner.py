@@ -186,7 +186,7 @@ class ModelRunner:
             self._clean_behind(self._newest, plan.closed)
         for uid in plan.closed:
             self._close(uid)
-        for opened in plan.opened:
+        for opened in plan.new_rows:
             self._close(opened.uid)
             try:
                 self._table.open(opened)

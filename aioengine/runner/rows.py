@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.messages import Sampling
     from aioengine.runner.logits import LogitsProcessor
-    from aioengine.scheduler.plan import OpenedRow
+    from aioengine.scheduler.plan import NewRow
 
     Ints = npt.NDArray[np.int64]
 
@@ -110,7 +110,7 @@ class RowTable:
         self._processors = processors
         self._free_indices = list(range(max_rows - 1, -1, -1))
 
-    def open(self, opened: OpenedRow) -> None:
+    def open(self, opened: NewRow) -> None:
         """Learn a request (again).
 
         Raises:
@@ -182,7 +182,7 @@ class RowTable:
                 history[position] = usable[i]
                 request.history = history
 
-    def _check(self, opened: OpenedRow) -> None:
+    def _check(self, opened: NewRow) -> None:
         sampling = opened.sampling
         if opened.kind is not RequestKind.GENERATE:
             message = f"the runner implements requests of kind GENERATE, and this one is {opened.kind.name}"

@@ -20,7 +20,7 @@ from aioengine.protocol.messages import Progress, Sampling
 from aioengine.runner.device_memory import NoAttention
 from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_piece
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
-from aioengine.scheduler.plan import NOTHING, TOKENS, OpenedRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -147,11 +147,11 @@ def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in uids]
     for samplings in (_PLAIN, _MIXED):
         picked = list(islice(cycle(samplings), size))
-        opened = [OpenedRow(uid, picked[uid], 1, [_TOKEN], pages[uid]) for uid in uids]
+        opened = [NewRow(uid, picked[uid], 1, [_TOKEN], pages[uid]) for uid in uids]
         yield Plan([Row(uid, 0, 1, TOKENS, [_TOKEN]) for uid in uids], opened)
         yield Plan([Row(uid, 1, 1, TOKENS) for uid in uids])
         late = uids[size // 2 :]  # these begin anew, with three tokens
-        opened = [OpenedRow(uid, picked[uid], 3, [_TOKEN] * 3, pages[uid]) for uid in late]
+        opened = [NewRow(uid, picked[uid], 3, [_TOKEN] * 3, pages[uid]) for uid in late]
         decoding = uids[: size // 2]
         prompts = [Row(uid, 0, 3, TOKENS, [_TOKEN] * 3) for uid in late]
         yield Plan([*(Row(uid, 2, 1, TOKENS) for uid in decoding), *prompts], opened, closed=late)
@@ -162,9 +162,7 @@ def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
 
 def _one_prompt(size: int, page_size: int) -> Iterator[Plan]:
     ids = [_TOKEN] * size
-    yield Plan(
-        [Row(0, 0, size, TOKENS, ids)], [OpenedRow(0, _PLAIN[0], size, ids, [*range(-(-(size + 1) // page_size))])]
-    )
+    yield Plan([Row(0, 0, size, TOKENS, ids)], [NewRow(0, _PLAIN[0], size, ids, [*range(-(-(size + 1) // page_size))])])
     yield Plan([], closed=[0])
 
 
@@ -176,6 +174,6 @@ def _full_step(limits: Limits, page_size: int) -> Iterator[Plan]:
     size = min(limits.max_tokens // num_rows, limits.context_length - 1, limits.num_pages // num_rows * page_size)
     ids, num_pages = [_TOKEN] * size, -(-size // page_size)
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in range(num_rows)]
-    opened = [OpenedRow(uid, _PLAIN[0], size, ids, pages[uid]) for uid in range(num_rows)]
+    opened = [NewRow(uid, _PLAIN[0], size, ids, pages[uid]) for uid in range(num_rows)]
     yield Plan([Row(uid, 0, size, TOKENS, ids) for uid in range(num_rows)], opened)
     yield Plan([], closed=list(range(num_rows)))

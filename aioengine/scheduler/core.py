@@ -6,21 +6,18 @@ from collections import deque
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from aioengine.protocol.messages import FinishCode
-from aioengine.scheduler.gates import Gate
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from aioengine.config import Settings
-    from aioengine.protocol.messages import Control, Progress, Reply, Stats, StepOutput, Submit
+    from aioengine.protocol.messages import Control, Progress, Reply, StepOutput
     from aioengine.scheduler.plan import Plan, StepResult
     from aioengine.scheduler.scheduler import Scheduler
 
 Ticket = TypeVar("Ticket")
 
-MAX_FAILURES = 3  # failed steps in a row; then the runner is taken to be broken
+MAX_FAILURES = 3  # failed steps in a row; then the runner counts as broken
 
 
 class Runner(Protocol[Ticket]):
@@ -34,7 +31,7 @@ class Runner(Protocol[Ticket]):
 
     @property
     def facts(self) -> Mapping[str, str | int | float | bool]:
-        """What it runs on, as ``Ready`` tells it; ``num_pages`` (an int) is the pool that the scheduler may use."""
+        """What it runs on, for ``Ready``; ``num_pages`` (an int) is the size of the pool that the scheduler may use."""
         ...
 
     def launch(self, plan: Plan) -> Ticket:
@@ -42,7 +39,7 @@ class Runner(Protocol[Ticket]):
         ...
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for the step and give its tokens."""
+        """Wait for the end of the step."""
         ...
 
     def control(self, order: Control) -> Reply:
@@ -61,7 +58,7 @@ class Runner(Protocol[Ticket]):
 
 
 class Trace(Protocol):
-    """Marks the parts of a step for a profile, as long as one is made."""
+    """Marks the parts of a step for a profile, while one is recorded."""
 
     def part(self, name: str) -> AbstractContextManager[object]:
         """A range named ``name``."""
@@ -85,7 +82,7 @@ class NoTrace:
 
 
 class RunnerFactory(Protocol):
-    """What ``settings.runner.factory`` names: builds the runner, telling of long work through ``report``."""
+    """The function that ``settings.runner.factory`` names: builds the runner and reports long work to ``report``."""
 
     def __call__(self, settings: Settings, report: Callable[[Progress], None], /) -> Runner[Any]: ...
 
@@ -93,10 +90,8 @@ class RunnerFactory(Protocol):
 class SchedulerCore(Generic[Ticket]):
     """Scheduler and runner together: each ``step`` plans, launches, and collects the step that is due.
 
-    depth: how many steps may be in flight beside the one just launched. 0 waits for each step before it plans the next;
-    1 plans and launches the next while the device computes.
-    clock: dates what is collected; without it, the ``now`` of the step, which is then too early by the wait.
-    trace: hears of the parts of each step.
+    Attributes:
+        scheduler: chooses the steps. requests: its requests; submit, abort and hold them here, between two steps.
     """
 
     def __init__(
@@ -108,9 +103,15 @@ class SchedulerCore(Generic[Ticket]):
         clock: Callable[[], float] | None = None,
         trace: Trace | None = None,
     ) -> None:
+        """``depth``: how many steps may be in flight beside the one just launched. 0 waits for each step before it
+        plans the next; 1 plans and launches the next while the device computes. ``clock``: dates what is collected;
+        without it that is the ``now`` of the step, which is too early by the wait. ``trace``: marks the parts of each
+        step.
+        """
         if depth < 0:
             raise ValueError(f"depth must be 0 or more, not {depth}")
-        self._scheduler = scheduler
+        self.scheduler = scheduler
+        self.requests = scheduler.requests
         self._runner = runner
         self._depth = depth
         self._clock = clock
@@ -120,12 +121,11 @@ class SchedulerCore(Generic[Ticket]):
         self._num_launched = 0
         self._num_failures = 0
         self._is_paused = False
-        self._step_ended_at = 0.0
 
     def step(self, now: float) -> StepOutput | None:
-        """One pass: plan, launch, collect what is due, apply. None: nothing happened that anybody must know.
+        """One pass: plan, launch, collect what is due, apply. None: there is nothing to report.
 
-        Raises what the runner raised when it has failed ``MAX_FAILURES`` times in a row.
+        Raises the runner's exception when it has failed ``MAX_FAILURES`` times in a row.
         """
         if self._border_calls and not self._in_flight:
             self._run_border_calls()
@@ -134,86 +134,39 @@ class SchedulerCore(Generic[Ticket]):
             self._launch(plan)
         is_due = len(self._in_flight) > self._depth or plan is None
         output = self._collect(now) if is_due and self._in_flight else None
-        if output is None and self._scheduler.has_events:
-            output = self._scheduler.take_events()
+        if output is None and self.requests.outbox.has_events:
+            output = self.requests.outbox.take()
         return output
 
     @property
     def has_work(self) -> bool:
-        """Whether calling ``step`` now does anything. False: nothing to do before a message or ``next_deadline``."""
-        if self._in_flight or self._scheduler.has_events or self._border_calls:
+        """Whether calling ``step`` now does anything. False: nothing to do before a message or the next deadline."""
+        if self._in_flight or self.requests.outbox.has_events or self._border_calls:
             return True
-        return self._scheduler.has_requests and not self._is_paused
+        return not (self.requests.is_idle or self._is_paused)
 
-    def submit(self, submit: Submit, now: float = 0.0) -> None:
-        """Queue a request; ``now`` is for those that are to be refused when late.
+    def forget_all(self) -> None:
+        """Drop all requests, events that were not reported, and calls that wait for a step border.
 
-        Raises ValueError for a uid that is alive.
+        The requests can be submitted again. Computed pages stay cached.
         """
-        self._scheduler.submit(submit, now)
-
-    def abort(self, uids: Iterable[int] | None, code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
-        """End requests in whatever state; their pages are free at once. Unknown uids are ignored.
-
-        None: all, as if they had never been; nobody is told, nor of what else happened. They may come again. Calls that
-        wait for a step border are dropped, too.
-
-        With STOP the frontend knows already and nothing is said; else the next ``step`` gives one ``Ended`` for each.
-        """
-        if uids is None:
-            self._border_calls.clear()
-        self._scheduler.abort(uids, code, message)
-
-    def suspend(self, uids: Iterable[int], *, is_over: bool = False) -> None:
-        """Compute nothing more of these requests, or (``is_over``) go on with them: the gate ``SUSPENDED``."""
-        change = self.open_gate if is_over else self.close_gate
-        change(uids, Gate.SUSPENDED)
-
-    def close_gate(self, uids: Iterable[int], gate: Gate) -> None:
-        """Give these requests no row in any later plan until ``open_gate``. Unknown uids are ignored.
-
-        A running request keeps its pages unless ``gate.keeps_pages`` is False; rows in flight still give their tokens
-        while it keeps them. A gate that is to hold a new request is closed right after ``submit``. Raises ValueError
-        for ``Gate.PREFIX``.
-        """
-        self._scheduler.close_gate(uids, gate)
-
-    def open_gate(self, uids: Iterable[int], gate: Gate) -> None:
-        """Go on with these requests, unless another gate is closed. Unknown uids and open gates are ignored."""
-        self._scheduler.open_gate(uids, gate)
-
-    def next_deadline(self) -> float | None:
-        """When ``step`` should be called at the latest; None: no request has a deadline."""
-        return self._scheduler.next_deadline()
+        self._border_calls.clear()
+        self.requests.forget_all()
 
     def pause(self) -> None:
-        """Launch nothing more until ``resume``; what is in flight is collected, deadlines and aborts still act."""
+        """Launch no step until ``unpause``; what is in flight is collected, deadlines and aborts still act."""
         self._is_paused = True
 
-    def resume(self) -> None:
+    def unpause(self) -> None:
         self._is_paused = False
 
     def call_at_border(self, call: Callable[[], None]) -> None:
         """Run ``call`` at the next step border: in ``step``, before it plans, once no step is in flight.
 
-        Nothing is launched until then; what is in flight is collected, deadlines and aborts still act. An exception of
+        No step is launched until then; what is in flight is collected, deadlines and aborts still act. An exception of
         ``call`` is raised by ``step``.
         """
         self._border_calls.append(call)
-
-    def flush_cache(self) -> bool:
-        """Drop all cached pages that no request uses. True when none is left, False when requests still use some."""
-        cache = self._scheduler.cache
-        cache.evict(cache.num_pages)
-        return cache.num_cached == 0
-
-    def stats(self, now: float) -> Stats:
-        """A snapshot of the counters, dated ``now``."""
-        return self._scheduler.stats(now, self._step_ended_at)
-
-    def check_integrity(self) -> None:
-        """Raises RuntimeError unless every page is accounted for; cheap enough to be called on going idle."""
-        self._scheduler.check_integrity()
 
     def _run_border_calls(self) -> None:
         calls, self._border_calls = self._border_calls, []
@@ -222,10 +175,10 @@ class SchedulerCore(Generic[Ticket]):
 
     def _plan(self, now: float) -> Plan | None:
         if self._is_paused or self._border_calls:
-            self._scheduler.expire(now)
+            self.requests.expire(now)
             return None
         with self._trace.part("schedule"):
-            return self._scheduler.schedule(now)
+            return self.scheduler.schedule(now)
 
     def _launch(self, plan: Plan) -> None:
         self._num_launched += 1
@@ -245,13 +198,13 @@ class SchedulerCore(Generic[Ticket]):
             self._fail(plan, error)
             return None
         self._num_failures = 0
-        self._step_ended_at = now if self._clock is None else self._clock()
+        collected_at = now if self._clock is None else self._clock()
         with self._trace.part("apply"):
-            return self._scheduler.apply(plan, result, self._step_ended_at)
+            return self.scheduler.apply(plan, result, collected_at)
 
     def _fail(self, plan: Plan, error: Exception) -> None:
         """The requests of the plan end; the engine goes on, unless it fails again and again."""
         self._num_failures += 1
-        self._scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
         if self._num_failures >= MAX_FAILURES:
             raise error

@@ -47,7 +47,7 @@ class Row(Struct, array_like=True, gc=False):
     new_pages: list[int] = []
 
 
-class OpenedRow(Struct, array_like=True, gc=False):
+class NewRow(Struct, array_like=True, gc=False):
     """A request that the runner must know from this step on (also again, after a preemption).
 
     token_ids: all tokens known so far, prompt then output: for penalties, and for counting output tokens.
@@ -65,13 +65,13 @@ class OpenedRow(Struct, array_like=True, gc=False):
 
 
 class Plan(Struct, array_like=True, gc=False):
-    """What one step computes, in this order: forget ``closed``, learn ``opened``, compute ``rows``.
+    """The work of one step, in this order: forget ``closed``, add ``new_rows``, compute ``rows``.
 
     ``closed`` may name a uid that the runner does not know (a launch had failed) or whose row is still in flight.
     """
 
     rows: list[Row]
-    opened: list[OpenedRow] = []
+    new_rows: list[NewRow] = []
     closed: list[int] = []
 
     @property
@@ -80,7 +80,7 @@ class Plan(Struct, array_like=True, gc=False):
 
 
 class StepResult(Struct, array_like=True, gc=False):
-    """What a step gave.
+    """The result of a step.
 
     tokens: has a row for each row of the plan that gives TOKENS or VECTOR, in the same order. A row with VECTOR has no
         tokens and an extra of the kind ``POOLED_VECTOR``. Behind a number of tokens other than one, rows of the

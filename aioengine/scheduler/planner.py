@@ -1,8 +1,8 @@
-"""Planner: fills one step. It decides who computes what, and moves the counts of the requests on.
+"""Planner: fills one step with rows, and advances the counts of the requests.
 
 Decode rows come first, in the order of rank, one for each running request whose newest token the runner holds; so they
-advance in every step, however long the prompts are. Then the token budget is shared out among the prompts that run,
-and among those of the queue that can be let in.
+advance in every step, however long the prompts are. Then the token budget is divided among the prompts that run, and
+among those of the queue that can be admitted.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import RequestKind
 from aioengine.scheduler.admission import Admission, Refusal, TokenBudget
-from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, OpenedRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from aioengine.config import SchedulerSettings
     from aioengine.memory.prefix_cache import Hold
-    from aioengine.scheduler.lifecycle import Lifecycle
     from aioengine.scheduler.request import Request
+    from aioengine.scheduler.requests import Requests
 
-MAX_LATER = 64  # requests asked in vain in a step: each costs a look into the cache, and is not asked again soon
+MAX_LATER = 64  # requests refused in a step because of a prefix: each costs a look into the cache
 
 
 class Flight:
-    """A plan on its way: beside each row its request, and the pages that this held when the plan was made."""
+    """A plan in flight: its rows, the request of each, and the pages that the request held when the plan was made."""
 
     __slots__ = ("holds", "num_prompt_tokens", "plan", "planned_at", "requests")
 
@@ -37,7 +37,7 @@ class Flight:
         self.holds: list[Hold] = []
 
     def add(self, row: Row, request: Request) -> None:
-        """``request`` computes ``row`` of its prompt; its counts move on as if that were done."""
+        """``request`` computes ``row``; its counts advance as if that were done."""
         self.num_prompt_tokens += row.count
         self.plan.rows.append(row)
         self.requests.append(request)
@@ -50,11 +50,11 @@ class Flight:
 
 
 class Planner:
-    """Fills flights with rows; the only one who admits and preempts."""
+    """Fills flights with rows; nothing else admits and preempts."""
 
-    __slots__ = ("_admission", "_chunk_tokens", "_decode_cost", "_life", "_max_running")
+    __slots__ = ("_admission", "_chunk_tokens", "_decode_cost", "_max_running", "_requests")
 
-    def __init__(self, settings: SchedulerSettings, life: Lifecycle) -> None:
+    def __init__(self, settings: SchedulerSettings, requests: Requests) -> None:
         if settings.max_running < 1 or settings.chunk_tokens < 1:
             raise ValueError(
                 f"max_running ({settings.max_running}) and chunk_tokens ({settings.chunk_tokens}) must be at least 1"
@@ -62,8 +62,8 @@ class Planner:
         self._max_running = settings.max_running
         self._chunk_tokens = settings.chunk_tokens
         self._decode_cost = settings.decode_cost
-        self._life = life
-        self._admission = Admission(life.cache, settings.chunk_tokens)
+        self._requests = requests
+        self._admission = Admission(requests.cache, settings.chunk_tokens)
 
     def fill(self, flight: Flight, now: float) -> None:
         """Choose everything that the next step computes."""
@@ -72,13 +72,12 @@ class Planner:
     def _place_decodes(self, flight: Flight) -> list[Request]:
         """One row for each request that decodes; returns the running requests that compute their prompts.
 
-        One with a closed gate gets no row in this step.
-
-        Pages are taken from the last of the running; so nobody who has a row already loses them.
+        One with a closed gate gets no row in this step. Pages are taken from the last of the running requests, so no
+        request that has a row already loses them.
         """
         prompts: list[Request] = []
         rows, requests, holds = flight.plan.rows, flight.requests, flight.holds
-        for request in self._life.running:
+        for request in self._requests.running:
             if not request.decodes:
                 if not request.num_missing or request.gates:
                     continue  # one without a closed gate has its vector on its way
@@ -120,26 +119,26 @@ class Planner:
     def _grow(self, request: Request) -> int | None:
         """A page for the next position, preempting others where none is left. None: there is none, it must wait.
 
-        A request preempts itself last of all; when it is alone, not before its tokens in flight are known, for it
-        would be let in again at once, lose them again, and never get on.
+        A request preempts itself last of all; when it is alone, not before its tokens in flight are known: it would be
+        admitted again at once, lose them again, and never advance.
         """
-        running = self._life.running
-        while (page := self._life.cache.grow(request.hold)) is None:
+        running = self._requests.running
+        while (page := self._requests.cache.grow(request.hold)) is None:
             if len(running) == 1 and request.num_tokens > len(request.token_ids):
                 return None
-            if self._life.preempt() is request:
+            if self._requests.preempt() is request:
                 return None
         return page
 
     def _place_prompts(self, flight: Flight, prompts: list[Request], now: float) -> None:
-        """Share the rest of the step among the prompts: the first of the running, then the shorter, then new ones."""
+        """Divide the rest of the step among the prompts: the first running one, then the shorter, then new ones."""
         budget = TokenBudget(self._chunk_tokens, self._decode_cost * len(flight.requests))
         prompts[1:] = sorted(prompts[1:], key=lambda request: request.num_missing)
         shares = [(request, budget.take_share(request.num_missing)) for request in prompts]
-        if self._life.waiting:
+        if self._requests.waiting:
             num_partial = sum(share < request.num_missing for request, share in shares)
             for request in self._admit(budget, num_partial, now):
-                flight.plan.opened.append(_opened_row(request))
+                flight.plan.new_rows.append(_new_row(request))
                 shares.append((request, budget.take_share(request.num_missing)))
         for request, share in shares:
             count = share + budget.take_rest(request.num_missing - share)
@@ -147,33 +146,33 @@ class Planner:
                 flight.add(_prompt_row(request, count), request)
 
     def _admit(self, budget: TokenBudget, num_partial: int, now: float) -> Iterator[Request]:
-        """Let waiting requests run, one by one; the caller takes the share of each from ``budget`` in between."""
-        running = self._life.running
+        """Admit waiting requests, one by one; the caller takes the share of each from ``budget`` in between."""
+        running = self._requests.running
         if not budget.left or len(running) >= self._max_running:
             return
         num_later = 0
-        for request in self._life.candidates():
+        for request in self._requests.candidates():
             if request.gates and request.waits_for_prefix:  # any other gate has taken it out of the queue
                 continue
             answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial)
             if answer is Refusal.LATER:
                 num_later += request.waits_for_prefix
                 if num_later == MAX_LATER:
-                    self._life.is_stalled = False  # the next step asks the others
+                    self._requests.is_stalled = False  # the next step looks at the others
                     return
                 continue
             if isinstance(answer, Refusal):
                 return
-            num_missing = request.num_tokens - len(answer.path) * self._life.cache.page_size
+            num_missing = request.num_tokens - len(answer.path) * self._requests.cache.page_size
             num_partial += num_missing > budget.left
-            self._life.admit(request, answer, now)
+            self._requests.admit(request, answer, now)
             yield request
             if not budget.left or len(running) >= self._max_running:
                 return
 
 
-def _opened_row(request: Request) -> OpenedRow:
-    return OpenedRow(
+def _new_row(request: Request) -> NewRow:
+    return NewRow(
         request.uid,
         request.submit.sampling,
         request.num_prompt,

@@ -125,4 +125,4 @@ def _applies(request: Request | None, kind: str) -> bool:
         return False
     if kind == "queue":
         return request.marks.admitted_at is None
-    return kind == "total" or not request.marks.is_opened
+    return kind == "total" or not request.marks.is_text_open

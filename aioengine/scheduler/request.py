@@ -1,8 +1,8 @@
-"""Request: one prompt to continue or to pool, as the scheduler sees it.
+"""Request: one prompt to continue or to pool, as the scheduler sees it, and when a token ends it.
 
 It has ``num_tokens`` positions that are known or on their way and ``num_computed`` positions that have KV or will have
-it by the steps launched so far. Scheduling is letting the second number catch up with the first; a prompt, a chunk of
-it, what is left after a prefix hit and a decode are the same thing.
+it by the steps launched so far. Scheduling lets the second number catch up with the first; a prompt, a chunk of it,
+the rest after a prefix hit and a decode are the same thing.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from aioengine.memory.prefix_cache import Hold
+from aioengine.protocol.messages import End, FinishCode, RequestKind
 from aioengine.scheduler.gates import ALL_OPEN, Gate
 
 if TYPE_CHECKING:
     from aioengine.memory.radix import Node
     from aioengine.protocol.messages import Submit
 
-NOTHING_HELD = Hold()  # what a request that is not running holds; never changed
+NOTHING_HELD = Hold()  # of a request that is not running; never changed
 
 
 class State(Enum):
@@ -33,19 +34,19 @@ class State(Enum):
 
 
 class Marks:
-    """What happened to a request, for its ``Opened`` message and for its deadlines.
+    """What happened to a request, for its ``TextOpened`` message and for its deadlines.
 
     num_charged: tokens that its tenant was charged for it.
     """
 
-    __slots__ = ("admitted_at", "is_opened", "num_cached", "num_charged", "num_preemptions")
+    __slots__ = ("admitted_at", "is_text_open", "num_cached", "num_charged", "num_preemptions")
 
     def __init__(self) -> None:
         self.admitted_at: float | None = None
         self.num_cached = 0
         self.num_charged = 0
         self.num_preemptions = 0
-        self.is_opened = False
+        self.is_text_open = False
 
 
 class Request:
@@ -93,8 +94,8 @@ class Request:
         self.kind = submit.kind
         self.token_ids = list(submit.prompt_token_ids)
         self.num_prompt = len(self.token_ids)
-        if submit.resumed is not None:
-            self.token_ids += submit.resumed.token_ids
+        if submit.continuation is not None:
+            self.token_ids += submit.continuation.token_ids
         self.num_tokens = len(self.token_ids)
         self.num_computed = 0
         self.max_tokens = max_tokens
@@ -117,7 +118,7 @@ class Request:
 
     @property
     def waits_for_prefix(self) -> bool:
-        """Whether the last look into the cache told to wait, and what it told to wait for is still to come."""
+        """Whether another request is still computing the prefix for which this one waits."""
         return self.waits_for is not None and self.waits_for.is_pending
 
     @property
@@ -132,7 +133,7 @@ class Request:
         self.wait_for(None)
 
     def stop(self, state: State) -> None:
-        """Run no longer: forget the pages (the caller frees them) and all tokens that are still in flight."""
+        """Stop running: drop the pages (the caller frees them) and all tokens that are still in flight."""
         self.hold = NOTHING_HELD
         self.holds_last = False
         self.decodes = False
@@ -169,3 +170,42 @@ class Request:
     def open_gate(self, gate: Gate) -> None:
         self.gates -= {gate}
         self.decodes = self.holds_last and not self.gates
+
+
+def end_of(request: Request) -> End | None:
+    """The end of the request if its newest token ends it. A stop token beats the length on the same token.
+
+    A stop token acts when at least ``min_new_tokens`` output tokens stand before it. (Stop strings are found in the
+    detokenizer.)
+    """
+    token_id = request.token_ids[-1]
+    if token_id in request.stop_ids and request.num_output > request.submit.limits.min_new_tokens:
+        return End(request.uid, FinishCode.STOP, token_id)
+    if len(request.token_ids) >= request.max_tokens:
+        return End(request.uid, FinishCode.LENGTH)
+    return None
+
+
+def num_wanted(submit: Submit) -> int:
+    """The most tokens that a request asks for, prompt and output together."""
+    num_output = 0 if submit.kind is RequestKind.POOL else submit.limits.max_new_tokens
+    return len(submit.prompt_token_ids) + num_output
+
+
+def refusal_of(submit: Submit, *, context_length: int, pool_tokens: int) -> End | None:
+    """The end of a request that ends before it begins: its prompt is empty or too long, or it wants no output."""
+    uid, num_prompt = submit.uid, len(submit.prompt_token_ids)
+    if num_prompt == 0:
+        return End(uid, FinishCode.FAILED, stage="schedule", message="the prompt has no tokens; give at least one")
+    is_pooled = submit.kind is RequestKind.POOL
+    if submit.limits.max_new_tokens <= 0 and not is_pooled:
+        return End(uid, FinishCode.LENGTH)
+    least = num_prompt if is_pooled else num_prompt + 1
+    if least > context_length:
+        limit, advice = f"the context holds {context_length}", "shorten it"
+    elif least > pool_tokens:
+        limit, advice = f"the KV pool holds {pool_tokens}", "shorten it or raise max_total_tokens"
+    else:
+        return None
+    message = f"the prompt has {num_prompt} tokens, {limit} with the output; {advice}"
+    return End(uid, FinishCode.TOO_LARGE, message=message)

@@ -1,8 +1,8 @@
-"""Scheduler: ``schedule`` says what the next step computes, ``apply`` takes in what a step gave.
+"""Scheduler: ``schedule`` plans the next step, ``apply`` takes in the result of a step.
 
 Every plan has one row for each request that computes something in that step (``planner`` chooses them). Plans may be
-launched before earlier ones are applied. A row whose request was preempted or ended in between is *late*: its token is
-thrown away, and what it wrote lies in pages that are not its own any more, which whoever got them writes again.
+launched before earlier ones are applied. A row whose request was preempted or ended in between is *late*: its tokens do
+not count, and what it wrote lies in pages that are not its own any more; their next owner writes them again.
 """
 
 from __future__ import annotations
@@ -13,109 +13,59 @@ from typing import TYPE_CHECKING
 from msgspec.structs import asdict
 
 from aioengine.protocol.columns import POOLED_VECTOR
-from aioengine.protocol.messages import FinishCode, Stats, StepOutput
-from aioengine.scheduler.gates import Gate
-from aioengine.scheduler.lifecycle import Lifecycle
+from aioengine.protocol.messages import End, FinishCode, Stats, StepOutput
 from aioengine.scheduler.plan import TOKENS, VECTOR
 from aioengine.scheduler.planner import Flight, Planner
-from aioengine.scheduler.stopping import Finish, finish_of
+from aioengine.scheduler.request import end_of
+from aioengine.scheduler.requests import Requests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from aioengine.config import SchedulerSettings
-    from aioengine.protocol.messages import Submit
     from aioengine.scheduler.plan import Plan, Row, StepResult
     from aioengine.scheduler.request import Request
 
 
 class Scheduler:
-    """Decides, and keeps all state of the requests. It calls nobody and waits for nothing."""
+    """Chooses what each step computes. It has no I/O and no clock.
+
+    Attributes:
+        requests: the living requests. cache: their pages.
+    """
 
     def __init__(self, settings: SchedulerSettings, *, num_pages: int, page_size: int) -> None:
-        self._life = Lifecycle(settings, num_pages=num_pages, page_size=page_size)
-        self._outbox = self._life.outbox
-        self.cache = self._life.cache
-        self._planner = Planner(settings, self._life)
+        self.requests = Requests(settings, num_pages=num_pages, page_size=page_size)
+        self.cache = self.requests.cache
+        self._outbox = self.requests.outbox
+        self._planner = Planner(settings, self.requests)
         self._flights: deque[Flight] = deque()  # launched, not yet applied
         self._applied_at = 0.0
-
-    # ------------------------------------------------------------ requests come and go
-
-    @property
-    def has_requests(self) -> bool:
-        """Whether ``schedule`` may have something to compute: a request waits or runs, and its gates are open."""
-        return not self._life.is_idle
-
-    @property
-    def has_events(self) -> bool:
-        """Whether something ended that no ``StepOutput`` has told yet."""
-        return self._outbox.has_events
-
-    def submit(self, submit: Submit, now: float = 0.0) -> None:
-        """Queue a request; one that can never run is ended at once. Raises ValueError for a uid that is alive.
-
-        ``now``: no earlier than its arrival; for those that are to be refused when they come too late.
-        """
-        self._life.submit(submit, max(now, submit.arrived_at))
-
-    def abort(self, uids: Iterable[int] | None, code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
-        """End requests from outside, in any state; unknown uids are ignored. STOP ends them without an ``Ended``.
-
-        None: all, as if they had never been, but that what was computed is cached.
-        """
-        self._life.abort(uids, code, message)
-
-    def close_gate(self, uids: Iterable[int], gate: Gate) -> None:
-        """As ``SchedulerCore.close_gate``."""
-        self._check_gate(gate)
-        for request in self._life.living(uids):
-            self._life.close_gate(request, gate)
-
-    def open_gate(self, uids: Iterable[int], gate: Gate) -> None:
-        """As ``SchedulerCore.open_gate``."""
-        self._check_gate(gate)
-        for request in self._life.living(uids):
-            self._life.open_gate(request, gate)
-
-    @staticmethod
-    def _check_gate(gate: Gate) -> None:
-        if gate is Gate.PREFIX:
-            raise ValueError("Gate.PREFIX belongs to admission; a call can open and close every other gate")
-
-    def expire(self, now: float) -> None:
-        """End the requests whose deadline has passed; ``schedule`` does it too."""
-        self._life.expire(now)
-
-    def next_deadline(self) -> float | None:
-        """When ``expire`` should be called at the latest, even if nothing else happens; None: no need."""
-        return self._life.next_deadline()
-
-    # ------------------------------------------------------------ what runs next
 
     def schedule(self, now: float) -> Plan | None:
         """The next step, or None when there is nothing to compute before a step in flight is applied.
 
         Every plan must be given to ``apply``, in the same order, or to ``fail``.
         """
-        self._life.expire(now)
+        requests = self.requests
+        requests.expire(now)
         flight = Flight(now)
-        self._life.is_stalled = not self._flights  # until the planner or a change of the requests says otherwise
+        requests.is_stalled = not self._flights  # until the planner or a change of the requests clears it
         self._planner.fill(flight, now)
         if not flight.requests:
             return None
-        self._life.is_stalled = False
-        flight.plan.closed = self._life.closed
-        self._life.closed = []
+        requests.is_stalled = False
+        flight.plan.closed, requests.closed = requests.closed, []
         self._flights.append(flight)
         return flight.plan
 
-    # ------------------------------------------------------------ what a step gave
+    # ------------------------------------------------------------ results
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> StepOutput:
-        """Take in the tokens of the oldest plan in flight; returns them with all that happened since the last time."""
+        """Take in the result of the oldest plan in flight, which fits it (``StepResult.check``).
+
+        Returns the tokens that count, with all events since the last time.
+        """
         flight = self._take_flight(plan)
-        self._life.pace.note_step(now - max(flight.planned_at, self._applied_at), flight.num_prompt_tokens)
+        self.requests.pace.note_step(now - max(flight.planned_at, self._applied_at), flight.num_prompt_tokens)
         self._applied_at = now
         cache = self.cache
         single, others = _by_row(plan, result)
@@ -134,12 +84,12 @@ class Scheduler:
                 cache.insert(hold, request.token_ids, end)
             known = request.token_ids
             known.append(token_id)
-            if not request.marks.is_opened:
-                self._outbox.open(request, now)
+            if not request.marks.is_text_open:
+                self._outbox.open_text(request, now)
             if token_id in request.stop_ids or len(known) >= request.max_tokens:
-                finish = finish_of(request)
-                if finish is not None:
-                    self._life.end(request, finish)
+                ended = end_of(request)
+                if ended is not None:
+                    self.requests.end(request, ended)
         tokens = result.tokens.limited(limits)
         self._outbox.totals.num_steps += 1
         self._outbox.totals.output_tokens += len(tokens.token_ids)
@@ -156,44 +106,40 @@ class Scheduler:
         if error is None and new is None and row.gives:
             error = f"the runner gave no {'vector' if row.gives & VECTOR else 'token'}"
         if error is not None:
-            self._life.end(request, Finish(FinishCode.FAILED, stage="sample", message=error), is_spoilt=True)
+            failed = End(row.uid, FinishCode.FAILED, stage="sample", message=error)
+            self.requests.end(request, failed, is_invalid=True)
             return 0
         end = row.start + row.count
         if end >= request.hold.border:
             self.cache.insert(request.hold, request.token_ids, end)
-        if not row.gives or new is None:
+        if new is None:  # a part of a prompt
             return None
-        if (new or row.gives & VECTOR) and not request.marks.is_opened:
-            self._outbox.open(request, now)
+        if (new or row.gives & VECTOR) and not request.marks.is_text_open:
+            self._outbox.open_text(request, now)
         if row.gives & VECTOR:
-            self._life.end(request, Finish(FinishCode.STOP))
+            self.requests.end(request, End(row.uid, FinishCode.STOP))
             return None
         for num_taken, token_id in enumerate(new, 1):
             request.token_ids.append(token_id)
-            finish = finish_of(request)
-            if finish is not None:
-                self._life.end(request, finish)
+            ended = end_of(request)
+            if ended is not None:
+                self.requests.end(request, ended)
                 return num_taken
         request.fall_behind(end)
         return None
 
     def fail(self, plan: Plan, message: str) -> None:
-        """A plan in flight gave nothing: its requests end, all others go on.
+        """A plan in flight has no result: its requests end, all others go on.
 
         Whether the runner has read a plan that could not be launched is unknown; what it closed is closed again.
         """
         num_later = len(self._flights) - 1 - self._place_of(plan)
         flight = self._take_flight(plan)
         if num_later == 0:
-            self._life.closed = plan.closed + self._life.closed
-        finish = Finish(FinishCode.FAILED, stage="forward", message=message)
+            self.requests.closed = plan.closed + self.requests.closed
         for request, hold in zip(flight.requests, flight.holds, strict=True):
             if request.hold is hold:
-                self._life.end(request, finish)
-
-    def take_events(self) -> StepOutput:
-        """What happened since the last ``StepOutput``, without tokens."""
-        return self._outbox.take()
+                self.requests.end(request, End(request.uid, FinishCode.FAILED, stage="forward", message=message))
 
     def _take_flight(self, plan: Plan) -> Flight:
         flight = self._flights[self._place_of(plan)]
@@ -208,28 +154,29 @@ class Scheduler:
 
     # ------------------------------------------------------------ figures
 
-    def stats(self, now: float, step_ended_at: float) -> Stats:
-        """A snapshot of the counters."""
+    def stats(self, now: float) -> Stats:
+        """A snapshot of the counters, dated ``now``."""
+        requests, cache = self.requests, self.cache
         return Stats(
             **asdict(self._outbox.totals),
             sent_at=now,
-            num_running=len(self._life.running),
-            num_waiting=len(self._life.waiting) + len(self._life.gated),
-            num_pages=self.cache.num_pages,
-            num_free_pages=self.cache.num_free,
-            num_cached_pages=self.cache.num_cached,
-            step_ended_at=step_ended_at,
+            num_running=len(requests.running),
+            num_waiting=len(requests.waiting) + len(requests.gated),
+            num_pages=cache.num_pages,
+            num_free_pages=cache.num_free,
+            num_cached_pages=cache.num_cached,
+            step_ended_at=self._applied_at,
         )
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless free, cached and owned pages add up. Cheap when nothing runs."""
-        self.cache.check_integrity(request.hold for request in self._life.running)
+        """Raises RuntimeError unless free, cached and owned pages add up. Cheap when no request runs."""
+        self.cache.check_integrity(request.hold for request in self.requests.running)
 
 
 def _by_row(plan: Plan, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
     """For each row of the plan its only token, -1 for any other row; and by uid the tokens of those other rows.
 
-    These have an entry where they gave what they should, none or several tokens or a vector.
+    These have an entry where they gave what they should: none or several tokens, or a vector.
     """
     tokens = result.tokens
     others: dict[int, list[int]] = {}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aioengine.logs import warn
-from aioengine.protocol.messages import Abort, Control, Reply, Stats, Submit, Suspend, TextChunks, Totals
+from aioengine.protocol.messages import Abort, Control, Reply, Resume, Stats, Submit, Suspend, TextChunks, Totals
 from aioengine.supervision.processes import Events
 from aioengine.supervision.routing import Routes
 from aioengine.supervision.tasks import EngineTask
@@ -137,8 +137,8 @@ class Fleet:
             if isinstance(message, TextChunks):
                 self._num_open[number] = message.num_open
                 message.num_open = sum(self._num_open.values())
-                for finished in message.finished:
-                    self._routes.forget(finished.uid)
+                for end in message.ended:
+                    self._routes.forget(end.uid)
             elif isinstance(message, Stats):
                 self._stats[number] = message
                 message = _sum(self._stats.values())
@@ -179,7 +179,7 @@ class Fleet:
         self.send(requests)
 
 
-def _with_uids(message: Abort | Suspend, uids: list[int]) -> Abort | Suspend:
+def _with_uids(message: Abort | Suspend | Resume, uids: list[int]) -> Abort | Suspend | Resume:
     return msgspec.structs.replace(message, uids=uids)
 
 

@@ -25,9 +25,9 @@ from aioengine.protocol.messages import (
     DETOKENIZER,
     SCHEDULER,
     Control,
+    End,
     Failed,
     FinishCode,
-    Finished,
     LogRecord,
     Progress,
     Ready,
@@ -364,8 +364,8 @@ def _failure(message: Message, error: UnencodableError) -> ToFrontend:
     text = f"it cannot be sent to the scheduler process: {error}"
     match message:
         case Submit(uid=uid):
-            end = Finished(uid, FinishCode.FAILED, stage="submit", message=text, ended_at=time.monotonic())
-            return TextChunks(finished=[end])
+            end = End(uid, FinishCode.FAILED, stage="submit", message=text, ended_at=time.monotonic())
+            return TextChunks(ended=[end])
         case Control(call_id=call_id):
             return Reply(call_id, False, text, stage="submit")
         case _:

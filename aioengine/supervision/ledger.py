@@ -21,11 +21,12 @@ from msgspec.structs import replace
 
 from aioengine.protocol.messages import (
     Abort,
+    Continuation,
     Control,
+    End,
     FinishCode,
-    Finished,
     Reply,
-    Resumed,
+    Resume,
     Submit,
     Suspend,
     TextChunks,
@@ -35,7 +36,7 @@ from aioengine.supervision.trials import Blame, Trials
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from aioengine.protocol.messages import Begun, ToFrontend, ToScheduler
+    from aioengine.protocol.messages import FirstToken, ToFrontend, ToScheduler
 
 CRASH_STAGE: Final = "crash"
 """The stage in the error of a request that killed its process, and of a control that was lost with one."""
@@ -48,21 +49,23 @@ class OpenRequest:
     """A request without an end.
 
     Attributes:
-        token_ids: the output ids that were delivered. begun: how it began. num_preemptions: how often it was preempted.
+        token_ids: the output ids that were delivered. first_token: None until it came. num_preemptions: how often it
+            was preempted.
         abort: how it shall end. has_replayed_abort: the abort was sent again, after a restart.
         is_sent: the present scheduler has the request. is_suspended: no more of it is computed for now.
     """
 
     __slots__ = (
-        "abort", "begun", "has_replayed_abort", "is_sent", "is_suspended", "num_preemptions", "submit", "token_ids",
+        "abort", "first_token", "has_replayed_abort", "is_sent", "is_suspended", "num_preemptions", "submit",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(self, submit: Submit) -> None:
-        resumed = submit.resumed  # it began in another replica
+        continuation = submit.continuation  # it began in another replica
         self.submit = submit
-        self.token_ids: list[int] = [] if resumed is None else resumed.token_ids.copy()
-        self.begun: Begun | None = None if resumed is None else resumed.begun
-        self.num_preemptions = 0 if resumed is None else resumed.num_preemptions
+        self.token_ids: list[int] = [] if continuation is None else continuation.token_ids.copy()
+        self.first_token: FirstToken | None = None if continuation is None else continuation.first_token
+        self.num_preemptions = 0 if continuation is None else continuation.num_preemptions
         self.abort: Abort | None = None
         self.has_replayed_abort = False
         self.is_sent = False
@@ -70,7 +73,7 @@ class OpenRequest:
 
     @property
     def has_begun(self) -> bool:
-        return self.begun is not None
+        return self.first_token is not None
 
     @property
     def num_known(self) -> int:
@@ -80,9 +83,9 @@ class OpenRequest:
     def messages(self, *, is_suspect: bool) -> list[ToScheduler]:
         """The request again, from where it is, with its abort. Each token of a suspect is delivered at once."""
         submit = self.submit
-        if self.begun is not None:
-            resumed = Resumed(self.begun, self.token_ids.copy(), self.num_preemptions)
-            submit = replace(submit, limits=replace(submit.limits, refuses_late=False), resumed=resumed)
+        if self.first_token is not None:
+            continuation = Continuation(self.first_token, self.token_ids.copy(), self.num_preemptions)
+            submit = replace(submit, limits=replace(submit.limits, refuses_late=False), continuation=continuation)
         if is_suspect:
             submit = replace(submit, text=replace(submit.text, stream=True, stream_interval=1))
         return [submit] if self.abort is None else [submit, self.abort]
@@ -152,7 +155,7 @@ class Ledger:
         self._token_ids: dict[int, list[int]] = {}  # uid -> the ``token_ids`` of its request
         self._trials = Trials()
         self._has_progress = True  # some request gave a token since one was found guilty
-        self._ended: list[Finished] = []
+        self._ended: list[End] = []
 
     @property
     def num_open(self) -> int:
@@ -180,7 +183,7 @@ class Ledger:
                         due.append(message)
                 case Abort():
                     due += self._abort(message, now)
-                case Suspend():
+                case Suspend() | Resume():
                     due += self._suspend(message)
                 case Control():
                     self.calls.add(message)
@@ -207,23 +210,23 @@ class Ledger:
             if request.is_sent:
                 sent.append(uid)
             elif not request.has_begun:
-                self._end(Finished(uid, abort.code, message=abort.message, ended_at=now))
+                self._end(End(uid, abort.code, message=abort.message, ended_at=now))
         due: list[ToScheduler] = [Abort(sent, abort.code, abort.message)] if sent else []
         if self.holds_back and self.is_connected:
             self._trials.settle()
             due += self._release()
         return due
 
-    def _suspend(self, suspend: Suspend) -> list[ToScheduler]:
+    def _suspend(self, message: Suspend | Resume) -> list[ToScheduler]:
         """A suspect that is suspended proves nothing; others do not wait for it."""
-        for uid in suspend.uids:
+        for uid in message.uids:
             if (request := self._requests.get(uid)) is not None:
-                request.is_suspended = not suspend.is_over
+                request.is_suspended = isinstance(message, Suspend)
                 if request.is_suspended and uid == self._trials.on_trial:
                     self._trials.clear(uid)
         if not self.is_connected:
             return []
-        return [suspend, *self._release()] if self._trials.settle() else [suspend]
+        return [message, *self._release()] if self._trials.settle() else [message]
 
     def _release(self) -> list[ToScheduler]:
         """The requests that may go on now and were not sent. One that was aborted ends before it is computed."""
@@ -244,9 +247,9 @@ class Ledger:
 
     def receive(self, chunks: TextChunks) -> list[ToScheduler]:
         """Record what is delivered; returns what is sent now."""
-        for begun in chunks.begun:
-            if (request := self._requests.get(begun.uid)) is not None:
-                request.begun = begun
+        for first_token in chunks.first_tokens:
+            if (request := self._requests.get(first_token.uid)) is not None:
+                request.first_token = first_token
         tokens = chunks.tokens
         for known, token_id in zip(map(self._token_ids.get, tokens.uid_of_each()), tokens.token_ids, strict=True):
             if known is not None:
@@ -254,8 +257,8 @@ class Ledger:
         for uid in chunks.preempted:
             if (request := self._requests.get(uid)) is not None:
                 request.num_preemptions += 1
-        for finished in chunks.finished:
-            self._forget(finished.uid)
+        for end in chunks.ended:
+            self._forget(end.uid)
         if tokens.token_ids:
             self._has_progress = True
         if self._trials.on_trial is None or not self.is_connected:  # new children send messages before all are ready
@@ -276,7 +279,7 @@ class Ledger:
         """What no process will report: ends of requests, and replies to controls that were lost."""
         ended, self._ended = self._ended, []
         lost, self.calls.lost = self.calls.lost, []
-        return [TextChunks(finished=ended), *lost] if ended else [*lost]
+        return [TextChunks(ended=ended), *lost] if ended else [*lost]
 
     def expire(self, now: float) -> None:
         """End requests that wait here beyond a deadline and gave nothing yet."""
@@ -284,7 +287,7 @@ class Ledger:
             if not request.is_sent and not request.has_begun:
                 passed = [which for which, time in request.submit.limits.deadlines().items() if time <= now]
                 if passed:
-                    self._end(Finished(uid, FinishCode.DEADLINE, passed[0], ended_at=now))
+                    self._end(End(uid, FinishCode.DEADLINE, passed[0], ended_at=now))
 
     # ------------------------------------------------------------ crashes
 
@@ -300,7 +303,7 @@ class Ledger:
             self.calls.put_back()
         for uid, request in list(self._requests.items()):
             if request.is_sent and request.has_replayed_abort and request.abort is not None:
-                self._end(Finished(uid, request.abort.code, message=request.abort.message, ended_at=now))
+                self._end(End(uid, request.abort.code, message=request.abort.message, ended_at=now))
             request.is_sent = False
         for uid, end in rows.items():
             suspect = self._requests.get(uid)
@@ -311,7 +314,7 @@ class Ledger:
         if blame is Blame.GUILTY and self._trials.on_trial is not None:
             text = f"{how} each time it computed this request, at last with no other beside it; all others go on"
             uid = self._trials.on_trial
-            self._end(Finished(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=text, ended_at=now))
+            self._end(End(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=text, ended_at=now))
             self._has_progress = False
         return blame if is_believed else Blame.NOBODY
 
@@ -325,10 +328,10 @@ class Ledger:
         self._trials = Trials()
         return self._release()
 
-    def _end(self, finished: Finished) -> None:
+    def _end(self, end: End) -> None:
         """End a request here; the end is reported later."""
-        self._forget(finished.uid)
-        self._ended.append(finished)
+        self._forget(end.uid)
+        self._ended.append(end)
 
     def _forget(self, uid: int) -> None:
         self._requests.pop(uid, None)

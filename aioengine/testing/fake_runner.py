@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from aioengine.config import Settings
     from aioengine.protocol.messages import Control, Limits, Progress, Sampling
-    from aioengine.scheduler.plan import OpenedRow, Plan, Row
+    from aioengine.scheduler.plan import NewRow, Plan, Row
 
 MASK = (1 << 64) - 1
 UNWRITTEN = -1
@@ -126,7 +126,7 @@ class _FakeRow:
 
     __slots__ = ("is_behind", "kind", "last_token", "num_prompt", "num_steps", "pages", "sampling")
 
-    def __init__(self, opened: OpenedRow) -> None:
+    def __init__(self, opened: NewRow) -> None:
         self.sampling = opened.sampling
         self.kind = opened.kind
         self.num_prompt = opened.num_prompt
@@ -186,7 +186,7 @@ class FakeRunner:
             self._faults.on_launch(self._step)
         for uid in plan.closed:
             self._rows.pop(uid, None)
-        for opened in plan.opened:
+        for opened in plan.new_rows:
             self._rows[opened.uid] = _FakeRow(opened)
         result = StepResult(TokenColumns())
         for row in plan.rows:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from aioengine.config import Settings
     from aioengine.protocol.messages import Control, Progress, Reply
-    from aioengine.scheduler.plan import OpenedRow, Plan, Row, StepResult
+    from aioengine.scheduler.plan import NewRow, Plan, Row, StepResult
     from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 
 ANSWERS_OPTION = "answers"
@@ -44,7 +44,7 @@ class ScriptedRunner:
         """As of ``FakeRunner``, with the tokens of the answers."""
         for uid in plan.closed:
             self._rows.pop(uid, None)
-        for opened in plan.opened:
+        for opened in plan.new_rows:
             self._rows[opened.uid] = (opened.num_prompt, self._answer(opened))
         ticket = self._inner.launch(plan)
         sampling = [row for row in plan.rows if row.gives & TOKENS]
@@ -69,7 +69,7 @@ class ScriptedRunner:
         self._rows.clear()
         self._inner.close()
 
-    def _answer(self, opened: OpenedRow) -> bytes:
+    def _answer(self, opened: NewRow) -> bytes:
         prompt = bytes(token_id for token_id in opened.token_ids[: opened.num_prompt] if token_id < NUM_BYTES)
         text = prompt.decode(errors="replace")
         return next((answer.encode() for key, answer in self._answers if key in text), b"")

@@ -69,7 +69,7 @@ def run(steps: Steps, batch: int, *, num_cached: int, num_steps: int, first_uid:
     for uid in range(first_uid, first_uid + batch):
         prompt = [(uid * 7919 + place * 31) % 10_000 for place in range(num_cached)]
         limits = Limits(num_steps + 40)
-        steps.scheduler.submit(Submit(uid, prompt, Sampling(uid, temperature=0.6), limits, TextRules()))
+        steps.scheduler.requests.submit(Submit(uid, prompt, Sampling(uid, temperature=0.6), limits, TextRules()))
     steps.step()
     while steps.in_flight[-1][0].num_tokens > batch or len(steps.in_flight[-1][0].rows) < batch:
         steps.step()
@@ -81,7 +81,7 @@ def run(steps: Steps, batch: int, *, num_cached: int, num_steps: int, first_uid:
 
 
 def finish(steps: Steps) -> None:
-    while steps.scheduler.has_requests or steps.in_flight:
+    while not steps.scheduler.requests.is_idle or steps.in_flight:
         steps.step()
 
 

@@ -74,8 +74,8 @@ def core_with(rows: int, *, output: int, depth: int) -> SchedulerCore[StepResult
     for uid in range(rows):
         prompt = [uid % 50_000, uid // 50_000, *range(PROMPT_TOKENS - 2)]
         limits = Limits(max_new_tokens=output, stop_token_ids=(0,))
-        core.submit(Submit(uid, prompt, Sampling(seed=uid), limits, TextRules()))
-    while core.stats(0.0).output_tokens < rows or core.stats(0.0).num_waiting:
+        core.requests.submit(Submit(uid, prompt, Sampling(seed=uid), limits, TextRules()))
+    while core.scheduler.stats(0.0).output_tokens < rows or core.scheduler.stats(0.0).num_waiting:
         core.step(0.0)
     return core
 
@@ -83,12 +83,12 @@ def core_with(rows: int, *, output: int, depth: int) -> SchedulerCore[StepResult
 def measure(rows: int, *, output: int, depth: int) -> Figure:
     """Step until the first request ends, all rows decoding."""
     core = core_with(rows, output=output, depth=depth)
-    before = core.stats(0.0)
+    before = core.scheduler.stats(0.0)
     started = time.process_time()
-    while core.stats(0.0).num_finished == 0:
+    while core.scheduler.stats(0.0).num_finished == 0:
         core.step(0.0)
     spent = time.process_time() - started
-    after = core.stats(0.0)
+    after = core.scheduler.stats(0.0)
     num_tokens = after.output_tokens - before.output_tokens
     num_steps = after.num_steps - before.num_steps
     runner_us = null_runner_us(rows)
@@ -99,7 +99,7 @@ def measure(rows: int, *, output: int, depth: int) -> Figure:
 def null_runner_us(rows: int) -> float:
     """What the null runner takes for a step of decode rows."""
     core = core_with(rows, output=64, depth=0)
-    plan = core._scheduler.schedule(0.0)  # pyright: ignore[reportPrivateUsage]
+    plan = core.scheduler.schedule(0.0)
     assert plan is not None
     runner = NullRunner()
     repeats = 200

@@ -28,7 +28,7 @@ from aioengine.processes.detokenizer_process import DetokenizerService
 from aioengine.processes.open_text import TextSource
 from aioengine.protocol.codec import FrameDecoder, FrameEncoder
 from aioengine.protocol.columns import TokenColumns
-from aioengine.protocol.messages import Message, Opened, StepOutput, TextChunks, TextRules
+from aioengine.protocol.messages import FirstToken, Message, StepOutput, TextChunks, TextOpened, TextRules
 from aioengine.transport.addresses import Listener, listen
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 
@@ -144,7 +144,7 @@ def measure_detokenizer() -> list[Figure]:
         rounds: list[float] = []
         for _ in range(REPEATS):
             service = DetokenizerService(source)
-            service.handle([StepOutput(opened=[Opened(uid, rule, 0, 0.0, 0.0) for uid in uids])], 0.0)
+            service.handle([StepOutput(opened=[TextOpened(FirstToken(uid, 0, 0.0, 0.0), rule) for uid in uids])], 0.0)
             start = time.process_time()
             for step in steps:
                 service.handle([step], 0.0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from aioengine.protocol.messages import Ended, Limits, Sampling, Submit, TextRules
+from aioengine.protocol.messages import End, Limits, Sampling, Submit, TextRules
 from aioengine.runner.build import build
 from aioengine.runner.model_runner import ModelRunner, Ticket
 from aioengine.scheduler.core import SchedulerCore
@@ -83,7 +83,7 @@ class World:
 
     settings: Settings
     outputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    ended: dict[int, Ended] = field(default_factory=dict[int, Ended])
+    ended: dict[int, End] = field(default_factory=dict[int, End])
     num_cached: dict[int, int] = field(default_factory=dict[int, int])
     num_preemptions: int = 0
 
@@ -100,7 +100,7 @@ class World:
         self._next_uid += 1
         sampling = sampling or Sampling(uid, temperature=0.0)
         self.outputs[uid] = []
-        self.core.submit(Submit(uid, prompt, sampling, Limits(max_new_tokens), TextRules()))
+        self.core.requests.submit(Submit(uid, prompt, sampling, Limits(max_new_tokens), TextRules()))
         return uid
 
     def step(self) -> None:
@@ -109,14 +109,14 @@ class World:
             return
         for uid, token_id in zip(output.tokens.uids, output.tokens.token_ids, strict=True):
             self.outputs[uid].append(token_id)
-        self.num_cached |= {opened.uid: opened.num_cached for opened in output.opened}
+        self.num_cached |= {opened.first_token.uid: opened.first_token.num_cached for opened in output.opened}
         self.num_preemptions += len(output.preempted)
         self.ended |= {ended.uid: ended for ended in output.ended}
 
     def run(self) -> None:
         while self.core.has_work:
             self.step()
-        self.core.check_integrity()
+        self.core.scheduler.check_integrity()
 
     def answers(
         self, prompts: list[list[int]], samplings: list[Sampling] | None = None, *, max_new_tokens: int = 12

@@ -22,7 +22,7 @@ from aioengine.runner.graphs.decode_graphs import DecodeGraphs
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import RowTable
 from aioengine.runner.graphs.sharing import SharedPrefixes
-from aioengine.scheduler.plan import TOKENS, OpenedRow, Row
+from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.graphs.test_sharing import part_of
 from tests.compute.stepping import write_and_attend
 
@@ -48,7 +48,7 @@ beginnings = [short, long, [], long, short, long, [], long]
 lengths = [49, 17 * 16 + 1, 1, 17 * 16 + 200, 64, 17 * 16 + 16, 700, 17 * 16 + 17]
 for uid, (begin, length) in enumerate(zip(beginnings, lengths)):
     own = [order.pop() for _ in range(-(-length // PAGE_SIZE) - len(begin))]
-    table.open(OpenedRow(uid, Sampling(uid), length, [1] * length, [*begin, *own]))
+    table.open(NewRow(uid, Sampling(uid), length, [1] * length, [*begin, *own]))
 rows = inputs.read([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
 num_rows = len(lengths)
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)

@@ -12,7 +12,7 @@ import torch
 
 from aioengine.protocol.messages import FinishCode, RequestKind, Sampling
 from aioengine.runner.build import build
-from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, OpenedRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
 from tests.compute.runner_world import CONTEXT_LENGTH, FAMILIES, VOCAB_SIZE, World, make_settings, save_model
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def test_a_storm_of_arrivals_and_aborts_changes_nothing(qwen: Path, depth: int) 
             victim = rng.randrange(uid + 1)
             if victim not in world.ended:
                 aborted.add(victim)
-                world.core.abort([victim])
+                world.core.requests.abort([victim])
     world.run()
     assert aborted
     for uid, answer in enumerate(expected):
@@ -162,14 +162,14 @@ def test_numbers_that_are_not_finite_fail_their_request_alone_and_do_not_spread(
         assert world.answers(prompts) == expected
         assert world.ended[bad].code is FinishCode.FAILED
         assert "not finite" in world.ended[bad].message
-        assert world.core.flush_cache()  # so that later requests are given the pages that were poisoned
+        assert world.core.scheduler.cache.clear()  # so that later requests are given the pages that were poisoned
 
 
 def test_a_row_without_room_fails_alone(qwen: Path) -> None:
     """The scheduler never does this; the runner stays whole if it did."""
     runner = build(make_settings(qwen), lambda _: None)
     greedy = Sampling(0, temperature=0.0)
-    opened = [OpenedRow(uid, greedy, 3, [1, 2, 3], [uid]) for uid in (1, 2, 3, 4)]
+    opened = [NewRow(uid, greedy, 3, [1, 2, 3], [uid]) for uid in (1, 2, 3, 4)]
     good = runner.collect(runner.launch(Plan([Row(1, 0, 3, TOKENS, [1, 2, 3])], opened)))
     rows = [
         Row(2, 0, 5, TOKENS, [1, 2, 3, 4, 5]),  # two positions more than its page
@@ -191,7 +191,7 @@ def test_a_row_that_went_bad_after_its_request_was_closed_is_forgotten(tmp_path:
     model.model.embed_tokens.weight[77] = torch.nan
     model.save_pretrained(tmp_path)
     runner = build(make_settings(tmp_path), lambda _: None)
-    plan = Plan([Row(1, 0, 2, TOKENS, [5, 77])], [OpenedRow(1, Sampling(0), 2, [5, 77], [0])])
+    plan = Plan([Row(1, 0, 2, TOKENS, [5, 77])], [NewRow(1, Sampling(0), 2, [5, 77], [0])])
     in_flight = runner.launch(plan)
     runner.launch(Plan([], closed=[1]))
     assert "not finite" in runner.collect(in_flight).failed[1]
@@ -203,7 +203,7 @@ def test_a_pooled_request_fails_alone(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     runner = build(make_settings(tmp_path), lambda _: None)
     greedy = Sampling(0, temperature=0.0)
-    opened = [OpenedRow(1, greedy, 2, [5, 6], [0]), OpenedRow(2, greedy, 2, [5, 6], [1], RequestKind.POOL)]
+    opened = [NewRow(1, greedy, 2, [5, 6], [0]), NewRow(2, greedy, 2, [5, 6], [1], RequestKind.POOL)]
     rows = [Row(2, 0, 2, VECTOR, [5, 6]), Row(1, 0, 2, TOKENS, [5, 6])]
     result = runner.collect(runner.launch(Plan(rows, opened)))
     assert result.tokens.uids == [2, 1]
@@ -221,13 +221,13 @@ def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_own
     runner = build(make_settings(tmp_path), lambda _: None)
     greedy = Sampling(0, temperature=0.0)
     expected = runner.collect(
-        runner.launch(Plan([Row(4, 0, 2, TOKENS, [5, 6])], [OpenedRow(4, greedy, 2, [5, 6], [9])]))
+        runner.launch(Plan([Row(4, 0, 2, TOKENS, [5, 6])], [NewRow(4, greedy, 2, [5, 6], [9])]))
     ).tokens.token_ids
-    opened = [OpenedRow(uid, greedy, 3, [5, 77, 6], [uid]) for uid in (1, 2)]
+    opened = [NewRow(uid, greedy, 3, [5, 77, 6], [uid]) for uid in (1, 2)]
     bad = [Row(1, 0, 3, gives, [5, 77, 6]), Row(2, 0, 1, TOKENS, [5])]
     in_flight = runner.launch(Plan(bad, opened, closed=[4]))
     before = runner._kv_pool.tensor[:, :, 1 + 2].clone()
-    opened = [OpenedRow(3, greedy, 2, [5, 6], [1])]  # two of the four places of the page
+    opened = [NewRow(3, greedy, 2, [5, 6], [1])]  # two of the four places of the page
     next_one = runner.launch(Plan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
     assert "not finite" in runner.collect(in_flight).failed[1]
     result = runner.collect(next_one)

@@ -59,7 +59,7 @@ def test_a_running_model_gets_new_weights_between_two_steps(
         world.step()
     world.core.call_at_border(lambda: reload(world.runner._model, second))
     world.run()
-    assert world.core.flush_cache()
+    assert world.core.scheduler.cache.clear()
     assert torch.equal(logits_of(world.runner._model), new_logits)
     assert world.answers(PROMPTS) == new.answers(PROMPTS)
     assert {ended.message for ended in world.ended.values()} == {""}

@@ -11,7 +11,7 @@ import torch
 
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.rows import RowTable
-from aioengine.scheduler.plan import OpenedRow
+from aioengine.scheduler.plan import NewRow
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -23,7 +23,7 @@ def test_room_for_many_long_requests_costs_memory_as_far_as_it_is_used() -> None
     table = RowTable(
         max_row_pages=4096, num_pages=9, num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=16_384
     )
-    table.open(OpenedRow(5, Sampling(0), 1, [1], [7, 8]))
+    table.open(NewRow(5, Sampling(0), 1, [1], [7, 8]))
     assert table.page_table.nbytes == 256 << 20
     assert held() - before < 64 << 20
     assert table.pages(5) == [8, 9], "behind the padding page"
@@ -36,10 +36,10 @@ def test_no_more_requests_are_open_than_there_are_slots() -> None:
     )
     place = table.last_tokens.data_ptr()
     for uid in (1, 2):
-        table.open(OpenedRow(uid, Sampling(0), 1, [1], [uid]))
+        table.open(NewRow(uid, Sampling(0), 1, [1], [uid]))
     with pytest.raises(ValueError, match="2 requests are open, and no more can be"):
-        table.open(OpenedRow(3, Sampling(0), 1, [1], [3]))
+        table.open(NewRow(3, Sampling(0), 1, [1], [3]))
     assert table.requests.keys() == {1, 2}
     table.close(1)
-    table.open(OpenedRow(3, Sampling(0), 1, [1], [3]))
+    table.open(NewRow(3, Sampling(0), 1, [1], [3]))
     assert table.last_tokens.data_ptr() == place

@@ -72,7 +72,7 @@ def test_within_the_limits(world: World, limits: Limits, largest: int, monkeypat
     rehearse(world.runner, limits, lambda _: None)
     assert max(len(plan.rows) for plan in watch.plans) == largest
     assert all(plan.num_tokens <= limits.max_tokens for plan in watch.plans)
-    used = {page for plan in watch.plans for opened in plan.opened for page in opened.pages}
+    used = {page for plan in watch.plans for opened in plan.new_rows for page in opened.pages}
     assert max(used) < limits.num_pages
     assert not any(result.failed for result in watch.results)
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from aioengine.protocol.columns import POOLED_VECTOR, Extra
 from aioengine.protocol.messages import (
-    Ended,
+    End,
     FinishCode,
     Limits,
-    Opened,
     RequestKind,
     Sampling,
     StepOutput,
     Submit,
+    TextOpened,
     TextRules,
 )
 from aioengine.scheduler.core import SchedulerCore
@@ -94,8 +94,8 @@ class WatchedRunner:
         counts = self._num_sampled
         for uid in plan.closed:
             counts.pop(uid, None)
-        for opened in plan.opened:
-            counts[opened.uid] = len(opened.token_ids) - opened.num_prompt
+        for new in plan.new_rows:
+            counts[new.uid] = len(new.token_ids) - new.num_prompt
         uids = [row.uid for row in plan.rows]
         assert len(uids) == len(set(uids))
         assert not [uid for uid in uids if self.gates.get(uid)]
@@ -121,8 +121,8 @@ class World:
     now: float = 0.0
     submitted: dict[int, Submit] = field(default_factory=dict[int, Submit])
     outputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    opened: dict[int, Opened] = field(default_factory=dict[int, Opened])
-    ended: dict[int, Ended] = field(default_factory=dict[int, Ended])
+    opened: dict[int, TextOpened] = field(default_factory=dict[int, TextOpened])
+    ended: dict[int, End] = field(default_factory=dict[int, End])
     stopped: set[int] = field(default_factory=set[int])
     preempted: list[int] = field(default_factory=list[int])
     extras: dict[int, list[Extra]] = field(default_factory=dict[int, list[Extra]])
@@ -137,41 +137,41 @@ class World:
     def submit(self, *submits: Submit) -> None:
         for submit in submits:
             self.submitted[submit.uid] = submit
-            self.outputs[submit.uid] = [] if submit.resumed is None else list(submit.resumed.token_ids)
+            self.outputs[submit.uid] = [] if submit.continuation is None else list(submit.continuation.token_ids)
             self.runner.max_new[submit.uid] = submit.limits.max_new_tokens
-            self.core.submit(submit)
+            self.core.requests.submit(submit)
 
     def abort(self, uids: Iterable[int], code: FinishCode = FinishCode.ABORT) -> None:
         """With STOP only for requests that have text, as the detokenizer does it."""
         if code is FinishCode.STOP:
             uids = [uid for uid in uids if uid in self.opened and uid not in self.ended]
             self.stopped.update(uids)
-        self.core.abort(uids, code)
+        self.core.requests.abort(uids, code)
 
     def close_gate(self, uids: Iterable[int], gate: Gate) -> None:
         uids = list(uids)
         for uid in self.submitted.keys() & uids:
             self.runner.gates.setdefault(uid, set()).add(gate)
-        self.core.close_gate(uids, gate)
+        self.core.requests.close_gate(uids, gate)
 
     def open_gate(self, uids: Iterable[int], gate: Gate) -> None:
         uids = list(uids)
         for uid in uids:
             self.runner.gates.get(uid, set()).discard(gate)
-        self.core.open_gate(uids, gate)
+        self.core.requests.open_gate(uids, gate)
 
     def forget_all(self) -> None:
         """Whoever heard of the requests is gone; those that have not ended may come again."""
-        stats = self.core.stats(self.now)
+        stats = self.core.scheduler.stats(self.now)
         self.num_never_told += stats.num_finished + stats.num_aborted - len(self.ended) - len(self.stopped)
         self.opened = {uid: opened for uid, opened in self.opened.items() if uid in self.ended}
-        self.core.abort(None)
-        self.core.check_integrity()
+        self.core.forget_all()
+        self.core.scheduler.check_integrity()
 
     def step(self) -> StepOutput | None:
         output = self.core.step(self.now)
         self.now += 1.0
-        self.core.check_integrity()
+        self.core.scheduler.check_integrity()
         if output is not None:
             self._take(output)
         return output
@@ -181,12 +181,12 @@ class World:
             if not self.core.has_work:
                 return
             self.step()
-        raise AssertionError(f"still at work after {max_steps} steps: {self.core.stats(self.now)}")
+        raise AssertionError(f"still at work after {max_steps} steps: {self.core.scheduler.stats(self.now)}")
 
     def _take(self, output: StepOutput) -> None:
         for opened in output.opened:
-            assert opened.uid not in self.opened
-            self.opened[opened.uid] = opened
+            assert opened.first_token.uid not in self.opened
+            self.opened[opened.first_token.uid] = opened
         for uid, token_id in zip(output.tokens.uid_of_each(), output.tokens.token_ids, strict=True):
             assert uid in self.opened
             assert uid not in self.ended
@@ -215,7 +215,7 @@ class World:
 
     def check_all_over(self) -> None:
         """Nothing is left, nothing leaked, every request ended once, every token and vector is the reference's."""
-        stats = self.core.stats(self.now)
+        stats = self.core.scheduler.stats(self.now)
         assert not self.core.has_work
         assert (stats.num_running, stats.num_waiting) == (0, 0)
         assert stats.num_free_pages == stats.num_pages == self.num_pages
@@ -230,7 +230,7 @@ class World:
                 assert output == expected[: len(output)]
         for uid, vector in self.runner.vectors.items():
             assert vector == reference_vector(self.submitted[uid].prompt_token_ids)
-        assert self.core.flush_cache()
+        assert self.core.scheduler.cache.clear()
 
 
 def settings_of(**changes: int | str | bool) -> SchedulerSettings:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from aioengine.config import SchedulerSettings
-from aioengine.protocol.messages import Ended, FinishCode, Limits, StepOutput
+from aioengine.protocol.messages import End, FinishCode, Limits, StepOutput
 from aioengine.scheduler.core import MAX_FAILURES, SchedulerCore
 from aioengine.scheduler.plan import NOTHING, TOKENS, Plan
 from aioengine.scheduler.queue import SPARE_ENTRIES
@@ -35,7 +35,7 @@ def test_an_idle_core_has_nothing_to_do() -> None:
     world = world_of()
     assert not world.core.has_work
     assert world.step() is None
-    assert world.core.next_deadline() is None
+    assert world.core.requests.next_deadline() is None
 
 
 def test_depth_is_how_many_steps_are_in_flight_beside_the_newest() -> None:
@@ -70,10 +70,8 @@ def test_the_first_output_of_a_request_opens_it() -> None:
     third, fourth = outputs[2], outputs[3]
     assert third is not None
     assert fourth is not None
-    assert [(one.uid, one.num_cached, one.admitted_at, one.first_token_at) for one in third.opened] == [
-        (1, 0, 5.0, 7.0)
-    ]
-    assert fourth.ended == [Ended(1, FinishCode.LENGTH)]
+    assert [msgspec.structs.astuple(one.first_token) for one in third.opened] == [(1, 0, 5.0, 7.0)]
+    assert fourth.ended == [End(1, FinishCode.LENGTH)]
 
 
 def test_a_clock_dates_what_is_collected() -> None:
@@ -82,11 +80,11 @@ def test_a_clock_dates_what_is_collected() -> None:
     core: SchedulerCore[FakeTicket] = SchedulerCore(
         Scheduler(settings, num_pages=8, page_size=4), runner, 0, clock=lambda: 77.0
     )
-    core.submit(submit_of(1, [1, 2]))
+    core.requests.submit(submit_of(1, [1, 2]))
     output = core.step(70.0)
     assert output is not None
-    assert (output.opened[0].admitted_at, output.opened[0].first_token_at) == (70.0, 77.0)
-    assert core.stats(78.0).step_ended_at == 77.0
+    assert (output.opened[0].first_token.admitted_at, output.opened[0].first_token.first_token_at) == (70.0, 77.0)
+    assert core.scheduler.stats(78.0).step_ended_at == 77.0
 
 
 def test_plans_can_travel() -> None:
@@ -183,7 +181,7 @@ def test_what_can_never_fit_is_refused_and_harms_nobody() -> None:
     assert "128" in world.ended[3].message
     assert world.ended[4].stage == "schedule"
     assert len(world.outputs[5]) == 1
-    stats = world.core.stats(0.0)
+    stats = world.core.scheduler.stats(0.0)
     assert (stats.num_finished, stats.num_aborted) == (2, 3)
 
 
@@ -191,7 +189,7 @@ def test_a_uid_cannot_be_alive_twice() -> None:
     world = world_of()
     world.submit(submit_of(1, [1, 2]))
     with pytest.raises(ValueError, match="uid 1 was submitted twice"):
-        world.core.submit(submit_of(1, [1, 2]))
+        world.core.requests.submit(submit_of(1, [1, 2]))
 
 
 def test_unknown_uids_are_no_news() -> None:
@@ -208,20 +206,20 @@ def test_an_abort_frees_all_pages_at_once_in_every_state(depth: int, num_steps: 
     world.submit(*[submit_of(uid, [uid] * 10, limits=Limits(max_new_tokens=30)) for uid in range(4)])
     for _ in range(num_steps):
         world.step()
-    world.core.abort([0, 1, 2, 3], code, "why")
-    assert world.core.stats(0.0).num_free_pages == 64
+    world.core.requests.abort([0, 1, 2, 3], code, "why")
+    assert world.core.scheduler.stats(0.0).num_free_pages == 64
     world.run()
     assert world.ended == ({} if code is FinishCode.STOP else world.ended)
     if code is not FinishCode.STOP:
         assert [(one.code, one.message) for one in world.ended.values()] == [(code, "why")] * 4
-    world.core.check_integrity()
+    world.core.scheduler.check_integrity()
 
 
 @DEPTHS
 def test_a_running_request_keeps_its_text_at_the_deadline(depth: int) -> None:
     world = world_of(depth=depth)
     world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=99, deadline=10.0)))
-    assert world.core.next_deadline() == 10.0
+    assert world.core.requests.next_deadline() == 10.0
     world.run()
     assert code_of(world, 1) == (FinishCode.DEADLINE, "total")
     assert len(world.outputs[1]) == 10 - depth
@@ -340,7 +338,7 @@ def test_what_a_failed_row_computed_is_not_found_by_others() -> None:
     world.submit(submit_of(3, [1] * 16 + [2] * 13))
     world.run()
     assert world.ended[2].code is FinishCode.FAILED
-    assert world.opened[3].num_cached == 16
+    assert world.opened[3].first_token.num_cached == 16
     world.check_all_over()
 
 
@@ -369,10 +367,10 @@ def test_paused_it_launches_nothing_but_keeps_time(depth: int) -> None:
     world.run()
     assert len(world.runner.plans) == num_plans
     assert len(world.outputs[1]) == num_plans
-    world.now = world.core.next_deadline() or 0.0
+    world.now = world.core.requests.next_deadline() or 0.0
     world.step()
     assert code_of(world, 2) == (FinishCode.DEADLINE, "total")
-    world.core.resume()
+    world.core.unpause()
     world.run()
     world.check_all_over()
 
@@ -383,12 +381,12 @@ def test_flush_drops_what_nobody_uses() -> None:
     world.run()
     world.submit(submit_of(2, [2] * 9, limits=Limits(max_new_tokens=50)))
     world.step()
-    assert world.core.stats(0.0).num_cached_pages == 4
-    assert not world.core.flush_cache()
-    assert world.core.stats(0.0).num_cached_pages == 2
+    assert world.core.scheduler.stats(0.0).num_cached_pages == 4
+    assert not world.core.scheduler.cache.clear()
+    assert world.core.scheduler.stats(0.0).num_cached_pages == 2
     world.run()
-    assert world.core.flush_cache()
-    assert world.core.stats(0.0).num_cached_pages == 0
+    assert world.core.scheduler.cache.clear()
+    assert world.core.scheduler.stats(0.0).num_cached_pages == 0
     world.check_all_over()
 
 
@@ -396,11 +394,11 @@ def test_stats_count() -> None:
     world = world_of(max_running=2)
     world.submit(*[submit_of(uid, [uid] * 5, limits=Limits(max_new_tokens=3)) for uid in range(3)])
     world.step()
-    stats = world.core.stats(9.0)
+    stats = world.core.scheduler.stats(9.0)
     assert (stats.sent_at, stats.num_running, stats.num_waiting, stats.num_steps) == (9.0, 2, 1, 1)
     assert (stats.num_pages, stats.num_free_pages) == (64, 60)
     world.run()
-    stats = world.core.stats(9.0)
+    stats = world.core.scheduler.stats(9.0)
     assert (stats.prompt_tokens, stats.output_tokens, stats.num_finished, stats.num_aborted) == (15, 9, 3, 0)
     assert stats.num_free_pages == 64
 
@@ -425,9 +423,9 @@ def test_nothing_is_kept_of_thousands_of_ended_requests() -> None:
         world.submit(submit_of(uid, [uid % 50], limits=limits))
         world.step()
     world.run()
-    life = world.scheduler._life
+    life = world.scheduler.requests
     assert (life._requests, life.waiting, life.running) == ({}, [], [])
     assert len(life._deadlines._heap) <= SPARE_ENTRIES + 100
     assert len(life.closed) <= 8
-    assert world.core.next_deadline() is None
+    assert world.core.requests.next_deadline() is None
     assert not life._deadlines._heap

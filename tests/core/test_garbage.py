@@ -18,8 +18,8 @@ NUM_PAGES = 60_000
 
 def run(scheduler: Scheduler, submits: list[Submit]) -> None:
     for submit in submits:
-        scheduler.submit(submit)
-    while scheduler.has_requests:
+        scheduler.requests.submit(submit)
+    while not scheduler.requests.is_idle:
         plan = scheduler.schedule(0.0)
         assert plan is not None
         uids = [row.uid for row in plan.rows if row.gives == TOKENS]

@@ -25,7 +25,7 @@ def world_of(depth: int = 0, num_pages: int = 64, **settings: int | bool) -> Wor
 
 
 def gates_of(world: World, uid: int) -> frozenset[Gate]:
-    (request,) = world.scheduler._life.living([uid])
+    (request,) = world.scheduler.requests._living([uid])
     return request.gates
 
 
@@ -36,7 +36,7 @@ def test_a_gate_closed_at_submission_holds_a_request_until_it_opens(depth: int, 
     world.submit(submit_of(1, [1, 2, 3]), submit_of(2, [4, 5]))
     world.close_gate([1], gate)
     world.run()
-    stats = world.core.stats(world.now)
+    stats = world.core.scheduler.stats(world.now)
     assert set(world.ended) == {2}
     assert (stats.num_running, stats.num_waiting) == (0, 1)
     assert stats.num_free_pages == stats.num_pages
@@ -58,13 +58,13 @@ def test_a_running_request_keeps_its_pages_and_goes_on_where_it_was(depth: int, 
     world.close_gate([1], Gate.LAST_TOKEN)
     num_plans = len(world.runner.plans)
     world.run()
-    stats = world.core.stats(world.now)
+    stats = world.core.scheduler.stats(world.now)
     assert (stats.num_running, stats.num_waiting, world.core.has_work) == (1, 0, False)
     assert stats.num_free_pages < stats.num_pages
     assert len(world.runner.plans) == num_plans
     world.open_gate([1], Gate.LAST_TOKEN)
     world.run()
-    assert world.core.stats(world.now).num_preemptions == 0
+    assert world.core.scheduler.stats(world.now).num_preemptions == 0
     assert sum(row.count for plan in world.runner.plans for row in plan.rows) == 20 + 7
     world.check_all_over()
 
@@ -75,7 +75,7 @@ def test_the_pages_stay_unless_the_gate_gives_them_back() -> None:
         world.submit(submit_of(1, list(range(20))))
         world.step()
         world.close_gate([1], gate)
-        stats = world.core.stats(world.now)
+        stats = world.core.scheduler.stats(world.now)
         assert (stats.num_running, stats.num_waiting) == ((1, 0) if gate.keeps_pages else (0, 1))
         assert (stats.num_free_pages == stats.num_pages) is not gate.keeps_pages
         world.open_gate([1], gate)
@@ -122,8 +122,8 @@ def test_a_preempted_request_waits_until_its_gate_opens(depth: int, gate: Gate) 
     world.close_gate([2], gate)
     world.run()
     assert set(world.ended) == {1}
-    assert world.core.stats(world.now).num_preemptions == 1
-    assert (gates_of(world, 2), world.core.stats(world.now).num_running) == ({gate}, 0)
+    assert world.core.scheduler.stats(world.now).num_preemptions == 1
+    assert (gates_of(world, 2), world.core.scheduler.stats(world.now).num_running) == ({gate}, 0)
     world.open_gate([2], gate)
     world.run()
     world.check_all_over()
@@ -140,7 +140,7 @@ def test_aborts_and_deadlines_end_requests_with_a_closed_gate(num_steps: int, ga
     world.close_gate([1, 2], gate)
     world.run()
     world.abort([1])
-    assert world.core.next_deadline() == 9.5
+    assert world.core.requests.next_deadline() == 9.5
     world.now = 10.0
     world.step()
     world.run()
@@ -158,7 +158,7 @@ def test_a_held_request_that_has_all_pages_stalls_the_others_without_work() -> N
     late = Limits(max_new_tokens=8, queue_deadline=300.0)
     world.submit(submit_of(2, [40] * 20, limits=late), submit_of(3, [41] * 20))
     world.run()
-    stats = world.core.stats(world.now)
+    stats = world.core.scheduler.stats(world.now)
     assert (stats.num_running, stats.num_waiting, world.core.has_work) == (1, 2, False)
     world.abort([3])
     world.run()
@@ -207,7 +207,7 @@ def test_a_prefix_in_flight_is_there_for_others_when_its_request_is_held(depth: 
     world.close_gate([1], Gate.LAST_TOKEN)
     world.run()
     assert set(world.ended) == {2}
-    assert world.opened[2].num_cached == 20
+    assert world.opened[2].first_token.num_cached == 20
     world.open_gate([1], Gate.LAST_TOKEN)
     world.run()
     world.check_all_over()
@@ -232,7 +232,7 @@ def test_those_who_wait_for_the_prefix_of_a_held_request_do_not_stop_others() ->
 def test_the_gate_of_the_prefix_is_not_for_calls() -> None:
     world = world_of()
     world.submit(submit_of(1, [1]))
-    for change in (world.core.close_gate, world.core.open_gate):
+    for change in (world.core.requests.close_gate, world.core.requests.open_gate):
         with pytest.raises(ValueError, match=r"Gate\.PREFIX"):
             change([1], Gate.PREFIX)
     world.run()

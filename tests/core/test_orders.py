@@ -59,7 +59,7 @@ def test_orders_at_every_step_change_no_output(depth: int) -> None:
     world = world_of(depth)
     echoes = Echoes(world)
     world.submit(submit_of(1, list(range(20))), submit_of(2, [1, 2, 3], temperature=1.0), submit_of(3, [4, 5]))
-    while world.scheduler.has_requests:
+    while not world.scheduler.requests.is_idle:
         if world.runner.plans:
             echoes.send()
             echoes.send()
@@ -83,7 +83,7 @@ def test_an_idle_or_paused_core_carries_it_out_in_the_next_step() -> None:
     echoes.send()
     world.step()
     assert echoes.states() == [(0, 0), (0, 0)]
-    world.core.resume()
+    world.core.unpause()
     world.run()
     world.check_all_over()
 
@@ -109,6 +109,6 @@ def test_calls_are_dropped_with_all_requests() -> None:
     world.submit(submit_of(1, [1, 2, 3]))
     world.step()
     echoes.send()
-    world.core.abort(None)
+    world.core.forget_all()
     world.run()
     assert echoes.replies == []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit
 from aioengine.scheduler.gates import Gate
-from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, OpenedRow, Plan, Row, StepResult
+from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Plan, Row, StepResult
 from aioengine.testing.fake_runner import FakeRunner
 from aioengine.testing.faults import Faults
 from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
@@ -38,7 +38,7 @@ def test_it_ends_with_its_vector_and_without_a_token(depth: int, max_new: int) -
     assert [row.gives for plan in world.runner.plans for row in plan.rows] == [VECTOR]
     assert (world.ended[1].code, world.ended[1].matched, world.outputs[1]) == (FinishCode.STOP, None, [])
     assert set(world.runner.vectors) == {1}
-    stats = world.core.stats(world.now)
+    stats = world.core.scheduler.stats(world.now)
     assert (stats.prompt_tokens, stats.output_tokens, stats.num_finished) == (10, 0, 1)
     world.check_all_over()
 
@@ -60,7 +60,7 @@ def test_it_runs_beside_generating_requests_and_shares_their_prefix(depth: int) 
     world.submit(submit_of(1, prompt), pooled(submit_of(2, prompt)), submit_of(3, [7, 8]), pooled(submit_of(4, [7, 9])))
     world.run()
     assert any({row.gives for row in plan.rows} >= {TOKENS, VECTOR} for plan in world.runner.plans)
-    assert world.opened[2].num_cached == 20
+    assert world.opened[2].first_token.num_cached == 20
     assert set(world.runner.vectors) == {2, 4}
     world.check_all_over()
 
@@ -95,7 +95,7 @@ def test_preempted_in_the_middle_of_its_prompt_it_still_gives_its_vector(depth: 
     world.step()
     world.close_gate([2], Gate.MEDIA)
     world.run()
-    assert world.core.stats(world.now).num_preemptions == 1
+    assert world.core.scheduler.stats(world.now).num_preemptions == 1
     world.open_gate([2], Gate.MEDIA)
     world.run()
     world.check_all_over()
@@ -134,13 +134,13 @@ def test_a_runner_that_forgets_a_vector_is_an_error_of_that_request() -> None:
     output = world.scheduler.apply(plan, StepResult(TokenColumns([1], [], [0])), 0.0)
     (ended,) = output.ended
     assert (ended.code, ended.message) == (FinishCode.FAILED, "the runner gave no vector")
-    world.core.check_integrity()
+    world.core.scheduler.check_integrity()
 
 
 def test_the_fake_runner_refuses_rows_of_the_other_kind() -> None:
     runner = FakeRunner(NO_EOS, num_pages=8, page_size=4)
     for uid, (kind, gives) in enumerate([(RequestKind.POOL, TOKENS), (RequestKind.GENERATE, VECTOR)]):
-        opened = OpenedRow(uid, Sampling(0), 1, [1], [uid], kind)
+        opened = NewRow(uid, Sampling(0), 1, [1], [uid], kind)
         with pytest.raises(RuntimeError, match=f"of kind {kind.name} has a row that gives {gives}"):
             runner.launch(Plan([Row(uid, 0, 1, gives, [1])], [opened]))
 

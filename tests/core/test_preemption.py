@@ -24,7 +24,7 @@ def test_the_youngest_is_preempted_and_loses_nothing(depth: int) -> None:
     assert 0 not in world.preempted
     assert world.preempted[0] == 3
     assert next(iter(world.ended)) == 0
-    assert world.core.stats(0.0).num_preemptions == len(world.preempted)
+    assert world.core.scheduler.stats(0.0).num_preemptions == len(world.preempted)
 
 
 def test_lower_priority_is_preempted_first() -> None:
@@ -44,11 +44,11 @@ def test_what_was_computed_is_found_again_while_there_is_room() -> None:
         world.step()
     known = 3 + len(world.outputs[1])
     world.abort([0])
-    while len(world.runner.plans[-1].opened) == 0:
+    while len(world.runner.plans[-1].new_rows) == 0:
         world.step()
     plan = world.runner.plans[-1]
     assert plan.rows[-1].uid == 1
-    assert plan.opened[0].token_ids == [1, 1, 2, *world.outputs[1][: known - 3]]
+    assert plan.new_rows[0].token_ids == [1, 1, 2, *world.outputs[1][: known - 3]]
     assert known - 8 <= plan.rows[-1].start < known
     world.run()
     world.check_all_over()
@@ -77,4 +77,4 @@ def test_a_request_that_fills_the_pool_alone_gets_to_its_end() -> None:
     world.run()
     assert len(world.outputs[1]) == 37
     assert not world.preempted
-    assert world.core.stats(0.0).num_free_pages == 10
+    assert world.core.scheduler.stats(0.0).num_free_pages == 10

@@ -40,8 +40,8 @@ def test_a_prefix_of_requests_that_arrive_together_is_computed_once(depth: int) 
     world.run()
     world.check_all_over()
     assert num_prompt_computed(world) == 1024 + 32 * 32
-    assert sorted(opened.num_cached for opened in world.opened.values()) == [0] + [1024] * 31
-    stats = world.core.stats(0.0)
+    assert sorted(opened.first_token.num_cached for opened in world.opened.values()) == [0] + [1024] * 31
+    stats = world.core.scheduler.stats(0.0)
     assert (stats.prompt_tokens, stats.cached_tokens) == (32 * 1056, 31 * 1024)
 
 
@@ -89,7 +89,7 @@ def test_the_prefix_is_there_for_later_requests_too() -> None:
     world.submit(*[submit_of(uid, [*PREFIX[:500], uid]) for uid in range(10, 13)])
     world.run()
     world.check_all_over()
-    assert {world.opened[uid].num_cached for uid in range(10, 13)} == {31 * 16}
+    assert {world.opened[uid].first_token.num_cached for uid in range(10, 13)} == {31 * 16}
     assert num_prompt_computed(world) - before == 3 * (501 - 31 * 16)
 
 
@@ -102,7 +102,7 @@ def test_an_answer_is_found_by_the_next_turn() -> None:
     world.submit(second)
     world.run()
     assert len(world.outputs[1]) + 30 > 64 or world.model.eos_token_id in world.outputs[1]
-    assert world.opened[2].num_cached == (30 + len(world.outputs[1]) - 1) // 16 * 16
+    assert world.opened[2].first_token.num_cached == (30 + len(world.outputs[1]) - 1) // 16 * 16
     world.check_all_over()
 
 
@@ -111,7 +111,7 @@ def test_equal_prompts_at_once_give_equal_answers() -> None:
     world.submit(*[submit_of(uid, PREFIX[:64], limits=Limits(max_new_tokens=40)) for uid in range(6)])
     world.run()
     world.check_all_over()
-    assert {opened.num_cached for opened in world.opened.values()} == {0, 48}
+    assert {opened.first_token.num_cached for opened in world.opened.values()} == {0, 48}
 
 
 def test_without_the_cache_everybody_computes_alone() -> None:
@@ -120,7 +120,7 @@ def test_without_the_cache_everybody_computes_alone() -> None:
     world.run()
     world.check_all_over()
     assert num_prompt_computed(world) == 3 * 1056
-    assert world.core.stats(0.0).num_cached_pages == 0
+    assert world.core.scheduler.stats(0.0).num_cached_pages == 0
 
 
 def test_who_waits_looks_into_the_cache_twice_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_the_first_look_of_many_is_spread_over_steps() -> None:
     world = world_of(0)
     world.submit(*family(200, own=2))
     world.step()
-    waiting = [request for request in world.scheduler._life.waiting if request.waits_for_prefix]
+    waiting = [request for request in world.scheduler.requests.waiting if request.waits_for_prefix]
     assert len(waiting) == MAX_LATER
     world.run()
     world.check_all_over()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.protocol.messages import Begun, Ended, FinishCode, Limits, Opened, Resumed, Submit
+from aioengine.protocol.messages import Continuation, End, FinishCode, FirstToken, Limits, Submit, TextOpened
 from tests.core.core_world import NO_EOS, World, settings_of, submit_of
 from tests.core.test_storms import Storm, storms
 
@@ -19,8 +19,8 @@ def resumed(world: World, uid: int, num_given: int) -> Submit:
     submit, opened = world.submitted[uid], world.opened.get(uid)
     if opened is None:
         return submit
-    begun = Begun(uid, opened.num_cached, opened.admitted_at, opened.first_token_at)
-    return msgspec.structs.replace(submit, resumed=Resumed(begun, world.outputs[uid][:num_given]))
+    begun = opened.first_token
+    return msgspec.structs.replace(submit, continuation=Continuation(begun, world.outputs[uid][:num_given]))
 
 
 @given(storms, st.integers(0, 60), st.integers(0, 2))
@@ -50,7 +50,7 @@ def test_a_core_that_forgot_all_goes_on_itself(storm: Storm, num_steps: int, dep
         world.step()
     again = [resumed(world, uid, rng.randint(0, len(given))) for uid, given in world.outputs.items()]
     world.forget_all()
-    stats = world.core.stats(world.now)
+    stats = world.core.scheduler.stats(world.now)
     assert (stats.num_running, stats.num_waiting, stats.num_free_pages) == (0, 0, stats.num_pages)
     world.submit(*(submit for submit in again if submit.uid not in world.ended))
     world.run()
@@ -66,7 +66,7 @@ def test_what_was_computed_is_cached_after_all_was_forgotten() -> None:
     assert not world.core.has_work
     world.submit(submit_of(1, list(range(40))))
     world.run()
-    assert world.opened[1].num_cached >= 36
+    assert world.opened[1].first_token.num_cached >= 36
     world.check_all_over()
 
 
@@ -74,37 +74,39 @@ def test_deadlines_of_what_was_forgotten_are_too() -> None:
     world = World(settings_of(), 64, 4, NO_EOS)
     world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=4, deadline=30.0)))
     world.forget_all()
-    assert world.core.next_deadline() is None
+    assert world.core.requests.next_deadline() is None
     world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=4)))
-    assert world.core.next_deadline() is None
+    assert world.core.requests.next_deadline() is None
 
 
 @pytest.mark.parametrize("num_given", [0, 3])
 def test_it_is_opened_again_as_it_was_and_counted_once(num_given: int) -> None:
     world = World(settings_of(), 64, 4, NO_EOS)
     given = world_output(num_given)
-    begun = Begun(1, 2, 1.0, 2.0)
-    submit = msgspec.structs.replace(submit_of(1, [1, 2, 3]), resumed=Resumed(begun, given, 4))
+    begun = FirstToken(1, 2, 1.0, 2.0)
+    submit = msgspec.structs.replace(submit_of(1, [1, 2, 3]), continuation=Continuation(begun, given, 4))
     world.now = 50.0
     world.submit(submit)
     output = world.step()
     assert output is not None
-    assert output.opened == [Opened(1, submit.text, 2, 1.0, 2.0, given, 4)]
+    assert output.opened == [TextOpened(FirstToken(1, 2, 1.0, 2.0), submit.text, given, 4)]
     world.run()
     assert world.ended[1].code is FinishCode.LENGTH
     assert world.outputs[1] == world.reference(1)
-    stats = world.core.stats(60.0)
+    stats = world.core.scheduler.stats(60.0)
     assert (stats.prompt_tokens, stats.output_tokens) == (0, 8 - num_given)
 
 
 def test_an_abort_before_its_first_step_is_told_behind_its_beginning() -> None:
     """Its text may be held back, and only whoever makes the text anew can give that."""
     world = World(settings_of(), 64, 4, NO_EOS)
-    world.submit(msgspec.structs.replace(submit_of(1, [1, 2, 3]), resumed=Resumed(Begun(1, 0, 1.0, 2.0), [5])))
+    world.submit(
+        msgspec.structs.replace(submit_of(1, [1, 2, 3]), continuation=Continuation(FirstToken(1, 0, 1.0, 2.0), [5]))
+    )
     world.abort([1])
     output = world.step()
     assert output is not None
-    assert ([one.uid for one in output.opened], output.ended) == ([1], [Ended(1, FinishCode.ABORT)])
+    assert ([one.first_token.uid for one in output.opened], output.ended) == ([1], [End(1, FinishCode.ABORT)])
     assert world.runner.plans == []
 
 
@@ -112,8 +114,8 @@ def test_deadlines_that_it_has_met_are_not_asked_again() -> None:
     limits = Limits(max_new_tokens=4, queue_deadline=9.0, first_token_deadline=10.0)
     world = World(settings_of(), 64, 4, NO_EOS)
     world.now = 50.0
-    begun = Resumed(Begun(1, 0, 1.0, 2.0), [])
-    world.submit(msgspec.structs.replace(submit_of(1, [1, 2, 3], limits=limits), resumed=begun))
+    begun = Continuation(FirstToken(1, 0, 1.0, 2.0), [])
+    world.submit(msgspec.structs.replace(submit_of(1, [1, 2, 3], limits=limits), continuation=begun))
     world.submit(submit_of(2, [1, 2, 3], limits=limits))
     world.run()
     assert world.ended[1].code is FinishCode.LENGTH

@@ -88,7 +88,7 @@ def test_aborts_and_deadlines_at_any_time_lose_nothing(depth: int, storm: Storm)
             living = sorted(world.submitted.keys() - world.ended.keys() - world.stopped)
             world.abort(rng.sample(living, min(len(living), rng.randint(0, 3))), code)
         if rng.random() < 0.02:
-            world.core.flush_cache()
+            world.core.scheduler.cache.clear()
         world.step()
     for ended in world.ended.values():
         if ended.code is FinishCode.DEADLINE:
@@ -127,7 +127,7 @@ def test_all_depths_give_the_same_tokens_where_pages_are_short() -> None:
         world = storm.world(depth)
         world.submit(*storm.requests(random.Random(7)))
         world.run()
-        assert world.core.stats(world.now).num_preemptions > 0
+        assert world.core.scheduler.stats(world.now).num_preemptions > 0
         world.check_all_over()
         outputs.append(world.outputs)
     assert outputs[0] == outputs[1] == outputs[2]

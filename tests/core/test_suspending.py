@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from aioengine.protocol.messages import FinishCode, Limits
+from aioengine.scheduler.gates import Gate
 from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
@@ -17,8 +18,12 @@ def world_of(depth: int = 0, num_pages: int = 64, **settings: int) -> World:
     return World(settings_of(depth=depth, **settings), num_pages=num_pages, page_size=4, model=NO_EOS)
 
 
+def suspend(world: World, uids: Iterable[int]) -> None:
+    world.core.requests.close_gate(uids, Gate.SUSPENDED)
+
+
 def resume(world: World, uids: Iterable[int]) -> None:
-    world.core.suspend(uids, is_over=True)
+    world.core.requests.open_gate(uids, Gate.SUSPENDED)
 
 
 @DEPTHS
@@ -28,10 +33,10 @@ def test_in_any_state_it_gives_its_pages_back_and_goes_on_with_the_same_tokens(d
     world.submit(submit_of(1, list(range(20))), submit_of(2, [1, 2, 3]))
     for _ in range(num_steps):
         world.step()
-    world.core.suspend([1, 2, 99])
-    world.core.suspend([1])
+    suspend(world, [1, 2, 99])
+    suspend(world, [1])
     world.run()
-    stats = world.core.stats(0.0)
+    stats = world.core.scheduler.stats(0.0)
     assert (stats.num_running, stats.num_waiting, stats.num_free_pages) == (0, 2, stats.num_pages)
     assert not world.core.has_work
     resume(world, [1, 2, 2, 99])
@@ -45,7 +50,7 @@ def test_the_others_use_what_it_had(depth: int) -> None:
     world.submit(submit_of(1, list(range(30))))
     world.step()
     world.submit(submit_of(2, list(range(10, 40))))
-    world.core.suspend([1])
+    suspend(world, [1])
     world.run()
     assert set(world.ended) == {2}
     resume(world, [1])
@@ -57,9 +62,9 @@ def test_it_can_be_ended_and_keeps_its_deadline() -> None:
     world = world_of()
     world.submit(submit_of(1, [1]), submit_of(2, [2], limits=Limits(max_new_tokens=8, deadline=3.5)))
     world.step()
-    world.core.suspend([1, 2])
+    suspend(world, [1, 2])
     world.abort([1])
-    assert world.core.next_deadline() == 3.5
+    assert world.core.requests.next_deadline() == 3.5
     world.now = 4.0
     world.step()
     world.run()
@@ -76,7 +81,8 @@ def test_at_random_times_it_changes_no_token(depth: int, seed: int) -> None:
     world.submit(*random_requests(draw, count=20, max_prompt=40, max_output=12))
     for _ in range(150):
         uids = draw.sample(range(20), 4)
-        world.core.suspend(uids, is_over=draw.random() < 0.5)
+        change = resume if draw.random() < 0.5 else suspend
+        change(world, uids)
         world.step()
     resume(world, range(20))
     world.run()

@@ -63,7 +63,7 @@ def test_tokens_behind_the_end_do_not_count() -> None:
     world.run()
     assert len(world.outputs[1]) == 4
     assert world.ended[1].code is FinishCode.LENGTH
-    assert world.core.stats(0.0).output_tokens == 4
+    assert world.core.scheduler.stats(0.0).output_tokens == 4
     world.check_all_over()
 
 

@@ -10,7 +10,7 @@ from aioengine.config import QueueConfig
 from aioengine.engine import AsyncEngine
 from aioengine.frontend.startup import Blueprint
 from aioengine.protocol.columns import TokenColumns
-from aioengine.protocol.messages import Abort, Control, FinishCode, Finished, Reply, Stats, Submit, TextChunks
+from aioengine.protocol.messages import Abort, Control, End, FinishCode, Reply, Stats, Submit, TextChunks
 from aioengine.supervision.processes import Events
 from tests.kit.settings import small_settings
 
@@ -127,7 +127,7 @@ class Double:
 
     def end(self, uids: Sequence[int], code: FinishCode, message: str = "") -> None:
         """End requests, a moment later."""
-        finished = [Finished(uid, code, stage="forward", message=message, ended_at=time.monotonic()) for uid in uids]
+        finished = [End(uid, code, stage="forward", message=message, ended_at=time.monotonic()) for uid in uids]
         for uid in uids:
             del self.live[uid]
         if finished:
@@ -137,7 +137,7 @@ class Double:
     def step(self) -> None:
         """One token for everybody."""
         requests = list(self.live.items())
-        finished: list[Finished] = []
+        finished: list[End] = []
         uids: list[int] = []
         token_ids: list[int] = []
         for uid, request in requests:
@@ -148,7 +148,7 @@ class Double:
                 now = time.monotonic()
                 arrived_at = request.submit.arrived_at
                 finished.append(
-                    Finished(
+                    End(
                         uid, FinishCode.LENGTH, admitted_at=arrived_at, first_token_at=arrived_at, ended_at=now,
                         num_cached=1,
                     )

@@ -24,7 +24,7 @@ from aioengine.errors import (
 from aioengine.frontend.prompts import MAX_IDS_AT_CALL
 from aioengine.frontend.submitter import MAX_ROWS_AT_ONCE
 from aioengine.protocol.columns import TokenColumns
-from aioengine.protocol.messages import Begun, FinishCode, Reply, Stats, TextChunks
+from aioengine.protocol.messages import FinishCode, FirstToken, Reply, Stats, TextChunks
 from tests.engine.engine_double import CONTEXT_LENGTH, VOCAB_SIZE, World, expected_text
 from tests.kit.waiting import until
 
@@ -424,7 +424,7 @@ class TestDeadlines:
         batch = world.engine.async_generate(["a"] * 2, LONG, **{f"{which}_timeout": 0.05})  # type: ignore[arg-type]
         await until(lambda: len(world.double.live) == 2)
         world.double.in_flight = {1}  # admitted, but without a token
-        opened = TextChunks(TokenColumns(), [], [], 2, [Begun(0, 0, begun_at, begun_at)])
+        opened = TextChunks(TokenColumns(), [], [], 2, [FirstToken(0, 0, begun_at, begun_at)])
         if which == "first_token":
             world.double.events.on_messages([opened])
         await until(lambda: bool(world.double.aborts))

@@ -267,7 +267,7 @@ class TestSlowReaders:
 
 
 async def test_churn_leaves_no_objects(world: World) -> None:
-    """Finished, cancelled, aborted and dropped calls are all forgotten."""
+    """End, cancelled, aborted and dropped calls are all forgotten."""
     gc.collect()
     for number in range(60):
         generation = world.engine.async_generate("a", LONG if number % 3 else GREEDY, stream=True)

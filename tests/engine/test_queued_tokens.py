@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from aioengine.config import QueueConfig
 from aioengine.errors import EngineDeadError, EngineOverloadedError
 from aioengine.protocol.columns import TokenColumns
-from aioengine.protocol.messages import Begun, FinishCode, TextChunks
+from aioengine.protocol.messages import FinishCode, FirstToken, TextChunks
 from aioengine.stream import Generation
 from tests.engine.engine_double import World
 from tests.kit.waiting import until
@@ -161,8 +161,8 @@ async def test_a_row_that_the_scheduler_never_ends_keeps_what_its_chunks_said(co
         stream = engine.async_generate("abc", {"max_new_tokens": 9}, stream=True)
         await until(lambda: bool(world.double.submits))
         now = world.double.submits[0].arrived_at
-        begun = [Begun(0, 2, now, now)]
-        world.double.events.on_messages([TextChunks(TokenColumns([0], [120]), ["x"], begun=begun, preempted=[0])])
+        tokens, first_tokens = TokenColumns([0], [120]), [FirstToken(0, 2, now, now)]
+        world.double.events.on_messages([TextChunks(tokens, ["x"], first_tokens=first_tokens, preempted=[0])])
         first = (await anext(stream))["meta_info"]
         assert (first["cached_tokens"], first["num_preemptions"]) == (2, 1)
         frontend = engine._running()  # pyright: ignore[reportPrivateUsage]

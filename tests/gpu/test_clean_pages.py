@@ -11,7 +11,7 @@ import torch
 from aioengine.kernels import clean_pages
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.build import build
-from aioengine.scheduler.plan import TOKENS, OpenedRow, Plan, Row
+from aioengine.scheduler.plan import TOKENS, NewRow, Plan, Row
 from tests.compute.runner_world import make_settings, save_model
 
 
@@ -47,13 +47,13 @@ def test_the_next_owner_of_a_page(tmp_path: Path, backend: str, graphs: int) -> 
     )
     runner = build(msgspec.structs.replace(found, runner=settings), lambda _: None)
     greedy = Sampling(0, temperature=0.0)
-    first = runner.launch(Plan([Row(4, 0, 2, TOKENS, [5, 6])], [OpenedRow(4, greedy, 2, [5, 6], [9])]))
+    first = runner.launch(Plan([Row(4, 0, 2, TOKENS, [5, 6])], [NewRow(4, greedy, 2, [5, 6], [9])]))
     expected = runner.collect(first).tokens.token_ids
-    opened = [OpenedRow(1, greedy, 3, [5, 6, 6], [1]), OpenedRow(2, greedy, 1, [5], [2])]
+    opened = [NewRow(1, greedy, 3, [5, 6, 6], [1]), NewRow(2, greedy, 1, [5], [2])]
     runner.collect(runner.launch(Plan([Row(1, 0, 3, TOKENS, [5, 6, 6])], opened, closed=[4])))
     runner._table.last_tokens[runner._table.requests[1].row_index] = 77
     bad = runner.launch(Plan([Row(1, 3, 1, TOKENS)]))
-    opened = [OpenedRow(3, greedy, 2, [5, 6], [1])]
+    opened = [NewRow(3, greedy, 2, [5, 6], [1])]
     good = runner.launch(Plan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
     assert "not finite" in runner.collect(bad).failed[1]
     result = runner.collect(good)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aioengine.config import MemorySettings, Settings
-from aioengine.protocol.messages import Ended, FinishCode, Limits, Sampling, Submit, TextRules
+from aioengine.protocol.messages import End, FinishCode, Limits, Sampling, Submit, TextRules
 from aioengine.runner.build import build
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.scheduler import Scheduler
@@ -78,8 +78,8 @@ def test_the_largest_steps_do_not_run_out(tmp_path: Path) -> None:
     for uid in range(700):
         sampling = Sampling(uid, frequency_penalty=0.5, repetition_penalty=1.2, top_p=0.9)
         prompt = [(uid * 31 + place) % 150_000 for place in range(240)]
-        core.submit(Submit(uid, prompt, sampling, Limits(6), TextRules()))
-    ended: list[Ended] = []
+        core.requests.submit(Submit(uid, prompt, sampling, Limits(6), TextRules()))
+    ended: list[End] = []
     while core.has_work:
         output = core.step(0.0)
         ended += output.ended if output else []

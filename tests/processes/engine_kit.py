@@ -9,7 +9,7 @@ from aioengine.config import SupervisionConfig
 from aioengine.protocol.messages import (
     SCHEDULER,
     Control,
-    Finished,
+    End,
     Limits,
     Progress,
     Reply,
@@ -100,7 +100,7 @@ class Frontend:
         submit = Submit(uid, prompt, Sampling(seed=uid), Limits(num_tokens), text or TextRules())
         self.supervisor.send([submit])
 
-    async def finished(self, uid: int, timeout_s: float = 10.0) -> Finished:
+    async def finished(self, uid: int, timeout_s: float = 10.0) -> End:
         """The end of a request."""
         return await self._wait(lambda: self._finished(uid), timeout_s)
 
@@ -138,8 +138,8 @@ class Frontend:
             if owner == uid
         )
 
-    def _finished(self, uid: int) -> Finished | None:
-        ends = [end for one in self.heard if isinstance(one, TextChunks) for end in one.finished if end.uid == uid]
+    def _finished(self, uid: int) -> End | None:
+        ends = [end for one in self.heard if isinstance(one, TextChunks) for end in one.ended if end.uid == uid]
         assert len(ends) < 2
         return ends[0] if ends else None
 

@@ -11,18 +11,17 @@ from aioengine.errors import RequestError
 from aioengine.processes import open_text
 from aioengine.processes.detokenizer_process import DetokenizerService, build_service
 from aioengine.processes.open_text import OpenText, TextSource
-from aioengine.protocol.board import StepBoard, blank_board, read_board
+from aioengine.protocol.board import CrashBoard, blank_board, read_board
 from aioengine.protocol.columns import Extra, TokenColumns
 from aioengine.protocol.messages import (
     Abort,
-    Begun,
-    Ended,
+    End,
     FinishCode,
-    Finished,
+    FirstToken,
     Message,
-    Opened,
     StepOutput,
     TextChunks,
+    TextOpened,
     TextRules,
 )
 from aioengine.testing.fake_engine import tokenizer_folder
@@ -45,7 +44,7 @@ class Steps:
         self.aborted: list[int] = []
 
     def open(self, uid: int, rules: TextRules | None = None) -> None:
-        self.give(StepOutput(opened=[Opened(uid, rules or TextRules(), 3, 1.0, 2.0)]))
+        self.give(StepOutput(opened=[TextOpened(FirstToken(uid, 3, 1.0, 2.0), rules or TextRules())]))
 
     def give(self, *outputs: StepOutput) -> TextChunks | None:
         """What the outputs gave."""
@@ -56,11 +55,11 @@ class Steps:
             assert message.code == FinishCode.STOP
             self.aborted += message.uids
         chunks = [message for message in outbox.to_frontend if isinstance(message, TextChunks)]
-        chunks = [one for one in chunks if one.texts or one.tokens.extras or one.finished]
+        chunks = [one for one in chunks if one.texts or one.tokens.extras or one.ended]
         self.sent += chunks
         return chunks[-1] if chunks else None
 
-    def token(self, uid: int, token_id: int, end: Ended | None = None) -> TextChunks | None:
+    def token(self, uid: int, token_id: int, end: End | None = None) -> TextChunks | None:
         return self.give(StepOutput(TokenColumns([uid], [token_id]), ended=[] if end is None else [end]))
 
     def text(self, uid: int) -> str:
@@ -72,8 +71,8 @@ class Steps:
         pairs = [pair for one in self.sent for pair in zip(one.tokens.uid_of_each(), one.tokens.token_ids, strict=True)]
         return [token_id for owner, token_id in pairs if owner == uid]
 
-    def end(self, uid: int) -> Finished:
-        (end,) = [end for one in self.sent for end in one.finished if end.uid == uid]
+    def end(self, uid: int) -> End:
+        (end,) = [end for one in self.sent for end in one.ended if end.uid == uid]
         return end
 
 
@@ -90,7 +89,7 @@ def play(steps: Steps, uid: int, token_ids: list[int], code: FinishCode = Finish
     """All tokens of a request, the last with its end."""
     for token_id in token_ids[:-1]:
         steps.token(uid, token_id)
-    steps.token(uid, token_ids[-1], Ended(uid, code))
+    steps.token(uid, token_ids[-1], End(uid, code))
 
 
 @pytest.mark.parametrize(
@@ -111,9 +110,7 @@ def test_text_and_ids_are_the_same_however_they_are_sent(rules: TextRules) -> No
     play(steps, 1, ids_of(text))
     assert steps.text(1) == text
     assert steps.ids(1) == ids_of(text)
-    assert steps.end(1) == Finished(
-        1, FinishCode.LENGTH, num_cached=3, admitted_at=1.0, first_token_at=2.0, ended_at=NOW
-    )
+    assert steps.end(1) == End(1, FinishCode.LENGTH, num_cached=3, admitted_at=1.0, first_token_at=2.0, ended_at=NOW)
     assert steps.aborted == []
 
 
@@ -166,7 +163,7 @@ def test_a_request_goes_on_behind_any_chunk_in_a_new_process(rules: TextRules, c
                 break
             first.token(1, token_id)
         given = first.ids(1)
-        second.give(StepOutput(opened=[Opened(1, rules, 3, 1.0, 2.0, given)]))
+        second.give(StepOutput(opened=[TextOpened(FirstToken(1, 3, 1.0, 2.0), rules, given)]))
         play(second, 1, token_ids[len(given) :], code)
         assert first.text(1) + second.text(1) == table.text(1)
         assert given + second.ids(1) == table.ids(1)
@@ -179,9 +176,9 @@ def test_an_end_before_the_next_token_still_gives_what_was_held_back() -> None:
     steps.give(
         StepOutput(
             TokenColumns(),
-            [Opened(1, TextRules(stop=("STOP",)), 3, 1.0, 2.0, ids, 5)],
+            [TextOpened(FirstToken(1, 3, 1.0, 2.0), TextRules(stop=("STOP",)), ids, 5)],
             [],
-            [Ended(1, FinishCode.ABORT)],
+            [End(1, FinishCode.ABORT)],
         )
     )
     assert steps.text(1) == "ST"
@@ -191,21 +188,22 @@ def test_an_end_before_the_next_token_still_gives_what_was_held_back() -> None:
 
 def test_one_message_for_a_step_whatever_is_in_it() -> None:
     steps = Steps()
+    opened = [TextOpened(FirstToken(uid, 0, 1.0, 2.0), TextRules()) for uid in (1, 2, 3)]
     outputs = StepOutput(
-        TokenColumns([1, 2, 3], ids_of("a") * 3), [Opened(uid, TextRules(), 0, 1.0, 2.0) for uid in (1, 2, 3)], [2],
-        [Ended(3, FinishCode.LENGTH), Ended(9, FinishCode.DEADLINE, "queue")],
+        TokenColumns([1, 2, 3], ids_of("a") * 3), opened, [2],
+        [End(3, FinishCode.LENGTH), End(9, FinishCode.DEADLINE, "queue")],
     )  # fmt: skip
     chunks = steps.give(outputs)
     assert chunks is not None
     assert (chunks.tokens, chunks.texts) == (TokenColumns([1, 2, 3], ids_of("a") * 3), ["a"] * 3)
-    assert [(end.uid, end.code, end.matched) for end in chunks.finished] == [
+    assert [(end.uid, end.code, end.matched) for end in chunks.ended] == [
         (3, FinishCode.LENGTH, None),
         (9, FinishCode.DEADLINE, "queue"),
     ]
     assert chunks.num_open == 2
     assert chunks.preempted == [2]
     assert steps.end(9).first_token_at is None
-    steps.give(StepOutput(ended=[Ended(2, FinishCode.ABORT)]))
+    steps.give(StepOutput(ended=[End(2, FinishCode.ABORT)]))
     assert steps.end(2).num_preemptions == 1
 
 
@@ -220,7 +218,7 @@ def test_a_stop_string_ends_the_request_at_once() -> None:
     assert not TOKENIZER.decode(steps.ids(1)[:-1]).endswith("Tokyo")
     assert (steps.end(1).code, steps.end(1).matched) == (FinishCode.STOP, "Tokyo")
     assert steps.aborted == [1]
-    steps.give(StepOutput(ended=[Ended(1, FinishCode.LENGTH)]))  # it ended by itself before it heard
+    steps.give(StepOutput(ended=[End(1, FinishCode.LENGTH)]))  # it ended by itself before it heard
     assert steps.end(1).code == FinishCode.STOP
 
 
@@ -228,7 +226,7 @@ def test_a_stop_beats_the_length_on_the_same_token() -> None:
     steps = Steps()
     steps.open(1, TextRules(stop=("b",), no_stop_trim=True, stream=False))
     steps.token(1, id_of("a"))
-    steps.token(1, id_of("b"), Ended(1, FinishCode.LENGTH))
+    steps.token(1, id_of("b"), End(1, FinishCode.LENGTH))
     assert (steps.end(1).code, steps.end(1).matched) == (FinishCode.STOP, "b")
     assert steps.text(1) == "ab"
 
@@ -242,7 +240,7 @@ def test_a_stop_token_is_an_output_id_but_no_text_unless_kept(stream: bool, stop
     steps.open(1, TextRules(stop=stop, no_stop_trim=keeps, stream=stream))
     for token_id in token_ids[:-1]:
         steps.token(1, token_id)
-    steps.token(1, token_ids[-1], Ended(1, FinishCode.STOP, token_ids[-1]))
+    steps.token(1, token_ids[-1], End(1, FinishCode.STOP, token_ids[-1]))
     assert steps.ids(1) == token_ids
     assert steps.text(1) == TOKENIZER.decode(token_ids if keeps else token_ids[:-1])
     assert steps.end(1).matched == token_ids[-1]
@@ -253,7 +251,7 @@ def test_what_was_held_back_leaves_with_an_abort() -> None:
     steps.open(1, TextRules(stop=("ab",)))
     steps.token(1, id_of("a"))
     assert steps.text(1) == ""
-    steps.give(StepOutput(ended=[Ended(1, FinishCode.ABORT, message="by wish")]))
+    steps.give(StepOutput(ended=[End(1, FinishCode.ABORT, message="by wish")]))
     assert steps.text(1) == "a"
     assert (steps.end(1).code, steps.end(1).message) == (FinishCode.ABORT, "by wish")
 
@@ -264,7 +262,7 @@ def test_a_bad_request_fails_alone() -> None:
     steps.open(2)
     for token_id in ids_of("some text"):
         steps.give(StepOutput(TokenColumns([1, 2], [token_id, token_id])))
-    steps.give(StepOutput(ended=[Ended(2, FinishCode.LENGTH)]))
+    steps.give(StepOutput(ended=[End(2, FinishCode.LENGTH)]))
     assert (steps.end(1).code, steps.end(1).stage) == (FinishCode.FAILED, "detokenize")
     assert "'('" in steps.end(1).message
     assert steps.aborted == [1]
@@ -297,7 +295,7 @@ def test_a_failure_of_decoding_ends_that_request_alone(when: str, monkeypatch: p
     steps.open(1, TextRules(stream=when == "push"))
     steps.open(2)
     steps.give(StepOutput(TokenColumns([1, 2], [bad, 3])))
-    steps.give(StepOutput(ended=[Ended(1, FinishCode.LENGTH), Ended(2, FinishCode.LENGTH)]))
+    steps.give(StepOutput(ended=[End(1, FinishCode.LENGTH), End(2, FinishCode.LENGTH)]))
     failed = steps.end(1)
     assert (failed.code, failed.stage, failed.message) == (
         FinishCode.FAILED,
@@ -335,14 +333,20 @@ def test_while_it_makes_text_it_tells_of_whom(monkeypatch: pytest.MonkeyPatch) -
     told: list[dict[int, int]] = []
     plain = OpenText.push
 
-    def push(own: OpenText, token_id: int, end: Ended | None, columns: TextChunks) -> bool:
+    def push(own: OpenText, token_id: int, end: End | None, columns: TextChunks) -> bool:
         told.append(read_board(memory))
         return plain(own, token_id, end, columns)
 
     monkeypatch.setattr(OpenText, "push", push)
-    service = DetokenizerService(TextSource(None), board=StepBoard(memory))
+    service = DetokenizerService(TextSource(None), board=CrashBoard(memory))
     service.handle(
-        [StepOutput(TokenColumns([4, 7], [50, 51]), [Opened(uid, TextRules(), 0, 1.0, 1.0) for uid in (4, 7)])], NOW
+        [
+            StepOutput(
+                TokenColumns([4, 7], [50, 51]),
+                [TextOpened(FirstToken(uid, 0, 1.0, 1.0), TextRules()) for uid in (4, 7)],
+            )
+        ],
+        NOW,
     )
     assert [set(rows) for rows in told] == [{4, 7}] * 2
     assert read_board(memory) == {}
@@ -350,9 +354,9 @@ def test_while_it_makes_text_it_tells_of_whom(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_silent_detokenizer_shows_that_it_lives() -> None:
     service = DetokenizerService(TextSource(None))
-    service.handle([StepOutput(opened=[Opened(1, TextRules(), 0, 1.0, 1.0)])], NOW)
-    begun = [Begun(1, 0, 1.0, 1.0)]
-    assert service.step(NOW).to_frontend == [TextChunks(num_open=1, begun=begun)]
+    service.handle([StepOutput(opened=[TextOpened(FirstToken(1, 0, 1.0, 1.0), TextRules())])], NOW)
+    begun = [FirstToken(1, 0, 1.0, 1.0)]
+    assert service.step(NOW).to_frontend == [TextChunks(num_open=1, first_tokens=begun)]
     assert service.step(NOW + 0.9).to_frontend == []
     assert 0 < service.wait_s(NOW + 0.9) < 0.2
     assert service.step(NOW + 1.1).to_frontend == [TextChunks(num_open=1)]
@@ -366,7 +370,7 @@ def test_many_requests_leave_nothing_behind() -> None:
     service = steps.service
     assert len(steps.aborted) == 20_000
     assert service.num_remembered < 17_000
-    chunks = steps.give(StepOutput(ended=[Ended(19_999, FinishCode.LENGTH), Ended(1, FinishCode.LENGTH)]))
+    chunks = steps.give(StepOutput(ended=[End(19_999, FinishCode.LENGTH), End(1, FinishCode.LENGTH)]))
     assert chunks is not None
     assert chunks.num_open == 0
 
@@ -379,8 +383,10 @@ def test_a_missing_tokenizer_is_told_by_its_place(tmp_path: Path) -> None:
 def test_a_request_that_ends_without_a_token_has_its_times_and_no_chunk() -> None:
     """As a pooled request ends: opened and ended by the same message."""
     steps = Steps()
-    steps.give(StepOutput(opened=[Opened(1, TextRules(), 3, 1.0, 2.0)], ended=[Ended(1, FinishCode.STOP)]))
-    assert steps.end(1) == Finished(1, FinishCode.STOP, num_cached=3, admitted_at=1.0, first_token_at=2.0, ended_at=NOW)
+    steps.give(
+        StepOutput(opened=[TextOpened(FirstToken(1, 3, 1.0, 2.0), TextRules())], ended=[End(1, FinishCode.STOP)])
+    )
+    assert steps.end(1) == End(1, FinishCode.STOP, num_cached=3, admitted_at=1.0, first_token_at=2.0, ended_at=NOW)
     assert (steps.ids(1), steps.text(1)) == ([], "")
 
 
@@ -391,9 +397,9 @@ def test_several_tokens_of_a_request_in_a_step_are_told_apart() -> None:
     a, b, c = ids_of("a")[0], ids_of("b")[0], ids_of("c")[0]
     steps.give(StepOutput(TokenColumns([1, 2], [a, b, c], [2, 1])))
     assert (steps.text(1), steps.ids(1), steps.text(2)) == ("ab", [a, b], "c")
-    steps.give(StepOutput(TokenColumns([2, 1], [a, b], [2, 0]), ended=[Ended(1, FinishCode.LENGTH)]))
+    steps.give(StepOutput(TokenColumns([2, 1], [a, b], [2, 0]), ended=[End(1, FinishCode.LENGTH)]))
     assert (steps.ids(1), steps.ids(2), steps.end(1).code) == ([a, b], [c], FinishCode.LENGTH)
-    steps.give(StepOutput(TokenColumns([2], [a, a, a, b], [4]), ended=[Ended(2, FinishCode.STOP, a)]))
+    steps.give(StepOutput(TokenColumns([2], [a, a, a, b], [4]), ended=[End(2, FinishCode.STOP, a)]))
     assert (steps.text(2), steps.ids(2)) == ("cabaaab", [c, a, b, a, a, a, b])
 
 
@@ -401,7 +407,7 @@ def test_a_stop_token_that_is_there_twice_in_a_step_is_cut_from_the_end_alone() 
     steps = Steps()
     steps.open(1)
     a = ids_of("a")[0]
-    steps.give(StepOutput(TokenColumns([1], [a, a], [2]), ended=[Ended(1, FinishCode.STOP, a)]))
+    steps.give(StepOutput(TokenColumns([1], [a, a], [2]), ended=[End(1, FinishCode.STOP, a)]))
     assert (steps.text(1), steps.ids(1)) == ("a", [a, a])
 
 
@@ -416,5 +422,5 @@ def test_extras_are_passed_on_as_long_as_their_request_is_open() -> None:
     chunks = steps.give(StepOutput(TokenColumns(extras=[late])))
     assert chunks is not None
     assert chunks.tokens == TokenColumns(extras=[late])
-    steps.give(StepOutput(ended=[Ended(1, FinishCode.ABORT)]))
+    steps.give(StepOutput(ended=[End(1, FinishCode.ABORT)]))
     assert steps.give(StepOutput(TokenColumns(extras=[late]))) is None

@@ -11,7 +11,16 @@ from aioengine.processes.detokenizer_process import DetokenizerService
 from aioengine.processes.matching_queue import MatchingQueue
 from aioengine.processes.open_text import OpenText, TextSource
 from aioengine.protocol.columns import TokenColumns
-from aioengine.protocol.messages import Abort, Ended, FinishCode, Finished, Opened, StepOutput, TextChunks, TextRules
+from aioengine.protocol.messages import (
+    Abort,
+    End,
+    FinishCode,
+    FirstToken,
+    StepOutput,
+    TextChunks,
+    TextOpened,
+    TextRules,
+)
 from aioengine.text import stop_regex
 from aioengine.text.stop_regex import PUSH_BUDGET_S
 from tests.processes.test_detokenizer_service import DEMO, ids_of
@@ -29,7 +38,7 @@ class World:
     now: float = 100.0
     texts: dict[int, str] = field(default_factory=dict[int, str])
     token_ids: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    ends: dict[int, Finished] = field(default_factory=dict[int, Finished])
+    ends: dict[int, End] = field(default_factory=dict[int, End])
     aborted: list[int] = field(default_factory=list[int])
 
     def step(self, output: StepOutput | None = None) -> None:
@@ -50,12 +59,12 @@ class World:
             self.texts[uid] = self.texts.get(uid, "") + text
         for uid, token_id in zip(chunks.tokens.uid_of_each(), chunks.tokens.token_ids, strict=True):
             self.token_ids.setdefault(uid, []).append(token_id)
-        for end in chunks.finished:
+        for end in chunks.ended:
             assert end.uid not in self.ends
             self.ends[end.uid] = end
 
     def open(self, uid: int, rules: TextRules, resumed_ids: list[int] | None = None) -> None:
-        self.step(StepOutput(opened=[Opened(uid, rules, 0, 1.0, 2.0, resumed_ids or [])]))
+        self.step(StepOutput(opened=[TextOpened(FirstToken(uid, 0, 1.0, 2.0), rules, resumed_ids or [])]))
 
     def requests(self) -> list[OpenText]:
         return list(self.service._open.values())  # pyright: ignore[reportPrivateUsage]
@@ -105,7 +114,7 @@ RULES = [
 ]
 
 
-def play(rules: TextRules, code: FinishCode, num_resumed: int) -> tuple[World, Finished]:
+def play(rules: TextRules, code: FinishCode, num_resumed: int) -> tuple[World, End]:
     world = World()
     token_ids = ids_of(SENTENCE)
     world.open(0, TextRules())
@@ -113,13 +122,13 @@ def play(rules: TextRules, code: FinishCode, num_resumed: int) -> tuple[World, F
     for token_id in token_ids[num_resumed:-1]:
         world.step(StepOutput(TokenColumns([1], [token_id])))
     matched = token_ids[-1] if code == FinishCode.STOP else None
-    world.step(StepOutput(TokenColumns([1], [token_ids[-1]]), ended=[Ended(1, code, matched)]))
+    world.step(StepOutput(TokenColumns([1], [token_ids[-1]]), ended=[End(1, code, matched)]))
     for _ in range(1000):
         if 1 in world.ends:
             break
         world.step()
     end = world.ends[1]
-    return world, Finished(1, end.code, end.matched)
+    return world, End(1, end.code, end.matched)
 
 
 @pytest.mark.parametrize("rules", RULES)
@@ -161,7 +170,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_an_abort_does_not_wait(waiting: World) -> None:
-    waiting.service.handle([StepOutput(ended=[Ended(1, FinishCode.ABORT)])], waiting.now)
+    waiting.service.handle([StepOutput(ended=[End(1, FinishCode.ABORT)])], waiting.now)
     waiting.step()
     assert waiting.ends[1].code == FinishCode.ABORT
     assert waiting.texts[1] == "see "
@@ -173,12 +182,12 @@ def test_a_stop_found_before_the_scheduler_ended_the_request(waiting: World) -> 
     assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
     assert waiting.texts[1] == "see "
     assert waiting.service.num_remembered == 1
-    waiting.step(StepOutput(ended=[Ended(1, FinishCode.LENGTH)]))
+    waiting.step(StepOutput(ended=[End(1, FinishCode.LENGTH)]))
     assert waiting.service.num_remembered == 0
 
 
 def test_a_stop_found_after_the_scheduler_ended_the_request(waiting: World) -> None:
-    waiting.step(StepOutput(ended=[Ended(1, FinishCode.LENGTH)]))
+    waiting.step(StepOutput(ended=[End(1, FinishCode.LENGTH)]))
     waiting.step()
     assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
     assert waiting.aborted == []

@@ -12,7 +12,7 @@ from aioengine.processes.scheduler_process import SchedulerService, build_servic
 from aioengine.protocol.messages import (
     Abort,
     Control,
-    Ended,
+    End,
     FinishCode,
     Limits,
     Message,
@@ -24,7 +24,7 @@ from aioengine.protocol.messages import (
     Submit,
     TextRules,
 )
-from aioengine.scheduler.core import SchedulerCore
+from aioengine.scheduler.requests import Requests
 from aioengine.scheduler.scheduler import Scheduler
 from tests.processes.engine_kit import FAKE, fake_settings
 
@@ -53,7 +53,7 @@ class Loop:
         while self.service.wait_s(now) == 0:
             self.give(now)
 
-    def ends(self) -> dict[int, Ended]:
+    def ends(self) -> dict[int, End]:
         return {end.uid: end for output in self.outputs for end in output.ended}
 
     def of(self, kind: type[M]) -> list[M]:
@@ -77,14 +77,14 @@ def test_requests_run_to_their_ends() -> None:
 
 
 def test_a_request_that_cannot_be_queued_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = SchedulerCore[Any].submit
+    plain = Requests.submit
 
-    def refuse_second(self: SchedulerCore[Any], one: Submit, now: float) -> None:
+    def refuse_second(self: Requests, one: Submit, now: float) -> None:
         if one.uid == 2:
             raise KeyError("broken")
         plain(self, one, now)
 
-    monkeypatch.setattr(SchedulerCore, "submit", refuse_second)
+    monkeypatch.setattr(Requests, "submit", refuse_second)
     loop = Loop()
     loop.give(1.0, submit(1), submit(2), submit(3))
     loop.run(1.0)

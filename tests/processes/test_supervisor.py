@@ -129,7 +129,7 @@ async def test_in_any_mixture_every_request_ends_exactly_once(launcher: str) -> 
         stats = await frontend.idle_stats()
         assert stats.num_free_pages == stats.num_pages
         assert stats.num_finished + stats.num_aborted == 300
-        assert not any(one.finished for one in frontend.heard if isinstance(one, TextChunks))  # no second end later
+        assert not any(one.ended for one in frontend.heard if isinstance(one, TextChunks))  # no second end later
 
 
 @launchers

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from aioengine.answers import BatchOutput, FinishReason, RowFacts, answer, chunk, error, finish_reason
 from aioengine.errors import RequestError, RequestTooLargeError
-from aioengine.protocol.messages import FinishCode, Finished
+from aioengine.protocol.messages import End, FinishCode
 
 
 class Piece(Struct):
@@ -17,15 +17,15 @@ class Piece(Struct):
     token_ids: list[int]
     text_offset: int
     token_offset: int
-    finished: Finished | None
+    finished: End | None
     delivered_at: float
 
 
 FACTS = RowFacts(rid="x", index=None, seed=5, called_at=10.0, tokenize_s=1.0, prompt_token_ids=[1, 2, 3])
 
 
-def finished(code: FinishCode, **fields: object) -> Finished:
-    return Finished(uid=1, code=code, ended_at=20.0, **fields)  # type: ignore[arg-type]
+def finished(code: FinishCode, **fields: object) -> End:
+    return End(uid=1, code=code, ended_at=20.0, **fields)  # type: ignore[arg-type]
 
 
 class TestFinishReason:
@@ -61,7 +61,7 @@ class TestFinishReason:
             ),
         ],
     )
-    def test_the_words_of_every_end(self, end: Finished, expected: dict[str, object]) -> None:
+    def test_the_words_of_every_end(self, end: End, expected: dict[str, object]) -> None:
         assert finish_reason(end, 12) == expected
 
     def test_what_is_an_error(self) -> None:

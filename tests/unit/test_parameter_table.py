@@ -36,7 +36,7 @@ def test_a_parameter_of_the_table_alone_reaches_the_runner(monkeypatch: pytest.M
     launch = FakeRunner.launch
 
     def recorded(self: FakeRunner, plan: Plan) -> FakeTicket:
-        received.extend(opened.sampling for opened in plan.opened)
+        received.extend(opened.sampling for opened in plan.new_rows)
         return launch(self, plan)
 
     monkeypatch.setattr(FakeRunner, "launch", recorded)

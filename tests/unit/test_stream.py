@@ -16,7 +16,7 @@ from aioengine.errors import EngineDeadError, RequestError
 from aioengine.frontend.delivery import MAX_WOKEN, Router
 from aioengine.frontend.outputs import MAX_UNJOINED_TEXTS, CallOutput, Cursor, EndOfOutput, Reader, RowStream, Wants
 from aioengine.protocol.columns import TokenColumns
-from aioengine.protocol.messages import Begun, FinishCode, Finished, TextChunks
+from aioengine.protocol.messages import End, FinishCode, FirstToken, TextChunks
 
 if TYPE_CHECKING:
     from aioengine.answers import Chunk
@@ -62,7 +62,7 @@ class Slot:
             self.output.cursor.wake()
 
     def end(self, row: RowStream, code: FinishCode = FinishCode.LENGTH) -> None:
-        self.output.end_row(row, Finished(0, code, message="broke"), 1.0)
+        self.output.end_row(row, End(0, code, message="broke"), 1.0)
 
 
 def _facts(position: int, num_rows: int) -> RowFacts:
@@ -281,7 +281,7 @@ class TestRouter:
         frame = TextChunks(
             TokenColumns([8, 99, 7], [1, 2, 3, 4], [2, 1, 1]),
             ["bee", "lost", ""],
-            [Finished(8, FinishCode.LENGTH)],
+            [End(8, FinishCode.LENGTH)],
             num_open=2,
         )
         assert router.deliver(frame) == [slot.rows[1]]
@@ -307,7 +307,7 @@ class TestRouter:
         router.rows = {7: slot.rows[0]}
         waiter = await wait_here(slot)
         router.deliver(TextChunks(TokenColumns([7], [1]), ["a"]))
-        router.deliver(TextChunks(TokenColumns([7], [2]), ["b"], [Finished(7, FinishCode.LENGTH)]))
+        router.deliver(TextChunks(TokenColumns([7], [2]), ["b"], [End(7, FinishCode.LENGTH)]))
         chunk = waiter.result()
         assert chunk is not None
         assert (chunk["text"], chunk["meta_info"]["finish_reason"]) == ("ab", "length")
@@ -336,8 +336,8 @@ class TestRouter:
         slot = Slot(2)
         router = Router({}, slot.lock)
         router.rows = dict(zip((7, 8), slot.rows, strict=True))
-        begun = [Begun(uid, 16 * (uid - 7), 1.0, 2.0) for uid in (7, 8, 99)]
-        router.deliver(TextChunks(TokenColumns([7, 8], [1, 2]), ["a", "b"], begun=begun))
+        begun = [FirstToken(uid, 16 * (uid - 7), 1.0, 2.0) for uid in (7, 8, 99)]
+        router.deliver(TextChunks(TokenColumns([7, 8], [1, 2]), ["a", "b"], first_tokens=begun))
         first = [slot.reader.take(), slot.reader.take()]
         router.deliver(TextChunks(TokenColumns([7, 8], [1, 2]), ["a", "b"], preempted=[7, 99, 7]))
         second = [slot.reader.take(), slot.reader.take()]

@@ -14,7 +14,7 @@ from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.sharing import Group, SharedPrefixes, find_groups
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import RowTable
-from aioengine.scheduler.plan import TOKENS, OpenedRow, Row
+from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.stepping import make_batch, write_and_attend
 
 WORTH = Sharable(min_rows=2, min_spared=3, max_groups=4)
@@ -103,7 +103,7 @@ def test_the_rows_of_a_step_in_their_new_order() -> None:
     )
     pages = {0: [1, 2, 3, 10], 1: [5, 6, 7, 11], 2: [1, 2, 3, 12], 3: [1, 2, 3, 13], 4: [20, 21, 22, 23]}
     for uid, row in pages.items():
-        table.open(OpenedRow(uid, Sampling(uid), 60, [1] * 60, row))
+        table.open(NewRow(uid, Sampling(uid), 60, [1] * 60, row))
     inputs = InputBuilder(table, page_size=16, num_embeddings=100)
     rows = inputs.read([Row(uid, 60, 1, TOKENS) for uid in pages])
     prefixes = SharedPrefixes(table, WORTH, page_size=16)
@@ -119,7 +119,7 @@ def test_the_rows_of_a_step_in_their_new_order() -> None:
     assert prefixes.find(later) is found, "not looked for again as long as the rows are the same"
     assert prefixes.find(inputs.read([Row(uid, 61, 1, TOKENS) for uid in (1, 4)])) is None
     table.close(0)
-    table.open(OpenedRow(9, Sampling(9), 60, [1] * 60, [30, 31, 32, 33]))  # in the same row of the table
+    table.open(NewRow(9, Sampling(9), 60, [1] * 60, [30, 31, 32, 33]))  # in the same row of the table
     changed = prefixes.find(inputs.read([Row(uid, 61, 1, TOKENS) for uid in (9, 1, 2, 3, 4)]))
     assert changed is not None
     assert changed.num_shared.tolist() == [3, 3, 0, 0, 0]

@@ -10,7 +10,7 @@ from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.rows import RowTable, SampledRows
 from aioengine.runner.sampling.sampler import FAILED, Sampler, greedy
-from aioengine.scheduler.plan import OpenedRow
+from aioengine.scheduler.plan import NewRow
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def make(
     )
     prompts = prompts or [[1, 2, 3]] * len(samplings)
     for i, (sampling, prompt) in enumerate(zip(samplings, prompts, strict=True)):
-        table.open(OpenedRow(i, sampling, 2, prompt))
+        table.open(NewRow(i, sampling, 2, prompt))
     requests = [table.requests[i] for i in range(len(samplings))]
     positions = np.array([len(prompt) for prompt in prompts])
     rows = table.sampled(requests, np.array([request.row_index for request in requests]), positions)

@@ -16,7 +16,7 @@ from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.penalties import Penalties
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.token_counts import TokenCounts
-from aioengine.scheduler.plan import OpenedRow
+from aioengine.scheduler.plan import NewRow
 
 WIDTH = 3000
 processors = logits_processors.load()
@@ -31,14 +31,14 @@ samplings = [
 tokens = {}
 for uid in range(24):
     tokens[uid] = generator.integers(0, 40, 3 + uid).tolist()
-    table.open(OpenedRow(uid, samplings[uid % 3], 2 + uid // 2, tokens[uid]))
+    table.open(NewRow(uid, samplings[uid % 3], 2 + uid // 2, tokens[uid]))
     table.requests[uid].token_ids = list(tokens[uid])  # as on a GPU
 counts = TokenCounts(table, width=WIDTH, device=torch.device("cpu"))
 for step in range(4):
     if step == 2:  # another request in the row of one that ended
         table.close(5)
         tokens[30] = [7, 7, 7, 8]
-        table.open(OpenedRow(30, samplings[0], 1, tokens[30]))
+        table.open(NewRow(30, samplings[0], 1, tokens[30]))
         table.requests[30].token_ids = list(tokens[30])
         del tokens[5]
     requests = [table.requests[uid] for uid in tokens]

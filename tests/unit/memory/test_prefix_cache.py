@@ -146,12 +146,12 @@ def test_switched_off_it_shares_nothing() -> None:
     assert cache.num_cached == 0
 
 
-def test_what_is_spoilt_is_not_kept_unless_others_use_it() -> None:
+def test_what_is_invalid_is_not_kept_unless_others_use_it() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     cache.unlock(computed(cache, [1, 2, 3]))
     spoilt = computed(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     other = open_(cache, [1, 2, 3, 4, 9])
-    cache.unlock(spoilt, is_spoilt=True)
+    cache.unlock(spoilt, is_invalid=True)
     cache.check_integrity([other])
     assert num_matched(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
     cache.unlock(other)
@@ -160,26 +160,26 @@ def test_what_is_spoilt_is_not_kept_unless_others_use_it() -> None:
     assert cache.num_cached == 2
 
 
-def test_what_is_spoilt_stays_where_others_have_left_pages_behind_it() -> None:
+def test_what_is_invalid_stays_where_others_have_left_pages_behind_it() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     spoilt = open_(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     cache.insert(spoilt, [1, 2, 3, 4, 5, 6, 7, 8], 6)
     cache.unlock(computed(cache, [1, 2, 9, 9]))
-    cache.unlock(spoilt, is_spoilt=True)
+    cache.unlock(spoilt, is_invalid=True)
     cache.check_integrity([])
     assert num_matched(cache, [1, 2, 3, 4, 5]) == 2
     assert cache.num_free == 8
     assert cache.evict(8) == 2
 
 
-def test_what_is_spoilt_takes_no_page_of_others_along() -> None:
+def test_what_is_invalid_takes_no_page_of_others_along() -> None:
     """The second computed the same page as the first; the node in the tree is the first's."""
     cache = PrefixCache(num_pages=8, page_size=2)
     first, second = open_(cache, [1]), open_(cache, [1])
     cache.insert(first, [1, 2], 2)
     cache.insert(second, [1, 2], 2)
     cache.unlock(first)
-    cache.unlock(second, is_spoilt=True)
+    cache.unlock(second, is_invalid=True)
     cache.check_integrity([])
     assert num_matched(cache, [1, 2, 3]) == 2
 

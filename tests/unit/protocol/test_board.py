@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.protocol.board import StepBoard, blank_board, read_board
+from aioengine.protocol.board import CrashBoard, blank_board, read_board
 
 rows = st.dictionaries(st.integers(0, 2**40), st.integers(0, 2**20), max_size=8)
 
@@ -15,7 +15,7 @@ rows = st.dictionaries(st.integers(0, 2**40), st.integers(0, 2**20), max_size=8)
 @given(st.integers(1, 3), st.lists(rows, max_size=12), st.data())
 def test_it_says_what_is_in_flight(num_steps: int, steps: list[dict[int, int]], data: st.DataObject) -> None:
     memory = blank_board(num_steps, 8)
-    board = StepBoard(memory)
+    board = CrashBoard(memory)
     flying: list[dict[int, int]] = []
     for step in steps:
         if len(flying) == num_steps or (flying and data.draw(st.booleans())):
@@ -36,7 +36,7 @@ def test_it_says_what_is_in_flight(num_steps: int, steps: list[dict[int, int]], 
 def test_requests_that_decode_are_one_further_in_each_step() -> None:
     for num_steps in (1, 2, 3):
         memory = blank_board(num_steps, 4)
-        board = StepBoard(memory)
+        board = CrashBoard(memory)
         for end in range(10, 30):
             board.begin([3, 5], lambda end=end: [end, end + 7])  # type: ignore[misc]
             assert read_board(memory) == {3: end, 5: end + 7}
@@ -48,7 +48,7 @@ def test_requests_that_decode_are_one_further_in_each_step() -> None:
 
 def test_rows_beyond_the_most_are_left_out() -> None:
     memory = blank_board(2, 3)
-    board = StepBoard(memory)
+    board = CrashBoard(memory)
     board.begin([1, 2, 3, 4, 5], lambda: [6, 6, 6, 6, 6])
     board.begin([9], lambda: [7])
     assert read_board(memory) == {1: 6, 2: 6, 3: 6, 9: 7}
@@ -57,7 +57,7 @@ def test_rows_beyond_the_most_are_left_out() -> None:
 def test_a_file_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "board"
     path.write_bytes(blank_board(1, 4))
-    board = StepBoard.open(path)
+    board = CrashBoard.open(path)
     board.begin([5], lambda: [17])
     assert read_board(path.read_bytes()) == {5: 17}
     board.end()

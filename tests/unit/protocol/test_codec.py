@@ -20,22 +20,21 @@ from aioengine.protocol.columns import NO_TOKEN, Extra, TokenColumns
 from aioengine.protocol.messages import (
     SCHEDULER,
     Abort,
-    Begun,
+    Continuation,
     Control,
-    Ended,
+    End,
     Failed,
     FinishCode,
-    Finished,
+    FirstToken,
     Limits,
     LogRecord,
     Message,
     NewEpoch,
-    Opened,
     Progress,
     Ready,
     Reply,
     RequestKind,
-    Resumed,
+    Resume,
     Role,
     Sampling,
     Stats,
@@ -43,6 +42,7 @@ from aioengine.protocol.messages import (
     Submit,
     Suspend,
     TextChunks,
+    TextOpened,
     TextRules,
 )
 
@@ -50,19 +50,22 @@ EPOCH = 2**62 + 11
 
 MESSAGES: list[Message] = [
     Submit(1, [5, 6], Sampling(seed=2**63), Limits(7, stop_token_ids=(1,)), TextRules(stop=("\n",)), arrived_at=1.5),
-    Submit(2, [5], Sampling(seed=1), Limits(7), TextRules(), resumed=Resumed(Begun(2, 0, 1.0, 2.0), [7])),
+    Submit(
+        2, [5], Sampling(seed=1), Limits(7), TextRules(), continuation=Continuation(FirstToken(2, 0, 1.0, 2.0), [7])
+    ),
     Submit(3, [5], Sampling(seed=1), Limits(0), TextRules(), kind=RequestKind.POOL),
     Abort([1, 2], FinishCode.STOP, "why"),
-    Suspend([1, 2], True),
+    Suspend([1, 2]),
+    Resume([1, 2]),
     Control(3, "flush_cache", {"a": None, "b": 1.5, "c": "d", "e": True, "f": ["g", "h"]}, b"\x00\xff"),
-    StepOutput(TokenColumns([1], [2]), ended=[Ended(1, FinishCode.LENGTH)]),
+    StepOutput(TokenColumns([1], [2]), ended=[End(1, FinishCode.LENGTH)]),
     StepOutput(
         TokenColumns([1, 3], [2, 2], [2, 0], [Extra(3, NO_TOKEN, "kind", b"\x00\xff")]),
-        [Opened(1, TextRules(), 3, 1.0, 2.0)],
+        [TextOpened(FirstToken(1, 3, 1.0, 2.0), TextRules())],
         [4],
-        [Ended(1, FinishCode.LENGTH)],
+        [End(1, FinishCode.LENGTH)],
     ),
-    TextChunks(TokenColumns([1], [2]), ["é\U0001f600"], [Finished(1, FinishCode.STOP, "x", ended_at=3.0)], 4),
+    TextChunks(TokenColumns([1], [2]), ["é\U0001f600"], [End(1, FinishCode.STOP, "x", ended_at=3.0)], 4),
     Stats(1, 2, 3, 4, 5, 6, 7, 8.0, 9.0, 10, 11, 12, 13, 14),
     Reply(3, True, "", "{}", payload=b"\x00\xff"),
     Ready(SCHEDULER, 12, "ab"),
@@ -79,7 +82,7 @@ def test_every_message_comes_back_equal_and_in_order() -> None:
     assert decoder.decode(encoder.encode([])) == []
     for message in MESSAGES:
         assert decoder.decode(encoder.encode([message])) == [message]
-    assert len({type(message) for message in MESSAGES}) == 13
+    assert len({type(message) for message in MESSAGES}) == 14
 
 
 def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
@@ -277,7 +280,7 @@ def test_the_fingerprint_knows_each_field_of_each_struct(monkeypatch: pytest.Mon
     codec._describe(codec.Frame, lines)
     names = {type(message).__name__ for message in MESSAGES} | {"Frame", "Sampling", "Limits", "TextRules"}
     assert set(lines) == names | {
-        "Begun", "Resumed", "Opened", "Ended", "Extra", "Finished", "FinishCode", "RequestKind", "Role", "TokenColumns",
+        "Continuation", "End", "Extra", "FinishCode", "FirstToken", "RequestKind", "Role", "TextOpened", "TokenColumns",
     }  # fmt: skip
     assert "queue_deadline:float | None:False" in lines["Limits"]
     assert "('DEADLINE', 3)" in lines["FinishCode"]

@@ -34,7 +34,7 @@ def test_the_queue_deadline_ends_with_the_queue_and_the_first_token_one_with_the
     request.marks.admitted_at = 1.0
     assert deadlines.next_time(requests) == 4.0
     assert expired(deadlines, requests, 3.0) == []
-    request.marks.is_opened = True
+    request.marks.is_text_open = True
     assert deadlines.next_time(requests) == 9.0
     assert expired(deadlines, requests, 9.0) == [(1, "total")]
     assert deadlines.next_time(requests) is None

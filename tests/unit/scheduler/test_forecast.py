@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.protocol.messages import Begun, FinishCode, Limits, RequestKind, Resumed, Sampling, Submit, TextRules
+from aioengine.protocol.messages import (
+    Continuation,
+    FinishCode,
+    FirstToken,
+    Limits,
+    RequestKind,
+    Sampling,
+    Submit,
+    TextRules,
+)
 from aioengine.scheduler.forecast import Pace, refusal_of_late
 
 CHUNK = 100
@@ -18,7 +27,7 @@ def pace(step_s: float = 0.1, full_step_s: float = 1.0, admission_s: float = 0.0
     found.note_step(step_s, 1)
     found.note_step(full_step_s, CHUNK)
     for number in range(200):
-        found.note_admission(number * admission_s, is_waited=True)
+        found.note_admission(number * admission_s, has_next=True)
     return found
 
 
@@ -65,7 +74,7 @@ def test_the_end_says_by_how_much() -> None:
 def test_who_does_not_ask_or_goes_on_after_a_crash_is_not_refused() -> None:
     late = submit_of(deadline=10.5)
     patient = msgspec.structs.replace(late, limits=msgspec.structs.replace(late.limits, refuses_late=False))
-    going_on = msgspec.structs.replace(late, resumed=Resumed(Begun(1, 0, 0.0, 0.0), []))
+    going_on = msgspec.structs.replace(late, continuation=Continuation(FirstToken(1, 0, 0.0, 0.0), []))
     assert [is_refused(submit, pace(), num_missing=900) for submit in (late, patient, going_on)] == [True, False, False]
 
 
@@ -87,5 +96,5 @@ def test_no_step_counts_as_longer_than_the_fastest_of_late(steps: list[tuple[flo
 def test_pauses_while_nobody_waits_are_not_the_pace_of_the_queue(is_waited: bool) -> None:
     found = Pace(CHUNK)
     for number in range(100):
-        found.note_admission(60.0 * number, is_waited=is_waited)
+        found.note_admission(60.0 * number, has_next=is_waited)
     assert (found.queue_s(1) > 20) is is_waited

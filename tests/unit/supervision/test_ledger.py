@@ -11,13 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import (
     Abort,
-    Begun,
+    Continuation,
     Control,
+    End,
     FinishCode,
-    Finished,
+    FirstToken,
     Limits,
     Reply,
-    Resumed,
+    Resume,
     Sampling,
     Stats,
     Submit,
@@ -40,17 +41,17 @@ def submit_of(uid: int, *, limits: Limits | None = None, num_prompt: int = 3) ->
 
 
 def chunks_of(uid: int, token_ids: Sequence[int], *, begins: bool = False, ends: bool = False) -> TextChunks:
-    begun = [Begun(uid, 0, 1.0, 2.0)] if begins else []
-    finished = [Finished(uid, FinishCode.LENGTH)] if ends else []
+    begun = [FirstToken(uid, 0, 1.0, 2.0)] if begins else []
+    finished = [End(uid, FinishCode.LENGTH)] if ends else []
     tokens = TokenColumns()
     if token_ids:
         tokens.add(uid, token_ids)
     return TextChunks(tokens, ["x"] * len(tokens.uids), finished, 0, begun)
 
 
-def ends_of(ledger: Ledger) -> list[Finished]:
+def ends_of(ledger: Ledger) -> list[End]:
     """The ends of requests that the ledger reports."""
-    return [end for one in ledger.take_reports() if isinstance(one, TextChunks) for end in one.finished]
+    return [end for one in ledger.take_reports() if isinstance(one, TextChunks) for end in one.ended]
 
 
 def lost_calls_of(ledger: Ledger) -> list[Reply]:
@@ -83,9 +84,9 @@ class World:
     def uids(self) -> list[int]:
         return [message.uid for message in self.sent if isinstance(message, Submit)]
 
-    def resumed(self, uid: int) -> Resumed | None:
+    def continuation(self, uid: int) -> Continuation | None:
         (submit,) = [message for message in self.sent if isinstance(message, Submit) and message.uid == uid]
-        return submit.resumed
+        return submit.continuation
 
 
 def test_what_is_open_goes_on_behind_what_was_given_out() -> None:
@@ -95,18 +96,18 @@ def test_what_is_open_goes_on_behind_what_was_given_out() -> None:
     world.hear(1, [5])
     world.restart()
     assert world.uids() == [1, 3]
-    assert world.resumed(1) == Resumed(Begun(1, 0, 1.0, 2.0), [7, 8, 5])
-    assert world.resumed(3) is None
+    assert world.continuation(1) == Continuation(FirstToken(1, 0, 1.0, 2.0), [7, 8, 5])
+    assert world.continuation(3) is None
     world.hear(1, [6])
     world.restart()
-    assert world.resumed(1) == Resumed(Begun(1, 0, 1.0, 2.0), [7, 8, 5, 6])
+    assert world.continuation(1) == Continuation(FirstToken(1, 0, 1.0, 2.0), [7, 8, 5, 6])
 
 
 def test_a_request_that_began_without_a_chunk_keeps_its_beginning() -> None:
     world = World(1)
     world.hear(1, [], begins=True)
     world.restart()
-    assert world.resumed(1) == Resumed(Begun(1, 0, 1.0, 2.0), [])
+    assert world.continuation(1) == Continuation(FirstToken(1, 0, 1.0, 2.0), [])
 
 
 def test_preemptions_are_counted_on() -> None:
@@ -115,7 +116,7 @@ def test_preemptions_are_counted_on() -> None:
     for _ in range(2):
         world.ledger.receive(TextChunks(preempted=[1, 9]))
         world.restart()
-    resumed = world.resumed(1)
+    resumed = world.continuation(1)
     assert resumed is not None
     assert resumed.num_preemptions == 2
 
@@ -137,7 +138,7 @@ def test_aborts_end_what_has_not_begun_and_follow_the_rest() -> None:
     world.hear(1, [7], begins=True)
     world.crash()
     world.tell(Abort([1, 2, 9], FinishCode.SHUTDOWN, "why"), now=4.0)
-    assert ends_of(world.ledger) == [Finished(2, FinishCode.SHUTDOWN, message="why", ended_at=4.0)]
+    assert ends_of(world.ledger) == [End(2, FinishCode.SHUTDOWN, message="why", ended_at=4.0)]
     world.sent = world.ledger.replay()
     assert [type(message) for message in world.sent] == [Submit, Abort]
     assert world.sent[1] == Abort([1], FinishCode.SHUTDOWN, "why")
@@ -242,16 +243,16 @@ def test_an_abort_that_is_not_answered_in_two_processes_is_done_here() -> None:
     assert [type(message) for message in world.sent] == [Submit, Abort, Submit]
     assert ends_of(world.ledger) == []
     world.restart(1)
-    assert ends_of(world.ledger) == [Finished(1, FinishCode.ABORT, message="why", ended_at=9.0)]
+    assert ends_of(world.ledger) == [End(1, FinishCode.ABORT, message="why", ended_at=9.0)]
     assert world.uids() == [2]
 
 
 def test_who_was_suspended_is_so_again_until_that_is_over() -> None:
     world = World(1, 2)
-    world.tell(Suspend([1, 2]), Suspend([2], is_over=True))
-    assert world.sent[-2:] == [Suspend([1, 2]), Suspend([2], is_over=True)]
+    world.tell(Suspend([1, 2]), Resume([2]))
+    assert world.sent[-2:] == [Suspend([1, 2]), Resume([2])]
     world.crash()
-    world.tell(Suspend([2]), Suspend([1], is_over=True))
+    world.tell(Suspend([2]), Resume([1]))
     assert world.sent == []
     world.sent = world.ledger.replay()
     assert world.sent[-1] == Suspend([2])
@@ -426,12 +427,12 @@ def test_what_is_handed_over_goes_on_in_another_ledger() -> None:
     other = World()
     other.tell(*messages)
     assert other.uids() == [1, 4]
-    assert other.resumed(1) == Resumed(Begun(1, 0, 1.0, 2.0), [7, 8])
-    assert ends_of(world.ledger) == [Finished(3, FinishCode.SHUTDOWN, ended_at=9.0)]
+    assert other.continuation(1) == Continuation(FirstToken(1, 0, 1.0, 2.0), [7, 8])
+    assert ends_of(world.ledger) == [End(3, FinishCode.SHUTDOWN, ended_at=9.0)]
     assert Suspend([1]) in other.sent
     other.hear(1, [5])
     other.restart()
-    assert other.resumed(1) == Resumed(Begun(1, 0, 1.0, 2.0), [7, 8, 5])
+    assert other.continuation(1) == Continuation(FirstToken(1, 0, 1.0, 2.0), [7, 8, 5])
 
 
 def test_calls_are_not_handed_over() -> None:
@@ -469,13 +470,13 @@ class NaiveWorld(RuleBasedStateMachine):
         for message in messages:
             if isinstance(message, Submit):
                 assert message.uid not in self.running, "sent twice"
-                known = message.resumed.token_ids if message.resumed else []
+                known = message.continuation.token_ids if message.continuation else []
                 assert known == self.given[message.uid]
                 self.running[message.uid] = len(known)
             elif isinstance(message, Abort):
                 for uid in message.uids:
                     if self.running.pop(uid, None) is not None:
-                        self.hear(TextChunks(finished=[Finished(uid, message.code)]))
+                        self.hear(TextChunks(ended=[End(uid, message.code)]))
                         self.close(uid)
 
     def hear(self, chunks: TextChunks) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from aioengine.config import Settings
 from aioengine.protocol.messages import Limits, Progress, Sampling
-from aioengine.scheduler.plan import NOTHING, TOKENS, OpenedRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row
 from aioengine.testing import fake_runner
 from aioengine.testing.fake_runner import PRINTABLE, FakeModel, FakeRunner, build, reference_output
 from aioengine.testing.faults import Faults, InjectedFault
@@ -26,13 +26,13 @@ def runner_with(model: FakeModel = MODEL, faults: Faults | None = None) -> FakeR
 
 
 def give(
-    runner: FakeRunner, *rows: Row, opened: list[OpenedRow] | None = None, closed: list[int] | None = None
+    runner: FakeRunner, *rows: Row, opened: list[NewRow] | None = None, closed: list[int] | None = None
 ) -> list[int]:
     return runner.collect(runner.launch(Plan(list(rows), opened or [], closed or []))).tokens.token_ids
 
 
 def first_token(runner: FakeRunner, prompt: list[int], pages: list[int], sampling: Sampling = GREEDY) -> int:
-    opened = OpenedRow(1, sampling, len(prompt), prompt, pages)
+    opened = NewRow(1, sampling, len(prompt), prompt, pages)
     return give(runner, Row(1, 0, len(prompt), TOKENS, prompt), opened=[opened])[0]
 
 
@@ -47,7 +47,7 @@ def test_it_continues_as_the_reference_says() -> None:
 def test_chunks_and_pages_make_no_difference() -> None:
     prompt = list(range(10))
     runner = runner_with()
-    opened = OpenedRow(1, GREEDY, 10, prompt, [7, 2])
+    opened = NewRow(1, GREEDY, 10, prompt, [7, 2])
     assert give(runner, Row(1, 0, 3, NOTHING, prompt[:3]), opened=[opened]) == []
     token_ids = give(runner, Row(1, 3, 7, TOKENS, prompt[3:], [5]))
     assert token_ids == [first_token(runner_with(), prompt, [0, 1, 2])]
@@ -69,7 +69,7 @@ def test_a_wrong_position_changes_what_follows(row: Row) -> None:
 def test_a_page_in_two_hands_changes_what_follows() -> None:
     runner = runner_with()
     first = first_token(runner, [5, 6], [3])
-    give(runner, Row(2, 0, 2, TOKENS, [8, 9]), opened=[OpenedRow(2, GREEDY, 2, [8, 9], [3])])
+    give(runner, Row(2, 0, 2, TOKENS, [8, 9]), opened=[NewRow(2, GREEDY, 2, [8, 9], [3])])
     assert [first, *give(runner, Row(1, 2, 1, TOKENS))] != reference_output(
         [5, 6], GREEDY, Limits(max_new_tokens=2), MODEL
     )
@@ -93,7 +93,7 @@ def test_an_impossible_plan_is_an_error(row: Row, words: str) -> None:
 def test_after_a_close_nothing_is_held() -> None:
     runner = runner_with()
     first_token(runner, [5, 6], [3])
-    opened = OpenedRow(1, GREEDY, 2, [5, 6], [3])
+    opened = NewRow(1, GREEDY, 2, [5, 6], [3])
     with pytest.raises(RuntimeError, match="none is held"):
         runner.launch(Plan([Row(1, 2, 1, TOKENS)], [opened], [1, 77]))
 
@@ -143,7 +143,7 @@ def test_the_device_takes_its_time_once_for_each_step(monkeypatch: pytest.Monkey
     clock = Clock()
     monkeypatch.setattr(fake_runner, "time", clock)
     runner = runner_with(FakeModel(vocab_size=100, step_time_s=0.1))
-    opened = OpenedRow(1, GREEDY, 1, [1], [0])
+    opened = NewRow(1, GREEDY, 1, [1], [0])
     tickets = [runner.launch(Plan([Row(1, 0, 1, TOKENS, [1])], [opened])), runner.launch(Plan([Row(1, 1, 1, TOKENS)]))]
     assert clock.now == 0.0
     for num_steps, ticket in enumerate(tickets, 1):
@@ -177,7 +177,7 @@ def ignore(progress: Progress) -> None:
 def test_the_factory_reads_the_settings() -> None:
     runner = build(settings_with(eos_token_id=5, raise_at=3), ignore)
     assert (runner.facts["num_pages"], runner.facts["page_size"], runner.facts["max_total_tokens"]) == (6, 4, 24)
-    opened = OpenedRow(1, GREEDY, 1, [1], [0])
+    opened = NewRow(1, GREEDY, 1, [1], [0])
     assert give(runner, Row(1, 0, 1, TOKENS, [1]), opened=[opened])[0] < 77
     give(runner, Row(1, 1, 1, TOKENS))
     with pytest.raises(InjectedFault, match="launch of step 3"):
@@ -201,7 +201,7 @@ def test_steps_fail_where_asked() -> None:
     seconds: list[float] = []
     for _ in range(6):
         started = time.monotonic()
-        ticket = runner.launch(Plan([Row(1, 0, 1, TOKENS, [1])], [OpenedRow(1, GREEDY, 1, [1], [0])]))
+        ticket = runner.launch(Plan([Row(1, 0, 1, TOKENS, [1])], [NewRow(1, GREEDY, 1, [1], [0])]))
         try:
             result = runner.collect(ticket)
         except InjectedFault:
@@ -221,6 +221,6 @@ def test_a_process_dies_where_asked(fault: str, exit_code: int) -> None:
         "from aioengine.testing.fake_runner import *; from aioengine.scheduler.plan import *; "
         "from aioengine.protocol.messages import Sampling; "
         f"runner = FakeRunner(FakeModel(), num_pages=2, page_size=4, faults=Faults({fault})); "
-        "runner.launch(Plan([Row(1, 0, 1, TOKENS, [1])], [OpenedRow(1, Sampling(0), 1, [1], [0])]))"
+        "runner.launch(Plan([Row(1, 0, 1, TOKENS, [1])], [NewRow(1, Sampling(0), 1, [1], [0])]))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == exit_code

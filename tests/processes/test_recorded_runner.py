@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from aioengine.processes.told_runner import ToldRunner
-from aioengine.protocol.board import StepBoard, blank_board, read_board
+from aioengine.processes.scheduler_process import RecordedRunner
+from aioengine.protocol.board import CrashBoard, blank_board, read_board
 from aioengine.protocol.messages import Control, Reply, Sampling
-from aioengine.scheduler.plan import TOKENS, OpenedRow, Plan, Row
+from aioengine.scheduler.plan import TOKENS, NewRow, Plan, Row
 from aioengine.testing.fake_runner import ECHO, FakeModel, FakeRunner
 from aioengine.testing.faults import Faults, InjectedFault
 
 
-def told_runner(faults: Faults | None = None) -> tuple[ToldRunner[object], bytearray]:
+def told_runner(faults: Faults | None = None) -> tuple[RecordedRunner[object], bytearray]:
     memory = blank_board(2, 4)
     runner = FakeRunner(FakeModel(), num_pages=8, page_size=4, faults=faults)
-    return ToldRunner(runner, StepBoard(memory)), memory  # type: ignore[arg-type]
+    return RecordedRunner(runner, CrashBoard(memory)), memory  # type: ignore[arg-type]
 
 
-OPENED = OpenedRow(7, Sampling(seed=1), 3, [1, 2, 3], [0])
+OPENED = NewRow(7, Sampling(seed=1), 3, [1, 2, 3], [0])
 PROMPT = Plan([Row(7, 0, 3, TOKENS, [1, 2, 3])], [OPENED])
 DECODE = Plan([Row(7, 3, 1, TOKENS)])
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit, TextRules
-from aioengine.scheduler.request import Request
-from aioengine.scheduler.stopping import Finish, finish_of, num_wanted, refusal_of
+from aioengine.protocol.messages import End, FinishCode, Limits, RequestKind, Sampling, Submit, TextRules
+from aioengine.scheduler.request import Request, end_of, num_wanted, refusal_of
 
 
 def request_with(output: list[int], limits: Limits) -> Request:
@@ -17,23 +16,23 @@ def request_with(output: list[int], limits: Limits) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("output", "limits", "finish"),
+    ("output", "limits", "end"),
     [
         ([5], Limits(max_new_tokens=3, stop_token_ids=(7,)), None),
-        ([5, 7], Limits(max_new_tokens=3, stop_token_ids=(6, 7)), Finish(FinishCode.STOP, 7)),
-        ([5, 5, 5], Limits(max_new_tokens=3, stop_token_ids=(7,)), Finish(FinishCode.LENGTH)),
-        ([5, 5, 7], Limits(max_new_tokens=3, stop_token_ids=(7,)), Finish(FinishCode.STOP, 7)),
+        ([5, 7], Limits(max_new_tokens=3, stop_token_ids=(6, 7)), End(1, FinishCode.STOP, 7)),
+        ([5, 5, 5], Limits(max_new_tokens=3, stop_token_ids=(7,)), End(1, FinishCode.LENGTH)),
+        ([5, 5, 7], Limits(max_new_tokens=3, stop_token_ids=(7,)), End(1, FinishCode.STOP, 7)),
         ([7], Limits(max_new_tokens=3), None),
         ([7], Limits(max_new_tokens=3, min_new_tokens=1, stop_token_ids=(7,)), None),
-        ([7, 7], Limits(max_new_tokens=3, min_new_tokens=1, stop_token_ids=(7,)), Finish(FinishCode.STOP, 7)),
-        ([7], Limits(max_new_tokens=1, min_new_tokens=1, stop_token_ids=(7,)), Finish(FinishCode.LENGTH)),
-        ([0], Limits(max_new_tokens=3, stop_token_ids=(0,)), Finish(FinishCode.STOP, 0)),
+        ([7, 7], Limits(max_new_tokens=3, min_new_tokens=1, stop_token_ids=(7,)), End(1, FinishCode.STOP, 7)),
+        ([7], Limits(max_new_tokens=1, min_new_tokens=1, stop_token_ids=(7,)), End(1, FinishCode.LENGTH)),
+        ([0], Limits(max_new_tokens=3, stop_token_ids=(0,)), End(1, FinishCode.STOP, 0)),
     ],
 )
 def test_a_stop_token_beats_the_length_and_waits_for_the_minimum(
-    output: list[int], limits: Limits, finish: Finish | None
+    output: list[int], limits: Limits, end: End | None
 ) -> None:
-    assert finish_of(request_with(output, limits)) == finish
+    assert end_of(request_with(output, limits)) == end
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,247 @@
+"""Requests: the living requests, and every change of state that one of them can go through.
+
+    submit ──> WAITING ── admit ──> RUNNING ── end ──> ENDED
+                  ^  │                 │
+                  │  └── end ──> ENDED │
+                  └──── preempt ───────┘
+
+A waiting request with a closed gate leaves the queue and is GATED until the gate opens. A running one stays RUNNING,
+unless it is preempted or the gate does not keep pages; then it is GATED too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from aioengine import plugins
+from aioengine.memory.prefix_cache import PrefixCache
+from aioengine.protocol.messages import End, FinishCode
+from aioengine.scheduler.forecast import Pace, refusal_of_late
+from aioengine.scheduler.gates import Gate
+from aioengine.scheduler.outbox import Outbox
+from aioengine.scheduler.queue import Deadlines, Tenants
+from aioengine.scheduler.request import Request, State, num_wanted, refusal_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from aioengine.config import SchedulerSettings
+    from aioengine.memory.prefix_cache import Match
+    from aioengine.protocol.messages import Submit
+    from aioengine.scheduler.policies._base import Policy
+
+_order = attrgetter("order")
+_rank = attrgetter("rank")
+
+
+class UidInUseError(ValueError):
+    """A request with this uid is alive."""
+
+
+class Requests:
+    """The queue, the running requests, and their pages.
+
+    Attributes:
+        waiting: the queue, sorted by ``order``. running: sorted by ``rank``. gated: by uid, those beside the queue. All
+            three are for reading.
+        is_stalled: nothing can be computed until a gate opens or a request comes or goes; set by
+            ``Scheduler.schedule``.
+        closed: uids that the runner knows and that have ended or lost their pages, for the next plan.
+        outbox: the events. cache: the pages. pace: how fast steps and the queue are.
+    """
+
+    def __init__(self, settings: SchedulerSettings, *, num_pages: int, page_size: int) -> None:
+        self.cache = PrefixCache(num_pages=num_pages, page_size=page_size, enabled=settings.prefix_cache)
+        self.outbox = Outbox()
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.gated: dict[int, Request] = {}
+        self.is_stalled = False
+        self.closed: list[int] = []
+        self.pace = Pace(settings.chunk_tokens)
+        self._tenants = Tenants(settings.tenant_weights)
+        self._context_length = settings.context_length
+        self._max_running = settings.max_running
+        self._policy: Policy = plugins.load("scheduler/policies", settings.policy)()
+        self._deadlines = Deadlines()
+        self._requests: dict[int, Request] = {}
+        self._num_submitted = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits in the queue or runs, or none of them can go on for now."""
+        return self.is_stalled or not (self.waiting or self.running)
+
+    def candidates(self) -> Iterable[Request]:
+        """The waiting requests as of now, in the order in which to admit them. An admission can change the order of
+        those behind it.
+        """
+        return self._tenants.in_turn(list(self._policy.candidates(self.waiting, self._num_cached)))
+
+    # ------------------------------------------------------------ from outside
+
+    def submit(self, submit: Submit, now: float = 0.0) -> None:
+        """Queue a request. One that can never run is ended at once, and so is a late one that asked for that.
+
+        Raises:
+            UidInUseError: a request with this uid is alive.
+        """
+        if submit.uid in self._requests:
+            raise UidInUseError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
+        pool_tokens = self.cache.num_pages * self.cache.page_size
+        refusal = refusal_of(submit, context_length=self._context_length, pool_tokens=pool_tokens)
+        if refusal is not None:
+            self.outbox.end(refusal)
+            return
+        self._num_submitted += 1
+        max_tokens = min(num_wanted(submit), self._context_length, pool_tokens)
+        request = Request(submit, number=self._num_submitted, max_tokens=max_tokens)
+        request.order = (*self._policy.key(request), self._num_submitted)
+        if submit.limits.refuses_late and (late := self._refusal_of_late(request, max(now, submit.arrived_at))):
+            self.outbox.end(late)
+            return
+        self._requests[request.uid] = request
+        self._tenants.enter(submit.tenant)
+        insort(self.waiting, request, key=_order)
+        self.is_stalled = False
+        self._deadlines.add(request.uid, submit.limits)
+        if submit.continuation is not None:
+            self.outbox.reopen_text(request, submit.continuation)
+
+    def abort(self, uids: Iterable[int], code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
+        """End requests in any state; unknown uids are ignored. Their pages are free at once.
+
+        STOP comes from the detokenizer, which has reported the end to the frontend: no ``End`` is sent for it.
+        """
+        stage = "detokenize" if code is FinishCode.FAILED else ""
+        for request in self._living(uids):
+            self.end(request, End(request.uid, code, stage=stage, message=message), is_known=code is FinishCode.STOP)
+
+    def close_gate(self, uids: Iterable[int], gate: Gate) -> None:
+        """Give these requests no row in any later plan until ``open_gate``. Unknown uids are ignored.
+
+        A running request keeps its pages unless ``gate.keeps_pages`` is False; its rows in flight still give their
+        tokens while it keeps them, and its other pages stay in the prefix cache while there is room. A gate that is to
+        hold a new request is closed right after ``submit``.
+
+        Raises:
+            ValueError: the gate is ``Gate.PREFIX``.
+        """
+        _check_gate(gate)
+        for request in self._living(uids):
+            request.close_gate(gate)
+            if request.state is State.WAITING or not (request.state is State.GATED or gate.keeps_pages):
+                self._let_wait(request)
+
+    def open_gate(self, uids: Iterable[int], gate: Gate) -> None:
+        """Continue these requests, unless another gate is closed. Unknown uids and open gates are ignored.
+
+        Raises:
+            ValueError: the gate is ``Gate.PREFIX``.
+        """
+        _check_gate(gate)
+        for request in self._living(uids):
+            request.open_gate(gate)
+            self.is_stalled = False
+            if request.state is State.GATED:
+                self._let_wait(request)
+
+    def expire(self, now: float) -> None:
+        """End the requests whose deadline has passed. ``Scheduler.schedule`` does it too."""
+        for request, kind in self._deadlines.take_expired(now, self._requests):
+            self.end(request, End(request.uid, FinishCode.DEADLINE, kind))
+        self._deadlines.sweep(self._requests)
+
+    def next_deadline(self) -> float | None:
+        """When ``expire`` should be called at the latest; None: no request has a deadline."""
+        return self._deadlines.next_time(self._requests)
+
+    def forget_all(self) -> None:
+        """Drop all requests and all events that were not reported; what was computed stays cached."""
+        for request in list(self._requests.values()):
+            self.end(request, None)
+        self._deadlines = Deadlines()
+        self.outbox.clear()
+
+    # ------------------------------------------------------------ from the steps
+
+    def admit(self, request: Request, match: Match, now: float) -> None:
+        """Run a waiting request on the pages of ``match`` and as many new ones as its tokens need."""
+        hold = self.cache.lock(request.token_ids, match)
+        num_cached = len(match.path) * self.cache.page_size
+        del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
+        request.start(hold, num_cached)
+        insort(self.running, request, key=_rank)
+        self.pace.note_admission(now, has_next=bool(self.waiting))
+        marks = request.marks
+        if not marks.num_charged:
+            marks.num_charged = request.max_tokens
+            self._tenants.charge(request.submit.tenant, marks.num_charged)
+        if marks.admitted_at is None:
+            marks.admitted_at = now
+            marks.num_cached = num_cached
+
+    def preempt(self) -> Request:
+        """Take the pages of the last running request and put it back into the queue, or beside it; returns it."""
+        request = self.running[-1]
+        self._let_wait(request)
+        self.outbox.preempt(request)
+        return request
+
+    def end(self, request: Request, end: End | None, *, is_known: bool = False, is_invalid: bool = False) -> None:
+        """End a request in any state. Its pages are free at once; its rows in flight are late.
+
+        end: None where it is only forgotten: that counts in no total. is_known: the frontend knows of the end already.
+        is_invalid: what it computed is wrong and must not be found by other requests.
+        """
+        del self._requests[request.uid]
+        if request.marks.num_charged:
+            self._tenants.charge(request.submit.tenant, len(request.token_ids) - request.marks.num_charged)
+        self._tenants.leave(request.submit.tenant)
+        self._take_out(request, State.ENDED, is_invalid=is_invalid)
+        if end is not None:
+            self.outbox.end(end, is_known=is_known)
+
+    def _living(self, uids: Iterable[int]) -> list[Request]:
+        """The living ones among these, each once."""
+        return [self._requests[uid] for uid in dict.fromkeys(uids) if uid in self._requests]
+
+    def _let_wait(self, request: Request) -> None:
+        """Move it into the queue, or beside it while a gate is closed."""
+        is_gated = bool(request.gates - {Gate.PREFIX})
+        self._take_out(request, State.GATED if is_gated else State.WAITING)
+        if is_gated:
+            self.gated[request.uid] = request
+        else:
+            insort(self.waiting, request, key=_order)
+
+    def _take_out(self, request: Request, state: State, *, is_invalid: bool = False) -> None:
+        """Remove it from the list in which it stands now."""
+        self.is_stalled = False
+        if request.state is State.RUNNING:
+            del self.running[bisect_left(self.running, request.rank, key=_rank)]
+            self.cache.unlock(request.hold, is_invalid=is_invalid)
+            self.closed.append(request.uid)
+        elif request.state is State.GATED:
+            del self.gated[request.uid]
+        else:
+            del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
+        request.stop(state)
+
+    def _refusal_of_late(self, request: Request, now: float) -> End | None:
+        num_free = self._max_running - len(self.running)
+        ahead = self.waiting[: bisect_left(self.waiting, request.order, key=_order)]
+        num_ahead = sum(one.submit.tenant == request.submit.tenant for one in ahead) + 1 - num_free
+        num_running = sum(one.num_missing for one in self.running)
+        num_missing = request.num_prompt - self._num_cached(request) + num_running
+        return refusal_of_late(request.submit, self.pace, now, num_ahead=max(0, num_ahead), num_missing=num_missing)
+
+    def _num_cached(self, request: Request) -> int:
+        return len(self.cache.match(request.token_ids).path) * self.cache.page_size
+
+
+def _check_gate(gate: Gate) -> None:
+    if gate is Gate.PREFIX:
+        raise ValueError("Gate.PREFIX belongs to admission; a call can open and close every other gate")
