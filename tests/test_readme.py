@@ -114,3 +114,21 @@ def test_what_is_wrong_in_a_page_is_found(tmp_path: Path) -> None:
     page = ROOT / "examples" / "guides" / "README.md"
     assert broken_links(page) == []
     assert links("[a](b.md#c) [d](https://x) ![e](f)\n```\n[g](h)\n```\n") == ["b.md#c", "f"]
+
+
+def test_the_page_of_the_tests_names_tests_for_every_module() -> None:
+    tests = ROOT / "tests"
+    rows = table(text_of(tests / "README.md"), "part of the package")
+    parts = {part for row in rows for part in re.findall(r"[\w./]+\w(?:\.py|/)", row)}
+    named = {name for cells in rows.values() for name in re.findall(r"`([^`]+)`", cells[0])}
+    assert [name for name in sorted(named) if not (tests / name).exists()] == []
+    assert [part for part in sorted(parts) if not (PACKAGE / part).exists()] == []
+    of_its_name = {file.stem.removeprefix("test_") for file in tests.rglob("test_*.py")}
+    places = [file.relative_to(PACKAGE) for file in PACKAGE.rglob("[!_]*.py")]
+    without = [
+        place.as_posix()
+        for place in places
+        if place.stem not in of_its_name
+        and not parts & {place.as_posix(), f"{place.parent.as_posix()}/", f"{place.parts[0]}/"}
+    ]
+    assert without == []

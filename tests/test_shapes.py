@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from tests.source import Function, Module, decorators, functions, module, modules
+
+from tests.kit.source import Function, Module, decorators, functions, module, modules
 
 FOLDERS = ("runner/", "models/", "layers/", "attention/", "quantization/", "kernels/")
 ARRAYS = re.compile(r"\b(Tensor|NDArray|Ints|Floats|Words|Pages)\b")

@@ -23,7 +23,7 @@ class Block(NamedTuple):
 
 def pages() -> list[Path]:
     """Every page of the project."""
-    folders = [ROOT / name for name in ("aioengine", "benchmarks", "examples")]
+    folders = [ROOT / name for name in ("aioengine", "benchmarks", "examples", "tests")]
     return [README, *sorted(file for folder in folders for file in folder.rglob("*.md"))]
 
 
