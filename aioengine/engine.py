@@ -125,12 +125,7 @@ class EngineFace(ABC):
 
     @signatures.async_chat
     def async_chat(
-        self,
-        messages: object,
-        sampling_params: object = None,
-        *,
-        stream: bool = False,
-        **options: Unpack[ChatOptions],
+        self, messages: object, sampling_params: object = None, *, stream: bool = False, **options: Unpack[ChatOptions]
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """Answer a conversation (dicts with ``role`` and ``content``), put through the model's chat template.
 

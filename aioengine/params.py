@@ -178,13 +178,13 @@ class SamplingParams(
 
     def __post_init__(self) -> None:
         """Check what differs from the defaults, keep it as plain values, and make the parts of its messages once."""
-        rows = type(self).__table__
-        given = [*compress(rows.fields, map(is_not, astuple(self), rows.defaults))]
-        if not rows.aliases.keys().isdisjoint(given):
+        known = type(self).__table__
+        given = [*compress(known.fields, map(is_not, astuple(self), known.defaults))]
+        if not known.aliases.keys().isdisjoint(given):
             given = _by_own_names(self, given)
         parts: tuple[dict[str, object], ...] = ({}, {}, {})
         for name in given:
-            row, value = rows.rows[name], _field(self, name)
+            row, value = known.rows[name], _field(self, name)
             is_left_out = value is UNSET or (value is None and not row.takes_none)
             kept = row.default if is_left_out else row.check(name, value)
             if kept == row.default and type(kept) is type(row.default):
@@ -194,10 +194,10 @@ class SamplingParams(
             if kept is row.default:
                 continue
             if row.columns is None:
-                for part, field in rows.wire[name]:
+                for part, field in known.wire[name]:
                     parts[part][field] = kept
             else:
-                for (part, field), column in zip(rows.wire[name], row.columns(kept), strict=True):
+                for (part, field), column in zip(known.wire[name], row.columns(kept), strict=True):
                     parts[part][field] = column
         if self.min_new_tokens and self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             allowed = f"at most max_new_tokens ({self.max_new_tokens})"
@@ -221,13 +221,14 @@ class SamplingParams(
         if isinstance(value, SamplingParams):
             return value
         if value is None:
-            return _made_before()
+            return _made_before(cls)
         if not isinstance(cast("object", value), Mapping):
             raise checks.wrong_type("sampling_params", "a SamplingParams, a dict or None", value)
         if not _ONLY_STRINGS.issuperset(map(type, value)):
             value = {_key(key): entry for key, entry in value.items()}
-        make = _made_before if _UNCHANGING.issuperset(map(type, value.values())) else cls
-        return make(**value)  # type: ignore[arg-type]  # every value is checked
+        if _UNCHANGING.issuperset(map(type, value.values())):
+            return _made_before(cls, **value)
+        return cls(**value)  # type: ignore[arg-type]  # every value is checked
 
     @property
     def is_length_explicit(self) -> bool:
@@ -246,9 +247,9 @@ def is_sampling_parameter(name: str) -> bool:
 
 
 @lru_cache(maxsize=64, typed=True)
-def _made_before(**fields: object) -> SamplingParams:
+def _made_before(of: type[SamplingParams], /, **fields: object) -> SamplingParams:
     """The same object for the same fields, whose values cannot change: many requests are made alike."""
-    return SamplingParams(**fields)  # type: ignore[arg-type]  # __post_init__ checks every value
+    return of(**fields)  # type: ignore[arg-type]  # every value is checked
 
 
 _ONLY_STRINGS: Final = frozenset((str,))
@@ -262,15 +263,17 @@ def _key(key: object) -> str:
 
 
 def _by_own_names(params: SamplingParams, given: Sequence[str]) -> list[str]:
-    """Move what a decoder found under other names to the parameters' own. (Keywords come by their own names.)"""
-    aliases = type(params).__table__.aliases
-    for alias in aliases.keys() & given:
-        name = aliases[alias]
-        if name in given:
-            raise given_twice(name, (alias, name))
-        force_setattr(params, name, _field(params, alias))
-        force_setattr(params, alias, UNSET)
-    return list(dict.fromkeys(aliases.get(name, name) for name in given))
+    """Move values that were decoded by other names to the parameters' own. (Keywords come by their own names.)"""
+    spellings: dict[str, list[str]] = {}
+    for name in given:
+        spellings.setdefault(type(params).__table__.aliases.get(name, name), []).insert(0, name)
+    for name, (alias, *others) in spellings.items():
+        if others:
+            raise given_twice(name, (alias, *others))
+        if alias != name:
+            force_setattr(params, name, _field(params, alias))
+            force_setattr(params, alias, UNSET)
+    return list(spellings)
 
 
 def _field(params: SamplingParams, name: str) -> object:

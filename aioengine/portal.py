@@ -60,10 +60,7 @@ class Portal:
     """
 
     def __init__(
-        self,
-        name: str,
-        closed: Callable[[], EngineError] = EngineClosedError,
-        on_end: Callable[[], None] | None = None,
+        self, name: str, closed: Callable[[], EngineError] = EngineClosedError, on_end: Callable[[], None] | None = None
     ) -> None:
         """``closed`` makes the error of calls that come too late. ``on_end`` is called after the end of the loop."""
         self._name = name

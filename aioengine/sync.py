@@ -194,12 +194,7 @@ class Engine(EngineFace):
 
     @_chat
     def chat(
-        self,
-        messages: object,
-        sampling_params: object = None,
-        *,
-        stream: bool = False,
-        **options: Unpack[ChatOptions],
+        self, messages: object, sampling_params: object = None, *, stream: bool = False, **options: Unpack[ChatOptions]
     ) -> Answer | BatchOutput | ChunkIterator:
         """Answer a conversation, put through the model's chat template; a list of them is a batch."""
         return self._wait(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))

@@ -91,10 +91,7 @@ def chat(arguments: Arguments) -> int:
     messages = list(opening)
     with Engine.from_config(arguments.config()) as engine:
         if is_dialogue:
-            print(
-                "Ctrl-C ends an answer; at the prompt, Ctrl-C and Ctrl-D end the conversation.",
-                file=sys.stderr,
-            )
+            print("Ctrl-C ends an answer; at the prompt, Ctrl-C and Ctrl-D end the conversation.", file=sys.stderr)
         while (line := _next_line(is_dialogue)) is not None:
             if not line.strip():
                 continue

@@ -55,6 +55,8 @@ def test_it_is_checked_encoded_and_documented_as_every_other() -> None:
         MoreParams(shares=0.5)  # type: ignore[call-arg]
     with pytest.raises(UnknownParameterError):
         SamplingParams(share=0.5)  # type: ignore[call-arg]
+    assert MoreParams.parse({"part": 0.5}) == MoreParams(share=0.5)
+    assert MoreParams.parse(None) == MoreParams()
     params = MoreParams(share=0.5, stop=["a"])
     assert msgspec.json.decode(msgspec.json.encode(params), type=MoreParams) == params
     assert msgspec.json.decode('{"part": 0.5, "stop": ["a"]}', type=MoreParams) == params

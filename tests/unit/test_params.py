@@ -314,6 +314,7 @@ def test_decoding_takes_other_names_and_checks_every_value() -> None:
         ('{"temprature": 1}', "temprature"),
         ('{"temperature": 3}', r"temperature must be a number from 0 to 2, got 3\.0"),
         ('{"seed": 7, "sampling_seed": 8}', "'sampling_seed' is given twice, as 'seed' and 'sampling_seed'"),
+        ('{"max_tokens": 7, "max_completion_tokens": 8}', "'max_new_tokens' is given twice, as"),
         ('{"seed": 1.5}', "Expected `int"),
         ('{"stop_regex": "("}', "is not a valid pattern"),
         ('{"logit_bias": {"x": 1}}', "Expected `int"),
