@@ -7,10 +7,11 @@ means "shared by this folder" and is no plug-in.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from typing import Any
+
+from aioengine import checks
 
 
 def names(folder: str) -> list[str]:
@@ -27,9 +28,8 @@ def load(folder: str, name: str) -> Any:
     """
     known = names(folder)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{folder} has no plug-in {name!r}{hint} (there are: {', '.join(known)})")
+        hint = checks.did_you_mean(name, known)
+        raise ValueError(f"{folder} has no plug-in {name!r}{hint}; there are {', '.join(known)}")
     return importlib.import_module(f"{_module(folder)}.{name}").PLUGIN
 
 

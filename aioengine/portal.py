@@ -11,8 +11,7 @@ import uvloop
 
 from aioengine.errors import EngineClosedError, RequestError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
-from aioengine.green_threads import require_real_threads
-from aioengine.supervision.tasks import post, start_thread
+from aioengine.supervision.tasks import post, require_real_threads, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -21,13 +21,12 @@ from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors,
 from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Running
 from aioengine.frontend.progress import is_wanted
-from aioengine.green_threads import require_real_threads
 from aioengine.logs import log, show_logs, warn_caller
 from aioengine.protocol.messages import Progress
 from aioengine.resolve import resolve
 from aioengine.supervision.processes import Events, Processes
 from aioengine.supervision.supervisor import Supervisor
-from aioengine.supervision.tasks import WorkerThread
+from aioengine.supervision.tasks import WorkerThread, require_real_threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import atexit
 import contextlib
 import logging
 import os
+import queue
+import select
+import socket
+import subprocess
 import threading
 import time
 import weakref
@@ -34,6 +39,10 @@ MAX_EXIT_S = 5.0
 """The exit of the program waits so long for work that has begun, most of which is done in far less."""
 
 
+_GREEN: Final = {"gevent": "gevent.monkey.patch_all", "eventlet": "eventlet.monkey_patch"}
+"""Libraries that replace Python's threads and sockets by their own, with which an engine would wait for ever."""
+
+
 def post(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *arguments: object) -> bool:
     """Have ``loop`` call ``act(*arguments)`` soon, from any thread, signal handler or finalizer.
 
@@ -54,6 +63,29 @@ def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return False
+
+
+def require_real_threads() -> None:
+    """Check that nothing is replaced; neither library is imported.
+
+    Raises:
+        EngineStartupError: threads, queues, select, sockets or subprocesses are replaced.
+    """
+    replaced = {
+        "threads": _thread.start_new_thread,
+        "queues": queue.SimpleQueue,
+        "select": select.select,
+        "sockets": socket.socket,
+        "subprocesses": subprocess.Popen,
+    }
+    homes = {name: value.__module__.partition(".")[0] for name, value in replaced.items()}
+    for library, function in _GREEN.items():
+        if names := [name for name, home in homes.items() if home == library]:
+            raise EngineStartupError(
+                f"{library} has replaced Python's {', '.join(names)} in this program ({function}), and an engine needs "
+                "the real ones; run it in a process that is not patched (for example a server of its own, started by "
+                f"uvicorn), or leave these out of the call of {function}"
+            )
 
 
 def start_thread(target: Callable[..., object], *arguments: object, name: str) -> threading.Thread:

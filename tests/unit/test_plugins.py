@@ -20,9 +20,9 @@ def test_load_gives_the_plugin() -> None:
 
 
 def test_an_unknown_name_is_told_with_the_names_that_exist() -> None:
-    with pytest.raises(ValueError, match="no plug-in 'fcsf'; did you mean 'fcfs'"):
+    with pytest.raises(ValueError, match="no plug-in 'fcsf' .did you mean 'fcfs'"):
         plugins.load("scheduler/policies", "fcsf")
-    with pytest.raises(ValueError, match=r"no plug-in 'xyz' \(there are: fcfs, longest_prefix, priority\)"):
+    with pytest.raises(ValueError, match=r"no plug-in 'xyz'; there are fcfs, longest_prefix, priority"):
         plugins.load("scheduler/policies", "xyz")
 
 
