@@ -1,4 +1,4 @@
-"""File descriptors: the standard ones of a process, and spare ones for moments that must not lack them."""
+"""File descriptors: the standard ones of a process, its limit, and spare ones for moments that must not lack any."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 FOR_AN_ENGINE = 52
-"""What a start needs: the processes and their channels, the spare ones of the launcher, and the model's files."""
+"""How many a start needs: for processes and their channels, the launcher's spare ones, and the model's files."""
 _ENOUGH = 4096
 
 
 def hold_standard_descriptors() -> None:
-    """Put the null device where standard input, output or error is closed. It stays there; nothing else changes.
+    """Open the null device where standard input, output or error is closed, and leave it open.
 
-    Otherwise the next socket that anybody opens gets that number: event loops abort on closing it, whoever writes to
-    the standard stream writes into it, and a child takes it for its own.
+    Otherwise the next socket gets that number: event loops abort on closing it, writes to the standard stream go into
+    it, and a child inherits it as its own stream.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)  # as standard streams are
@@ -29,8 +29,8 @@ def hold_standard_descriptors() -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process open as many files as it may (a few thousand suffice). For children alone: the limit of the
-    user's process is the user's.
+    """Raise the limit of this process up to its hard limit; a few thousand suffice. Only for children, since the limit
+    of the user's process belongs to the user.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
@@ -39,10 +39,10 @@ def raise_descriptor_limit() -> None:
 
 
 class SpareDescriptors:
-    """Descriptors that are held open for nothing, to be freed just before others are needed.
+    """Descriptors that are held open as a reserve, and freed just before others are needed.
 
-    Event loops and libzmq abort the whole program where they find none, and another part of the program may use up
-    all descriptors at any time.
+    Event loops and libzmq abort the whole program where none is free, and another part of the program may use up all
+    descriptors at any time.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class SpareDescriptors:
         self.free()
 
     def hold(self, count: int) -> bool:
-        """Hold at least ``count``; whether the system has as many."""
+        """Hold at least ``count``; returns whether as many were free."""
         try:
             while len(self._held) < count:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
@@ -64,7 +64,7 @@ class SpareDescriptors:
         """Hold at least ``count``.
 
         Raises:
-            EngineStartupError: the system has fewer; none is held then.
+            EngineStartupError: fewer were free; none is held.
         """
         if not self.hold(count):
             num_free = len(self._held)
@@ -83,8 +83,8 @@ class SpareDescriptors:
 
     @contextlib.contextmanager
     def lent(self, count: int | None = None, *, used: int = 0) -> Generator[None]:
-        """Free ``count``, or all, for a while, of which ``used`` will not come back. Hold the others again afterwards,
-        or as many as the system still has.
+        """Free ``count``, or all, during a block that keeps ``used`` of them; hold the others again after it, or as
+        many as are free.
         """
         before = len(self._held)
         self.free(keep=0 if count is None else max(0, before - count))
@@ -95,7 +95,7 @@ class SpareDescriptors:
 
 
 def require_descriptors(count: int) -> None:
-    """Raises EngineStartupError where this process cannot open ``count`` more files now."""
+    """Raise EngineStartupError where this process cannot open ``count`` more files now."""
     spare = SpareDescriptors()
     spare.require(count)
     spare.free()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from aioengine.protocol.messages import Role
     from aioengine.supervision.launchers._base import RunningChild
@@ -20,7 +20,7 @@ KILL_WAIT_S = 1.0
 class Family:
     """The children of a launcher, whose list changes when it starts some. ``on_exit`` receives each that exited."""
 
-    def __init__(self, children: list[RunningChild], on_exit: Callable[[RunningChild], None]) -> None:
+    def __init__(self, children: Sequence[RunningChild], on_exit: Callable[[RunningChild], None]) -> None:
         self.children = children
         self._on_exit = on_exit
         self._exits: dict[RunningChild, asyncio.Event] = {}

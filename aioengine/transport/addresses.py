@@ -1,7 +1,7 @@
-"""Where sockets live: a private directory for each engine, and endpoints that cannot collide or be too long.
+"""Addresses of sockets: a private directory for each engine, and endpoints that cannot collide or be too long.
 
-An endpoint is bound before anybody hears of it: the socket listens here, and its file descriptor is handed to the
-process that will read it. So there is no port that is probed and then lost, and a sender may connect at any time.
+An endpoint is bound before it is published: the socket listens in this process, and its file descriptor is inherited by
+the process that reads it. So no port is probed and then lost, and a sender may connect at any time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ _PREFIX = "aioengine-"
 _OURS = re.compile(rf"{_PREFIX}[0-9a-f]{{12}}")
 _BACKLOG = 64
 BOARD_SUFFIX = ".board"
-"""Of the files beside the sockets and the logs in which the processes tell what they compute."""
-# What a socket's name adds to the directory's path, at most.
-_NAME_ROOM = len("/detokenizer-99")
+"""The suffix of the crash boards, which lie beside the sockets and the logs."""
+_MAX_NAME = len("/detokenizer-99")
 
 
 class Listener(NamedTuple):
-    """A listening socket: where to connect, and its descriptor, which the reader takes over (or the owner closes)."""
+    """A listening socket: where to connect, and its descriptor, which the reader takes over or the owner closes."""
 
     endpoint: str
     fd: int
@@ -38,19 +37,19 @@ class Listener(NamedTuple):
 class PrivateDirectory:
     """A directory of mode 0700 for the sockets and logs of one engine.
 
-    It is locked as long as its engine lives, by whatever process number in whatever container; the lock ends with
-    the process, so a directory without one was left behind and is removed by the next engine that starts.
+    It is locked as long as its engine lives. The lock ends with the process, also one in another container, so an
+    unlocked directory was left behind, and the next engine that starts removes it.
     """
 
     def __init__(self) -> None:
         """Make and lock a new directory, and remove those that dead engines left beside it.
 
         Raises:
-            OSError: no place to write was found.
+            OSError: no writable directory was found.
         """
         base = _choose_base()
         _remove_stale(base)
-        # Under its final name it is locked from its first moment: nobody may take it for a stale one.
+        # It gets its final name when it is locked: before that another engine would take it for a stale one.
         draft = tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base)
         self._lock = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,7 +57,7 @@ class PrivateDirectory:
         os.rename(draft, self.path)
 
     def remove(self) -> None:
-        """Remove it with all that is in it; harmless when repeated."""
+        """Remove it with its files; harmless when repeated."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -69,10 +68,10 @@ def listen(directory: str, name: str) -> Listener:
     """A new listening socket called ``name``.
 
     A path in ``directory`` where it fits and is UTF-8, else an abstract name, else a port of the loopback interface
-    that the system chooses. (A frame of a stranger who finds one of the latter two is dropped for its epoch.)
+    that the system chooses. (Other users can connect to the latter two, but their frames have another epoch.)
 
     Raises:
-        OSError: none of the three could be had.
+        OSError: none of the three is possible.
     """
     path = os.path.join(directory, name)
     unique = f"{_PREFIX}{secrets.token_hex(8)}-{name}"
@@ -85,7 +84,7 @@ def listen(directory: str, name: str) -> Listener:
 
 
 def _is_utf8(path: str) -> bool:
-    """Whether an endpoint, which is text, can hold the path."""
+    """Whether the path can be part of an endpoint, which is UTF-8."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -110,7 +109,7 @@ def is_reachable(endpoint: str) -> bool:
 
 
 def hide(listener: Listener) -> None:
-    """Remove the name of a listener from the file system: no other process can connect there any more."""
+    """Remove the name of a listener from the file system, so that no other process can connect there."""
     path = listener.endpoint.removeprefix("ipc://")
     if os.path.isabs(path):
         with contextlib.suppress(OSError):
@@ -118,7 +117,7 @@ def hide(listener: Listener) -> None:
 
 
 def _choose_base() -> str:
-    """The first directory that can be written to, short ones before long ones."""
+    """The first directory that is writable, and short enough for paths of sockets where one is."""
     wanted = [os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", tempfile.gettempdir()]
     usable = [base for base in wanted if os.path.isabs(base) and os.access(base, os.W_OK | os.X_OK)]
     if not usable:
@@ -126,8 +125,8 @@ def _choose_base() -> str:
             f"no directory for the engine's sockets: none of {[base for base in wanted if base]} can be written to; "
             "set TMPDIR to one that can"
         )
-    room = zmq.IPC_PATH_MAX_LEN - len(f"/{_PREFIX}{secrets.token_hex(6)}") - _NAME_ROOM
-    return next((base for base in usable if len(os.fsencode(base)) <= room), usable[0])
+    max_length = zmq.IPC_PATH_MAX_LEN - len(f"/{_PREFIX}{secrets.token_hex(6)}") - _MAX_NAME
+    return next((base for base in usable if len(os.fsencode(base)) <= max_length), usable[0])
 
 
 def _remove_stale(base: str) -> None:
@@ -135,7 +134,7 @@ def _remove_stale(base: str) -> None:
     with os.scandir(base) as entries:
         names = [entry.path for entry in entries if _OURS.fullmatch(entry.name)]
     for path in names:
-        # Another engine may be at the same work, or a directory may be somebody else's: leave those alone.
+        # A directory may belong to another user, or be removed by another engine at this moment.
         with contextlib.suppress(OSError):
             _remove_unlocked(path)
 
@@ -148,8 +147,8 @@ def _remove_unlocked(path: str) -> None:
             return
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with os.scandir(path) as entries:
-            holds_strange_things = any(not _is_ours(entry) for entry in entries)
-        if not holds_strange_things:
+            has_other_files = any(not _is_ours(entry) for entry in entries)
+        if not has_other_files:
             shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(fd)

@@ -20,39 +20,25 @@ class Sender(Protocol):
         ...
 
     def begin(self, epoch: int) -> None:
-        """What is sent from now on is of this epoch."""
+        """Frames from now on are of this epoch."""
         ...
 
     def close(self) -> None: ...
 
 
 class AsyncReceiver(Protocol):
-    """The asynchronous end: the messages of all frames that are there. Only one task reads it."""
+    """The asynchronous reading end, for one task."""
 
     async def receive(self) -> list[Message]:
-        """Wait until something has come. Cancelling it loses no frame. Raises ``LostFrameError``, as below."""
-        ...
-
-    def begin(self, epoch: int) -> None:
-        """What is of another epoch, and was not received yet, never will be."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Receiver(Protocol):
-    """The blocking end: the messages of all frames that are there."""
-
-    def receive(self, timeout_s: float | None) -> list[Message]:
-        """Wait up to ``timeout_s`` (0: do not wait, None: for ever) and return what came, [] for nothing.
+        """The messages of all frames that have come; waits until there are any. Cancelling it loses no frame.
 
         Raises:
-            LostFrameError: a frame of a sender could not be decoded, and nothing behind it has a meaning.
+            LostFrameError: a frame of a sender could not be decoded, so what follows it has no meaning.
         """
         ...
 
     def begin(self, epoch: int) -> None:
-        """What is of another epoch, and was not received yet, never will be."""
+        """Frames of another epoch that were not received yet never will be."""
         ...
 
     def close(self) -> None: ...

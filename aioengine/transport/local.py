@@ -1,7 +1,6 @@
-"""A channel inside one event loop, with the ends of any other channel.
+"""A channel inside one event loop, with ends like those of other channels.
 
-Frames are encoded and decoded as between processes, so what passes here passes there, and the two sides share no
-object.
+Frames are encoded and decoded as between processes: what passes here passes there, and the sides share no object.
 """
 
 from __future__ import annotations
@@ -20,20 +19,67 @@ if TYPE_CHECKING:
 MAX_FRAMES = 10_000
 
 
-class _Queue:
-    """The frames on their way, and who waits for one."""
+class LocalChannel:
+    """One reader and any number of senders."""
 
-    def __init__(self, max_frames: int) -> None:
+    def __init__(self, epoch: int, *, max_frames: int = MAX_FRAMES) -> None:
+        self._epoch = epoch
+        self._max_frames = max_frames
+        self.receiver = LocalReceiver(epoch)
+
+    def sender(self) -> LocalSender:
+        return LocalSender(self.receiver, self._epoch, self._max_frames)
+
+
+class LocalReceiver:
+    """The reading end, for one task.
+
+    Attributes:
+        num_bad_frames: frames that could not be decoded and were dropped.
+        frames: those that have come.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self.num_bad_frames = 0
         self.frames: deque[bytes] = deque()
-        self.max_frames = max_frames
-        self.waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._decoder = FrameDecoder(epoch, clock=time.monotonic)
+
+    async def receive(self) -> list[Message]:
+        """The messages of the frames that have come, in order; waits until there are any."""
+        while not (messages := self.drain()):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return messages
+
+    def drain(self) -> list[Message]:
+        """The messages of the frames that have come, without waiting."""
+        messages: list[Message] = []
+        while self.frames:
+            try:
+                messages += self._decoder.decode(self.frames.popleft())
+            except BadFrameError:
+                self.num_bad_frames += 1
+        return messages
+
+    def wake(self) -> None:
+        """End the wait of ``receive``."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def begin(self, epoch: int) -> None:
+        self._decoder.begin(epoch)
+
+    def close(self) -> None:
+        self.frames.clear()
 
 
 class LocalSender:
-    """The end that writes."""
+    """The writing end."""
 
-    def __init__(self, queue: _Queue, epoch: int) -> None:
-        self._queue = queue
+    def __init__(self, receiver: LocalReceiver, epoch: int, max_frames: int) -> None:
+        self._receiver = receiver
+        self._max_frames = max_frames
         self._encoder = FrameEncoder(epoch)
 
     def send(self, messages: list[Message]) -> None:
@@ -42,59 +88,14 @@ class LocalSender:
         Raises:
             BacklogFullError: the reader has not read for too long.
         """
-        queue = self._queue
-        if len(queue.frames) >= queue.max_frames:
-            raise BacklogFullError(f"the other end has not read for too long: {len(queue.frames)} frames wait for it")
-        queue.frames.append(bytes(self._encoder.encode(messages)))
-        if queue.waiter is not None and not queue.waiter.done():
-            queue.waiter.set_result(None)
+        frames = self._receiver.frames
+        if len(frames) >= self._max_frames:
+            raise BacklogFullError(f"the other end has not read for too long: {len(frames)} frames wait for it")
+        frames.append(bytes(self._encoder.encode(messages)))
+        self._receiver.wake()
 
     def begin(self, epoch: int) -> None:
         self._encoder.begin(epoch)
 
     def close(self) -> None:
-        """Nothing to give back."""
-
-
-class LocalReceiver:
-    """The end that reads; for one task. ``num_bad_frames`` could not be decoded and were dropped."""
-
-    def __init__(self, queue: _Queue, epoch: int) -> None:
-        self.num_bad_frames = 0
-        self._queue = queue
-        self._decoder = FrameDecoder(epoch, clock=time.monotonic)
-
-    async def receive(self) -> list[Message]:
-        """The messages of the frames that have come, in order; waits until there are any."""
-        while not (messages := self.drain()):
-            self._queue.waiter = asyncio.get_running_loop().create_future()
-            await self._queue.waiter
-        return messages
-
-    def drain(self) -> list[Message]:
-        """What has come, without waiting."""
-        messages: list[Message] = []
-        while self._queue.frames:
-            try:
-                messages += self._decoder.decode(self._queue.frames.popleft())
-            except BadFrameError:
-                self.num_bad_frames += 1
-        return messages
-
-    def begin(self, epoch: int) -> None:
-        self._decoder.begin(epoch)
-
-    def close(self) -> None:
-        self._queue.frames.clear()
-
-
-class LocalChannel:
-    """One reader and any number of senders."""
-
-    def __init__(self, epoch: int, *, max_frames: int = MAX_FRAMES) -> None:
-        self._epoch = epoch
-        self._queue = _Queue(max_frames)
-        self.receiver = LocalReceiver(self._queue, epoch)
-
-    def sender(self) -> LocalSender:
-        return LocalSender(self._queue, self._epoch)
+        """Nothing to release."""

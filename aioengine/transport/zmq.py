@@ -1,7 +1,7 @@
 """Frames over ZMQ PUSH and PULL sockets: one listening reader, any number of senders.
 
-A PULL socket takes over a listening descriptor (see ``addresses``); a PUSH socket connects. Nothing here waits on a
-send: what the socket does not take is kept in a bounded backlog.
+A PULL socket takes over a listening descriptor (see ``addresses``); a PUSH socket connects. No send waits: frames that
+the socket does not take are kept in a bounded backlog.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ ZmqError = zmq.ZMQError
 logger = logging.getLogger(__name__)
 
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024
-# Frames that ZMQ itself holds for a reader that is slow, at either end.
+# Frames that ZMQ itself holds for a slow reader, at each end.
 _HIGH_WATER_MARK = 1000
 _RECONNECT_MS = 10
-# Descriptors that are freed for the connections which libzmq accepts at a time: it needs one for each.
+# File descriptors that are free when libzmq accepts connections: it needs one for each.
 FREE_TO_ACCEPT = 4
 _MAX_ACCEPT_S = 1.0
 _RETRY_ACCEPT_S = 0.05
-# More frames than this wait for the next call, so that a flood does not keep the caller from its other work.
+# Frames that one call takes at most, so that a flood does not keep the caller from its other work.
 _MAX_FRAMES_AT_ONCE = 256
 
 
 def end_context(context: Context) -> None:
     """Close a context and its sockets, without waiting for messages that were not sent.
 
-    pyzmq gives up a context whose end a signal interrupts, and its five descriptors stay open for ever; so this thread
-    takes no signal meanwhile.
+    This thread takes no signal meanwhile: pyzmq gives up when a signal interrupts it, and the context's five
+    descriptors would stay open for ever.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -62,7 +62,7 @@ def end_context(context: Context) -> None:
 
 
 class ZmqSender:
-    """The end that writes; for blocking loops, which call ``flush`` again while there is a backlog."""
+    """The writing end for blocking loops, which call ``flush`` again while there is a backlog."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ZmqSender:
         reader: str = "the other end",
         max_backlog: int = MAX_BACKLOG_BYTES,
     ) -> None:
-        """``reader``: who reads, for messages about it. ``max_backlog``: bytes that may wait for it here."""
+        """``reader``: the name of the reader in errors. ``max_backlog``: bytes that may wait here for it."""
         self._reader = reader
         self._encoder = FrameEncoder(epoch)
         self._backlog: deque[bytes] = deque()
@@ -90,7 +90,7 @@ class ZmqSender:
         return bool(self._backlog)
 
     def send(self, messages: list[Message]) -> None:
-        """Send ``messages`` as one frame (as several, where one would be larger than readers take).
+        """Send ``messages`` as one frame, or as several where one would be larger than readers take.
 
         Raises:
             BacklogFullError: the reader has not read for too long.
@@ -108,11 +108,11 @@ class ZmqSender:
             self._keep(bytes(frame))
 
     def begin(self, epoch: int) -> None:
-        """What is sent from now on is of this epoch; what waits goes first."""
+        """Frames from now on are of this epoch; the backlog is sent before them."""
         self._encoder.begin(epoch)
 
     def flush(self) -> bool:
-        """Hand the backlog to the socket; whether all of it went."""
+        """Hand the backlog to the socket; returns whether it took all of it."""
         while self._backlog:
             if not self._offer(self._backlog[0]):
                 return False
@@ -120,7 +120,7 @@ class ZmqSender:
         return True
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close; frames on their way get ``linger_s`` from the end of the context."""
+        """Close. The end of the context waits up to ``linger_s`` for frames that the socket took."""
         self._backlog.clear()
         self._socket.close(linger=round(linger_s * 1000))
 
@@ -142,29 +142,16 @@ class ZmqSender:
 
 
 class AsyncZmqSender(ZmqSender):
-    """The end that writes, for an event loop, which empties the backlog by itself."""
+    """The writing end for an event loop, which sends the backlog by itself."""
 
-    def __init__(
-        self,
-        context: Context,
-        endpoint: str,
-        epoch: int,
-        *,
-        reader: str = "the other end",
-        max_backlog: int = MAX_BACKLOG_BYTES,
-    ) -> None:
-        """``reader``: who reads, for messages about it. ``max_backlog``: bytes that may wait for it here."""
-        super().__init__(context, endpoint, epoch, reader=reader, max_backlog=max_backlog)
-        self._loop = asyncio.get_running_loop()
-        self._is_watched = False
+    _loop: asyncio.AbstractEventLoop | None = None  # while it watches the socket
 
     def send(self, messages: list[Message]) -> None:
         super().send(messages)
-        if self.has_backlog and not self._is_watched:
-            self._is_watched = True
+        if self.has_backlog and self._loop is None:
+            self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket.fileno(), self._on_event)
-            # The descriptor tells of changes alone: one that came before it was watched is found here.
-            self._on_event()
+            self._on_event()  # the descriptor reports changes only, and one may have come before it was watched
 
     def close(self, linger_s: float = 0.0) -> None:
         self._unwatch()
@@ -175,105 +162,99 @@ class AsyncZmqSender(ZmqSender):
             self._unwatch()
 
     def _unwatch(self) -> None:
-        if self._is_watched and not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.fileno())
-        self._is_watched = False
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(self._socket.fileno())
 
 
 class _PullSocket:
-    """What both readers share: take the frames that are there, outlive those that cannot be read."""
+    """The socket of both readers: it takes the frames that have come, and drops those that cannot be decoded."""
 
     def __init__(self, context: Context, epoch: int) -> None:
         self.num_bad_frames = 0
-        self.decoder = FrameDecoder(epoch, clock=time.monotonic)
-        self.socket = context.socket(zmq.PULL)
-        self.socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._decoder = FrameDecoder(epoch, clock=time.monotonic)
+        self._socket = context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+
+    def begin(self, epoch: int) -> None:
+        """Frames of another epoch are dropped from now on."""
+        self._decoder.begin(epoch)
 
     def bind(self, listener: Listener) -> None:
         """Accept connections from now on; libzmq takes over the descriptor."""
-        self.socket.setsockopt(zmq.USE_FD, listener.fd)
-        self.socket.bind(listener.endpoint)
+        self._socket.setsockopt(zmq.USE_FD, listener.fd)
+        self._socket.bind(listener.endpoint)
 
     def unbind(self, listener: Listener) -> None:
-        """Accept no more, and end the connections that came there."""
-        self.socket.unbind(listener.endpoint)
+        """Accept no more, and end the connections that were accepted there."""
+        if not self._socket.closed:
+            self._socket.unbind(listener.endpoint)
 
-    def drain(self) -> list[Message]:
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+    def _drain(self) -> list[Message]:
         """The messages of all frames that have come, up to a limit of frames; [] only when none is left."""
         messages: list[Message] = []
         num_frames = 0
         with contextlib.suppress(zmq.Again):
             while num_frames < _MAX_FRAMES_AT_ONCE or not messages:
-                frame = self.socket.recv(zmq.NOBLOCK)
+                frame = self._socket.recv(zmq.NOBLOCK)
                 num_frames += 1
                 try:
-                    messages += self.decoder.decode(frame)
+                    messages += self._decoder.decode(frame)
                 except BadFrameError as error:
-                    self._count_bad(error)
+                    self.num_bad_frames += 1
+                    if self.num_bad_frames == 1:
+                        log(logger, logging.ERROR, "dropped a frame, later ones are only counted: %s", error)
         return messages
 
-    def _count_bad(self, error: BadFrameError) -> None:
-        self.num_bad_frames += 1
-        if self.num_bad_frames == 1:
-            log(logger, logging.ERROR, "dropped a frame, later ones are only counted: %s", error)
 
-
-class ZmqReceiver:
-    """The end that reads, for a thread that does nothing else."""
+class ZmqReceiver(_PullSocket):
+    """The reading end for a thread that does nothing else."""
 
     def __init__(self, context: Context, listener: Listener, epoch: int, *, wake_fd: int | None = None) -> None:
-        """``wake_fd``: a descriptor that ends a wait when it can be read, for news of another kind."""
-        self._pull = _PullSocket(context, epoch)
-        self._pull.bind(listener)
-        self._watched: list[tuple[zmq.Socket[bytes] | int, int]] = [(self._pull.socket, zmq.POLLIN)]
+        """``wake_fd``: another descriptor that ends a wait when it is readable."""
+        super().__init__(context, epoch)
+        self.bind(listener)
+        self._watched: list[tuple[zmq.Socket[bytes] | int, int]] = [(self._socket, zmq.POLLIN)]
         if wake_fd is not None:
             self._watched.append((wake_fd, zmq.POLLIN))
 
-    @property
-    def num_bad_frames(self) -> int:
-        return self._pull.num_bad_frames
-
     def receive(self, timeout_s: float | None) -> list[Message]:
-        """Wait up to ``timeout_s`` (0: do not wait, None: for ever) and return what came, [] for nothing."""
-        messages = self._pull.drain()
+        """The messages of all frames that have come; waits up to ``timeout_s`` for one (None: for ever).
+
+        Raises:
+            LostFrameError: a frame of a sender could not be decoded, so what follows it has no meaning.
+        """
+        messages = self._drain()
         if messages or timeout_s == 0:
             return messages
-        timeout_ms = -1 if timeout_s is None else math.ceil(timeout_s * 1000)
-        zmq.zmq_poll(self._watched, timeout_ms)
-        return self._pull.drain()
-
-    def begin(self, epoch: int) -> None:
-        self._pull.decoder.begin(epoch)
-
-    def close(self) -> None:
-        self._pull.socket.close(linger=0)
+        zmq.zmq_poll(self._watched, -1 if timeout_s is None else math.ceil(timeout_s * 1000))
+        return self._drain()
 
 
-class AsyncZmqReceiver:
-    """The end that reads, for an event loop of any kind.
+class AsyncZmqReceiver(_PullSocket):
+    """The reading end for an event loop of any kind.
 
-    It watches the descriptor of the socket and takes every frame that is there in one go, which costs less than a
-    future for each frame. ``receive`` takes frames only while it runs, so cancelling it loses none.
+    It watches the descriptor of the socket and takes all frames that have come at once, which costs less than a future
+    for each frame. ``receive`` takes frames only while it runs, so cancelling it loses none.
     """
 
     def __init__(self, context: Context, epoch: int, *, spare: SpareDescriptors | None = None) -> None:
         """``spare``: freed for the moment in which a connection is accepted."""
-        self._pull = _PullSocket(context, epoch)
+        super().__init__(context, epoch)
         self._spare = spare or SpareDescriptors()
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._acceptors: dict[str, _Acceptor] = {}
         self._error: Exception | None = None
-        self._loop.add_reader(self._pull.socket.fileno(), self._on_event)
-
-    @property
-    def num_bad_frames(self) -> int:
-        return self._pull.num_bad_frames
+        self._loop.add_reader(self._socket.fileno(), self._on_event)
 
     def expect(self, listener: Listener) -> None:
-        """Accept one sender there, and take over the descriptor. (Those who connect at the same time come in, too.)"""
-        self._acceptors[listener.endpoint] = _Acceptor(self._pull, listener, self._spare, self._accepted)
+        """Accept one sender there, and take over the descriptor. (Others that connect at that moment come in, too.)"""
+        self._acceptors[listener.endpoint] = _Acceptor(self, listener, self._spare, self._accepted)
 
     def forget(self, endpoint: str) -> None:
         """Cut the connection with the sender there; what it sent and was not received yet is lost."""
@@ -283,56 +264,53 @@ class AsyncZmqReceiver:
         """The messages of the frames that have come, in order; waits until there are any. For one task only.
 
         Raises:
+            LostFrameError: a frame of a sender could not be decoded, so what follows it has no meaning.
             ZmqError, OSError: a connection cannot be accepted.
         """
-        # Others run first, also when frames come without a pause.
-        await asyncio.sleep(0)
-        # The descriptor tells of changes alone: wait only after having seen that nothing is left.
-        while not (messages := self._pull.drain()):
+        await asyncio.sleep(0)  # other tasks run first, even when frames come without a pause
+        # The descriptor reports changes only: wait only when nothing is left.
+        while not (messages := self._drain()):
             if self._error is not None:
                 raise self._error
             self._waiter = self._loop.create_future()
             await self._waiter
         return messages
 
-    def begin(self, epoch: int) -> None:
-        self._pull.decoder.begin(epoch)
-
     def close(self) -> None:
-        if not self._loop.is_closed() and not self._pull.socket.closed:
-            self._loop.remove_reader(self._pull.socket.fileno())
+        if not self._loop.is_closed() and not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
         while self._acceptors:
             self._acceptors.popitem()[1].close()
-        self._pull.socket.close(linger=0)
+        super().close()
 
     def _accepted(self, error: Exception | None) -> None:
         self._error = self._error or error  # another sender is accepted, and the error stays
-        self._on_event()  # calls of the socket may have taken the notice of a frame
+        self._on_event()  # calls of the socket may have taken the event of a frame
 
     def _on_event(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         else:
-            self._pull.socket.getsockopt(zmq.EVENTS)
+            self._socket.getsockopt(zmq.EVENTS)
 
 
 class _Acceptor:
-    """Accepts the connection of one sender, when a descriptor is free for it.
+    """Accepts the connection of one sender, once a file descriptor is free for it.
 
-    libzmq ends the whole program where it finds none. So it gets the listener when a connection waits there and
+    libzmq aborts the whole program where none is free. So it gets the listener only when a connection waits there and
     descriptors are free; until then the connection waits. Afterwards the listener's name is removed from the file
     system, so that no other connection comes. (libzmq cannot stop listening without cutting the connection.)
     """
 
     def __init__(
         self,
-        pull: _PullSocket,
+        socket: _PullSocket,
         listener: Listener,
         spare: SpareDescriptors,
         on_accepted: Callable[[Exception | None], None],
     ) -> None:
-        """``on_accepted`` is called with the error where it cannot be accepted."""
-        self._pull = pull
+        """``on_accepted`` receives the error where the connection cannot be accepted."""
+        self._socket = socket
         self._listener = listener
         self._spare = spare
         self._on_accepted = on_accepted
@@ -342,24 +320,21 @@ class _Acceptor:
         self._listen()
 
     def close(self) -> None:
-        self._stop()
-        if self._is_bound and not self._pull.socket.closed:
-            self._pull.unbind(self._listener)
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._is_bound:
+            self._socket.unbind(self._listener)
+            return
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._listener.fd)
+        os.close(self._listener.fd)
 
     def _listen(self) -> None:
         self._loop.add_reader(self._listener.fd, self._on_connection)
 
-    def _stop(self) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
-        if not self._is_bound:
-            if not self._loop.is_closed():
-                self._loop.remove_reader(self._listener.fd)
-            os.close(self._listener.fd)
-
     def _on_connection(self) -> None:
+        self._loop.remove_reader(self._listener.fd)
         if not self._spare.hold(FREE_TO_ACCEPT):
-            self._loop.remove_reader(self._listener.fd)
             self._retry = self._loop.call_later(_RETRY_ACCEPT_S, self._listen)
             return
         try:
@@ -372,8 +347,7 @@ class _Acceptor:
 
     def _accept(self) -> None:
         """Hand the listener to libzmq, and wait until its thread has taken the connection, which it does at once."""
-        self._loop.remove_reader(self._listener.fd)
-        self._pull.bind(self._listener)
+        self._socket.bind(self._listener)
         self._is_bound = True
         waiting = select.poll()
         waiting.register(self._listener.fd, select.POLLIN)

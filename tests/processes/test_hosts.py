@@ -205,7 +205,7 @@ async def test_a_fork_of_the_host_leaves_the_children_alone() -> None:
 async def test_garbage_on_the_channels_is_outlived(caplog: pytest.LogCaptureFixture) -> None:
     async with Frontend() as frontend:
         launcher = frontend.supervisor._incarnation._launcher
-        directory = launcher._directory.path  # type: ignore[attr-defined]
+        directory = launcher._folder  # type: ignore[attr-defined]
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         assert not [name for name in os.listdir(directory) if name.startswith("frontend")]  # closed to strangers
         for name in ("scheduler", "detokenizer"):
@@ -241,7 +241,7 @@ async def test_copies_of_true_frames_and_damaged_ones_do_no_harm(monkeypatch: py
             frontend.submit(uid, num_tokens=40)
             await asyncio.sleep(0.005)
         launcher = frontend.supervisor._incarnation._launcher
-        directory = launcher._directory.path  # type: ignore[attr-defined]
+        directory = launcher._folder  # type: ignore[attr-defined]
         draw = random.Random(1)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         assert not [name for name in os.listdir(directory) if name.startswith("frontend")]  # closed to strangers

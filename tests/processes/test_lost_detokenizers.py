@@ -50,7 +50,7 @@ async def test_the_scheduler_goes_on(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("has_descriptors", [True, False])
-async def test_nobody_is_told_twice_of_the_end_of_the_one_before(
+async def test_the_exit_of_a_detokenizer_is_reported_once(
     has_descriptors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the other one would be taken for dead while it starts, and the scheduler would be replaced too."""

@@ -38,7 +38,7 @@ class Damage:
         def send(own: LocalSender, messages: list[Message]) -> None:
             plain(own, messages)
             if self.num_left == 0:
-                own._queue.frames.append(own._queue.frames.pop()[:-1])
+                own._receiver.frames.append(own._receiver.frames.pop()[:-1])
             self.num_left -= 1
 
         monkeypatch.setattr(LocalSender, "send", send)

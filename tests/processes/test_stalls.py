@@ -79,7 +79,7 @@ async def test_a_process_that_is_stopped_is_an_error(role: str) -> None:
 
 
 @process
-async def test_who_rests_is_paused_or_takes_long_steps_is_not_stalled() -> None:
+async def test_idle_paused_and_slow_schedulers_are_not_stalled() -> None:
     settings = fake_settings(step_time_s=0.002, stall_at=3, stall_s=0.8)
     async with Frontend(settings, stall_timeout_s=STALL_S) as frontend:
         await asyncio.sleep(1.1 * STALL_S)
@@ -96,7 +96,7 @@ A, B = Role("a"), Role("b")
 
 
 class Watch:
-    """Heartbeats and what they told."""
+    """Heartbeats, and the errors that they reported."""
 
     def __init__(self, stall_timeout_s: float, roles: Sequence[Role]) -> None:
         self.errors: list[EngineStalledError] = []
@@ -104,7 +104,7 @@ class Watch:
         self.heartbeats.watch(roles, lambda role, error: self.errors.append(error))
 
 
-async def test_silence_is_told_once_and_signs_of_life_put_it_off() -> None:
+async def test_a_stall_is_reported_once_and_signs_of_life_put_it_off() -> None:
     watch = Watch(0.08, [A, B])
     for _ in range(20):
         await asyncio.sleep(0.01)
@@ -118,7 +118,7 @@ async def test_silence_is_told_once_and_signs_of_life_put_it_off() -> None:
     assert len(watch.errors) == 1
 
 
-async def test_a_program_that_slept_itself_blames_nobody() -> None:
+async def test_a_program_that_was_stopped_itself_reports_no_stall() -> None:
     watch = Watch(0.08, [A])
     time.sleep(0.2)  # noqa: ASYNC251  # the whole program, as when its terminal stops it
     await asyncio.sleep(0.02)
@@ -126,7 +126,7 @@ async def test_a_program_that_slept_itself_blames_nobody() -> None:
     watch.heartbeats.stop()
 
 
-async def test_after_the_end_nobody_is_watched() -> None:
+async def test_nothing_is_reported_after_stop() -> None:
     watch = Watch(0.01 * NUM_TICKS, [A])
     watch.heartbeats.stop()
     await asyncio.sleep(0.03 * NUM_TICKS)

@@ -229,7 +229,7 @@ def test_a_killed_child_is_an_error_within_a_second(role: str, kind: str) -> Non
 
 
 @launchers
-async def test_an_exception_in_the_loop_of_a_child_is_told_with_its_traceback(launcher: str) -> None:
+async def test_an_exception_in_the_loop_of_a_child_is_reported_with_its_traceback(launcher: str) -> None:
     async with Frontend(fake_settings(raise_at=3, raise_times=1000), launcher=launcher) as frontend:
         for uid in range(5):
             frontend.submit(uid, num_tokens=100)
@@ -242,7 +242,7 @@ async def test_an_exception_in_the_loop_of_a_child_is_told_with_its_traceback(la
 
 
 @process
-async def test_a_child_that_exits_without_a_word_is_told(tmp_path: Path) -> None:
+async def test_a_child_that_exits_without_a_message_is_reported(tmp_path: Path) -> None:
     async with Frontend(fake_settings(exit_at=2, exit_code=7)) as frontend:
         frontend.submit(1, num_tokens=100)
         error = await frontend.failure()
@@ -363,13 +363,13 @@ async def test_a_failing_start_raises_the_child_s_own_message(launcher: str, fac
 
 
 @process
-async def test_a_child_that_vanishes_while_it_starts_is_told_with_its_last_lines() -> None:
+async def test_a_child_that_exits_while_it_starts_is_reported_with_its_last_lines() -> None:
     with pytest.raises(EngineStartupError, match=r"exited with code 3 while it started\n  scheduler: a last word"):
         await Frontend(fake_settings(factory=factory_of("build_and_vanish"))).supervisor.start()
 
 
 @process
-async def test_a_child_that_is_killed_while_it_starts_is_told_with_the_signal() -> None:
+async def test_a_child_that_is_killed_while_it_starts_is_reported_with_the_signal() -> None:
     frontend = Frontend(fake_settings(factory=factory_of("build_without_end")))
     starting = asyncio.create_task(frontend.supervisor.start())
     await asyncio.wait([starting], timeout=0.5)
@@ -435,7 +435,7 @@ def test_an_unknown_launcher_is_named() -> None:
 
 
 @process
-async def test_no_place_for_sockets_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_without_a_directory_for_sockets_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.transport.addresses.os.access", lambda *_: False)
     with pytest.raises(EngineStartupError, match=r"the engine has no place for its sockets: .* set TMPDIR"):
         await Frontend().supervisor.start()

@@ -1,4 +1,4 @@
-"""What a launcher offers to the supervisor."""
+"""The interfaces of launchers and of the children that they start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RunningChild(Protocol):
-    """One child after its start, running or ended."""
+    """A child after its start, running or not."""
 
     @property
     def role(self) -> Role: ...
@@ -26,23 +26,23 @@ class RunningChild(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """Minus the number of the signal that ended it. None while it runs, and where the system did not keep it."""
+        """Minus the number of the signal that killed it. None: it runs, or the system did not keep the status."""
         ...
 
     def watch(self, on_exit: Callable[[], None]) -> None:
-        """Call ``on_exit`` on the running loop, once, when it has ended."""
+        """Call ``on_exit`` on the running loop, once, when it has exited."""
         ...
 
     def terminate(self) -> None:
-        """Ask it to end; harmless when it has."""
+        """Ask it to exit; harmless when it has."""
         ...
 
     def kill(self) -> None:
-        """End it; harmless when it has."""
+        """Kill it; harmless when it has exited."""
         ...
 
     def reap(self, timeout_s: float) -> None:
-        """Wait for its end, blocking, so long at most; for when no loop can."""
+        """Wait for its exit up to ``timeout_s``, blocking; for places without a loop."""
         ...
 
     def log_lines(self) -> tuple[str, ...]:
@@ -50,30 +50,30 @@ class RunningChild(Protocol):
         ...
 
     def rows_in_flight(self) -> dict[int, int]:
-        """The requests in the steps that it computes, or was computing at its end: uid -> the end of its row."""
+        """The requests in the steps that it computes, or computed at its exit: uid -> the end of its row."""
         ...
 
 
 class Launcher(Protocol):
-    """Makes the channels and starts the children, on one loop; ``close`` comes after the children's end."""
+    """Makes the channels and starts the children, on one loop; closed when the children have exited."""
 
     def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
-        """``roles``: of the children to start, one child each; SCHEDULER and DETOKENIZER are among them."""
+        """``roles``: one child is started for each; SCHEDULER and DETOKENIZER are among them."""
         ...
 
     @property
-    def children(self) -> list[RunningChild]:
-        """One of each role: those that were started last, also when a launch failed half-way. Always the same list."""
+    def children(self) -> Sequence[RunningChild]:
+        """The last child of each role, also when a launch failed half-way. Always the same list."""
         ...
 
     @property
     def sender(self) -> Sender:
-        """To the scheduler; there after ``launch``."""
+        """To the scheduler; set by ``launch``."""
         ...
 
     @property
     def receiver(self) -> AsyncReceiver:
-        """From all children; there after ``launch``."""
+        """From all children; set by ``launch``."""
         ...
 
     async def launch(self) -> None:
@@ -85,10 +85,10 @@ class Launcher(Protocol):
         ...
 
     async def begin_epoch(self) -> None:
-        """Have the scheduler, which says when it is ready, go on without its requests and the detokenizer that ended.
+        """Have the scheduler go on without its requests and the lost detokenizer. It sends ``Ready`` then.
 
         Raises:
-            BacklogFullError: it does not take its messages.
+            BacklogFullError: the scheduler does not take its messages.
         """
         ...
 
@@ -101,7 +101,7 @@ class Launcher(Protocol):
         ...
 
     async def launch_detokenizer(self) -> None:
-        """Start another detokenizer, once the scheduler is ready for it, without waiting until it is ready itself.
+        """Start another detokenizer, after the scheduler's ``Ready``, without waiting until it is ready.
 
         Raises:
             EngineStartupError: it could not be started at all.
@@ -109,5 +109,5 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the channels and remove what was made; harmless when repeated."""
+        """Close the channels and remove all files; harmless when repeated."""
         ...

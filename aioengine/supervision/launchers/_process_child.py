@@ -1,4 +1,4 @@
-"""One child process after its start: watch, signal and reap it, read its log and its board."""
+"""A child process after its start: watch, signal and reap it, read its log and its crash board."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Role
 
 _NUM_LOG_LINES = 20
-_MAX_LOG_BYTES = 8192
-"""Read from the end of a child's log."""
+_MAX_LOG_BYTES = 8192  # of the end of a log
 _POLL_S = 0.05
 
 
 class ProcessChild:
-    """A child process. Its standard input stays open as long as this object: its end is the child's end.
+    """A child process. It exits when its standard input is closed, which stays open as long as this object.
 
-    It is waited for here alone, and never through ``Popen``, which takes an unknown exit code for 0.
+    Its exit status is read only here, and never through ``Popen``, which takes an unknown exit code for 0.
     """
 
     def __init__(self, role: Role, popen: subprocess.Popen[bytes], log_path: Path, spare: SpareDescriptors) -> None:
-        """``log_path``: the file that it writes to; its board lies beside it. ``spare``: freed to read them."""
+        """``log_path``: of its output, beside its crash board. ``spare``: freed for a moment to read these files."""
         self.role = role
         self.pid = popen.pid
         self._popen = popen
         self._log_path = log_path
         self._spare = spare
         self._unwatch: Callable[[], None] | None = None
-        self._lock = threading.RLock()  # a signal handler, or a finalizer, may look at the child in the midst of it
+        self._lock = threading.RLock()  # a signal handler or a finalizer may interrupt this object and use it
         self._has_ended = False
         self._exit_code: int | None = None
 
@@ -56,12 +55,12 @@ class ProcessChild:
         return self._exit_code
 
     def watch(self, on_exit: Callable[[], None]) -> None:
-        """Call ``on_exit`` on the running loop when the process has ended: by its descriptor, else by looking often."""
+        """Call ``on_exit`` on the running loop when the process has exited: by a descriptor of it, else by polling."""
         loop = asyncio.get_running_loop()
         try:
             fd = os.pidfd_open(self.pid)
         except (AttributeError, OSError):
-            self._unwatch = loop.call_soon(self._look, loop, on_exit).cancel
+            self._unwatch = loop.call_soon(self._poll, loop, on_exit).cancel
             return
 
         def unwatch() -> None:
@@ -71,7 +70,7 @@ class ProcessChild:
 
         def ended() -> None:
             self._stop_watching()
-            self.reap(_POLL_S)  # at once: the descriptor can be read when there is an exit code
+            self.reap(_POLL_S)  # which takes no time: the descriptor is readable once there is an exit status
             on_exit()
 
         self._unwatch = unwatch
@@ -102,11 +101,11 @@ class ProcessChild:
         try:
             with self._spare.lent():
                 return read_board(self._log_path.with_suffix(BOARD_SUFFIX).read_bytes())
-        except OSError:  # somebody cleaned up
+        except OSError:  # the directory was removed
             return {}
 
     def close(self) -> None:
-        """Stop watching, and let go of its standard input, which ends it should it still run."""
+        """Stop watching, and close its standard input, which ends the process if it still runs."""
         self._stop_watching()
         if self._popen.stdin is not None:
             with contextlib.suppress(OSError):
@@ -118,7 +117,7 @@ class ProcessChild:
             unwatch()
 
     def _reap(self) -> None:
-        """Note its exit code if it has ended. The system tells it once, and never in a program that ignores SIGCHLD."""
+        """Read its exit status if it has exited: once, and never in a program that ignores SIGCHLD."""
         with self._lock:
             if self._has_ended:
                 return
@@ -130,16 +129,16 @@ class ProcessChild:
                 if pid == 0:
                     return
                 self._has_ended, self._exit_code = True, os.waitstatus_to_exitcode(status)
-            self._popen.returncode = self._exit_code or 0  # so that it does not wait, too
+            self._popen.returncode = self._exit_code or 0  # so that Popen does not wait for it
 
     def _signal(self, number: signal.Signals) -> None:
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def _look(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
+    def _poll(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
         if self.is_alive:
-            self._unwatch = loop.call_later(_POLL_S, self._look, loop, on_exit).cancel
+            self._unwatch = loop.call_later(_POLL_S, self._poll, loop, on_exit).cancel
         else:
             self._unwatch = None
             on_exit()

@@ -1,6 +1,6 @@
-"""The children as tasks of the caller's loop: for tests and debugging, without any process.
+"""Children as tasks of the caller's loop, without any process: for tests and debugging.
 
-The services and the frames are the same as in processes; a step runs on the loop, which waits for it.
+Services and frames are the same as in processes. A step runs on the loop and blocks it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from aioengine.config import Settings
     from aioengine.protocol.messages import Role
     from aioengine.protocol.service import Service
-    from aioengine.supervision.launchers._base import RunningChild
     from aioengine.transport.local import LocalReceiver, LocalSender
 
 
@@ -74,11 +73,10 @@ class InlineChild:
         if self._task is not None and not self._task.get_loop().is_closed():
             self._task.cancel()
 
-    def kill(self) -> None:
-        self.terminate()
+    kill = terminate
 
     def reap(self, timeout_s: float) -> None:
-        """A task ends with its loop; there is nothing to wait for."""
+        """Nothing to wait for: a task ends with its loop."""
 
     def log_lines(self) -> tuple[str, ...]:
         return self._log
@@ -87,14 +85,14 @@ class InlineChild:
         """A task ends between two steps."""
         return {}
 
-    def _say_ready(self, service: Service) -> None:
+    def _report_ready(self, service: Service) -> None:
         facts = msgspec.json.encode(dict(service.facts)).decode()
         self._frontend.send([Ready(self.role, self.pid, fingerprint(), facts)])
 
     async def _run(self, build: Callable[[], Service]) -> None:
         try:
             service = build()
-            self._say_ready(service)
+            self._report_ready(service)
             try:
                 await self._serve(service)
             finally:
@@ -125,7 +123,7 @@ class InlineChild:
                 for end in (self._inbox, self._peer, self._frontend):
                     end.begin(new_epoch.epoch)
                 service.handle([new_epoch], now)
-                self._say_ready(service)
+                self._report_ready(service)
             else:
                 service.handle(messages, now)
             outbox = service.step(now)
@@ -143,7 +141,7 @@ class InlineLauncher:
         self._epoch = secrets.randbits(32)
         self._to_frontend = LocalChannel(self._epoch)
         self._inboxes = {role: LocalChannel(self._epoch) for role in roles}
-        self.children: list[RunningChild] = []
+        self.children: list[InlineChild] = []
         self.sender = self._inboxes[SCHEDULER].sender()
         self.receiver = self._to_frontend.receiver
 

@@ -1,4 +1,4 @@
-"""The children as processes: fresh interpreters that end with their parent and are heard of when they die."""
+"""Children as processes: fresh interpreters that end with their parent, and whose exits are watched."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aioengine.config import Settings
-    from aioengine.supervision.launchers._base import RunningChild
 
 _BOOTSTRAP = Path(__file__).resolve().parents[2] / "processes" / "bootstrap.py"
 _FRONTEND = "frontend"
 _EPOCH_BITS = 62
 _MAX_SPAWN_S = 5.0
 _SHUT_DOWN = "the engine was shut down while it started"
-# Descriptors: those that a launcher uses when it runs, with those that it needs for a moment only, and those that it
-# holds back. With the latter and its own, it leaves enough for the launcher that follows it.
+# File descriptors that a launcher uses, that it needs for a moment only (``_ALONE``), and that it holds back. What it
+# holds back and what it uses together are enough for the launcher that follows it.
 _FOR_DIRECTORY = 1
 _FOR_INBOX = 1
 _FOR_PROCESS, _FOR_PROCESS_ALONE = 2, 6
@@ -49,15 +48,14 @@ class ProcessLauncher:
     """Starts each child in a process of its own."""
 
     def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
-        self.children: list[RunningChild] = []
+        self.children: list[ProcessChild] = []
         self.sender: AsyncZmqSender
         self.receiver: AsyncZmqReceiver
         self._settings = settings
         self._roles = roles
         self._epoch = secrets.randbits(_EPOCH_BITS)
-        self._directory: PrivateDirectory | None = None
-        self._context: Context | None = None
-        self._ends: list[AsyncZmqSender | AsyncZmqReceiver] = []
+        self._folder = Path()
+        self._closing = contextlib.ExitStack()
         self._inboxes: dict[Role, str] = {}  # role -> the endpoint at which it listens
         self._uplinks: dict[Role, str] = {}  # role -> the endpoint at which the frontend listens to it
         self._listeners: dict[str, Listener] = {}  # endpoint -> its listener, while this object owns that
@@ -65,12 +63,11 @@ class ProcessLauncher:
         self._owner_pid = os.getpid()
         self._is_closed = False
         self._spawning: Future[None] | None = None
-        self._processes: list[ProcessChild] = []
-        # The kernel ends a child when the thread that started it ends, so this is none of the program's threads. Nor
-        # does the event loop wait while a large process is duplicated.
+        # The kernel ends a child when the thread that started it ends, so a thread of the program cannot start any; and
+        # the event loop does not wait while a large process is duplicated.
         self._thread = WorkerThread[None]("aioengine-spawn")
         self._spare = SpareDescriptors()
-        # Now, when the launcher of lost processes has just closed its own; ``launch`` finds out whether they suffice.
+        # Now, while those of the launcher before this one are free; ``launch`` checks whether they suffice.
         self._spare.hold(self._num_needed + _HELD_BACK)
 
     @property
@@ -92,11 +89,11 @@ class ProcessLauncher:
         self._spare.free(keep=_HELD_BACK)
 
     def _open_channels(self, context: Context) -> None:
-        self._context = context
+        self._closing.callback(end_context, context)  # also of a socket that cannot be opened completely
         self.sender = AsyncZmqSender(context, self._inboxes[SCHEDULER], self._epoch, reader="it")
-        self._ends.append(self.sender)
+        self._closing.callback(self.sender.close)
         self.receiver = AsyncZmqReceiver(context, self._epoch, spare=self._spare)
-        self._ends.append(self.receiver)
+        self._closing.callback(self.receiver.close)
         for endpoint in self._uplinks.values():
             self.receiver.expect(self._listeners.pop(endpoint))
 
@@ -107,13 +104,12 @@ class ProcessLauncher:
         self.receiver.begin(self._epoch)
 
     async def launch_detokenizer(self) -> None:
-        before = next(process for process in self._processes if process.role == DETOKENIZER)
+        before = next(child for child in self.children if child.role == DETOKENIZER)
         self.receiver.forget(self._uplinks[DETOKENIZER])
         await self._in_thread(partial(self._spawn, DETOKENIZER))
         self.receiver.expect(self._listeners.pop(self._uplinks[DETOKENIZER]))
         before.close()
         self._spare.hold(_HELD_BACK)
-        self._processes.remove(before)
         self.children.remove(before)
 
     async def check_links(self) -> None:
@@ -133,37 +129,33 @@ class ProcessLauncher:
             raise EngineStartupError(_SHUT_DOWN)
 
     def _wait_for_thread(self) -> None:
-        """Starting takes milliseconds; whatever starts must be known to whoever cleans up."""
+        """Starting takes milliseconds, and every child that starts must be known to be ended."""
         if self._spawning is not None:
             with contextlib.suppress(CancelledError, TimeoutError):
                 self._spawning.exception(_MAX_SPAWN_S)
 
     def close(self) -> None:
         if os.getpid() != self._owner_pid:
-            return  # in a fork; all this is the original's
+            return  # in a fork: all this belongs to the original
         self._is_closed = True
         self._thread.close()
         self._wait_for_thread()
-        for process in self._processes:
-            process.kill()  # started while the others were killed
-            process.reap(KILL_WAIT_S)
-            process.close()
-        context, self._context = self._context, None
-        if context is not None:
-            for end in self._ends:
-                end.close()
-            end_context(context)  # also a socket that could not be opened as a whole
-        self._close_listeners()
+        for child in self.children:
+            child.kill()  # it may have started while the others were killed
+            child.reap(KILL_WAIT_S)
+            child.close()
+        self._closing.close()
         self._spare.free()
-        if self._directory is not None:
-            self._directory.remove()
 
     def _spawn_all(self) -> None:
-        """In the thread: make the directory, listen for every child, start all."""
+        """In the thread: make the directory, listen at the endpoint of every child, start all."""
         num_used = _FOR_DIRECTORY + len(self._roles) * _FOR_INBOX
         try:
             with self._spare.lent(num_used + 1, used=num_used):
-                self._directory = PrivateDirectory()
+                directory = PrivateDirectory()
+                self._closing.callback(directory.remove)
+                self._closing.callback(self._close_listeners)
+                self._folder = Path(directory.path)
                 self._inboxes = {role: self._listen(str(role)) for role in self._roles}
         except OSError as error:
             raise EngineStartupError(f"the engine has no place for its sockets: {error}") from error
@@ -176,13 +168,12 @@ class ProcessLauncher:
                 os.close(self._listeners.pop(endpoint).fd)
 
     def _listen(self, name: str) -> str:
-        assert self._directory is not None
-        listener = listen(self._directory.path, name)
+        listener = listen(str(self._folder), name)
         self._listeners[listener.endpoint] = listener
         return listener.endpoint
 
     def _orders(self, role: Role, board_path: Path) -> Orders:
-        """With a board and an endpoint of the frontend for this child alone."""
+        """The orders of a child, with a crash board and an endpoint of the frontend of its own."""
         scheduler = self._settings.scheduler
         board_path.write_bytes(blank_board(scheduler.depth + 1, scheduler.max_running))
         self._num_started += 1
@@ -203,8 +194,7 @@ class ProcessLauncher:
             os.close(self._listeners.popitem()[1].fd)
 
     def _spawn(self, role: Role) -> None:
-        assert self._directory is not None
-        log_path = Path(self._directory.path) / f"{role}.log"
+        log_path = self._folder / f"{role}.log"
         command = [_interpreter(role), "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
         try:
             with self._spare.lent(_FOR_PROCESS + _FOR_PROCESS_ALONE, used=_FOR_PROCESS):
@@ -216,16 +206,14 @@ class ProcessLauncher:
                         stdout=log,
                         stderr=log,
                         pass_fds=(orders.listener_fd,),
-                        cwd=self._directory.path,  # the program's own may be removed, and libraries need one
+                        cwd=self._folder,  # the program's own may be removed, and libraries need one
                         start_new_session=True,  # Ctrl-C in the terminal is the parent's business
                     )
         except OSError as error:
             raise EngineStartupError(f"the {role} process could not be started with {command[0]!r}: {error}") from error
-        process = ProcessChild(role, popen, log_path, self._spare)
-        self._processes.append(process)
-        self.children.append(process)
+        self.children.append(ProcessChild(role, popen, log_path, self._spare))
         assert popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once, which its exit tells
+        with contextlib.suppress(BrokenPipeError):  # it died at once; its exit is reported
             path = b"\0".join(os.fsencode(entry) for entry in import_path())
             popen.stdin.write(b"%d\n%s%s\n" % (len(path), path, encode_orders(orders)))
             popen.stdin.flush()
@@ -242,14 +230,14 @@ def _interpreter(role: Role) -> str:
 
 
 def import_path() -> list[str]:
-    """Where this program finds modules, in its order, for the children.
+    """The folders in which this program finds modules, in its order, for the children.
 
-    The folders of the script and the working directory come last: files lie there that are no libraries, and a module
-    that children alone import, of such a name, is not meant to be taken from there.
+    The folder of the script and the working directory come last. Their files are not libraries; one may have the name
+    of a module that only children import, and must not take its place.
     """
     try:
         here = os.getcwd()
-    except OSError:  # it was removed: nothing relative can be found any more
+    except OSError:  # it was removed, and nothing relative can be found
         here = ""
     main = sys.modules.get("__main__")
     script = vars(main).get("__file__") if main is not None else None
@@ -260,14 +248,11 @@ def import_path() -> list[str]:
 
 
 def _may_name_folder(entry: object) -> bool:
-    """Whether an entry of ``sys.path`` counts. Python itself ignores whatever cannot be a path."""
-    if not isinstance(entry, str) or "\0" in entry:
-        return False
+    """Whether an entry of ``sys.path`` can be a path; Python itself ignores others."""
     try:
-        os.fsencode(entry)
+        return isinstance(entry, str) and b"\0" not in os.fsencode(entry)
     except UnicodeEncodeError:
         return False
-    return True
 
 
 PLUGIN = ProcessLauncher

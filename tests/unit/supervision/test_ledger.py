@@ -247,7 +247,7 @@ def test_an_abort_that_is_not_answered_in_two_processes_is_done_here() -> None:
     assert world.uids() == [2]
 
 
-def test_who_was_suspended_is_so_again_until_that_is_over() -> None:
+def test_a_suspended_request_is_suspended_again_after_a_restart() -> None:
     world = World(1, 2)
     world.tell(Suspend([1, 2]), Resume([2]))
     assert world.sent[-2:] == [Suspend([1, 2]), Resume([2])]
@@ -306,7 +306,7 @@ def test_a_suspect_tells_of_each_token() -> None:
     assert (submit.text.stream, submit.text.stream_interval) == (True, 1)
 
 
-def test_who_kills_it_again_is_tried_alone_and_ends_alone() -> None:
+def test_a_suspect_that_crashes_again_is_tried_alone_and_ends_alone() -> None:
     world = World(1, 2, 3, 4)
     for uid in (1, 4):
         world.hear(uid, [5], begins=True)
@@ -330,7 +330,7 @@ def test_who_kills_it_again_is_tried_alone_and_ends_alone() -> None:
     assert world.uids() == [1, 4, 3]
 
 
-def test_who_gets_past_it_alone_is_innocent() -> None:
+def test_a_suspect_that_survives_its_trial_alone_is_cleared() -> None:
     world = World(1, 2)
     world.restart(1)
     world.restart(1)
@@ -342,7 +342,7 @@ def test_who_gets_past_it_alone_is_innocent() -> None:
     assert ends_of(world.ledger) == []
 
 
-def test_a_crash_elsewhere_blames_nobody_and_suspects_more() -> None:
+def test_a_crash_without_the_suspect_on_trial_blames_nobody_and_adds_suspects() -> None:
     world = World(1, 2, 3)
     world.restart(1, 2)
     world.hear(1, [5], begins=True)
@@ -369,7 +369,7 @@ def test_where_everything_crashes_no_request_is_blamed() -> None:
     assert blames == [Blame.NOBODY, Blame.SUSPECT, Blame.GUILTY]
 
 
-def test_who_is_tried_alone_may_be_aborted() -> None:
+def test_a_suspect_that_is_tried_alone_can_be_aborted() -> None:
     for is_up in (True, False):
         world = World(1, 2, 3)
         world.hear(2, [7], begins=True)
@@ -586,7 +586,7 @@ TestNaiveWorld = NaiveWorld.TestCase
 # ---------------------------------------------------------------- restarts
 
 
-def test_so_many_restarts_within_a_time() -> None:
+def test_restarts_within_a_time_are_limited() -> None:
     window = RestartWindow(2, 10.0)
     assert window.take(0.0)
     assert window.take(5.0)

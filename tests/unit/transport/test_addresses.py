@@ -106,7 +106,7 @@ def test_a_long_path_gives_an_abstract_name_and_no_unix_sockets_a_port(
     os.close(two.fd)
 
 
-def test_no_place_at_all_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_without_a_writable_directory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses.os, "access", lambda *_: False)
     with pytest.raises(OSError, match=r"none of .*'/tmp'.* can be written to; set TMPDIR"):
         PrivateDirectory()
