@@ -1,4 +1,4 @@
-"""What the files of a checkpoint hold, by their headers alone: no torch, and no tensor is read."""
+"""The tensors of a checkpoint, as the headers of its files describe them. No torch; no tensor is read."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
 _FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Types that are converted to one another."""
+"""Types that can be converted to one another -> bytes of a number."""
 _OTHER_BYTES: Final = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 DTYPE_BYTES: Final = _FLOAT_BYTES | _OTHER_BYTES
-"""The types of tensors that can be read."""
+"""All types of tensors that can be read -> bytes of a number."""
 
 _INDEX: Final = "model.safetensors.index.json"
 _FOREIGN_SUFFIXES: Final = (".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
+"""Of weights in forms that are not read."""
 _MAX_HEADER_BYTES: Final = 16 * 1024 * 1024
 """Enough for 100,000 tensors in one file."""
 _MAX_PROBLEMS: Final = 8
+"""Listed in one error message."""
 
 
 class Entry(Struct, frozen=True):
@@ -48,7 +50,7 @@ class _Index(Struct):
 
 
 class _DamagedError(ValueError):
-    """What is wrong with a file, without its name."""
+    """A file is damaged; the message does not name it."""
 
 
 _Size = Annotated[int, Meta(ge=0, lt=2**60)]
@@ -67,12 +69,13 @@ def check_folder(
     num_layers: int,
     is_ignored: Callable[[str], bool] = lambda _: False,
 ) -> None:
-    """Look whether the folder has these tensors, and no others but those that are ignored.
+    """Check that the folder has the tensors of a model, and no others but those that may be ignored.
 
-    ``make_shapes``: the tensors by name; not called for more layers than there are tensors, which may be millions.
+    ``make_shapes``: returns the tensors by name. It is not called if the model has more layers than the folder has
+    tensors: a wrong config.json may name millions.
 
     Raises:
-        ValueError: a file is missing or damaged, or the tensors are not those.
+        ValueError: a file is missing or damaged, or the tensors are not those of the model.
     """
     found = read_headers(folder)
     if num_layers > len(found):
@@ -92,9 +95,9 @@ def check_entries(
     *,
     types: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raises ValueError, naming them, for tensors that are missing, unexpected, or of another shape or type.
+    """Raise ValueError for tensors that are missing, unexpected, or of another shape or type; it names them.
 
-    ``types``: of the tensors that must be of one type; all others are floating-point numbers of 16 bits or more.
+    ``types``: the type of each tensor that must have that one; all others are floats of 16 bits or more.
     """
     found = {entry.name for entry in entries}
     problems = [
@@ -118,11 +121,11 @@ def read_headers(folder: Path) -> list[Entry]:
     """All tensors of the checkpoint in a folder, file by file.
 
     Raises:
-        ValueError: no safetensors files, a file that is missing or damaged, or a tensor that two files hold.
+        ValueError: the folder has no safetensors files, a file is missing or damaged, or two files hold one tensor.
     """
     paths = _paths(folder)
     if not paths:
-        raise ValueError(_nothing_usable(folder))
+        raise ValueError(missing_weights(folder))
     entries: dict[str, Entry] = {}
     for path in paths:
         for entry in _read_header(path):
@@ -154,14 +157,16 @@ def _paths(folder: Path) -> list[Path]:
     return paths
 
 
-def _nothing_usable(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"the model folder {folder} does not exist"
-    foreign = sorted(path.name for path in folder.iterdir() if path.suffix in _FOREIGN_SUFFIXES)
-    found = f"it has {', '.join(foreign[:3])}, which cannot be read" if foreign else "it has no weights"
+def missing_weights(folder: Path) -> str | None:
+    """The reason why a folder has no weights that can be read; None: it has."""
+    if any(folder.glob("*.safetensors")):
+        return None
+    foreign = sorted(path.name for path in folder.glob("*") if path.suffix in _FOREIGN_SUFFIXES)
+    if not foreign:
+        return f"{str(folder)!r} holds no weights (*.safetensors); load_format='dummy' makes some up"
     return (
-        f"no *.safetensors in the model folder {folder}: {found}. What works: a checkpoint in safetensors "
-        "(transformers' save_pretrained writes it), or load_format='dummy' for random weights"
+        f"{str(folder)!r} holds its weights as {foreign[0]}, which is not read; convert them to safetensors with "
+        "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
     )
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 DEMO_MODEL: Final = Path(__file__).parent / "demo"
 
 _DTYPES: Final = ("bfloat16", "float16", "float32")
-_UNREADABLE_WEIGHTS: Final = ("*.bin", "*.pt", "*.pth", "*.gguf")
 _TOKENIZER_FILES: Final = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
 _WANTED_FILES: Final = {"model_path": (*_TOKENIZER_FILES, "*.safetensors"), "tokenizer_path": _TOKENIZER_FILES}
 """Files to download, by the constructor's argument that names the model."""
@@ -216,7 +215,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
         )
     config, decoder = _read_config(folder)
     generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
-    missing_weights = _missing_weights(folder)
+    missing_weights = checkpoint.missing_weights(folder)
     if wanted.load_format != "dummy" and not missing_weights:
         checkpoint.check_folder(
             folder,
@@ -271,18 +270,6 @@ def _what_instead(folder: Path) -> str:
         return "it holds the original release; give the folder in Hugging Face form (config.json, *.safetensors)"
     inner = sorted(str(file.parent) for file in folder.glob("*/config.json"))
     return f"config.json is missing{f'; did you mean {inner[0]!r}?' if inner else ''}"
-
-
-def _missing_weights(folder: Path) -> str | None:
-    if any(folder.glob("*.safetensors")):
-        return None
-    others = sorted(file.name for pattern in _UNREADABLE_WEIGHTS for file in folder.glob(pattern))
-    if not others:
-        return f"{str(folder)!r} holds no weights (*.safetensors); load_format='dummy' makes some up"
-    return (
-        f"{str(folder)!r} holds its weights as {others[0]}, which is not read; convert them to safetensors with "
-        "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-    )
 
 
 def _check_supported(config: _Config) -> None:

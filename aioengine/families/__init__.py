@@ -1,1 +1,1 @@
-"""What config.json means, one file for each ``model_type``; a file's ``PLUGIN`` reads it into a ``DecoderConfig``."""
+"""Readers of config.json, one file for each ``model_type``: ``PLUGIN`` turns it into a ``DecoderConfig``."""

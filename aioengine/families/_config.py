@@ -1,4 +1,4 @@
-"""How config.json is read, and what it comes to for the decoder that most families share. No torch is needed."""
+"""The fields of config.json that most families share, checked, and the decoder that they describe. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_SIZES: Final = {
     "num_key_value_heads": 2**14,
     "head_dim": 2**14,
 }
-"""Far beyond all models: a larger one is a mistake, which would cost hours and memory before it shows."""
+"""Far beyond all models: a larger value is a mistake, which would cost hours and memory before it is noticed."""
 
 _POSITIVE: Final = (
     "rope_theta",
@@ -35,7 +35,7 @@ _POSITIVE: Final = (
     "high_freq_factor",
 )
 _MIN_POSITIVE, _MAX_POSITIVE = 1e-9, 1e12
-"""With numbers in this range, all angles are finite."""
+"""Range of the numbers of ``_POSITIVE``; all angles are finite with them."""
 
 _NEEDED = {
     "linear": ("factor",),
@@ -45,11 +45,11 @@ _NEEDED = {
 
 
 class Task(StrEnum):
-    """What a model was trained for: it decides which requests it serves."""
+    """The use that a model was trained for, which decides which requests it serves."""
 
-    GENERATE = "generate"  # it gives the next token
-    EMBED = "embed"  # it gives hidden states, which are pooled into a vector
-    CLASSIFY = "classify"  # it gives scores of classes
+    GENERATE = "generate"  # its output is the next token
+    EMBED = "embed"  # its output is hidden states, which are pooled into a vector
+    CLASSIFY = "classify"  # its output is a score for each class
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,11 +97,13 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family's config comes to.
+    """A decoder: sizes, norms, biases and rotary embedding.
 
     Attributes:
-        head_norm: epsilon of the norm over query and key heads, None for none.
-        sliding_window: the number of positions that a token attends to, None for all.
+        epsilon: of the norms.
+        tied: whether the output head is the embedding.
+        head_norm: epsilon of the norm over query and key heads; None: they have no norm.
+        sliding_window: the number of positions that a token attends to; None: all.
         is_causal: a token attends to no later position.
     """
 
@@ -126,12 +128,12 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of config.json that all families have; what they do not name has no influence on the results.
+    """The fields of config.json that all families have. Fields that are not here do not change the results.
 
-    A value that the code does not implement raises ValueError when it is read, so it is refused and not ignored.
+    Raises ValueError for a value that is not implemented.
 
     Attributes:
-        tasks: the end of a name in ``architectures`` -> what a model of that name was trained for.
+        tasks: the end of a name in ``architectures`` -> the task of such a model.
     """
 
     tasks: ClassVar[Mapping[str, Task]] = {"ForCausalLM": Task.GENERATE}
@@ -195,7 +197,7 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def task(self) -> Task | None:
-        """That of the first name in ``architectures``, or of the family where it has none; None: not implemented."""
+        """The task of the first architecture; without one, that of the family. None: it is not implemented."""
         if not self.architectures:
             return next(iter(self.tasks.values()))
         return next((task for end, task in self.tasks.items() if self.architectures[0].endswith(end)), None)
@@ -228,7 +230,7 @@ def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> C
     """Read config.json, or an object in it, into a Struct.
 
     Raises:
-        ValueError: a field is missing, of another type, or has a value that is not implemented; it is named.
+        ValueError: a field is missing, has a wrong type, or a value that is not implemented; the message names it.
     """
     if raw.get("quantization_config") is not None:
         not_implemented("quantization_config", raw["quantization_config"], "checkpoints that are not quantized")
@@ -240,14 +242,14 @@ def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> C
 
 
 def read_rope(raw: Mapping[str, object]) -> RopeConfig:
-    """``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` where config.json is of an older kind.
+    """Read ``rope_parameters``, or in an older config.json ``rope_scaling`` and ``rope_theta``.
 
     Raises:
-        ValueError: a scaling that is not implemented.
+        ValueError: the scaling is not implemented.
     """
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict):
-        message = f"rope_parameters {given!r} in config.json is not an object"
+        message = f"rope_parameters {shown(given)} in config.json is not an object"
         raise ValueError(message)
     theta = raw.get("rope_theta")
     fields: dict[str, object] = {"rope_theta": RopeConfig().rope_theta if theta is None else theta}

@@ -1,4 +1,4 @@
-"""The names and shapes of the tensors in a checkpoint, by the config of its decoder."""
+"""The names and shapes of the tensors in the checkpoint of a decoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_shapes(config: DecoderConfig) -> Shapes:
-    """Name -> shape of every tensor that the model is loaded from."""
+    """Name -> shape of every tensor that is loaded."""
     embedding = (config.vocab_size, config.hidden_size)
     found: Shapes = {"model.embed_tokens.weight": embedding, "model.norm.weight": (config.hidden_size,)}
     if not config.tied:
@@ -23,7 +23,7 @@ def tensor_shapes(config: DecoderConfig) -> Shapes:
 
 
 def is_ignored(config: DecoderConfig, name: str) -> bool:
-    """Whether a tensor that the model is not loaded from may be in the checkpoint: a buffer, or a tied head."""
+    """Whether the checkpoint may hold this tensor although it is not loaded: a buffer, or a tied head."""
     return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 
