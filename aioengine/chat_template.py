@@ -1,6 +1,6 @@
-"""Chats as the text that a model expects, by the templates of its folder.
+"""Chats written as the text that a model expects, by the chat templates of its folder.
 
-``template_language`` is what they are written in; it is imported with the first chat.
+``template_language`` is their language; it is imported with the first chat.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Message: TypeAlias = Mapping[str, object]
 """One entry of a chat, with ``role`` and ``content``."""
 
 Source: TypeAlias = str | os.PathLike[str]
-"""A template as callers give it: its text, or a file."""
+"""A template as callers give it: its text, or the path of a file."""
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 MAX_TEMPLATE_BYTES: Final = 128 * 1024
 MAX_NAME_BYTES: Final = 256
 MAX_COMPILED: Final = 32
-"""Templates that are kept compiled: calls may bring their own."""
+"""The number of compiled templates that are kept: calls may bring their own."""
 
 VARIABLES: Final = "chat_template_kwargs"
 _NOT_VARIABLES: Final = ("messages", "tools", "chat_template", "tokenize", VARIABLES)
 _MARKS: Final = ("{{", "{%", "{#")
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-"""Names of what a model thought before its answer, in messages of several programs."""
+"""Names that several programs give to a model's thoughts before its answer, in messages."""
 _END_OF_MESSAGE = "\ue000end of the last message\ue000"
 
 
@@ -44,7 +44,7 @@ class _Named(msgspec.Struct):
 
 
 class ChatText(str):
-    """Text that came out of a chat template: it has its special tokens, and ``Tokenizer.encode`` adds none."""
+    """Text written by a chat template: it has its special tokens, so ``Tokenizer.encode`` adds none."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ class ChatTemplates:
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """``special_tokens``: text by name (``bos_token``...), which templates may write."""
+        """``special_tokens``: the text of each by its name (``bos_token``...); they are variables of the templates."""
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, Template] = {}
@@ -74,7 +74,7 @@ class ChatTemplates:
     ) -> ChatText:
         """Write a chat as text; the arguments are those of ``Tokenizer.apply_chat_template``.
 
-        ``variables`` may hold the two switches too.
+        ``variables`` may hold the two switches, too.
         """
         plain = {name: _plain(f"the chat template variable {name!r}", value) for name, value in variables.items()}
         add_generation_prompt = _switch(plain, "add_generation_prompt", add_generation_prompt)
@@ -95,7 +95,7 @@ class ChatTemplates:
         return template.render({**self._special_tokens, "documents": None, **variables, "messages": chat})
 
     def _knows_parts(self, template: Template) -> bool:
-        """Whether a list of one text part is, for this template, that text."""
+        """Whether the template writes a list of one text part as it writes that text."""
         if template.takes_parts is None:
             forms: list[object] = ["a text", [{"type": "text", "text": "a text"}]]
             try:
@@ -148,7 +148,7 @@ def read_template(path: Source) -> str:
     """The template in a file.
 
     Raises:
-        ValueError: the file cannot be read, or is too large.
+        ValueError: the file does not exist, cannot be read, or is too large.
     """
     try:
         text = folder_files.read_text(Path(path), MAX_TEMPLATE_BYTES)
@@ -163,7 +163,7 @@ def checked_template(source: str) -> str:
     """The text of a template that was given as text or as a path; it can be compiled.
 
     Raises:
-        ValueError: it is neither, or no valid template.
+        ValueError: it is neither, or the template is not valid.
     """
     text = source if is_text(source) else read_template(source)
     compiled(text)
@@ -171,14 +171,14 @@ def checked_template(source: str) -> str:
 
 
 def compiled(source: str) -> Template:
-    """Raises ValueError where it is no valid template."""
+    """The compiled template. Raises ValueError if it is not valid."""
     from aioengine.template_language import Template
 
     return Template(source)
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """The templates of a model folder by name; those in JSON files count less than files of their own.
+    """The templates of a model folder by name. A file of its own counts more than an entry of a JSON file.
 
     Raises:
         ValueError: one of the files cannot be read, or has no template in the place of one.
@@ -209,7 +209,7 @@ def _templates_in(path: Path) -> dict[str, str]:
 
 
 def check_files(folder: Path) -> None:
-    """Look at the files beside tokenizer.json before anything is started. Raises ValueError, naming what is wrong."""
+    """Check the files beside tokenizer.json before anything is started. Raises ValueError, which names the file."""
     folder_files.added_texts(folder)
     read_chat_templates(folder)
 
@@ -218,7 +218,7 @@ def check_files(folder: Path) -> None:
 
 
 def template_variables(keywords: Mapping[str, object]) -> dict[str, object]:
-    """The keywords of a call that are variables for its template, and the entries of ``chat_template_kwargs``.
+    """The keywords of a call that are variables of its template, with the entries of ``chat_template_kwargs``.
 
     Raises:
         TypeError: ``chat_template_kwargs`` is no dict with names for keys.
@@ -276,7 +276,7 @@ def _checked_tool(tool: object) -> Json:
 
 
 def _normalized(message: Json) -> Json:
-    """The message as transformers shows it to templates: without keys of no value, and thoughts under two names."""
+    """The message as transformers gives it to templates: without None values, and with thoughts under two names."""
     plain = cast("Json", _plain("messages", message))
     found = {name: value for name, value in plain.items() if value is not None}
     thought = next((found[name] for name in _REASONING if name in found), None)
@@ -284,7 +284,7 @@ def _normalized(message: Json) -> Json:
 
 
 def _plain(name: str, value: object) -> object:
-    """A copy of JSON data: the code of a template sees no object of the program, whose methods it could call.
+    """A copy of JSON data: a template must get no object of the program, whose methods it could call.
 
     Raises:
         TypeError: it holds anything else.

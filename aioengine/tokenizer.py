@@ -1,4 +1,4 @@
-"""Text and chats to token ids, and back, by the files of a model folder.
+"""Text and chats to token ids, and ids to text, with the tokenizer of a model folder.
 
 Reads ``tokenizer.json`` with the ``tokenizers`` library; neither transformers nor torch is needed. The ids are those
 that transformers' ``AutoTokenizer`` gives for the same folder.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class _PanicsAsErrors:
-    """A panic of the Rust library becomes a RuntimeError: it is a BaseException, which no ``except Exception`` catches.
+    """Turns a panic of the Rust library, which is a BaseException, into a RuntimeError.
 
     Its class cannot be imported.
     """
@@ -51,7 +51,7 @@ _panics_as_errors = _PanicsAsErrors()
 
 
 class Tokenizer:
-    """The tokenizer of a model folder. All methods may be called from any thread."""
+    """The tokenizer of a model folder. Its methods may be called from any thread."""
 
     def __init__(self, folder: str | Path, *, chat_template: str | None = None) -> None:
         """Read the tokenizer's files. ``chat_template``: the text of a template, in place of those of the folder.
@@ -79,12 +79,12 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id of the token that begins a text, or None."""
+        """The id of the token that begins a text; None: there is none."""
         return self._id_of("bos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of the token that ends a text, or None."""
+        """The id of the token that ends a text; None: there is none."""
         token_id = self._id_of("eos_token")
         if token_id is None and self.eos_token_ids:
             return self.eos_token_ids[0]
@@ -109,11 +109,11 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``apply_chat_template`` works without a template of the caller's."""
+        """Whether ``apply_chat_template`` works without ``chat_template``."""
         return bool(self._chats.sources)
 
     def decoding_facts(self) -> Json:
-        """What decoding needs: ``decoder``, ``added_tokens``, and ``vocab`` in ``model``, as in tokenizer.json."""
+        """The parts of tokenizer.json that decoding needs: ``decoder``, ``added_tokens``, ``vocab`` of ``model``."""
         decoder = self._fast.decoder
         added = self._fast.get_added_tokens_decoder()
         return {
@@ -159,7 +159,7 @@ class Tokenizer:
         ]
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        # a plain str each: the library does not take subclasses everywhere
+        # the library does not accept subclasses of str everywhere
         plain = [str(text) for text in texts]
         with _panics_as_errors:
             encodings = self._fast.encode_batch_fast(plain, add_special_tokens=add_special_tokens)
@@ -170,7 +170,7 @@ class Tokenizer:
         return rows
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids`` on their own. Ids that do not exist write nothing."""
+        """The text of ``ids``. Unknown ids have no text."""
         with _panics_as_errors:
             return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -234,7 +234,7 @@ def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
 
 
 def _add_tokens(fast: FastTokenizer, folder: Path, config: Json, named: dict[str, str]) -> None:
-    """Add the tokens that tokenizer_config.json has and tokenizer.json has not, or describes otherwise."""
+    """Add the tokens of tokenizer_config.json that tokenizer.json lacks or describes differently."""
     known = {token.content: token for token in fast.get_added_tokens_decoder().values()}
     new: list[AddedToken] = []
     for content, flags in folder_files.described_tokens(config, folder):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NUM_CONTEXT_TOKENS = 16
-"""So many ids from the end of a prompt are enough to decode the output in its place."""
+"""The number of ids from the end of a prompt that are enough to decode the output in its place."""
 
 _REPLACEMENT = "\ufffd"
 _REPLACEMENT_BYTES = _REPLACEMENT.encode()
@@ -32,7 +32,7 @@ _MAX_WINDOW = 16  # ids decoded again for each token, by the detokenizer that ha
 
 
 class Decode(Protocol):
-    """Decodes ids on their own, as a tokenizer's ``decode`` does, with special tokens or without as is wanted."""
+    """Decodes ids to text, as a tokenizer's ``decode`` does, with or without special tokens."""
 
     def __call__(self, token_ids: Sequence[int], /) -> str: ...
 
@@ -41,11 +41,11 @@ class Detokenizer(Protocol):
     """Turns the output ids of one request into its text, piece by piece."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids and return the text that has become certain; often one token's, sometimes none."""
+        """Take the next ids; return the text that is certain now: often that of one token, sometimes none."""
         ...
 
     def flush(self) -> str:
-        """Return what was still held back; no more ids will come."""
+        """Return the text that was held back; no more ids will come."""
         ...
 
 
@@ -93,7 +93,7 @@ class TableDetokenizer:
         return not (self._pending or self._is_first or self._num_to_strip)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        """The general way: through bytes, from the beginning or from an unfinished character on."""
+        """Decode through bytes: at the beginning of a text, or behind an unfinished character."""
         pieces = [self._pending]
         for token_id in token_ids:
             piece = self._first(token_id) if self._is_first else self._table[token_id]
@@ -115,7 +115,7 @@ class TableDetokenizer:
         return piece or ""
 
     def _strip(self, text: str) -> str:
-        """Take the characters away that the beginning of a text loses."""
+        """Remove the characters that the decoder strips from the beginning of a text."""
         while self._num_to_strip and text.startswith(self._table.stripped):
             text = text[1:]
             self._num_to_strip -= 1
@@ -124,7 +124,7 @@ class TableDetokenizer:
         return text
 
     def _pass_beginning(self, prompt_ids: Sequence[int]) -> None:
-        """Decode so much of the prompt that the rules for the beginning of a text are used up."""
+        """Decode the beginning of the prompt, up to where its special rules no longer apply."""
         for token_id in prompt_ids:
             if not (self._is_first or self._num_to_strip):
                 break
@@ -186,7 +186,7 @@ class WindowDetokenizer:
         return text
 
     def _certain_length(self) -> int:
-        """The length of the decoding without what may be the bytes of an unfinished character."""
+        """The length of the decoded text without bytes that may belong to an unfinished character."""
         if not self._text.endswith(_REPLACEMENT):
             self._num_unfinished = 0
             return len(self._text)
@@ -208,7 +208,7 @@ class WindowDetokenizer:
         return text
 
     def _shorten(self) -> None:
-        """Forget the oldest ids, at a place where the decoding of the rest is the end of the decoding of all."""
+        """Forget the oldest ids, at a place where the text of the rest is the end of the whole text."""
         if self._num_unfinished and len(self._window) < 8 * _MAX_WINDOW:
             return  # for now, since a cut could go through a character; but a run of invalid bytes may be endless
         self._shorten_at = len(self._window) + _MAX_WINDOW
@@ -223,13 +223,13 @@ class WindowDetokenizer:
                 return
         without_middle = self._window[:_MAX_WINDOW] + self._window[-_MAX_WINDOW:]
         if len(without_middle) < len(self._window) and self._decode(without_middle) == self._text:
-            # The ids between write nothing.
+            # The ids between have no text.
             self._window = without_middle
             self._shorten_at = 3 * _MAX_WINDOW
 
 
 def _decode_utf8(data: bytes) -> tuple[str, bytes]:
-    """Decode all of ``data`` that is certain; the rest can still become a character."""
+    """Decode ``data``; returns the text, and the bytes at its end that can still become a character."""
     text, num_decoded = utf_8_decode(data, "replace", False)
     rest = data[num_decoded:]
     if len(rest) == 2 and rest >= _SURROGATES and rest[0] == _SURROGATES[0]:

@@ -33,7 +33,7 @@ class TextPipeline:
 
     @property
     def search(self) -> RegexSearch | None:
-        """The stop patterns, where there are some."""
+        """The search for stop patterns; None: the request has none."""
         return None if self._stops is None else self._stops.search
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:

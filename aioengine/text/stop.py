@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StopMatcher:
-    """Lets text through up to a stop.
+    """Passes text on up to a stop.
 
     Attributes:
         matched: the stop string or pattern that ended the text, else None.
@@ -54,7 +54,7 @@ class StopMatcher:
 
     @property
     def has_stops(self) -> bool:
-        """Whether there is anything to look for."""
+        """Whether the request has stop strings or patterns."""
         return self._strings is not None or self.search is not None
 
     def push(self, text: str) -> str:
@@ -93,6 +93,6 @@ class StopMatcher:
         return safe
 
     def flush(self) -> str:
-        """Return what was still held back; no more text will come."""
+        """Return the text that was held back; no more text will come."""
         held, self._held, self._num_open = self._held, "", 0
         return held

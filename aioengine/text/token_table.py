@@ -1,4 +1,4 @@
-"""What each token id writes, read from the vocabulary and the decoder of a ``tokenizer.json``.
+"""The text of each token id, from the vocabulary and the decoder of a ``tokenizer.json``.
 
 The decoders of nearly all models treat every token by itself, but for the first of a text: byte-level BPE writes the
 token's bytes, SentencePiece kinds turn U+2581 into a space and ``<0xNN>`` into a byte, WordPiece sets a space before
@@ -35,7 +35,7 @@ class TokenizerModel(TypedDict):
 
 
 class Pattern(TypedDict, total=False):
-    """What a ``Replace`` decoder looks for."""
+    """The text that a ``Replace`` decoder replaces."""
 
     String: str
     Regex: str
@@ -66,7 +66,7 @@ class TokenizerFile(TypedDict):
 
 
 class TokenTable(dict[int, TokenText]):
-    """``table[token_id]`` is what the token writes anywhere but at the beginning of a text.
+    """``table[token_id]`` is the text of the token anywhere but at the beginning of a text.
 
     Entries are made when they are first asked for, so that a vocabulary of any size costs nothing at start. Ids that
     write nothing (unknown ones, and special tokens where these are skipped) are there as ``""``.
@@ -91,13 +91,13 @@ class TokenTable(dict[int, TokenText]):
         return text
 
     def first(self, token_id: int) -> TokenText | None:
-        """What the token writes at the beginning of a text; None: nothing, and the next token is still the first."""
+        """The text of the token at the beginning of a text; None: it has none, and the next token is the first."""
         token = self._tokens.get(token_id)
         return None if token is None else self._rule.write(token, is_first=True)
 
 
 def read_token_table(tokenizer: TokenizerFile, *, skip_special_tokens: bool = True) -> TokenTable | None:
-    """Build the table for a parsed ``tokenizer.json``, or return None where its decoder needs more than a table.
+    """Build the table for a parsed ``tokenizer.json``; None: its decoder needs more than a table.
 
     There is no rule for spaces between special tokens, since decoding by ``tokenizers`` knows none.
     """
@@ -133,7 +133,7 @@ def _as_text(token: str) -> TokenText:
 
 @dataclass(slots=True)
 class DecoderRule:
-    """A decoder chain that needs no more than the token and whether it is the first."""
+    """A chain of decoders that need no more than a token, and whether it is the first of its text."""
 
     stages: list[Stage] = field(default_factory=list[Stage])
     finish: Callable[[str], TokenText] = _as_text
@@ -145,14 +145,14 @@ class DecoderRule:
         return any(stage.first is not stage.later for stage in self.stages)
 
     def write(self, token: str, *, is_first: bool) -> TokenText:
-        """What ``token`` writes."""
+        """The text of ``token``."""
         for stage in self.stages:
             token = stage.first(token) if is_first else stage.later(token)
         return self.finish(token)
 
 
 def read_decoder(decoder: Decoder | None) -> DecoderRule | None:
-    """Turn a decoder section into a rule, or return None where it is of a kind that no rule covers.
+    """The rule of a decoder section; None: no rule covers it.
 
     Up to a decoder that makes bytes or fuses the tokens each stage sees single tokens; behind it only stripping the
     beginning of the text is covered.
@@ -190,7 +190,7 @@ def _flat(decoder: Decoder) -> list[Decoder]:
 
 
 def _read_stage(part: Decoder) -> Stage | None:
-    """The stage for a decoder that changes single tokens, or None where it is none of these."""
+    """The stage of a decoder that changes single tokens; None: it is of another kind."""
     kind = part.get("type")
     if kind == "Replace":
         return _read_replace(part)
@@ -251,7 +251,7 @@ CLEANUP = (
     (" 've", "'ve"),
     (" 're", "'re"),
 )
-"""What the WordPiece decoder of ``tokenizers`` tidies up in each token, in this order."""
+"""Replacements that the WordPiece decoder of ``tokenizers`` makes in each token, in this order."""
 
 
 def _read_wordpiece(part: Decoder) -> Stage:
@@ -291,7 +291,7 @@ _HEX_DIGITS = frozenset(hexdigits)
 
 
 def byte_level_text(token: str) -> TokenText:
-    """What a token of a byte-level vocabulary writes; one with characters outside the alphabet writes itself."""
+    """The text of a token of a byte-level vocabulary; a token with other characters is its own text."""
     try:
         data = token.translate(_BYTE_ALPHABET).encode("latin-1")
     except UnicodeEncodeError:
@@ -300,7 +300,7 @@ def byte_level_text(token: str) -> TokenText:
 
 
 def byte_fallback_text(token: str) -> TokenText:
-    """What a token writes where ``<0xNN>`` stands for a byte."""
+    """The text of a token of a vocabulary in which ``<0xNN>`` stands for a byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">") and _HEX_DIGITS.issuperset(token[3:5]):
         return _text_where_whole(bytes.fromhex(token[3:5]))
     return token
