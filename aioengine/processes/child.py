@@ -1,4 +1,4 @@
-"""The life of a child around its work: read the orders, be ready, say why it ended."""
+"""The life of a child process: reads its orders, reports that it is ready, serves, and reports why it ended."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RETRY_S = 0.01
 
 
 class Child:
-    """A child's ends of all channels."""
+    """The sockets and settings of a child process."""
 
     def __init__(self, orders: Orders, wake_fd: int) -> None:
         self.orders = orders
@@ -54,25 +54,19 @@ class Child:
         self._senders.append(sender)
         return sender
 
-    def tell_ready(self, facts: Mapping[str, str | int | float | bool]) -> None:
-        """Say that the loop begins. What lives by now is left out of garbage collections from here on.
-
-        These are made rare, too: the loop makes no cycles, and a look at what the prefix cache of a large pool holds
-        takes longer than a step.
-        """
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
-        self._say_ready(facts)
-
-    def _say_ready(self, facts: Mapping[str, str | int | float | bool]) -> None:
+    def _send_ready(self, facts: Mapping[str, str | int | float | bool]) -> None:
         text = msgspec.json.encode(dict(facts)).decode()
         self.uplink.send([Ready(self.orders.role, os.getpid(), fingerprint(), text)])
 
     def serve(self, service: Service, peer: Role) -> None:
         """Run ``service``, whose peer has the role ``peer``, until this process is asked to end or something fails."""
         to_peer = self._connect(self.orders.endpoint(peer), f"the {peer} process")
-        self.tell_ready(service.facts)
+        # Objects that live by now are left out of garbage collections, which are made rare, too: the loop makes no
+        # cycles, and a look at the prefix cache of a large pool takes longer than a step.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        self._send_ready(service.facts)
         now = time.monotonic()
         try:
             while True:
@@ -88,20 +82,20 @@ class Child:
                 if outbox.to_frontend:
                     self.uplink.send(outbox.to_frontend)
                 self.uplink.flush()
-        except SystemExit:  # asked to end; after a failure nothing is tidied, which might fail as well
+        except SystemExit:  # asked to end; after a failure nothing is cleaned up, which might fail as well
             service.close()
             raise
 
     def _begin(self, new_epoch: NewEpoch, service: Service, now: float) -> None:
-        """All ends go on in another epoch."""
+        """Continue in another epoch on all sockets."""
         self.receiver.begin(new_epoch.epoch)
         for sender in self._senders:
             sender.begin(new_epoch.epoch)
         service.handle([new_epoch], now)
-        self._say_ready(service.facts)
+        self._send_ready(service.facts)
 
     def _wait_s(self, service: Service, now: float) -> float:
-        """How long to wait for messages: not long while a slow reader holds back what we sent."""
+        """How long to wait for messages: not long while a slow reader delays frames of this process."""
         wait_s = service.wait_s(now)
         if wait_s:
             for sender in self._senders:
@@ -110,7 +104,7 @@ class Child:
         return wait_s
 
     def close(self) -> None:
-        """Close all ends; what is on its way gets a moment."""
+        """Close all sockets; frames on their way get ``_LINGER_S``."""
         self.receiver.close()
         for sender in self._senders:
             sender.close(_LINGER_S)
@@ -118,9 +112,9 @@ class Child:
 
 
 def run_child(work: Callable[[Child], None]) -> NoReturn:
-    """Do ``work`` as the process that standard input says, and end the process.
+    """Read the orders from standard input, do ``work``, and end the process.
 
-    An exception goes to the log file and to the frontend before the end.
+    An exception is written to the log file and sent to the frontend first.
     """
     faulthandler.enable()
     wake_fd = handle_signals()
@@ -143,7 +137,7 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
     child.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Libraries with threads of their own may hang in the interpreter's orderly end; nothing is left to be tidied.
+    # Libraries with threads of their own may hang in the interpreter's orderly end; nothing is left to clean up.
     os._exit(code)
 
 
@@ -153,7 +147,7 @@ def _process_name(role: Role) -> str:
 
 
 def _read_orders() -> Orders:
-    """The line of standard input after the import path; what follows it is only ever its end."""
+    """The line of standard input after the import path; only the end of the input follows it."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(0, 65536)

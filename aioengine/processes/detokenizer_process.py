@@ -1,4 +1,4 @@
-"""The detokenizer process: ids come in, text goes out; no torch here."""
+"""The detokenizer process: turns token ids into text. It imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import limit_threads
 from aioengine.processes.matching_queue import MatchingQueue, Token
 from aioengine.processes.open_text import OpenText, TextSource
-from aioengine.protocol.board import NO_END
+from aioengine.protocol.board import NO_END, CrashBoard, blank_board
 from aioengine.protocol.messages import (
     SCHEDULER,
     Abort,
@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from aioengine.config import Settings
-    from aioengine.protocol.board import CrashBoard
 
 _STAGE = "detokenize"
 _WITH_ALL_TEXT = FinishCode.STOP, FinishCode.LENGTH
-# So many requests that ended here are remembered, since the scheduler may have ended them too before it heard of it.
 _MAX_REMEMBERED = 16_384
+"""Requests that ended here and are remembered: the scheduler may have ended them too before it received the abort."""
 
 
 class DetokenizerService:
@@ -46,39 +45,37 @@ class DetokenizerService:
         facts: Mapping[str, str | int | float | bool] | None = None,
         board: CrashBoard | None = None,
     ) -> None:
-        """``board``: where the requests are told whose text is made."""
+        """``board``: where the requests are recorded whose text is made."""
         self.facts = facts or {}
         self._source = source
-        self._board = board
+        self._board = board or CrashBoard(blank_board(1, 1))
         self._open: dict[int, OpenText] = {}
         self._matching = MatchingQueue()
         self._stopped: dict[int, None] = {}  # in order of their ends
         self._to_abort: list[int] = []
         self._chunks: list[Message] = []
         self._sent_at = 0.0
-        self._told_peer_at = 0.0
+        self._sent_to_peer_at = 0.0
 
     @property
     def num_remembered(self) -> int:
-        """Requests that ended here and of whose end the scheduler may still tell."""
+        """Requests that ended here and whose ``End`` from the scheduler may still come."""
         return len(self._stopped)
 
     def handle(self, messages: list[Message], now: float) -> None:
         self._matching.begin()
         for message in messages:
             if isinstance(message, StepOutput):
-                if self._board is not None:
-                    uids = message.tokens.uids
-                    self._board.begin(uids, lambda uids=uids: [NO_END] * len(uids))
+                uids = message.tokens.uids
+                self._board.begin(uids, lambda uids=uids: [NO_END] * len(uids))
                 chunks = self._read(message, now)
-                if self._board is not None:
-                    self._board.end()
+                self._board.end()
                 self._keep(chunks)
         if self._matching.is_exhausted:
             self._matching.rest(now)
 
     def step(self, now: float) -> Outbox:
-        """What came of the messages since the last call; nothing for long: an empty message, as a sign of life."""
+        """The results of the messages since the last call; an empty message as a heartbeat when there is none."""
         if self._matching.is_due(now, has_news=bool(self._chunks)):
             self._catch_up(now)
         to_frontend, self._chunks = self._chunks, []
@@ -87,10 +84,10 @@ class DetokenizerService:
         if to_frontend:
             self._sent_at = now
         to_peer: list[Message] = []
-        if self._to_abort or now - self._told_peer_at >= HEARTBEAT_S:
+        if self._to_abort or now - self._sent_to_peer_at >= HEARTBEAT_S:
             to_peer = [Abort(self._to_abort, FinishCode.STOP)]
             self._to_abort = []
-            self._told_peer_at = now
+            self._sent_to_peer_at = now
         return Outbox(to_peer, to_frontend)
 
     def wait_s(self, now: float) -> float:
@@ -111,7 +108,7 @@ class DetokenizerService:
         for uid, token_id, end in zip(tokens.uid_of_each(), tokens.token_ids, _ends(output), strict=False):
             request = requests.get(uid)
             if request is None:
-                continue  # a stop string ended it before the scheduler heard of that
+                continue  # a stop string ended it before the scheduler received the abort
             if request.has_patterns:
                 self._match(request, Token(token_id, end), chunks, now)
                 continue
@@ -158,14 +155,12 @@ class DetokenizerService:
         self._matching.begin()
         while self._matching and not self._matching.is_exhausted:
             request, entry = self._matching.take()
-            if self._board is not None:
-                self._board.begin([request.uid], lambda: [NO_END])
+            self._board.begin([request.uid], lambda: [NO_END])
             if isinstance(entry, End):
                 self._end(entry, chunks, now)
             else:
                 self._match_now(request, entry, chunks, now)
-            if self._board is not None:
-                self._board.end()
+            self._board.end()
         self._keep(chunks)
         if len(self._open) > len(self._matching):
             self._matching.rest(now)

@@ -1,4 +1,4 @@
-"""The scheduler process: requests come in, steps run, tokens go to the detokenizer."""
+"""The scheduler process: queues requests, runs steps, sends their tokens to the detokenizer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import msgspec
@@ -57,7 +58,7 @@ _CONTROL_STAGE = "control"
 
 
 class SchedulerService:
-    """``SchedulerCore`` with words: messages in, messages out, no I/O."""
+    """Connects ``SchedulerCore`` to messages, without I/O."""
 
     def __init__(
         self,
@@ -78,13 +79,13 @@ class SchedulerService:
         self._refused: list[End] = []
         self._replies: list[Message] = []
         self._stats_sent_at = 0.0
-        self._told_step_at = -1.0
+        self._sent_step_ended_at = -1.0
         self._was_busy = False
-        self._is_asked = False
+        self._has_replied = False
         self._controls: dict[str, Callable[..., tuple[bool, str, str]]] = {
             "flush_cache": self._flush_cache,
-            "pause": self._pause,
-            "continue": self._continue,
+            "pause": partial(self._set_paused, True),
+            "continue": partial(self._set_paused, False),
             "server_info": self._server_info,
             "freeze_gc": self._freeze_gc,
             "start_profile": profile.start,
@@ -112,10 +113,10 @@ class SchedulerService:
                 case NewEpoch():
                     self._core.forget_all()
                 case _:
-                    logger.error("the scheduler has no use for a message %s", type(message).__name__)
+                    logger.error("the scheduler ignores a message of the type %s", type(message).__name__)
 
     def step(self, now: float) -> Outbox:
-        """One step where there is work, and what has to be said beside its tokens."""
+        """One step where there is work, with replies and statistics."""
         to_peer: list[Message] = []
         if self._refused:
             to_peer.append(StepOutput(ended=self._refused))
@@ -132,7 +133,7 @@ class SchedulerService:
         return Outbox(to_peer, to_frontend)
 
     def wait_s(self, now: float) -> float:
-        """0 while there is work or its end is to be told, else until the next deadline or heartbeat."""
+        """0 while there is work or its end is to be reported, else until the next deadline or heartbeat."""
         if self._core.has_work or self._was_busy:
             return 0.0
         until = self._stats_sent_at + HEARTBEAT_S
@@ -145,7 +146,7 @@ class SchedulerService:
     def _submit(self, submit: Submit, now: float) -> None:
         try:
             self._core.requests.submit(submit, now)
-        except UidInUseError:  # whoever has it goes on
+        except UidInUseError:  # the first one goes on
             logger.warning("request %d was submitted twice", submit.uid)
         except Exception as error:
             logger.warning("request %d failed when it was queued", submit.uid, exc_info=True)
@@ -155,24 +156,24 @@ class SchedulerService:
     def _due_stats(self, now: float, *, has_tokens: bool) -> Stats | None:
         """A snapshot at intervals while steps run, one when they end, and then heartbeats.
 
-        Where there is work and no step ends, silence: it tells the supervisor that nothing moves.
+        Nothing while there is work and no step ends: the supervisor recognizes a stall by that.
         """
         is_busy = self._core.has_work
         interval_s = self._settings.scheduler.stats_interval_s if is_busy else HEARTBEAT_S
         has_become_idle = self._was_busy and not is_busy
-        if has_become_idle and has_tokens and not self._is_asked:
-            return None  # the last tokens leave first; this is told in the next round, which follows at once
+        if has_become_idle and has_tokens and not self._has_replied:
+            return None  # the last tokens are sent first; the next round follows at once and sends this
         self._was_busy = is_busy
         if not has_become_idle and now - self._stats_sent_at < interval_s:
             return None
         stats = self._core.scheduler.stats(now)
-        if is_busy and not self._is_asked and stats.step_ended_at == self._told_step_at:
+        if is_busy and not self._has_replied and stats.step_ended_at == self._sent_step_ended_at:
             return None
         if has_become_idle:
             self._core.scheduler.check_integrity()
-        self._is_asked = False
+        self._has_replied = False
         self._stats_sent_at = now
-        self._told_step_at = stats.step_ended_at
+        self._sent_step_ended_at = stats.step_ended_at
         return stats
 
     # ------------------------------------------------------------ control calls: success, message, data
@@ -187,7 +188,7 @@ class SchedulerService:
     def _answer(self, reply: Reply, now: float) -> None:
         """Queue a reply, and statistics with it: they show what the call changed. ``now``: when the call came."""
         self._stats_sent_at = min(self._stats_sent_at, now - HEARTBEAT_S)
-        self._is_asked = True
+        self._has_replied = True
         reply.message = encodable(reply.message)
         self._replies.append(reply)
 
@@ -195,7 +196,7 @@ class SchedulerService:
         self._report(Progress(control.name, 0, 1, ""))
         try:
             success, message, data = self._controls[control.name](**control.arguments)
-        except Exception as error:  # a call that fails is answered so; the requests go on
+        except Exception as error:  # this is its answer; the requests go on
             return Reply(control.call_id, False, _failure_of(control, error))
         return Reply(control.call_id, success, message, data)
 
@@ -209,7 +210,7 @@ class SchedulerService:
         except UnknownOrderError as error:
             known = ", ".join([*self._controls, *error.known])
             return Reply(order.call_id, False, f"unknown control call {order.name!r}; there are {known}")
-        except Exception as error:  # an order that fails is answered so; the requests go on
+        except Exception as error:  # this is its answer; the requests go on
             return Reply(order.call_id, False, _failure_of(order, error), stage=_CONTROL_STAGE)
         return reply
 
@@ -221,12 +222,8 @@ class SchedulerService:
         is_empty = self._core.scheduler.cache.clear()
         return is_empty, "" if is_empty else "some cached pages are still in use", ""
 
-    def _pause(self) -> tuple[bool, str, str]:
-        self._core.pause()
-        return True, "", ""
-
-    def _continue(self) -> tuple[bool, str, str]:
-        self._core.unpause()
+    def _set_paused(self, is_paused: bool) -> tuple[bool, str, str]:
+        self._core.is_paused = is_paused
         return True, "", ""
 
     def _server_info(self) -> tuple[bool, str, str]:
@@ -241,7 +238,7 @@ class SchedulerService:
 
 
 def _failure_of(control: Control, error: Exception) -> str:
-    """The message of the reply to a call that raised ``error``, which is logged, too."""
+    """The message of the reply to a call that raised ``error``; logs it, too."""
     logger.warning("the order %r failed", control.name, exc_info=error)
     return f"{control.name} failed: {type(error).__name__}: {error}"
 
@@ -283,9 +280,9 @@ class RecordedRunner(Generic[Ticket]):
 def build_service(
     settings: Settings, report: Callable[[Progress], None], board: CrashBoard | None = None
 ) -> SchedulerService:
-    """Build the runner that the settings name, and the scheduler for as many pages as it has.
+    """Build the runner that the settings name, and the scheduler for its number of pages.
 
-    ``board``: where its steps are told.
+    ``board``: where its steps are recorded.
 
     Raises:
         ValueError: the factory's name or what it built cannot be used.

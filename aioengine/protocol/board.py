@@ -1,9 +1,9 @@
-"""What a process computes right now, written where it outlives the process: so a crash names the requests in its step.
+"""The crash board: the requests that a process computes right now, in memory that outlives the process.
 
-A board is memory of whole numbers. First stand how many steps it has places for, and how many rows each; then, for each
-place, the number of its rows, how many steps ago they were written, their uids, and the ends of what they computed
-then. The same requests decode for many steps, each of them one position a step; so nearly every step changes two
-numbers. A file that a process has mapped keeps what was written last, in whatever way the process ends.
+A board is an array of integers: the number of steps that it has places for and the number of rows of each; then, for
+each place, the number of its rows, how many steps ago they were written, their uids, and the end positions of their
+rows at that time. The same requests decode for many steps, each of them one position a step, so nearly every step
+changes two integers. A file that a process has mapped keeps the last write, however the process ends.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 _CELL: Final = "q"
 _CELL_BYTES: Final = 8
 NO_END: Final = -(1 << 40)
-"""Stands for an end that is not known."""
+"""An end that is not known."""
 
 _HEAD: Final = 2
 _PLACE_HEAD: Final = 2
 
 
 def blank_board(num_steps: int, max_rows: int) -> bytearray:
-    """The memory of a board with nothing on it; rows beyond ``max_rows`` of a step will be left out."""
+    """The memory of an empty board; rows beyond ``max_rows`` of a step will be left out."""
     cells = array(_CELL, [num_steps, max_rows])
     return bytearray(cells.tobytes()) + bytearray(_CELL_BYTES * num_steps * _place_cells(max_rows))
 
 
 class CrashBoard:
-    """The writing side. Steps are begun and ended in the same order."""
+    """The writing side. Steps begin and end in the same order."""
 
     def __init__(self, memory: bytearray | mmap.mmap) -> None:
         self._cells = memoryview(memory).cast(_CELL)
@@ -52,7 +52,7 @@ class CrashBoard:
             return cls(mmap.mmap(file.fileno(), 0))
 
     def begin(self, uids: list[int], ends: Callable[[], list[int]]) -> None:
-        """A step with these rows begins; ``ends`` is asked where it is not that of the same requests, one on."""
+        """A step with these rows begins; ``ends`` is called unless the step before had the same requests."""
         number = self._num_begun
         self._num_begun += 1
         cells, place, max_rows = self._cells, self._place(number), self._max_rows
@@ -74,7 +74,7 @@ class CrashBoard:
         self._num_ended += 1
 
     def forget(self) -> None:
-        """The newest step has not begun after all."""
+        """The newest step was not launched after all."""
         self._num_begun -= 1
         self._cells[self._place(self._num_begun)] = 0
 
@@ -83,7 +83,7 @@ class CrashBoard:
 
 
 def read_board(memory: bytes | bytearray) -> dict[int, int]:
-    """What a board says: the rows of the steps that have begun and not ended, uid -> end.
+    """The rows of the steps that have begun and not ended, uid -> end.
 
     (The end of a prompt's chunk may be too early, where it is not the first of the same requests.)
     """

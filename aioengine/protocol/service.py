@@ -1,7 +1,7 @@
-"""What a process does, without I/O: the scheduler's and the detokenizer's work have this one shape.
+"""Service: the interface of the scheduler's and the detokenizer's work, without I/O.
 
-Whoever runs a service (the loop of a process, a task of the inline launcher, a test) gives it the messages that came
-and sends the messages that it gives.
+The caller (the loop of a process, a task of the inline launcher, a test) passes received messages to ``handle`` and
+sends the messages that ``step`` returns.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
 
 HEARTBEAT_S = 1.0
-"""A service says something to everybody at least so often: a lost frame is missed when others come behind it."""
+"""A service sends to each of its receivers at least this often: a lost frame is noticed when a later one comes."""
 
 
 class Outbox(NamedTuple):
-    """What a service has to say. The peer of the scheduler is the detokenizer, and the other way round."""
+    """The messages to send. The peer of the scheduler is the detokenizer, and vice versa."""
 
     to_peer: list[Message]
     to_frontend: list[Message]
 
 
 def new_epoch_in(messages: Iterable[Message]) -> NewEpoch | None:
-    """The beginning of another epoch; all that came together with it is of the one that is over."""
+    """The message that begins another epoch; all messages received together with it are of the old epoch."""
     return next((message for message in messages if isinstance(message, NewEpoch)), None)
 
 
@@ -36,21 +36,21 @@ class Service(Protocol):
 
     @property
     def facts(self) -> Mapping[str, str | int | float | bool]:
-        """What ``Ready`` tells about it."""
+        """Its facts for ``Ready``."""
         ...
 
     def handle(self, messages: list[Message], now: float) -> None:
-        """Take in what came."""
+        """Take in received messages."""
         ...
 
     def step(self, now: float) -> Outbox:
-        """Do what is due."""
+        """Do the work that is due; returns the messages to send."""
         ...
 
     def wait_s(self, now: float) -> float:
-        """So long there is nothing to do unless a message comes; 0: ``step`` has work."""
+        """How long there is nothing to do unless a message comes; 0: ``step`` has work."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Free its resources."""
         ...

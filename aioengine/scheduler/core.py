@@ -92,6 +92,7 @@ class SchedulerCore(Generic[Ticket]):
 
     Attributes:
         scheduler: chooses the steps. requests: its requests; submit, abort and hold them here, between two steps.
+        is_paused: while True no step is launched; what is in flight is collected, deadlines and aborts still act.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class SchedulerCore(Generic[Ticket]):
         self._border_calls: list[Callable[[], None]] = []
         self._num_launched = 0
         self._num_failures = 0
-        self._is_paused = False
+        self.is_paused = False
 
     def step(self, now: float) -> StepOutput | None:
         """One pass: plan, launch, collect what is due, apply. None: there is nothing to report.
@@ -143,7 +144,7 @@ class SchedulerCore(Generic[Ticket]):
         """Whether calling ``step`` now does anything. False: nothing to do before a message or the next deadline."""
         if self._in_flight or self.requests.outbox.has_events or self._border_calls:
             return True
-        return not (self.requests.is_idle or self._is_paused)
+        return not (self.requests.is_idle or self.is_paused)
 
     def forget_all(self) -> None:
         """Drop all requests, events that were not reported, and calls that wait for a step border.
@@ -152,13 +153,6 @@ class SchedulerCore(Generic[Ticket]):
         """
         self._border_calls.clear()
         self.requests.forget_all()
-
-    def pause(self) -> None:
-        """Launch no step until ``unpause``; what is in flight is collected, deadlines and aborts still act."""
-        self._is_paused = True
-
-    def unpause(self) -> None:
-        self._is_paused = False
 
     def call_at_border(self, call: Callable[[], None]) -> None:
         """Run ``call`` at the next step border: in ``step``, before it plans, once no step is in flight.
@@ -174,7 +168,7 @@ class SchedulerCore(Generic[Ticket]):
             call()
 
     def _plan(self, now: float) -> Plan | None:
-        if self._is_paused or self._border_calls:
+        if self.is_paused or self._border_calls:
             self.requests.expire(now)
             return None
         with self._trace.part("schedule"):

@@ -362,7 +362,7 @@ def test_paused_it_launches_nothing_but_keeps_time(depth: int) -> None:
     )
     for _ in range(4):
         world.step()
-    world.core.pause()
+    world.core.is_paused = True
     num_plans = len(world.runner.plans)
     world.run()
     assert len(world.runner.plans) == num_plans
@@ -370,7 +370,7 @@ def test_paused_it_launches_nothing_but_keeps_time(depth: int) -> None:
     world.now = world.core.requests.next_deadline() or 0.0
     world.step()
     assert code_of(world, 2) == (FinishCode.DEADLINE, "total")
-    world.core.unpause()
+    world.core.is_paused = False
     world.run()
     world.check_all_over()
 

@@ -79,11 +79,11 @@ def test_an_idle_or_paused_core_carries_it_out_in_the_next_step() -> None:
     assert world.step() is None
     assert not world.core.has_work
     world.submit(submit_of(1, [1, 2, 3]))
-    world.core.pause()
+    world.core.is_paused = True
     echoes.send()
     world.step()
     assert echoes.states() == [(0, 0), (0, 0)]
-    world.core.unpause()
+    world.core.is_paused = False
     world.run()
     world.check_all_over()
 

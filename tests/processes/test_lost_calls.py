@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aioengine.errors import RequestError
-from aioengine.scheduler.core import SchedulerCore
+from aioengine.memory.prefix_cache import PrefixCache
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import build
 from tests.kit.waiting import until
@@ -34,7 +34,7 @@ def build_fragile(settings: Settings, report: Callable[..., None]) -> FakeRunner
         os.kill(os.getpid(), signal.SIGKILL)
         raise SystemExit
 
-    SchedulerCore.flush_cache = die  # type: ignore[assignment, method-assign]
+    PrefixCache.clear = die  # type: ignore[assignment, method-assign]
     return build(settings, report)
 
 
