@@ -19,7 +19,7 @@
 | 6 | ``runner.model_runner`` | ``Plan`` -> tensors -> ``StepResult`` |
 | 7 | ``text.pipeline`` in ``processes.detokenizer_process`` | ids -> text, stops; one ``TextChunks`` for each step |
 | 8 | ``router.Router.deliver``, ``outputs.RowStream`` | every chunk to the slot of its row, merged if unread |
-| 9 | ``stream.Generation.__anext__``, ``answers`` | what is new, as the public dict |
+| 9 | ``stream.Generation.__anext__``, ``answers`` | new output as the public dict |
 
 Importing this package is cheap: its names are imported when they are first used, torch never.
 """

@@ -43,7 +43,7 @@ class EngineFace(ABC):
     """What both engines share: how they are made, calls that are awaited, and calls from any thread."""
 
     _is_bound = False
-    """Whether what it returns belongs to the loop that it was started on."""
+    """Whether its generations belong to the loop on which it was started."""
 
     _model_name: str
 

@@ -168,7 +168,7 @@ class EngineStartupError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """A process of the engine died, and was replaced as often as it may be; no request can be answered any more.
+    """A process of the engine died and has no replacements left; no request can be answered any more.
 
     ``exit_code`` is minus the number of the signal that killed it, and None where the system did not keep it: in a
     program that ignores SIGCHLD, or waits for its children by itself. ``reason``: where no process
@@ -217,7 +217,7 @@ class EngineOverloadedError(EngineError):
 
 
 class EngineDrainingError(EngineError):
-    """The engine finishes what it has and takes nothing new."""
+    """The engine finishes its requests and accepts no new ones."""
 
 
 class EngineClosedError(EngineError):

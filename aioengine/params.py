@@ -79,9 +79,9 @@ class SamplingParams(
 ):
     """How to generate. Every value is checked when the object is made; a wrong one raises ValueError or TypeError.
 
-    Values are kept as plain ones, lists and dicts as copies: what is done to them later has no effect. Token ids may
-    be arrays, and ``stop_token_ids`` a set. None stands for the default, except as ``max_new_tokens``. ``msgspec``
-    encodes and decodes it, by its own names, and leaves defaults out; null is the default there too.
+    Values are kept as plain Python objects, lists and dicts as copies: later changes of the given ones have no effect.
+    Token ids may be arrays, and ``stop_token_ids`` a set. None stands for the default, except as ``max_new_tokens``.
+    ``msgspec`` encodes and decodes it, by its own names, and leaves defaults out; null is the default there too.
     """
 
     max_new_tokens: int | None = parameter(

@@ -330,7 +330,7 @@ def _refused(pattern: str, reason: str) -> ValueError:
 class PatternCache:
     """Compiled patterns, those that were used last, up to a bound in bytes.
 
-    Large ones have a part of their own, so that they cannot displace the others.
+    Large patterns have a separate part, so that they cannot displace the others.
     """
 
     def __init__(self, max_bytes: int = 32 << 20) -> None:
