@@ -16,6 +16,7 @@ from msgspec.structs import fields, replace
 
 from aioengine import checks
 from aioengine.chat_template import MAX_TEMPLATE_BYTES
+from aioengine.checks import number_from, whole_from, whole_or_minus_one
 from aioengine.config import EngineConfig
 from aioengine.foreign_names import our_way
 from aioengine.logs import warn_caller
@@ -96,13 +97,6 @@ def _negated(name: str, value: object) -> bool:
     return not checks.switch(name, value)
 
 
-def _chunk(name: str, value: object) -> int:
-    size = checks.whole(name, value, -1)
-    if size == 0:
-        raise checks.wrong_value(name, "-1 (prompts are never split) or an integer of at least 1", value)
-    return size
-
-
 def _weights(name: str, value: object) -> dict[str, float]:
     """Tenant -> weight; on the command line as "gold=3,free=1"."""
     allowed = 'a dict of tenant to number, or "tenant=number,..."'
@@ -161,9 +155,7 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "model.load_format", _words("auto", "safetensors", "dummy"), "auto, safetensors, or dummy weights"
     ),
     "dtype": Argument("model.dtype", _dtype, "auto, bfloat16, float16 or float32"),
-    "context_length": Argument(
-        "model.context_length", checks.whole_from(1), "tokens of prompt and output", "the model's"
-    ),
+    "context_length": Argument("model.context_length", whole_from(1), "tokens of prompt and output", "the model's"),
     "trust_remote_code": Argument(
         "model.trust_remote_code", checks.switch, "no effect: no code of a model folder is run"
     ),
@@ -183,30 +175,30 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "disable_cuda_graph": Argument("device.cuda_graphs", _negated, "no CUDA graphs"),
     "cuda_graph_max_bs": Argument(
         "device.cuda_graph_max_rows",
-        checks.whole_from(1, 65536),
+        whole_from(1, 65536),
         "most rows of a CUDA graph",
         f"max_running_requests, {GPU_GRAPH_ROWS} at most",
     ),
-    "page_size": Argument("memory.page_size", checks.whole_from(1, 1024), "tokens of a page of KV memory"),
+    "page_size": Argument("memory.page_size", whole_from(1, 1024), "tokens of a page of KV memory"),
     "max_total_tokens": Argument(
-        "memory.max_total_tokens", checks.whole_from(1), "size of the KV pool in tokens", "what fits into the memory"
+        "memory.max_total_tokens", whole_from(1), "size of the KV pool in tokens", "what fits into the memory"
     ),
     "mem_fraction_static": Argument(
         "memory.mem_fraction_static",
-        checks.number_from(0, 1, above=True),
+        number_from(0, 1, above=True),
         "share of the memory for weights and KV pool",
         f"{GPU_MEMORY_FRACTION} on a GPU, {CPU_MEMORY_FRACTION} on a CPU",
     ),
     "disable_radix_cache": Argument("memory.prefix_cache", _negated, "no prefix cache"),
     "max_running_requests": Argument(
         "scheduler.max_running",
-        checks.whole_from(1, 65536),
+        whole_from(1, 65536),
         "requests computed at once",
         f"{GPU_LIMITS[1]} on a GPU, {CPU_LIMITS[1]} on a CPU",
     ),
     "chunked_prefill_size": Argument(
         "scheduler.chunk_tokens",
-        _chunk,
+        whole_or_minus_one("prompts are never split"),
         "tokens of one step; -1: prompts are never split",
         f"{GPU_LIMITS[0]} on a GPU, {CPU_LIMITS[0]} on a CPU",
     ),
@@ -221,42 +213,34 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "disable_overlap_schedule": Argument(
         "scheduler.overlap", _negated, "read each step before the next is launched (a CPU always does)"
     ),
-    "max_queued_requests": Argument("queue.max_requests", checks.whole_from(0), "requests that may wait"),
-    "max_queued_tokens": Argument("queue.max_tokens", checks.whole_from(0), "prompt tokens that may wait"),
-    "max_queued_bytes": Argument("queue.max_bytes", checks.whole_from(0), "bytes of the prompts of open calls"),
+    "max_queued_requests": Argument("queue.max_requests", whole_from(0), "requests that may wait"),
+    "max_queued_tokens": Argument("queue.max_tokens", whole_from(0), "prompt tokens that may wait"),
+    "max_queued_bytes": Argument("queue.max_bytes", whole_from(0), "bytes of the prompts of open calls"),
     "slow_reader": Argument(
         "delivery.slow_reader",
         _words("coalesce", "pause", "abort"),
         "when a reader does not read: coalesce (merge unread chunks), pause or abort the request",
     ),
     "slow_reader_timeout": Argument(
-        "delivery.slow_reader_timeout_s",
-        checks.number_from(0, _A_DAY, above=True),
-        "seconds after which slow_reader applies",
+        "delivery.slow_reader_timeout_s", number_from(0, _A_DAY, above=True), "seconds after which slow_reader applies"
     ),
     "max_restarts": Argument(
-        "supervision.max_restarts",
-        checks.whole_from(0),
-        "replacements of lost processes before the engine gives up; 0: none",
+        "supervision.max_restarts", whole_from(0), "replacements of lost processes before the engine gives up; 0: none"
     ),
     "restart_window": Argument(
-        "supervision.restart_window_s",
-        checks.number_from(0, _A_DAY, above=True),
-        "seconds within which max_restarts counts",
+        "supervision.restart_window_s", number_from(0, _A_DAY, above=True), "seconds within which max_restarts counts"
     ),
     "stall_timeout": Argument(
         "supervision.stall_timeout_s",
-        checks.number_from(2, _A_DAY),  # processes give signs of life once a second
+        number_from(2, _A_DAY),  # processes give signs of life once a second
         "seconds (at least 2) without progress before the engine counts as stalled",
     ),
     "startup_timeout": Argument(
-        "supervision.startup_timeout_s", checks.number_from(0, _A_DAY, above=True), "seconds that starting may take"
+        "supervision.startup_timeout_s", number_from(0, _A_DAY, above=True), "seconds that starting may take"
     ),
-    "stream_interval": Argument(
-        "stream_interval", checks.whole_from(1), "output tokens between two chunks of a stream"
-    ),
+    "stream_interval": Argument("stream_interval", whole_from(1), "output tokens between two chunks of a stream"),
     "random_seed": Argument(
-        "random_seed", checks.whole_from(0, 2**63 - 1), "seed from which the seeds of requests are drawn", "drawn"
+        "random_seed", whole_from(0, 2**63 - 1), "seed from which the seeds of requests are drawn", "drawn"
     ),
     "log_level": Argument(
         "log_level", _words("debug", "info", "warning", "error", "critical"), "debug, info, warning, error or critical"

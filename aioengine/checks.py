@@ -122,6 +122,18 @@ def whole_from(low: int, high: int = MAX_COUNT) -> Check:
     return lambda name, value: whole(name, value, low, high)
 
 
+def whole_or_minus_one(meaning: str) -> Check:
+    """The check of an integer of at least 1, or -1, which has the meaning."""
+
+    def check(name: str, value: object) -> object:
+        found = whole(name, value, -1)
+        if found == 0:
+            raise wrong_value(name, f"-1 ({meaning}) or an integer of at least 1", value)
+        return found
+
+    return check
+
+
 def number_from(low: float, high: float, *, above: bool = False) -> Check:
     """The check of a number from ``low``, or above it, to ``high``."""
     return lambda name, value: number(name, value, low, high, above=above)

@@ -199,12 +199,6 @@ def length(name: str, value: object) -> int | None:
     return None if value is None else checks.whole(name, value, 0)
 
 
-def top_k(name: str, value: object) -> int:
-    if checks.whole(name, value, -1) == 0:
-        raise checks.wrong_value(name, "-1 (off) or an integer of at least 1", 0)
-    return checks.whole(name, value, -1)
-
-
 def strings(name: str, value: object, max_bytes: int = MAX_STOP_BYTES) -> str | list[str]:
     """A string, or a new list of them."""
     value = checks.plain(value)

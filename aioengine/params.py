@@ -18,7 +18,7 @@ from msgspec.structs import astuple, force_setattr, replace
 
 from aioengine import checks
 from aioengine import parameter_table as table
-from aioengine.checks import whole_from
+from aioengine.checks import whole_from, whole_or_minus_one
 from aioengine.errors import RequestTooLargeError
 from aioengine.parameter_table import Parameter, ParametersType, given_twice, number, other_name, parameter
 from aioengine.protocol.messages import Limits, Sampling, TextRules
@@ -134,7 +134,7 @@ class SamplingParams(
         1.0, 0, 1, "above 0, up to 1: draw from the likeliest tokens that make up this share", above=True
     )
     top_k: Whole = parameter(
-        -1, table.top_k, "draw from this many of the likeliest tokens; -1: all", wire="sampling", read=int
+        -1, whole_or_minus_one("off"), "draw from this many of the likeliest tokens; -1: all", wire="sampling", read=int
     )
     min_p: Number = number(0.0, 0, 1, "0 to 1: draw from tokens at least this likely, relative to the likeliest")
     frequency_penalty: Number = number(0.0, -2, 2, "-2 to 2; above 0: less of what the answer has often")
