@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.outputs import CallOutput, Cursor
     from aioengine.frontend.requests import CallRequest
-    from aioengine.protocol.messages import ToFrontend, ToScheduler
+    from aioengine.protocol.messages import ToFrontend
     from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
 
 STOP_TIMEOUT_S: Final = 5.0
@@ -91,7 +91,9 @@ class Frontend:
             parts.queue, max_running=settings.scheduler.max_running, max_total_tokens=parts.max_total_tokens
         )
         self.overload = Overload(self.limits, lock, self.loop)
-        self.controls = Controls(self._send, abort_all=lambda: self._lifecycle.abort_opened(self.calls.num_opened))
+        self.controls = Controls(
+            parts.processes.send, abort_all=lambda: self._lifecycle.abort_opened(self.calls.num_opened)
+        )
         self._lock = lock
         self._pid = os.getpid()
         self._encoder = None if parts.tokenizer is None else Encoder(parts.tokenizer, _sizes(parts))
@@ -111,7 +113,7 @@ class Frontend:
             lock=lock,
             calls=self.calls,
             limits=self.limits,
-            send=self._send,
+            send=parts.processes.send,
             computed_since=partial(_computed_since, self),
         )
         self.attachments = self._lifecycle.attachments
@@ -241,10 +243,6 @@ class Frontend:
         if not self.loop.is_closed():  # else no task waits there any more
             self.controls.fail(error)
             self._ended.set()
-
-    def _send(self, messages: Sequence[ToScheduler]) -> None:
-        if self.failure is None:
-            self.parts.processes.send(list(messages))
 
     async def server_info(self) -> dict[str, object]:
         """The engine's settings, and the scheduler's state."""

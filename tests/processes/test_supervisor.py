@@ -430,7 +430,7 @@ async def test_another_version_of_the_protocol_is_refused(monkeypatch: pytest.Mo
 
 
 def test_an_unknown_launcher_is_named() -> None:
-    with pytest.raises(ValueError, match=r"no plug-in 'proces'; did you mean 'process'"):
+    with pytest.raises(ValueError, match=r"no plug-in 'proces'.*did you mean 'process'"):
         asyncio.run(Frontend(launcher="proces").supervisor.start())
 
 

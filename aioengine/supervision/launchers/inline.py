@@ -12,13 +12,12 @@ import os
 import secrets
 import time
 import traceback
-from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from aioengine.protocol.codec import fingerprint
-from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Progress, Ready
+from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Ready
 from aioengine.protocol.service import new_epoch_in
 from aioengine.transport.local import LocalChannel
 
@@ -26,51 +25,38 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aioengine.config import Settings
-    from aioengine.protocol.messages import Role
+    from aioengine.protocol.messages import Progress, Role
     from aioengine.protocol.service import Service
     from aioengine.transport.local import LocalReceiver, LocalSender
 
 
-class _SchedulerModule(Protocol):
-    def build_service(self, settings: Settings, report: Callable[[Progress], None]) -> Service: ...
-
-
-class _DetokenizerModule(Protocol):
-    def build_service(self, settings: Settings) -> Service: ...
-
-
 class InlineChild:
-    """A service that runs as a task."""
+    """A service that runs as a task. It receives from ``inbox``, and sends to ``peer`` and ``frontend``."""
 
-    def __init__(self, role: Role, *, inbox: LocalReceiver, peer: LocalSender, frontend: LocalSender) -> None:
+    def __init__(
+        self, role: Role, settings: Settings, *, inbox: LocalReceiver, peer: LocalSender, frontend: LocalSender
+    ) -> None:
         self.role = role
         self.pid = os.getpid()
         self._inbox = inbox
         self._peer = peer
         self._frontend = frontend
-        self._task: asyncio.Task[None] | None = None
-        self._exit_code: int | None = None
         self._log: tuple[str, ...] = ()
+        self._task = asyncio.create_task(self._run(settings), name=f"aioengine-{role}")
 
     @property
     def is_alive(self) -> bool:
-        return self.exit_code is None
+        return not self._task.done()
 
     @property
     def exit_code(self) -> int | None:
-        if self._exit_code is None and self._task is not None and self._task.done():
-            return 0  # cancelled before it had begun
-        return self._exit_code
-
-    def start(self, build: Callable[[], Service]) -> None:
-        self._task = asyncio.create_task(self._run(build), name=f"aioengine-{self.role}")
+        return None if self.is_alive else int(bool(self._log))
 
     def watch(self, on_exit: Callable[[], None]) -> None:
-        if self._task is not None:
-            self._task.add_done_callback(lambda _: on_exit())
+        self._task.add_done_callback(lambda _: on_exit())
 
     def terminate(self) -> None:
-        if self._task is not None and not self._task.get_loop().is_closed():
+        if not self._task.get_loop().is_closed():
             self._task.cancel()
 
     kill = terminate
@@ -89,22 +75,27 @@ class InlineChild:
         facts = msgspec.json.encode(dict(service.facts)).decode()
         self._frontend.send([Ready(self.role, self.pid, fingerprint(), facts)])
 
-    async def _run(self, build: Callable[[], Service]) -> None:
+    async def _run(self, settings: Settings) -> None:
         try:
-            service = build()
+            service = self._build(settings)
             self._report_ready(service)
             try:
                 await self._serve(service)
             finally:
                 service.close()
-            self._exit_code = 0
-        except asyncio.CancelledError:
-            self._exit_code = 0
         except Exception as error:
-            self._exit_code = 1
             text = traceback.format_exc()
             self._log = tuple(text.splitlines())
             self._frontend.send([Failed(self.role, type(error).__name__, str(error), text)])
+
+    def _build(self, settings: Settings) -> Service:
+        module = importlib.import_module(f"aioengine.processes.{self.role.name}_process")
+        if self.role.name == DETOKENIZER.name:
+            return module.build_service(settings)
+        return module.build_service(settings, self._report_progress)
+
+    def _report_progress(self, progress: Progress) -> None:
+        self._frontend.send([progress])
 
     async def _serve(self, service: Service) -> None:
         now = time.monotonic()
@@ -167,17 +158,8 @@ class InlineLauncher:
         frontend = self._to_frontend.sender()
         for end in (peer, frontend):
             end.begin(self._epoch)
-        child = InlineChild(role, inbox=self._inboxes[role].receiver, peer=peer, frontend=frontend)
-        self.children.append(child)
-        child.start(partial(self._build, role, frontend))
-
-    def _build(self, role: Role, frontend: LocalSender) -> Service:
-        module = importlib.import_module(f"aioengine.processes.{role.name}_process")
-        if role.name == DETOKENIZER.name:
-            return cast("_DetokenizerModule", module).build_service(self._settings)
-        return cast("_SchedulerModule", module).build_service(
-            self._settings, lambda progress: frontend.send([progress])
-        )
+        inbox = self._inboxes[role].receiver
+        self.children.append(InlineChild(role, self._settings, inbox=inbox, peer=peer, frontend=frontend))
 
     def close(self) -> None:
         for channel in (self._to_frontend, *self._inboxes.values()):
