@@ -13,7 +13,7 @@ from flashinfer.utils import determine_attention_backend
 from aioengine.attention._base import AttentionShape, BackendUnavailableError, kv_pool_shape
 from aioengine.attention._compilation import Compilation, CompilationTimeoutError
 from aioengine.attention.flashinfer import FlashInferAttention
-from aioengine.kernels.triton.launcher import only_compiled
+from aioengine.kernels.triton.launcher import compile_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ def make_ready(
         logger.info("FlashInfer's kernels: %s", ", ".join(f"{spec.name} ({_state(spec)})" for spec in specs))
         Compilation(time.monotonic() + timeout_s, report).bring_up_to_date(specs)
         pool = torch.zeros(kv_pool_shape(shape, num_pages=1, page_size=16), dtype=dtype, device=device)
-        with only_compiled():  # of our own, that is; FlashInfer's run
+        with compile_only():  # of our own, that is; FlashInfer's run
             FlashInferAttention(shape, pool).warm_up()
         torch.cuda.synchronize(device)
     except (BackendUnavailableError, CompilationTimeoutError):

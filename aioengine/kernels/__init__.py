@@ -1,1 +1,1 @@
-"""Operations, one a file: the reference, its fast forms and the condition of each."""
+"""Operations, one a file: the reference, the fast implementations and the condition of each."""

@@ -34,11 +34,11 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
 
     if batch_invariant or bias is not None or not _fits(weight):
         return apart
-    from aioengine.kernels.triton.gated_linear import ask_for_forms, shape_of_programs
+    from aioengine.kernels.triton.gated_linear import compile_specializations, shape_of_programs
     from aioengine.kernels.triton.gated_linear import matmul as gated_matmul
 
     num_outputs, size = weight.shape[0] // 2, weight.shape[1]
-    ask_for_forms(weight)
+    compile_specializations(weight)
 
     def together(x: Tensor) -> Tensor:
         """[T, I] -> [T, O], in one kernel where that is faster."""

@@ -23,7 +23,7 @@ from aioengine.runner.device_memory import Demand, DeviceMemory, LargestStep, fi
 from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.timing import StartTimes
-from aioengine.runner.warmup import longest_graph, prepare_device
+from aioengine.runner.warmup import longest_graph, warm_up_device
 from aioengine.vocabulary import sampled_vocab_size
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     limits = settings.scheduler
     num_captured = longest_graph(settings, weights_bytes, dtype)
     largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured)
-    room = memory.room(model, largest, fraction=settings.memory.mem_fraction_static)
-    num_pages = fit_pages(_demand(settings, shape, kv_dtype), room)
+    budget = memory.pool_budget(model, largest, fraction=settings.memory.mem_fraction_static)
+    num_pages = fit_pages(_demand(settings, shape, kv_dtype), budget)
     times.end("largest_step")
     with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
         kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=kv_dtype, device=device)
@@ -104,7 +104,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
-            prepare_device(runner, parts, settings, report=report, times=times)
+            warm_up_device(runner, parts, settings, report=report, times=times)
     facts |= memory.facts() | _versions() | times.facts()
     return runner
 
@@ -170,7 +170,7 @@ def load_model(
     with memory.take("the weights", advice=advice, need=need), torch.no_grad():
         model = _model(settings, dtype, memory.device)
         if memory.device.type == "cuda" and is_installed():
-            _ask_for_sampling(model, vocab_size, memory.device)
+            _compile_sampling(model, vocab_size, memory.device)
         times.end("device")
         shape, device = model.attention_shape, memory.device
         choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
@@ -186,11 +186,11 @@ def load_model(
     return model, choice, weights_bytes
 
 
-def _ask_for_sampling(model: Model, vocab_size: int, device: torch.device) -> None:
+def _compile_sampling(model: Model, vocab_size: int, device: torch.device) -> None:
     """These kernels take the longest to compile; meanwhile FlashInfer is imported and the weights are read."""
     module = importlib.import_module("aioengine.runner.sampling.device_sampler")
     width = model.vocab_size
-    module.ask_for_kernels(vocab_size=min(vocab_size, width), num_embeddings=width, dtype=model.dtype, device=device)
+    module.compile_kernels(vocab_size=min(vocab_size, width), num_embeddings=width, dtype=model.dtype, device=device)
 
 
 def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Model:

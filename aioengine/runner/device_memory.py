@@ -1,4 +1,4 @@
-"""What the memory of the device goes to, how much the KV pool may take, and what is said where it does not suffice.
+"""What the memory of the device is used for, how much the KV pool may take, and the errors where it is too little.
 
 What a step needs beside weights and pool is measured, not guessed, so that running never runs out. The free memory of a
 CPU is what the machine has available, and at most what is left of the limits of its control groups (version 1 and 2,
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aioengine.kernels.triton.launcher import only_compiled
+from aioengine.kernels.triton.launcher import compile_only
 from aioengine.machine import cgroup_folders
 from aioengine.runner.inputs import model_inputs
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 _MIB, _GIB = 1 << 20, 1 << 30
 
 GRAPHS_BYTES = 2 << 30
-"""Kept for the workspaces of kernels and for the graphs of decode steps, whose shared pool is about as large as one."""
+"""Reserved for kernel workspaces and for the graphs of decode steps, whose shared pool is about one step large."""
 
 SAMPLED_ROWS = 256
-"""Rows that the sampler works on at once, with their logits in fp32: bounds the memory that it needs."""
+"""Rows that the sampler processes at once, with their logits in fp32: bounds its memory."""
 
 _ROWS = 1, 2, 17, 33, 65
-"""Products of more rows have other kernels."""
+"""Row counts with which matmuls use different kernels."""
 
 _LIST_TIMEOUT_S = 10.0
 
 
 class LargestStep(NamedTuple):
-    """Tokens of the largest step, and rows that sample in it; tokens of the largest that is a CUDA graph."""
+    """Tokens and sampling rows of the largest step; tokens of the largest step that has CUDA graphs."""
 
     num_tokens: int
     num_rows: int
@@ -51,7 +51,7 @@ class LargestStep(NamedTuple):
 
 
 class DeviceMemory:
-    """The memory of one device as this process takes it, by purpose. Of a CPU's it keeps no account."""
+    """The memory that this process takes of one device, by purpose; not recorded on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,10 +59,10 @@ class DeviceMemory:
 
     @contextmanager
     def take(self, purpose: str, *, advice: str, need: int | None = None) -> Iterator[None]:
-        """What is allocated inside is for ``purpose``; ``need`` bytes, if that is known.
+        """Record allocations inside as those for ``purpose``; they need ``need`` bytes, if that is known.
 
         Raises:
-            ValueError: there is not so much; it says what there was, who has the rest, and ends with ``advice``.
+            ValueError: the memory is too little; the message names what is free and who has the rest, then ``advice``.
         """
         if self.device.type == "cpu":
             yield
@@ -73,19 +73,19 @@ class DeviceMemory:
         except RuntimeError as error:  # with nothing left for CUDA itself it is not torch's OutOfMemoryError
             if "out of memory" not in str(error):
                 raise
-            asked = "" if need is None else f" ({in_words(need)})"
+            asked = "" if need is None else f" ({format_bytes(need)})"
             first = str(error).split(". ")[0]
             message = f"the GPU has not enough memory for {purpose}{asked}: {first}. {self.describe()}. {advice}"
             raise ValueError(message) from None
         torch.cuda.synchronize(self.device)
         self.taken[purpose] = torch.cuda.memory_reserved(self.device) - before
 
-    def room(self, model: Model, largest: LargestStep, *, fraction: float) -> Room:
-        """What the KV pool may have, once the weights are there; ``fraction`` of the memory is for everything."""
+    def pool_budget(self, model: Model, largest: LargestStep, *, fraction: float) -> PoolBudget:
+        """Memory for the KV pool once the weights are loaded. ``fraction``: of all memory, for the whole engine."""
         if self.device.type == "cpu":
             free = free_memory(self.device)
-            words = f"{in_words(free)} are free, of which mem_fraction_static={fraction:g} may be used"
-            return Room(free, int(free * fraction), words)
+            explanation = f"{format_bytes(free)} are free, of which mem_fraction_static={fraction:g} may be used"
+            return PoolBudget(free, int(free * fraction), explanation)
         advice = "Lower chunked_prefill_size or max_running_requests"
         with self.take("a step of the largest size", advice=advice):
             peak = peak_memory(model, self.device, largest)
@@ -94,28 +94,28 @@ class DeviceMemory:
         reserved = steps + 2 * counts + GRAPHS_BYTES + captured_bytes(model, largest, steps)
         free, total = torch.cuda.mem_get_info(self.device)
         left = int(free - (1.0 - fraction) * total)
-        words = (
-            f"{self.describe()}. mem_fraction_static={fraction:g} leaves {in_words(max(left, 0))}, of which the "
-            f"largest step and the CUDA graphs need {in_words(reserved)}"
+        explanation = (
+            f"{self.describe()}. mem_fraction_static={fraction:g} leaves {format_bytes(max(left, 0))}, of which the "
+            f"largest step and the CUDA graphs need {format_bytes(reserved)}"
         )
-        return Room(max(free - reserved, 0), max(left - reserved, 0), words)
+        return PoolBudget(max(free - reserved, 0), max(left - reserved, 0), explanation)
 
     def describe(self) -> str:
-        """How much there is, how much is free, and who has the rest, as far as it can be told."""
+        """How much there is, how much is free, and who has the rest, as far as it is known."""
         try:
             free, total = torch.cuda.mem_get_info(self.device)
             name = torch.cuda.get_device_name(self.device)
-            text = f"{name} has {in_words(total)}, of which {in_words(free)} are free"
+            text = f"{name} has {format_bytes(total)}, of which {format_bytes(free)} are free"
         except RuntimeError:
             text = "There is not even enough for CUDA itself"
-        held = [f"{purpose} {in_words(size)}" for purpose, size in self.taken.items() if size]
+        held = [f"{purpose} {format_bytes(size)}" for purpose, size in self.taken.items() if size]
         if held:
             text += f"; this engine has taken: {', '.join(held)}"
         others = other_processes(self.device)
         return f"{text}; others that hold some: {', '.join(others)}" if others else text
 
     def facts(self) -> dict[str, str | int | float | bool]:
-        """The device in names and numbers, when all is ready."""
+        """The device and its memory once the runner is built."""
         if self.device.type == "cpu":
             return {"device_name": "cpu", "free_bytes": free_memory(self.device)}
         free, total = torch.cuda.mem_get_info(self.device)
@@ -128,7 +128,7 @@ class DeviceMemory:
 
 
 class NoAttention:
-    """Passes the queries on, and takes as much memory as attention does: that of its output."""
+    """Returns the queries, and allocates as much memory as attention does: its output."""
 
     def target(self, layer: int) -> WriteKV:
         return lambda k, v: None
@@ -139,8 +139,8 @@ class NoAttention:
 
 
 def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
-    """What the graphs of steps with prompts keep: memory of the largest of them, where a step without graphs takes
-    ``step_bytes`` for its tokens, the heads that they hand to attention and take from it, and embeddings.
+    """Memory that the graphs of steps with prompts keep: that of the largest of them (a step without graphs takes
+    ``step_bytes``), the heads that they exchange with attention, and embeddings.
     """
     shape = model.attention_shape
     num_heads = 2 * (shape.num_heads + shape.num_kv_heads)
@@ -151,13 +151,13 @@ def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
 
 @torch.inference_mode()
 def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int:
-    """Bytes that the largest step takes beside weights and pool, with the logits of its sampling in fp32. Penalties
-    may take a count of every token for every row beside it.
+    """Bytes that the largest step takes beside weights and pool, with the logits of its sampling in fp32. The token
+    counts of penalties are not included.
 
     Raises:
         torch.OutOfMemoryError: not even that step fits.
     """
-    with only_compiled():
+    with compile_only():
         for num_rows in _ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
             model.compute_logits(model.forward(model_inputs(model, ids, ids), NoAttention()))
@@ -176,30 +176,35 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int
 
 
 def other_processes(device: torch.device) -> list[str]:
-    """Who else has memory of this GPU: "process 12 (python) 3.1 GiB"; empty where nobody can tell."""
+    """Other processes with memory of this GPU, as "process 12 (python) 3.1 GiB"; empty where they cannot be listed."""
     command = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
     try:
         command.append(f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=True).stdout
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return []
-    return listed_processes(told, os.getpid())
+    return listed_processes(output, os.getpid())
 
 
-def listed_processes(told: str, own_pid: int) -> list[str]:
+def listed_processes(output: str, own_pid: int) -> list[str]:
     """From lines "pid, path, MiB"."""
     found: list[str] = []
-    for line in told.splitlines():
+    for line in output.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == 3 and fields[0].isdigit() and int(fields[0]) != own_pid:
-            size = f" {in_words(int(fields[2]) << 20)}" if fields[2].isdigit() else ""
+            size = f" {format_bytes(int(fields[2]) << 20)}" if fields[2].isdigit() else ""
             found.append(f"process {fields[0]} ({Path(fields[1]).name}){size}")
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is asked for. ``num_pages`` None: as many as fit. ``max_tokens``: more could never be used."""
+    """The requested size of the pool.
+
+    Attributes:
+        num_pages: None: as many as fit.
+        max_tokens: more could never be used.
+    """
 
     num_pages: int | None
     page_size: int
@@ -213,17 +218,21 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Memory for the pool. free_bytes: what a given number of pages may take. usable_bytes: what as many as fit may
-    take. words: where these come from.
+class PoolBudget:
+    """Memory for the pool.
+
+    Attributes:
+        free_bytes: limit for a requested number of pages.
+        usable_bytes: limit where as many pages as fit are taken.
+        explanation: how the limits came about, for error messages.
     """
 
     free_bytes: int
     usable_bytes: int
-    words: str
+    explanation: str
 
 
-def in_words(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """ "1.5 GiB" or "300 MiB" """
     return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.0f} MiB"
 
@@ -233,35 +242,35 @@ def kv_bytes_per_token(shape: AttentionShape, dtype: torch.dtype) -> int:
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * dtype.itemsize
 
 
-def fit_pages(demand: Demand, room: Room) -> int:
+def fit_pages(demand: Demand, budget: PoolBudget) -> int:
     """The number of pages of the pool.
 
     Raises:
-        ValueError: the pages that were asked for do not fit, or not even one context fits.
+        ValueError: the requested pages do not fit, or not even one context fits.
     """
     if demand.num_pages is not None:
-        return _check_given(demand, demand.num_pages, room)
-    num_pages = min(room.usable_bytes // demand.page_bytes, _pages_for(demand.max_tokens, demand))
+        return _check_given(demand, demand.num_pages, budget)
+    num_pages = min(budget.usable_bytes // demand.page_bytes, _pages_for(demand.max_tokens, demand))
     if num_pages * demand.page_size < demand.context_length:
         need = _pages_for(demand.context_length, demand) * demand.page_bytes
         message = (
             f"the KV pool has room for {num_pages * demand.page_size} tokens, but one context has "
-            f"{demand.context_length} and needs {in_words(need)}; {room.words}. Lower context_length, raise "
-            "mem_fraction_static, or free some memory"
+            f"{demand.context_length} and needs {format_bytes(need)}; {budget.explanation}. Lower context_length, "
+            "raise mem_fraction_static, or free some memory"
         )
         raise ValueError(message)
     return num_pages
 
 
-def _check_given(demand: Demand, num_pages: int, room: Room) -> int:
+def _check_given(demand: Demand, num_pages: int, budget: PoolBudget) -> int:
     if num_pages < 1:
         message = f"the KV pool must have at least one page of {demand.page_size} tokens, not {num_pages} pages"
         raise ValueError(message)
     need = num_pages * demand.page_bytes
-    if need > room.free_bytes:
+    if need > budget.free_bytes:
         message = (
-            f"a KV pool of {num_pages * demand.page_size} tokens needs {in_words(need)}, but there is room for "
-            f"{in_words(room.free_bytes)}; {room.words}. Lower max_total_tokens"
+            f"a KV pool of {num_pages * demand.page_size} tokens needs {format_bytes(need)}, but there is room for "
+            f"{format_bytes(budget.free_bytes)}; {budget.explanation}. Lower max_total_tokens"
         )
         raise ValueError(message)
     return num_pages

@@ -1,4 +1,4 @@
-"""The tensor behind the page ids."""
+"""The KV pool: the tensor that holds keys and values of all pages."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ if TYPE_CHECKING:
 
 
 PADDING_PAGE = 0
-"""Nobody's page: it stands where a page table has room to fill, and takes the keys and values of the rows and tokens
-that fill a CUDA graph; without graphs it stays zero. Plans do not count it.
+"""The page of no request: it fills the unused entries of page tables, and takes the keys and values of the rows and
+tokens that pad a CUDA graph; without graphs it stays zero. Plans do not count it.
 """
 
 FIRST_PAGE = 1
-"""Where page 0 of a plan is in the pool."""
+"""The page of the pool that is page 0 in plans."""
 
 
 class KVPool:
     """Keys and values of all layers, by page: ``tensor`` in the layout of ``attention.kv_pool_shape``.
 
-    num_pages: pages that requests can have; the tensor has the padding page before them.
-
-    It starts as zeros. On the CPU these come from the operating system, page by page as they are written: a pool costs
+    It starts as zeros. On a CPU these come from the operating system, page by page as they are written: a pool costs
     time and memory only as far as it is used.
+
+    Attributes:
+        num_pages: pages that requests can have; the tensor has the padding page before them.
     """
 
     def __init__(
@@ -53,25 +54,28 @@ class KVPool:
             self.tensor = torch.zeros(size, dtype=dtype, device=device)
 
     def release(self) -> None:
-        """Give the memory back; nothing may be computed after this."""
+        """Free the memory; nothing may be computed after this."""
         if self._memory is None:
             self.tensor.untyped_storage().resize_(0)
         else:
             self._memory.madvise(mmap.MADV_DONTNEED)
 
     def clean(self, pages: list[int]) -> None:
-        """Make what is not a finite number in these pages zero.
+        """Set the non-finite numbers in these pages to zero.
 
-        Attention multiplies the unwritten slots of a page by zero, so what a failed request left there would spread to
-        the next one. Finite numbers stay as they are: pages of a shared prefix lose nothing.
+        Attention multiplies the unwritten slots of a page by zero, so a NaN that a failed request left there would
+        reach the next one. Finite numbers stay: pages of a shared prefix lose nothing.
         """
         indices = torch.tensor(pages, dtype=torch.int64, device=self.tensor.device)
         for layer in self.tensor:  # one layer at a time bounds the copy
             layer[:, indices] = layer[:, indices].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def clean_marked(self, pages: dict[int, list[int]], marks: Tensor, upload: Upload) -> None:
-        """The same behind a step in flight, for those of the pages whose row it marks: by a negative number in
-        ``marks`` [S], at the place that ``pages`` has as a key.
+        """Queue the same after a step in flight, for the rows that it marks as failed.
+
+        Args:
+            pages: index into ``marks`` -> pages of that row.
+            marks: [S] int64 on the device, negative for a failed row.
         """
         counts = np.fromiter(map(len, pages.values()), np.int32, len(pages))
         rows = np.stack((np.fromiter(pages, np.int32, len(pages)), counts.cumsum(dtype=np.int32) - counts, counts), 1)

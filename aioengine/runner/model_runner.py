@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
     Facts = dict[str, str | int | float | bool]
 
-_NOT_FINITE = "the model gave numbers that are not finite for it; its weights or its dtype make it overflow"
+_NOT_FINITE = "the model produced non-finite values (NaN or inf) for this request: its weights or its dtype overflow"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceParts:
-    """What stands on the device once the weights are loaded."""
+    """What is on the device once the weights are loaded."""
 
     model: Model
     attention: AttentionBackend
@@ -111,9 +111,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
-        """Decode steps of up to so many rows are CUDA graphs from now on; attention is a ``CapturableAttention``.
+        """Capture decode steps of up to ``max_rows`` rows as CUDA graphs. Attention must be a ``CapturableAttention``.
 
-        ``report`` hears how many are captured, and of how many.
+        ``report`` receives the numbers of captured and of all graphs.
         """
         module = importlib.import_module("aioengine.runner.graphs.decode_graphs")
         graphs: DecodeGraphs = module.DecodeGraphs(
@@ -129,7 +129,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Ticket:
-        """Begin the step. On the CPU it is also finished when this returns."""
+        """Launch the step. On a CPU it is finished when this returns."""
         if self._is_closed:
             message = "the runner is closed"
             raise RuntimeError(message)
@@ -153,7 +153,7 @@ class ModelRunner:
         return ticket
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for the step and give its tokens: the one copy from the device to the host."""
+        """Wait for the step and return its tokens: the only copy from the device to the host."""
         if ticket is self._newest:
             self._newest = None
         values = ticket.values.wait()
@@ -177,7 +177,7 @@ class ModelRunner:
         raise UnknownOrderError(order.name)
 
     def close(self) -> None:
-        """Give the memory of the pool back. May be called twice; nothing can be launched after it."""
+        """Free the memory of the pool. May be called twice; nothing can be launched after it."""
         self._is_closed = True
         self._kv_pool.release()
 
@@ -201,7 +201,9 @@ class ModelRunner:
                     self._break(row.uid, str(error))
 
     def _clean_behind(self, ticket: Ticket, closed: list[int]) -> None:
-        """Pages of requests that go wrong in a step in flight: when that is known they may be another's already."""
+        """Queue the cleaning of the pages of closed requests that the step in flight may find non-finite: when the host
+        learns of it, the pages may belong to another request.
+        """
         places = {uid: place for place, uid in enumerate([*ticket.sampled, *ticket.silent])}
         pages = {places[uid]: self._table.pages(uid) for uid in closed if uid in places}
         if pages:
@@ -218,14 +220,14 @@ class ModelRunner:
         self._broken.setdefault(uid, message)
 
     def _read(self, rows: list[Row]) -> StepRows:
-        """The rows that can be computed; the others are broken from here on."""
+        """The rows that can be computed; the others are failed until they are closed."""
         requests = self._table.requests
         live = [row for row in rows if row.uid in requests and row.uid not in self._broken]
         try:
             columns = self._inputs.read(live)
             if len(live) == len(rows) and self._inputs.is_valid(columns):
                 return columns
-        except OverflowError:  # a token id of more than 64 bits; it is found below
+        except OverflowError:  # a token id of more than 64 bits, which find_errors names
             pass
         for uid, error in self._inputs.find_errors([row for row in rows if row.uid not in self._broken]).items():
             self._break(uid, error)
@@ -240,7 +242,7 @@ class ModelRunner:
         hidden = self._forward(inputs, batch)
         if len(sampled) == len(rows.requests):
             return self._sample(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
-        # A bad number anywhere in a row has reached its last token through attention.
+        # A non-finite number anywhere in a row has reached its last token through attention.
         silent_rows = self._table.upload(np.flatnonzero(~rows.samples))
         silent = torch.where(hidden[silent_rows].isfinite().all(-1), 0, FAILED)
         if not sampled:
@@ -259,8 +261,8 @@ class ModelRunner:
         return self._model.forward(inputs, self._attention)[: len(batch.query_lengths)]
 
     def _num_padded(self, num_rows: int) -> int:
-        """As many rows as a decode step with a graph has: for matmuls of a new number of rows CUDA loads kernels, and
-        before that waits for all queued work.
+        """The row count of a captured decode step: for matmuls of a new number of rows CUDA loads kernels, for which it
+        waits for all queued work.
         """
         return num_rows if self._graphs is None else self._graphs.padded(num_rows)
 
@@ -285,7 +287,7 @@ class ModelRunner:
 
 
 class _Samples(Protocol):
-    """``sampler.Sampler``, or its form for a GPU."""
+    """``sampler.Sampler``, or ``device_sampler.DeviceSampler`` on a GPU."""
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
         """Logits [S, V] -> token ids [S]."""

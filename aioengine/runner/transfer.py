@@ -17,7 +17,7 @@ _ALIGNMENT = 16
 
 
 class Upload(Protocol):
-    """Gives a host column to the device. On the CPU the tensor shares its memory."""
+    """Copies a host array to the device. On a CPU the tensor shares its memory."""
 
     def __call__(self, column: npt.NDArray[np.generic], /) -> Tensor:
         """[...] on the host -> [...] on the device."""
@@ -25,9 +25,9 @@ class Upload(Protocol):
 
 
 class PinnedUpload:
-    """Copies through pinned memory, so that the host goes on while the device still works on earlier steps.
+    """Copies through pinned memory, so that the host does not wait for earlier steps of the device.
 
-    The memory is a ring of segments; one is written again when everything copied from it has arrived.
+    The memory is a ring of segments; one is reused once every copy from it has arrived.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class PinnedUpload:
 
 
 def upload_to(device: torch.device) -> Upload:
-    """On the CPU without the microseconds of a ``to`` that does nothing."""
+    """The upload to this device; on a CPU without the microseconds of a ``to`` that copies nothing."""
     return cast("Upload", torch.from_numpy) if device.type == "cpu" else PinnedUpload(device)
 
 
@@ -68,7 +68,8 @@ class Readback:
 
     On the CPU they are there already.
 
-    source: where they come from, on the device; the next step may write others there.
+    Attributes:
+        source: [S] on the device; the next step may overwrite it.
     """
 
     __slots__ = ("_arrived", "_values", "source")
@@ -85,7 +86,7 @@ class Readback:
             self._arrived.record()
 
     def wait(self) -> list[int]:
-        """The numbers [S], as soon as the device has computed them."""
+        """Wait for the device and return the numbers [S]."""
         if self._arrived is not None:
             self._arrived.synchronize()
         values: list[int] = self._values.tolist()

@@ -1,11 +1,11 @@
-"""What a runner on a GPU does before its first request: graphs are captured, and steps that nobody asked for are run,
-so that no request waits for a compiler.
+"""What a runner on a GPU does before its first request: it captures CUDA graphs and runs warm-up steps, so that no
+request waits for a compiler.
 
-Triton compiles a kernel anew for every form of its arguments: a number that is one, or a multiple of sixteen, the next
-power of two of few rows. The sizes here meet all of these; each is run as prompts, as decode steps and as both at once,
-with rows that are drawn plainly, from the largest logits alone, and after every logits processor. At last there is a
-step full of prompts, as many as may run: matmuls of many rows have forms of their own, and whatever smaller steps need
-lies in the memory that it took.
+Triton compiles a specialization of a kernel for each class of its arguments: a number that is 1 or a multiple of 16,
+the next power of two of a small number of rows. The warm-up sizes cover all classes. Each size is run as prompts, as a
+decode step and as both at once, with plain sampling, greedy sampling and every logits processor. The last warm-up step
+is the largest that can run: matmuls of many rows have specializations of their own, and the memory allocator keeps the
+memory of that step for all smaller ones.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from aioengine.runner.timing import StartTimes
 
 TOKENS_APART = 31
-"""Which kernel computes a matmul changes with the number of tiles, and may with what the number is a multiple of: so
-these are not all of a kind.
+"""Distance between the token counts that are loaded. It is odd, because the library's choice of a matmul kernel depends
+on the number of tiles and may depend on the powers of two that divide the number of tokens.
 """
 
 SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 80)
 NUM_TOKENS = 5
-"""Of a row among many, with what it generates."""
+"""Tokens of a row in a warm-up step of many rows, with those that it generates."""
 
 _TOKEN = 0
 _PLAIN = (Sampling(1),)
@@ -50,27 +50,27 @@ _MIXED = (
 
 
 def longest_graph(settings: Settings, weights_bytes: int, dtype: torch.dtype) -> int:
-    """Up to how many tokens steps with prompts are CUDA graphs."""
+    """Tokens of the largest step with prompts that gets CUDA graphs; 0: none does."""
     if not settings.runner.cuda_graph_max_rows:
         return 0
     return longest_piece(weights_bytes // dtype.itemsize, settings.scheduler.max_step_tokens)
 
 
 def token_counts(largest: int, longest_graph: int) -> range:
-    """Of steps of up to ``largest`` tokens, those that have no graph, at some distance."""
+    """Token counts from ``largest`` down to those that have CUDA graphs, ``TOKENS_APART`` apart."""
     return range(min(largest, MAX_SEEN_TOKENS), longest_graph, -TOKENS_APART)
 
 
 @torch.inference_mode()
-def see_token_counts(model: Model, counts: Iterable[int]) -> None:
-    """Steps without graphs of about so many tokens find kernels that are loaded: to load one, CUDA waits for all that
-    is queued. All blocks have the same matmuls, so one of them does.
+def load_kernels(model: Model, counts: Iterable[int]) -> None:
+    """Run one block with each number of tokens, so that the kernels for it are loaded: to load one during a step, CUDA
+    waits for all queued work. All blocks have the same matmuls, so one block is enough.
     """
     for num_tokens in counts:
         model.forward_block(num_tokens, NoAttention())
 
 
-def prepare_device(
+def warm_up_device(
     runner: ModelRunner,
     parts: DeviceParts,
     settings: Settings,
@@ -78,7 +78,7 @@ def prepare_device(
     report: Callable[[Progress], None],
     times: StartTimes,
 ) -> None:
-    """Capture the graphs where attention can stand in them, and rehearse all kinds of steps."""
+    """Capture CUDA graphs where the attention backend supports it, and run all warm-up steps."""
     if isinstance(parts.attention, CapturableAttention):
         parts.attention.warm_up()
         if settings.runner.cuda_graph_max_rows:
@@ -86,10 +86,10 @@ def prepare_device(
     times.end("graphs")
     limits = settings.scheduler
     longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype) if runner.piece_graphs else 0
-    see_token_counts(parts.model, token_counts(limits.max_step_tokens, longest))
+    load_kernels(parts.model, token_counts(limits.max_step_tokens, longest))
     pages = parts.kv_pool.num_pages
-    rehearse(runner, Limits(limits.max_running, limits.chunk_tokens, parts.context_length, pages), report)
-    times.end("rehearsal")
+    run_warmup_steps(runner, WarmupLimits(limits.max_running, limits.chunk_tokens, parts.context_length, pages), report)
+    times.end("warmup")
 
 
 @torch.inference_mode()
@@ -109,8 +109,8 @@ def _weights_bytes(runner: ModelRunner) -> int:
     return weights_bytes
 
 
-class Limits(NamedTuple):
-    """What a step and a request may have: rows and tokens of a step, positions of a request, pages in all."""
+class WarmupLimits(NamedTuple):
+    """Bounds of warm-up steps: rows and tokens of a step, positions of a request, pages of the pool."""
 
     max_rows: int
     max_tokens: int
@@ -118,15 +118,15 @@ class Limits(NamedTuple):
     num_pages: int
 
 
-def rehearse(runner: ModelRunner, limits: Limits, report: Callable[[Progress], None]) -> None:
-    """Compute steps of all forms that are within the limits, over pages that nobody has yet, and forget them."""
+def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable[[Progress], None]) -> None:
+    """Run steps of all kinds within the limits and close their requests; no request has pages yet."""
     page_size = int(runner.facts["page_size"])
     if limits.context_length < NUM_TOKENS:
         return
     most = min(limits.max_rows, limits.max_tokens, limits.num_pages // -(-NUM_TOKENS // page_size))
     sizes = [size for size in SIZES if size <= most]
     total = len(sizes) + 1
-    report(Progress("rehearsing steps", 0, total))
+    report(Progress("warming up", 0, total))
     for num_done, size in enumerate(sizes, 1):
         plans = [*_many_rows(size, page_size)]
         if size < limits.context_length and -(-(size + 1) // page_size) <= limits.num_pages:
@@ -134,14 +134,14 @@ def rehearse(runner: ModelRunner, limits: Limits, report: Callable[[Progress], N
         for plan in plans:
             if plan.num_tokens <= limits.max_tokens:
                 runner.collect(runner.launch(plan))
-        report(Progress("rehearsing steps", num_done, total))
+        report(Progress("warming up", num_done, total))
     for plan in _full_step(limits, page_size):
         runner.collect(runner.launch(plan))
-    report(Progress("rehearsing steps", total, total))
+    report(Progress("warming up", total, total))
 
 
 def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
-    """Prompts of one token, a decode step, decoding rows beside longer prompts and beside chunks that give no token."""
+    """Prompts of one token, a decode step, decode rows beside longer prompts and beside chunks that give no token."""
     uids = list(range(size))
     num_pages = -(-NUM_TOKENS // page_size)
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in uids]
@@ -150,7 +150,7 @@ def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
         opened = [NewRow(uid, picked[uid], 1, [_TOKEN], pages[uid]) for uid in uids]
         yield Plan([Row(uid, 0, 1, TOKENS, [_TOKEN]) for uid in uids], opened)
         yield Plan([Row(uid, 1, 1, TOKENS) for uid in uids])
-        late = uids[size // 2 :]  # these begin anew, with three tokens
+        late = uids[size // 2 :]  # these start again, with three tokens
         opened = [NewRow(uid, picked[uid], 3, [_TOKEN] * 3, pages[uid]) for uid in late]
         decoding = uids[: size // 2]
         prompts = [Row(uid, 0, 3, TOKENS, [_TOKEN] * 3) for uid in late]
@@ -166,8 +166,8 @@ def _one_prompt(size: int, page_size: int) -> Iterator[Plan]:
     yield Plan([], closed=[0])
 
 
-def _full_step(limits: Limits, page_size: int) -> Iterator[Plan]:
-    """As many rows, and with them as many tokens, as a step can have, or nearly."""
+def _full_step(limits: WarmupLimits, page_size: int) -> Iterator[Plan]:
+    """The most rows that a step can have, with about as many tokens as fit in a step."""
     num_rows = min(limits.max_rows, limits.max_tokens // 2, limits.num_pages)
     if not num_rows:
         return

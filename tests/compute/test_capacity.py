@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aioengine.attention._base import AttentionShape
-from aioengine.runner.device_memory import Demand, Room, fit_pages, free_memory, in_words, kv_bytes_per_token
+from aioengine.runner.device_memory import Demand, PoolBudget, fit_pages, format_bytes, free_memory, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,9 +90,9 @@ def test_bytes_of_a_token() -> None:
     assert kv_bytes_per_token(shape, torch.float32) == 2 * 3 * 2 * 64 * 4
 
 
-def room(num_bytes: int) -> Room:
+def room(num_bytes: int) -> PoolBudget:
     """As on a CPU with so much free memory, of which half may be used."""
-    return Room(num_bytes, num_bytes // 2, "these are the words")
+    return PoolBudget(num_bytes, num_bytes // 2, "these are the words")
 
 
 def test_the_share_that_may_be_used() -> None:
@@ -123,4 +123,4 @@ def test_a_given_number_of_pages() -> None:
 
 
 def test_bytes_in_words() -> None:
-    assert (in_words(3 << 20), in_words(GIB + GIB // 2)) == ("3 MiB", "1.5 GiB")
+    assert (format_bytes(3 << 20), format_bytes(GIB + GIB // 2)) == ("3 MiB", "1.5 GiB")

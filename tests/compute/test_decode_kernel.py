@@ -21,9 +21,9 @@ from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.decode_graphs import DecodeGraphs
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import RowTable
-from aioengine.runner.graphs.sharing import SharedPrefixes
+from aioengine.runner.graphs.cascade import SharedPrefixes
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
-from tests.compute.graphs.test_sharing import part_of
+from tests.compute.graphs.test_cascade_groups import part_of
 from tests.compute.stepping import write_and_attend
 
 # no form is compiled here, and there is no device to be asked
@@ -61,10 +61,10 @@ expected = write_and_attend(reference, q, k, v, 0)
 found = SharedPrefixes(table, Sharable(min_rows=2, min_spared=1, max_groups=4), page_size=PAGE_SIZE).find(rows)
 assert found.pages.num_pages.tolist() == [17, 3]
 
-for sharing in (None, found):
-    ordered = sharing.order if sharing else np.arange(num_rows)
+for cascade in (None, found):
+    ordered = cascade.order if cascade else np.arange(num_rows)
     host = np.full(4000, 77, dtype=np.int32)  # what a larger step has left there
-    num_words = graphs._fill(host, SIZE, rows, sampled, sharing=sharing)
+    num_words = graphs._fill(host, SIZE, rows, sampled, cascade=cascade)
     assert (host[num_words:] == 77).all()
     graphs._memory = torch.from_numpy(host)
     columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
@@ -84,11 +84,11 @@ for sharing in (None, found):
     queries = torch.zeros(SIZE, HEADS, HEAD_SIZE)
     queries[:num_rows] = q[torch.from_numpy(ordered)]
     other = None
-    if sharing:
+    if cascade:
         other = torch.zeros(SIZE, HEADS, HEAD_SIZE), torch.full((SIZE, HEADS), -torch.inf)
         first_page = first_row = 0
-        for end, count in zip(sharing.pages.row_ends.tolist(), sharing.pages.num_pages.tolist()):
-            pages = torch.from_numpy(sharing.pages.page_ids[first_page : first_page + count])
+        for end, count in zip(cascade.pages.row_ends.tolist(), cascade.pages.num_pages.tolist()):
+            pages = torch.from_numpy(cascade.pages.page_ids[first_page : first_page + count])
             keys, values = (split[pages].transpose(1, 2).reshape(-1, KV_HEADS, HEAD_SIZE) for split in pool[0])
             for row in range(first_row, end):
                 other[0][row], weights = part_of(queries[row], keys, values, shape.scale)
@@ -100,8 +100,8 @@ for sharing in (None, found):
         assert not step.num_done.any()
     assert out.isfinite().all()
     attended = out[:num_rows].view(num_rows, -1)
-    if sharing:
-        attended = attended[sharing.inverse]
+    if cascade:
+        attended = attended[cascade.inverse]
     torch.testing.assert_close(attended, expected, rtol=1e-4, atol=1e-5)
 """
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from aioengine.kernels.triton import launcher
-from aioengine.kernels.triton.launcher import Launcher, compiled_in_threads, only_compiled
+from aioengine.kernels.triton.launcher import Launcher, compile_only, compiled_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor
 
-    from aioengine.kernels.triton.launcher import Form, Grid
+    from aioengine.kernels.triton.launcher import Compiled, Grid
 
 
 class Kernel:
@@ -26,8 +26,8 @@ class Kernel:
         self.launched: list[object] = []
         self.compiled: list[object] = []
 
-    def __getitem__(self, grid: Grid) -> Callable[..., Form]:
-        def launch(*arguments: object, **options: object) -> Form:
+    def __getitem__(self, grid: Grid) -> Callable[..., Compiled]:
+        def launch(*arguments: object, **options: object) -> Compiled:
             self.launched.append((grid, arguments, options))
             return {grid: lambda *again: self.launched.append((grid, again))}  # type: ignore[return-value]
 
@@ -37,11 +37,11 @@ class Kernel:
         self.compiled.append((grid, arguments, options))
 
 
-def test_inside_only_compiled_nothing_is_launched_and_each_form_is_asked_for_once() -> None:
+def test_inside_compile_only_nothing_is_launched_and_each_specialization_is_requested_once() -> None:
     kernel = Kernel()
     launcher, other = Launcher(kernel), Launcher(kernel)
     grid = 2, 1, 1
-    with only_compiled():
+    with compile_only():
         for number in range(3):
             launcher(grid, "a", (number,), {"num_warps": 4})
         launcher(grid, "b", (7,), {})
@@ -51,7 +51,7 @@ def test_inside_only_compiled_nothing_is_launched_and_each_form_is_asked_for_onc
     launcher(grid, "a", (1,), {"num_warps": 4})
     launcher(grid, "a", (2,), {"num_warps": 4})
     assert kernel.launched == [(grid, (1,), {"num_warps": 4}), (grid, (2,))]
-    with only_compiled():
+    with compile_only():
         launcher(grid, "a", (3,), {})
     assert len(kernel.launched) == 2, "not even where the form is there: what it would read means nothing"
 

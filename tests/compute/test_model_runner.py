@@ -161,7 +161,7 @@ def test_numbers_that_are_not_finite_fail_their_request_alone_and_do_not_spread(
         bad = world.submit([5, poison, *range(100, 130)])
         assert world.answers(prompts) == expected
         assert world.ended[bad].code is FinishCode.FAILED
-        assert "not finite" in world.ended[bad].message
+        assert "non-finite" in world.ended[bad].message
         assert world.core.scheduler.cache.clear()  # so that later requests are given the pages that were poisoned
 
 
@@ -194,7 +194,7 @@ def test_a_row_that_went_bad_after_its_request_was_closed_is_forgotten(tmp_path:
     plan = Plan([Row(1, 0, 2, TOKENS, [5, 77])], [NewRow(1, Sampling(0), 2, [5, 77], [0])])
     in_flight = runner.launch(plan)
     runner.launch(Plan([], closed=[1]))
-    assert "not finite" in runner.collect(in_flight).failed[1]
+    assert "non-finite" in runner.collect(in_flight).failed[1]
     later = runner.collect(runner.launch(Plan([Row(1, 2, 1, TOKENS)])))
     assert "does not know" in later.failed[1]
 
@@ -229,7 +229,7 @@ def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_own
     before = runner._kv_pool.tensor[:, :, 1 + 2].clone()
     opened = [NewRow(3, greedy, 2, [5, 6], [1])]  # two of the four places of the page
     next_one = runner.launch(Plan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
-    assert "not finite" in runner.collect(in_flight).failed[1]
+    assert "non-finite" in runner.collect(in_flight).failed[1]
     result = runner.collect(next_one)
     assert (result.tokens.token_ids, result.failed) == (expected, {})
     assert runner._kv_pool.tensor.isfinite().all()

@@ -14,7 +14,7 @@ from aioengine.protocol.messages import Progress
 from aioengine.runner import warmup
 from aioengine.runner.build import build
 from aioengine.runner.model_runner import ModelRunner, Ticket
-from aioengine.runner.warmup import Limits, rehearse
+from aioengine.runner.warmup import WarmupLimits, run_warmup_steps
 from aioengine.scheduler.plan import NOTHING, TOKENS, Plan, StepResult
 from tests.compute.runner_world import FAMILIES, World, make_settings, save_model
 
@@ -50,7 +50,7 @@ class Watch:
 
 def test_every_form_is_computed_and_nothing_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     watch, reports = Watch(world.runner, monkeypatch), list[Progress]()
-    rehearse(world.runner, Limits(64, 256, 256, 256), reports.append)
+    run_warmup_steps(world.runner, WarmupLimits(64, 256, 256, 256), reports.append)
     shapes = {tuple(row.count for row in plan.rows) for plan in watch.plans}
     for size in (1, 2, 16, 17, 32, 33, 64):
         assert {(1,) * size, (size,), (1,) * (size // 2) + (3,) * (size - size // 2)} <= shapes
@@ -65,11 +65,11 @@ def test_every_form_is_computed_and_nothing_fails(world: World, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("limits", "largest"),
-    [(Limits(4, 256, 256, 256), 4), (Limits(64, 20, 256, 256), 17), (Limits(64, 256, 256, 5), 5)],
+    [(WarmupLimits(4, 256, 256, 256), 4), (WarmupLimits(64, 20, 256, 256), 17), (WarmupLimits(64, 256, 256, 5), 5)],
 )
-def test_within_the_limits(world: World, limits: Limits, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_within_the_limits(world: World, limits: WarmupLimits, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(world.runner, monkeypatch)
-    rehearse(world.runner, limits, lambda _: None)
+    run_warmup_steps(world.runner, limits, lambda _: None)
     assert max(len(plan.rows) for plan in watch.plans) == largest
     assert all(plan.num_tokens <= limits.max_tokens for plan in watch.plans)
     used = {page for plan in watch.plans for opened in plan.new_rows for page in opened.pages}
@@ -79,14 +79,14 @@ def test_within_the_limits(world: World, limits: Limits, largest: int, monkeypat
 
 def test_a_context_that_is_too_short_for_any(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(world.runner, monkeypatch)
-    rehearse(world.runner, Limits(64, 256, 4, 256), lambda _: None)
+    run_warmup_steps(world.runner, WarmupLimits(64, 256, 4, 256), lambda _: None)
     assert watch.plans == []
 
 
 def test_requests_that_follow_see_nothing_of_it(world: World, tmp_path: Path) -> None:
     prompts = [[5, 6, 7], list(range(1, 40)), [9]]
     expected = World(world.settings).answers(prompts)
-    rehearse(world.runner, Limits(64, 256, 256, 256), lambda _: None)
+    run_warmup_steps(world.runner, WarmupLimits(64, 256, 256, 256), lambda _: None)
     assert world.answers(prompts) == expected
 
 
@@ -114,7 +114,7 @@ def test_the_products_of_a_block_see_every_number_of_tokens(
     runner = build(make_settings(tmp_path), lambda _: None)
     seen.clear()
     pool = runner._kv_pool.tensor.clone()
-    warmup.see_token_counts(runner._model, (7, 300))
+    warmup.load_kernels(runner._model, (7, 300))
     shapes = (128, 64), (64, 64), (192, 64), (64, 96)  # q, k and v; output; gate and up; down
     assert seen == [(num_tokens, *shape) for num_tokens in (7, 300) for shape in shapes]
     assert torch.equal(runner._kv_pool.tensor, pool)

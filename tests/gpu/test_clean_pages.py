@@ -55,7 +55,7 @@ def test_the_next_owner_of_a_page(tmp_path: Path, backend: str, graphs: int) -> 
     bad = runner.launch(Plan([Row(1, 3, 1, TOKENS)]))
     opened = [NewRow(3, greedy, 2, [5, 6], [1])]
     good = runner.launch(Plan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
-    assert "not finite" in runner.collect(bad).failed[1]
+    assert "non-finite" in runner.collect(bad).failed[1]
     result = runner.collect(good)
     assert (result.tokens.token_ids, result.failed) == (expected, {})
     assert runner._kv_pool.tensor[:, :, 1:].isfinite().all()

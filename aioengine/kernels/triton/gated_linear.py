@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, only_compiled, options
+from aioengine.kernels.triton.launcher import Launcher, compile_only, has_dependent_launch, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ def _store(
     tl.store(out + rows * num_outputs + outputs, active, mask=(rows < num_rows) & (outputs < num_outputs))
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one form serves all counts that have the same programs
+@triton.jit(do_not_specialize=["num_rows"])  # one specialization serves all counts that have the same programs
 def _gated_kernel(
     x: tl.tensor,
     x_more: tl.tensor,
@@ -107,9 +107,9 @@ def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | 
     return next(programs for most, programs in PROGRAMS.items() if num_rows <= most)
 
 
-def ask_for_forms(weight: Tensor) -> None:
+def compile_specializations(weight: Tensor) -> None:
     """Have all specializations compiled that weight [2 O, I] may need."""
-    with only_compiled():
+    with compile_only():
         for num_rows in PROGRAMS:
             programs = shape_of_programs(weight.shape[0] // 2, weight.shape[1], num_rows)
             if programs is not None:

@@ -31,7 +31,7 @@ BAND = 8
 """Row tiles that go over the weights together, so that these are read from the cache."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one form serves all counts
+@triton.jit(do_not_specialize=["num_rows"])  # one specialization serves all counts
 def _matmul_kernel(
     x: tl.tensor,
     weight: tl.tensor,

@@ -1,8 +1,8 @@
-"""What the fast forms on a GPU share.
+"""What Triton's kernels share: launching, and compilation before the first launch.
 
-Triton compiles its kernels when they are first launched, without a C++ compiler; the runner launches each of them once
-before it is ready. One form takes about a third of a second, of which most is not Python's: so at the start the forms
-that will be needed are asked for first (``only_compiled``), and are compiled side by side (``compiled_in_threads``).
+Triton compiles a specialization of a kernel when it is first launched, without a C++ compiler; the runner launches each
+once before it is ready. One takes about a third of a second, most of it outside Python: so the start first requests all
+that will be needed (``compile_only``), and these are compiled in parallel (``compiled_in_threads``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Grid = tuple[int, int, int]
 
-    class Form(Protocol):
+    class Compiled(Protocol):
         """What Triton compiled."""
 
         def __getitem__(self, grid: Grid, /) -> Callable[..., None]: ...
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     class Kernel(Protocol):
         """A function that Triton can compile."""
 
-        def __getitem__(self, grid: Grid, /) -> Callable[..., Form]: ...
+        def __getitem__(self, grid: Grid, /) -> Callable[..., Compiled]: ...
         def warmup(self, *arguments: object, grid: Grid, **options: object) -> object: ...
 
 
 MAX_COMPILERS = 16
-"""Threads: Python's part of the work is done by one at a time."""
+"""Threads; Python's part of the work runs in one at a time."""
 
-_asked: ContextVar[set[Hashable] | None] = ContextVar("_asked", default=None)
-"""Forms that were asked for; None: kernels are launched."""
+_requested: ContextVar[set[Hashable] | None] = ContextVar("_requested", default=None)
+"""Specializations requested inside ``compile_only``; None outside: kernels are launched."""
 
 
 @lru_cache(maxsize=1)
@@ -56,44 +56,45 @@ def serves(x: Tensor) -> bool:
 
 
 class Launcher:
-    """A kernel with its compiled forms at hand: Triton's own search for them costs more than many a kernel runs.
+    """A kernel with a table of its compiled specializations: Triton's own lookup takes longer than many kernels run.
 
-    A form is found by ``key``, which must tell apart whatever Triton compiles differently: types of tensors, constants,
-    and numbers and addresses that are multiples of 16 or not. ``arguments`` are all parameters in order, constants too.
+    The table is indexed by ``key``, which must differ wherever Triton compiles another specialization: in dtypes,
+    constants, and in whether numbers and addresses are multiples of 16. ``arguments`` are all parameters in order,
+    constants too.
     """
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._forms: dict[Hashable, Form] = {}
+        self._compiled: dict[Hashable, Compiled] = {}
 
     def __call__(
         self, grid: tuple[int, int, int], key: Hashable, arguments: tuple[object, ...], options: Mapping[str, object]
     ) -> None:
-        if (asked := _asked.get()) is not None:
-            if (self, key) not in asked:
-                asked.add((self, key))
+        if (requested := _requested.get()) is not None:
+            if (self, key) not in requested:
+                requested.add((self, key))
                 self._kernel.warmup(*arguments, grid=grid, **options)
             return
-        form = self._forms.get(key)
-        if form is None:
-            self._forms[key] = self._kernel[grid](*arguments, **options)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = self._kernel[grid](*arguments, **options)
         else:
-            form[grid](*arguments)
+            compiled[grid](*arguments)
 
 
 @contextmanager
-def only_compiled() -> Iterator[None]:
-    """Launchers have compiled what they are called with, and launch nothing: their results mean nothing."""
-    token = _asked.set(set())
+def compile_only() -> Iterator[None]:
+    """Inside, launchers compile what they are called with and launch nothing: results are undefined."""
+    token = _requested.set(set())
     try:
         yield
     finally:
-        _asked.reset(token)
+        _requested.reset(token)
 
 
 @contextmanager
 def compiled_in_threads(device: torch.device) -> Iterator[None]:
-    """What is compiled inside is so side by side. Only a launch waits, and for its own form alone."""
+    """Compile in several threads inside. A launch waits for its own specialization alone."""
     if device.type == "cpu" or not is_installed():
         yield
         return
@@ -110,7 +111,7 @@ def has_dependent_launch() -> bool:
 
 @lru_cache(maxsize=32)
 def options(num_warps: int) -> dict[str, object]:
-    """How to launch a kernel that waits for the one before it by itself."""
+    """Launch options of a kernel that itself waits for the one before it."""
     return {"num_warps": num_warps, "launch_pdl": has_dependent_launch()}
 
 

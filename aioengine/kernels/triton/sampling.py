@@ -363,7 +363,7 @@ class SamplingKernels:
             _truncated((len(draws.rules[0]), 1, 1), key, arguments, {"num_warps": 16})
 
     def draw_in_all_ways(self, logits: Tensor) -> None:
-        """So that all forms of the kernels are compiled for logits like these [1, >= V]."""
+        """Run all specializations of the kernels for logits like these [1, >= V], which compiles them."""
         device = logits.device
         words = torch.zeros(NUM_COLUMNS, 1, dtype=torch.int32, device=device)
         whole, share = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, device=device)

@@ -1,14 +1,14 @@
 """CUDA graphs of decode steps: from last tokens to next tokens in one launch.
 
-There is a graph for each of a ladder of row counts; a step of fewer rows is padded to the next with rows of the
-padding page. All that a step tells the device goes there in one copy, but for what attention plans. The graphs share
-one pool of memory, the largest is captured first.
+There is one graph for each row count of a ladder; a step is padded to the next row count with rows of the padding
+page. The inputs of a step are copied to the device at once, except for the plan of the attention backend. The graphs
+share one memory pool, so the largest is captured first.
 
-Where many rows begin with the same pages there are second graphs, which attend to these once for all of them; their
-rows stand in another order (``sharing``).
+Steps in which many rows start with the same pages have graphs of their own, which attend to these pages once for all
+rows (cascade attention); their rows are in another order (``runner.graphs.cascade``).
 
-A graph samples every row by its temperature alone. Steps with rows that need more (top-k, penalties...) take the
-hidden states that it gives and sample outside it.
+A graph samples every row by its temperature alone. Steps with rows that need more (top-k, penalties...) use the hidden
+states of the graph and sample outside it.
 
 Shape letters: R rows of a step, B rows of its graph, D model size, P pages of the longest row.
 """
@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import CascadeAttention, DecodeBuffers, FixedCascade
-from aioengine.kernels.triton.launcher import only_compiled
+from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernels
+from aioengine.runner.graphs.cascade import SharedPrefixes
 from aioengine.runner.graphs.ladder import cascade_ladder, ladder
-from aioengine.runner.graphs.sharing import SharedPrefixes
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.sampling.device_sampler import draw_words, is_simple
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import CapturableAttention, FixedDecode
     from aioengine.models._base import Model
-    from aioengine.runner.graphs.sharing import Sharing
+    from aioengine.runner.graphs.cascade import Cascade
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.rows import RowTable, SampledRows
 
@@ -53,7 +53,7 @@ which the table stores the drawn tokens, words of the draws.
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """One captured step of ``num_rows`` rows, with the memory that it reads and writes."""
+    """One captured step of ``num_rows`` rows: hidden [B, D] and token_ids [B] are the memory that it writes."""
 
     num_rows: int
     graph: torch.cuda.CUDAGraph
@@ -63,25 +63,28 @@ class _Graph:
 
 
 class _Step(NamedTuple):
-    """A step before it is captured: ``compute`` gives the hidden states, and writes ``token_ids``."""
+    """A step before it is captured: ``compute`` returns the hidden states [B, D] and writes ``token_ids`` [B]."""
 
     compute: Callable[[], Tensor]
     token_ids: Tensor
 
 
 @dataclass(slots=True)
-class _Cascade:
-    """A graph for rows that share pages, and what it was planned for last."""
+class _CascadeGraph:
+    """A graph for rows that share pages, and the cascade that it was last planned for."""
 
     graph: _Graph
     attention: FixedCascade
-    planned: Sharing | None = None
+    planned: Cascade | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """What a replayed step gives: token_ids [R] int64, which the table remembers already, None where a row needs more
-    than a temperature, and hidden states [R, D].
+    """The results of a replayed step.
+
+    Attributes:
+        token_ids: [R] int64, which are in the table already; None where a row needs more than a temperature.
+        hidden: [R, D].
     """
 
     token_ids: Tensor | None
@@ -89,7 +92,7 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """The graphs of a model over one table of requests."""
+    """The graphs of a model that read one table of requests."""
 
     def __init__(
         self, model: Model, attention: CapturableAttention, table: RowTable, *, vocab_size: int, page_size: int
@@ -103,7 +106,7 @@ class DecodeGraphs:
         self._device = table.last_tokens.device
         self._graphs: dict[int, _Graph] = {}
         self._sizes = np.zeros(0, dtype=np.int64)
-        self._cascades: list[_Cascade] = []
+        self._cascade_graphs: list[_CascadeGraph] = []
         self._prefixes: SharedPrefixes | None = None
         self._copied = torch.cuda.Event()
         self._kernels: SamplingKernels | None = None  # the graphs write to its memory
@@ -112,7 +115,7 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """The row counts that there is a graph for."""
+        """The row counts of the graphs, ascending."""
         return self._sizes.tolist()
 
     @property
@@ -120,7 +123,7 @@ class DecodeGraphs:
         return int(self._sizes[-1]) if self._sizes.size else 0
 
     def capture(self, max_rows: int, report: Callable[[int, int], None]) -> None:
-        """Capture the ladder up to ``max_rows``; ``report`` hears how many graphs are done, and of how many."""
+        """Capture the ladder up to ``max_rows``; ``report`` receives the numbers of captured and of all graphs."""
         sizes = ladder(max_rows)
         capacity = _COLUMNS * max_rows + max_rows + 1 + max_rows * self._table.page_table.shape[1]
         self._memory = torch.zeros(capacity, dtype=torch.int32, device=self._device)
@@ -137,23 +140,23 @@ class DecodeGraphs:
         cascades: dict[int, FixedCascade] = {}
         if isinstance(attention, CascadeAttention):
             cascades = {size: attention.fixed_cascade(size, self._buffers(size)) for size in reversed(cascade_sizes)}
-        self._ask_for_kernels([*rows.items(), *cascades.items()], kernels)
+        self._compile_kernels([*rows.items(), *cascades.items()], kernels)
         num_graphs = len(rows) + len(cascades)
         report(0, num_graphs)
         for size, fixed in rows.items():
             self._graphs[size] = self._captured(size, fixed, kernels, pool)
             report(len(self._graphs), num_graphs)
-        for size, cascade in cascades.items():
-            self._cascades.insert(0, _Cascade(self._captured(size, cascade, kernels, pool), cascade))
-            report(len(rows) + len(self._cascades), num_graphs)
+        for size, fixed in cascades.items():
+            self._cascade_graphs.insert(0, _CascadeGraph(self._captured(size, fixed, kernels, pool), fixed))
+            report(len(rows) + len(self._cascade_graphs), num_graphs)
         self._sizes = np.array(sizes)
 
     def padded(self, num_rows: int) -> int:
-        """The number of rows of the graph that takes so many; more than any takes stay what they are."""
+        """The row count of the smallest graph for ``num_rows`` rows; ``num_rows`` where no graph is large enough."""
         return num_rows if num_rows > self.max_rows else int(self._sizes[np.searchsorted(self._sizes, num_rows)])
 
     def fits(self, rows: StepRows) -> bool:
-        """Whether these rows are a decode step for which there is a graph."""
+        """Whether these rows are a decode step that has a graph."""
         num_rows = len(rows.requests)
         if not num_rows or num_rows > self.max_rows or rows.known_ids.size:
             return False
@@ -163,37 +166,37 @@ class DecodeGraphs:
         """Queue the step; it must fit."""
         num_rows = len(rows.requests)
         with part("prepare"):
-            sharing = self._prefixes.find(rows) if self._prefixes else None
-            chosen = self._choose(num_rows, sharing)
+            cascade = self._prefixes.find(rows) if self._prefixes else None
+            chosen = self._choose(num_rows, cascade)
             size = chosen.num_rows
             self._copied.synchronize()
             host = self._host.numpy()
-            num_words = self._fill(host, size, rows, sampled, sharing=sharing)
+            num_words = self._fill(host, size, rows, sampled, cascade=cascade)
             self._memory[:num_words].copy_(self._host[:num_words], non_blocking=True)
             self._copied.record()
             ends = _COLUMNS * size
             chosen.attention.plan(self._host[ends : ends + size + 1], self._host[3 * size : 4 * size])
         chosen.graph.replay()
         token_ids = chosen.token_ids[:num_rows] if is_simple(sampled) else None
-        if sharing is None:
+        if cascade is None:
             return DecodeStep(token_ids, chosen.hidden[:num_rows])
-        inverse = sharing.inverse
+        inverse = cascade.inverse
         return DecodeStep(None if token_ids is None else token_ids[inverse], chosen.hidden[inverse])
 
-    def _choose(self, num_rows: int, sharing: Sharing | None) -> _Graph:
-        if sharing is None:
+    def _choose(self, num_rows: int, cascade: Cascade | None) -> _Graph:
+        if cascade is None:
             return self._graphs[self.padded(num_rows)]
-        cascade = next(cascade for cascade in self._cascades if cascade.graph.num_rows >= num_rows)
-        if cascade.planned is not sharing:
-            cascade.attention.plan_shared(sharing.pages)
-            cascade.planned = sharing
-        return cascade.graph
+        chosen = next(each for each in self._cascade_graphs if each.graph.num_rows >= num_rows)
+        if chosen.planned is not cascade:
+            chosen.attention.plan_shared(cascade.pages)
+            chosen.planned = cascade
+        return chosen.graph
 
-    def _fill(self, host: Ints, size: int, rows: StepRows, sampled: SampledRows, *, sharing: Sharing | None) -> int:
+    def _fill(self, host: Ints, size: int, rows: StepRows, sampled: SampledRows, *, cascade: Cascade | None) -> int:
         """Write to ``host`` [words] what the graph of ``size`` rows reads; returns the number of words written."""
         num_rows, page_size = len(rows.requests), self._page_size
         columns = host[: _COLUMNS * size].reshape(_COLUMNS, size)
-        order = sharing.order if sharing else slice(None)
+        order = cascade.order if cascade else slice(None)
         row_indices, row_starts = rows.row_indices[order], rows.starts[order]
         page_places = row_starts // page_size
         last_lengths = row_starts - page_places * page_size + 1
@@ -208,7 +211,7 @@ class DecodeGraphs:
         if is_simple(sampled):
             columns[4, :num_rows] = row_indices
         draw_words(sampled, columns[5:, :num_rows])
-        if sharing:
+        if cascade:
             columns[5:, :num_rows] = columns[5:, order]
         if num_rows < size:
             columns[:3, num_rows:] = 0
@@ -216,7 +219,7 @@ class DecodeGraphs:
             columns[5:, num_rows:] = 0
         starts = host[_COLUMNS * size : _COLUMNS * size + size + 1]
         starts[0] = 0
-        first_pages = sharing.num_shared if sharing else np.zeros(num_rows, dtype=np.int64)
+        first_pages = cascade.num_shared if cascade else np.zeros(num_rows, dtype=np.int64)
         np.cumsum(page_places + 1 - first_pages, out=starts[1 : num_rows + 1])
         num_used = int(starts[num_rows])
         starts[num_rows + 1 :] = np.arange(num_used + 1, num_used + 1 + size - num_rows)
@@ -224,7 +227,7 @@ class DecodeGraphs:
         ids = host[first : first + num_used + size - num_rows]
         places = np.arange(num_pages)
         is_used_RP = places <= page_places[:, None]
-        if sharing:
+        if cascade:
             is_used_RP &= places >= first_pages[:, None]
         ids[:num_used] = page_table_RP[is_used_RP]
         ids[num_used:] = PADDING_PAGE
@@ -244,9 +247,9 @@ class DecodeGraphs:
             max_pages=self._table.page_table.shape[1],
         )
 
-    def _ask_for_kernels(self, steps: list[tuple[int, FixedDecode]], kernels: SamplingKernels) -> None:
-        """Have all that steps launch compiled, with or without a graph, before the first of them waits for its own."""
-        with only_compiled():
+    def _compile_kernels(self, steps: list[tuple[int, FixedDecode]], kernels: SamplingKernels) -> None:
+        """Compile the kernels of all steps at once, before the first capture waits for its own."""
+        with compile_only():
             for size, attention in steps:
                 self._step(size, attention, kernels).compute()
 
@@ -271,7 +274,7 @@ class DecodeGraphs:
         self, size: int, attention: FixedDecode, kernels: SamplingKernels, pool: torch.cuda._POOL_HANDLE
     ) -> _Graph:
         step = self._step(size, attention, kernels)
-        step.compute()  # kernels that are loaded or chosen when they first run must not be so while being captured
+        step.compute()  # a kernel must not be loaded or chosen during the capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):

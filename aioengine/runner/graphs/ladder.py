@@ -1,4 +1,4 @@
-"""The sizes of steps for which there are CUDA graphs: rows that decode, tokens of steps with prompts."""
+"""The sizes that get CUDA graphs: row counts of decode steps, token counts of steps with prompts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _SHORT = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 257, 16))
 def ladder(max_rows: int) -> list[int]:
     """Row counts that get a CUDA graph, ascending; the last is ``max_rows``, none for 0.
 
-    They stand close together where a step is short, and up to 256 rows, where what matmuls take grows with the rows;
-    a step is padded by a quarter of its rows at most, from 16 on.
+    They are close together where a step is short, and up to 256 rows, where the time of matmuls grows with the rows.
+    From 16 rows on a step is padded by at most a quarter of its rows.
     """
     sizes: list[int] = list(_SHORT)
     while sizes[-1] < max_rows:
@@ -17,28 +17,28 @@ def ladder(max_rows: int) -> list[int]:
     return [*(size for size in sizes if size < max_rows), max_rows] if max_rows else []
 
 
-_SHARING = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_CASCADE_ROWS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _PIECES = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
 _PIECE = 256
-"""Matmuls take tokens by so many at a time."""
+"""Tokens of a tile of large matmuls."""
 MAX_SEEN_TOKENS = 8192
-"""Of the largest step that a start goes to some lengths for."""
+"""Tokens of the largest step that is captured or warmed up, so that a start takes seconds, not minutes."""
 _WORK = 5e12
-"""Weights times tokens of a step from which on an H200 computes longer than a host takes to launch the kernels."""
+"""Parameters times tokens of the step at which an H200 computes as long as the host launches kernels."""
 
 
 def cascade_ladder(max_rows: int, *, min_rows: int) -> list[int]:
-    """Row counts of steps whose rows share pages that get a CUDA graph, ascending; none below ``min_rows``."""
-    sizes = [size for size in _SHARING if min_rows <= size < max_rows]
+    """Row counts that get a CUDA graph with cascade attention, ascending; none below ``min_rows``."""
+    sizes = [size for size in _CASCADE_ROWS if min_rows <= size < max_rows]
     return [*sizes, max_rows] if max_rows >= min_rows else []
 
 
 def piece_ladder(max_tokens: int) -> list[int]:
-    """Token counts of steps with prompts in pieces, ascending; the last is ``max_tokens``, none for 0."""
+    """Token counts that get CUDA graphs in pieces, ascending; the last is ``max_tokens``, none for 0."""
     sizes = [*_PIECES, *range(_PIECES[-1] + _PIECE, max_tokens, _PIECE)]
     return [*(size for size in sizes if size < max_tokens), max_tokens] if max_tokens else []
 
 
 def longest_piece(num_weights: int, chunk_tokens: int) -> int:
-    """Up to how many tokens graphs are worth their while, for a model of so many weights."""
+    """Tokens of the largest step with prompts that is faster with graphs, for a model of ``num_weights`` parameters."""
     return min(chunk_tokens, int(_WORK / num_weights), MAX_SEEN_TOKENS)

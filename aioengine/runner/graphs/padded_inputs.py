@@ -1,4 +1,4 @@
-"""The memory that CUDA graphs of steps with prompts read: a step is padded to their number of tokens."""
+"""The input memory of CUDA graphs of steps with prompts, to whose number of tokens a step is padded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PaddedInputs:
-    """Inputs of up to T tokens in up to R rows, whose memory stays where it is.
+    """Inputs of up to T tokens in up to R rows, in memory that never moves.
 
     Attributes:
         inputs: with ``outputs`` [R], the last token of each row.
@@ -64,8 +64,8 @@ class PaddedInputs:
     def fill(self, inputs: ModelInputs, batch: ForwardBatch) -> None:
         """Write a step that is no larger.
 
-        The tokens behind it belong to no row: they have a slot of the padding page, and the ids, embeddings, positions
-        and rows that were there before.
+        The tokens after it belong to no row: their slot is in the padding page, and their ids, embeddings, positions
+        and rows are those of earlier steps.
         """
         num_tokens, num_rows = len(batch.slot_mapping), len(batch.query_lengths)
         into = self.inputs
@@ -82,4 +82,4 @@ class PaddedInputs:
         assert into.outputs is not None
         assert inputs.outputs is not None
         into.outputs[:num_rows].copy_(inputs.outputs[:num_rows])
-        into.outputs[num_rows:].zero_()  # a larger step may have left places that this graph does not have
+        into.outputs[num_rows:].zero_()  # indices of a larger step may be out of range here

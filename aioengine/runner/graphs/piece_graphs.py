@@ -1,11 +1,11 @@
-"""CUDA graphs of steps with prompts, in pieces: all but attention, which has another shape in every step.
+"""CUDA graphs of steps with prompts, in pieces: everything except attention, whose shapes differ in every step.
 
-Launched kernel by kernel, such a step costs the host about as much time as the device, and several times that where
-its number of tokens is new: libraries choose and load kernels, and memory is taken, when they first see it. So a step
-is padded to the next of a ladder of token counts, with tokens of no row, whose keys and values go to the padding page.
-What stands between the attentions of two layers is a graph; attention is launched for the tokens that there are.
+Launched kernel by kernel, such a step takes the host about as long as the device, and several times as long with a new
+number of tokens, for which libraries choose and load kernels and memory is allocated. So a step is padded to the next
+token count of a ladder, with tokens of no row, whose keys and values go to the padding page. The operations between the
+attention of two layers are one graph; attention is launched for the tokens of the step alone.
 
-Graphs and attention hand each other q, k, v and what was attended to in memory that all layers and sizes share.
+Graphs and attention exchange q, k, v and the attention outputs in memory that all layers and sizes share.
 
 T tokens of a graph, R rows, H query heads, K kv heads, E head size, D model size, L layers, N pages, S page size.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """What graphs and attention hand each other: heads [T, H + 2 K, E], attended [T, H, E]."""
+    """What graphs and attention exchange: heads [T, H + 2 K, E], attended [T, H, E]."""
 
     heads: Tensor
     attended: Tensor
@@ -60,7 +60,7 @@ class _Seams:
 
     @contextmanager
     def capture(self, pool: torch.cuda._POOL_HANDLE) -> Iterator[None]:
-        """What is computed inside becomes ``graphs``, one more than there are layers."""
+        """Operations inside are captured as ``graphs``, one more than there are layers."""
         self._pool = pool
         self._begin()
         try:
@@ -89,7 +89,7 @@ class _Seams:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A captured step: its graphs, the memory that it reads, and ``hidden`` [R, D], which it writes."""
+    """A captured step: its graphs, the memory that they read, and ``hidden`` [R, D], which they write."""
 
     graphs: list[torch.cuda.CUDAGraph]
     inputs: PaddedInputs
@@ -110,7 +110,7 @@ class PieceGraphs:
         self._steps: dict[int, _Pieces] = {}  # ascending
 
     def capture(self, max_tokens: int, report: Callable[[int, int], None]) -> None:
-        """Capture the ladder up to ``max_tokens``; ``report`` hears how many sizes are done, and of how many."""
+        """Capture the ladder up to ``max_tokens``; ``report`` receives the numbers of captured and of all sizes."""
         sizes = piece_ladder(max_tokens)
         shape, device = self._model.attention_shape, self._kv_pool.device
         num_heads = shape.num_heads + 2 * shape.num_kv_heads
@@ -122,13 +122,13 @@ class PieceGraphs:
         pool = torch.cuda.graph_pool_handle()
         captured: dict[int, _Pieces] = {}
         for num_done, size in enumerate(reversed(sizes), 1):
-            num_rows = min(self._max_rows, size)  # each has a token at least
+            num_rows = min(self._max_rows, size)  # each has at least one token
             step = inputs.first(size, num_rows)
             seams = _Seams(self._kv_pool, step.slot_mapping, handed.first(size))
-            # kernels that are compiled or loaded when they first run must not be so while being captured
+            # a kernel must not be compiled or loaded during the capture
             if size in (max_tokens, num_rows):
                 self._compute(step, seams)
-            else:  # all that it does not share with the largest step
+            else:  # what differs from the largest step
                 self._model.forward_block(size, seams)
             captured[size] = self._captured(step, seams, pool)
             report(num_done, len(sizes))
@@ -145,7 +145,7 @@ class PieceGraphs:
         chosen = next(step for size, step in self._steps.items() if num_tokens <= size)
         with part("prepare"):
             chosen.inputs.fill(inputs, batch)
-            chosen.handed.attended[num_tokens:].zero_()  # padding must be finite, it goes on to other layers
+            chosen.handed.attended[num_tokens:].zero_()  # padding must be finite: later layers read it
             self._attention.prepare(batch)
         there = chosen.handed.first(num_tokens)
         q, k, v = as_parts(there.heads, self._model.attention_shape.num_heads)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.kernels.triton.launcher import only_compiled
+from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.logits import LogitsRow
@@ -115,8 +115,8 @@ def _logits_row(rows: SampledRows, start: int, index: int) -> LogitsRow:
     return LogitsRow(index, request.sampling, request.num_prompt, int(rows.positions[start + index]), None)
 
 
-def ask_for_kernels(*, vocab_size: int, num_embeddings: int, dtype: torch.dtype, device: torch.device) -> None:
+def compile_kernels(*, vocab_size: int, num_embeddings: int, dtype: torch.dtype, device: torch.device) -> None:
     """Have all that a ``DeviceSampler`` and the graphs may launch compiled, for logits of this type."""
-    with only_compiled():
+    with compile_only():
         kernels = SamplingKernels(max_rows=1, vocab_size=vocab_size, device=device)
         kernels.draw_in_all_ways(torch.zeros(1, num_embeddings, dtype=dtype, device=device))

@@ -11,7 +11,7 @@ import torch
 from aioengine.attention._base import AttentionShape, Sharable, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.graphs.sharing import Group, SharedPrefixes, find_groups
+from aioengine.runner.graphs.cascade import Group, SharedPrefixes, find_groups
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row

@@ -1,4 +1,4 @@
-"""Which rows of a decode step begin with the same pages: their attention to these can be computed once for all.
+"""Cascade attention: which rows of a decode step start with the same pages, to which attention is computed once.
 
 R rows, P pages of the longest row.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 MAX_LEVELS = 32
-"""Prefixes of prefixes that are looked at."""
+"""Prefixes of prefixes that are searched."""
 
 
 class Group(NamedTuple):
@@ -36,16 +36,19 @@ class Group(NamedTuple):
 
     @property
     def num_spared(self) -> int:
-        """Pages that need not be read again."""
+        """Page reads that the group saves."""
         return (len(self.rows) - 1) * self.num_pages
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
-    """A step whose rows are put in another order, those of a group together.
+class Cascade:
+    """A step whose rows are in another order, those of a group together.
 
-    order [R]: places among the rows of the step. inverse: where each row of the step is then, [R] on the device.
-    num_shared [R]: pages of the rows, in the new order, that belong to their groups.
+    Attributes:
+        order: [R] indices into the rows of the step.
+        inverse: [R] on the device, the new index of each row of the step.
+        num_shared: [R] shared pages of each row, in the new order.
+        pages: the shared pages of all groups.
     """
 
     order: Ints
@@ -90,23 +93,23 @@ def _num_common(pages_RP: Pages) -> int:
 
 
 class SharedPrefixes:
-    """Finds what the rows of decode steps share, and remembers it as long as the rows are the same."""
+    """Finds the cascade of decode steps, once for as long as their rows stay the same."""
 
     def __init__(self, table: RowTable, worth: Sharable, *, page_size: int) -> None:
         self._table = table
         self._worth = worth
         self._page_size = page_size
         self._seen: tuple[int, bytes] = (-1, b"")
-        self._sharing: Sharing | None = None
+        self._cascade: Cascade | None = None
 
-    def find(self, rows: StepRows) -> Sharing | None:
-        """None where nothing is worth it."""
+    def find(self, rows: StepRows) -> Cascade | None:
+        """The cascade of these rows; None where sharing saves too little."""
         seen = (self._table.num_opened, rows.row_indices.tobytes())
         if seen != self._seen:
-            self._seen, self._sharing = seen, self._look(rows)
-        return self._sharing
+            self._seen, self._cascade = seen, self._look(rows)
+        return self._cascade
 
-    def _look(self, rows: StepRows) -> Sharing | None:
+    def _look(self, rows: StepRows) -> Cascade | None:
         num_rows = len(rows.row_indices)
         if num_rows < self._worth.min_rows:
             return None
@@ -115,10 +118,10 @@ class SharedPrefixes:
         groups = find_groups(pages_RP, num_full, self._worth)
         if not groups:
             return None
-        return _sharing(pages_RP, groups, self._table)
+        return _cascade(pages_RP, groups, self._table)
 
 
-def _sharing(pages_RP: Pages, groups: list[Group], table: RowTable) -> Sharing:
+def _cascade(pages_RP: Pages, groups: list[Group], table: RowTable) -> Cascade:
     """The order of the step's rows and their shared pages, from page tables [R, P]."""
     num_rows = len(pages_RP)
     grouped = np.concatenate([group.rows for group in groups])
@@ -132,4 +135,4 @@ def _sharing(pages_RP: Pages, groups: list[Group], table: RowTable) -> Sharing:
         num_pages=np.array([group.num_pages for group in groups], dtype=np.int32),
         page_ids=np.concatenate([pages_RP[group.rows[0], : group.num_pages] for group in groups]),
     )
-    return Sharing(order, table.upload(inverse), num_shared, pages)
+    return Cascade(order, table.upload(inverse), num_shared, pages)
