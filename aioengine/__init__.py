@@ -17,7 +17,7 @@
 | 4 | ``processes.scheduler_process``, ``scheduler.core.SchedulerCore.step`` | ``Submit`` -> a request that waits |
 | 5 | ``scheduler.scheduler``, ``memory.prefix_cache`` | a ``Plan`` (rows), pages |
 | 6 | ``runner.model_runner`` | ``Plan`` -> tensors -> ``StepResult`` |
-| 7 | ``text.pipeline`` in ``processes.detokenizer_process`` | ids -> text, stops; one ``TextChunks`` for each step |
+| 7 | ``text.detokenizer`` in ``processes.detokenizer_process`` | ids -> text, stops; one ``TextChunks`` for each step |
 | 8 | ``router.Router.deliver``, ``outputs.RowStream`` | every chunk to the slot of its row, merged if unread |
 | 9 | ``stream.Generation.__anext__``, ``answers`` | new output as the public dict |
 

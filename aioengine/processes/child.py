@@ -19,9 +19,8 @@ from aioengine.processes.host import die_with_parent, handle_signals, name_proce
 from aioengine.processes.uplink import Uplink, encodable, forward_logs
 from aioengine.protocol.board import CrashBoard
 from aioengine.protocol.codec import fingerprint
-from aioengine.protocol.messages import Failed, Ready
+from aioengine.protocol.messages import Failed, Ready, new_epoch_in
 from aioengine.protocol.orders import Orders, decode_orders
-from aioengine.protocol.service import new_epoch_in
 from aioengine.transport.addresses import Listener
 from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 

@@ -1,15 +1,20 @@
-"""The detokenizer process: turns token ids into text. It imports no torch."""
+"""The detokenizer process: turns token ids into text. It imports no torch.
+
+Matching of stop patterns gets a part of each step and a quarter of the time, all requests together. Tokens of requests
+whose patterns are slower wait in the ``MatchingQueue``, in order, so that the texts of other requests do not; each
+request has a budget of its own, beyond which it fails.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from itertools import repeat
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 from aioengine.errors import RequestError
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import limit_threads
-from aioengine.processes.matching_queue import MatchingQueue, Token
 from aioengine.processes.open_text import OpenText, TextSource
 from aioengine.protocol.board import NO_END, CrashBoard, blank_board
 from aioengine.protocol.messages import (
@@ -28,6 +33,103 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from aioengine.config import Settings
+
+
+STEP_BUDGET_S: Final = 0.01
+"""CPU time of matching in one step, and in one turn of those that wait; the search that exceeds it is the last."""
+
+REST: Final = 3
+"""After a turn the other requests have the process to themselves for this many times its length."""
+
+OVERDUE_S: Final = 0.2
+LONG_S: Final = 0.001
+
+
+class Token(NamedTuple):
+    """An id of a request, with the end of the request where it came in the same step.
+
+    ``is_replayed``: its text has left already.
+    """
+
+    token_id: int
+    end: End | None = None
+    is_replayed: bool = False
+
+
+class MatchingQueue:
+    """What waits, by request, and when it is its turn. All times are given."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[OpenText, deque[Token | End]]] = {}
+        self._next: int | None = None  # whose entry is taken next, while none of it took long
+        self._rests_until = 0.0
+        self._used_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, uid: int) -> bool:
+        return uid in self._waiting
+
+    def begin(self) -> None:
+        """A step or a turn begins."""
+        self._used_s = 0.0
+
+    def spend(self, used_s: float) -> None:
+        """Matching took so much CPU time."""
+        self._used_s += used_s
+        if used_s > LONG_S:
+            self._next = None
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no more should be matched in this step or turn."""
+        return self._used_s >= STEP_BUDGET_S
+
+    def delays(self, request: OpenText) -> bool:
+        """Whether a token of this request has to wait."""
+        return request.uid in self._waiting or self.is_exhausted or request.is_slow
+
+    def add(self, request: OpenText, token: Token) -> None:
+        """Let a token wait, behind those of the same request."""
+        if request.uid not in self._waiting:
+            self._waiting[request.uid] = request, deque()
+        self._waiting[request.uid][1].append(token)
+
+    def add_end(self, end: End) -> None:
+        """Let the end of a request wait, of which tokens do."""
+        self._waiting[end.uid][1].append(end)
+
+    def drop(self, uid: int) -> bool:
+        """Forget what waits of a request; whether its end was there."""
+        if uid not in self._waiting:
+            return False
+        _, entries = self._waiting.pop(uid)
+        return isinstance(entries[-1], End)
+
+    def take(self) -> tuple[OpenText, Token | End]:
+        """The next entry of the request whose patterns take the least time; there must be one."""
+        uid = self._next
+        if uid is None or uid not in self._waiting:
+            uid = self._next = min(self._waiting, key=lambda uid: self._waiting[uid][0].expected_s)
+        request, entries = self._waiting[uid]
+        entry = entries.popleft()
+        if not entries:
+            del self._waiting[uid]
+        return request, entry
+
+    def is_due(self, now: float, *, has_news: bool) -> bool:
+        """Whether a turn may begin. While there is news to send, it is put off for a moment."""
+        return bool(self._waiting) and now >= self._rests_until + (OVERDUE_S if has_news else 0.0)
+
+    def rest(self, now: float) -> None:
+        """Matching that began at ``now`` has ended; other requests go first for a while."""
+        self._rests_until = now + (1 + REST) * self._used_s
+
+    def wait_s(self, now: float) -> float:
+        """How long until the next turn, if something waits."""
+        return max(0.0, self._rests_until - now)
+
 
 _STAGE = "detokenize"
 _WITH_ALL_TEXT = FinishCode.STOP, FinishCode.LENGTH

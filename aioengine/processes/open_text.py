@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from aioengine.patterns import PatternCache
 from aioengine.protocol.messages import FinishCode
-from aioengine.text.detokenizer import Decode, make_detokenizer
-from aioengine.text.pipeline import TextPipeline
+from aioengine.text.detokenizer import Decode, TextPipeline, make_detokenizer
 from aioengine.text.stop import StopMatcher
 from aioengine.text.token_table import TokenizerFile, TokenTable, read_token_table
 from aioengine.tokenizer import Tokenizer

@@ -15,10 +15,14 @@ stand where there is one entry for each token of a step; rare events are lists o
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
 from aioengine.protocol.columns import BadColumnsError, TokenColumns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Role(Struct, frozen=True, array_like=True, gc=False):
@@ -402,3 +406,8 @@ class Frame(Struct, array_like=True, gc=False):
     sender: int
     number: int
     messages: list[Message]
+
+
+def new_epoch_in(messages: Iterable[Message]) -> NewEpoch | None:
+    """The message that begins another epoch; all messages received together with it are of the old epoch."""
+    return next((message for message in messages if isinstance(message, NewEpoch)), None)

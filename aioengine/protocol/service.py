@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from aioengine.protocol.messages import NewEpoch
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from aioengine.protocol.messages import Message
 
@@ -24,11 +22,6 @@ class Outbox(NamedTuple):
 
     to_peer: list[Message]
     to_frontend: list[Message]
-
-
-def new_epoch_in(messages: Iterable[Message]) -> NewEpoch | None:
-    """The message that begins another epoch; all messages received together with it are of the old epoch."""
-    return next((message for message in messages if isinstance(message, NewEpoch)), None)
 
 
 class Service(Protocol):

@@ -22,9 +22,8 @@ from aioengine.logs import log, warn
 from aioengine.protocol.messages import SCHEDULER, Reply, Stats, TextChunks, Totals
 from aioengine.protocol.orders import ROLES
 from aioengine.supervision.incarnation import Incarnation, Loss
-from aioengine.supervision.ledger import Ledger
+from aioengine.supervision.ledger import Blame, Ledger
 from aioengine.supervision.tasks import EngineTask
-from aioengine.supervision.trials import Blame
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from aioengine.processes.detokenizer_process import DetokenizerService
-from aioengine.processes.matching_queue import MatchingQueue
+from aioengine.processes.detokenizer_process import DetokenizerService, MatchingQueue
 from aioengine.processes.open_text import OpenText, TextSource
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import (

@@ -13,8 +13,8 @@ import pytest
 from aioengine.errors import EngineStalledError
 from aioengine.processes.scheduler_process import SchedulerService
 from aioengine.protocol.messages import Role
-from aioengine.supervision import heartbeats
-from aioengine.supervision.heartbeats import NUM_TICKS, Heartbeats
+from aioengine.supervision import incarnation
+from aioengine.supervision.incarnation import NUM_TICKS, Heartbeats
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import ECHO, FakeRunner, build
 from aioengine.testing.faults import Faults
@@ -164,7 +164,7 @@ async def test_a_control_call_that_takes_long_is_no_stall(name: str) -> None:
 
 
 async def test_long_work_has_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeats, "MAX_WORK_S", 0.2)
+    monkeypatch.setattr(incarnation, "MAX_WORK_S", 0.2)
     beats, stalled, scheduler = Heartbeats(0.1), list[float](), Role("scheduler")
     begun_at = time.monotonic()
     beats.watch([scheduler], lambda *_: stalled.append(time.monotonic() - begun_at))

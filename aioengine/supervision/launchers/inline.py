@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aioengine.protocol.codec import fingerprint
-from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Ready
-from aioengine.protocol.service import new_epoch_in
+from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Ready, new_epoch_in
 from aioengine.transport.local import LocalChannel
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.memory.pages import PageAllocator
+from aioengine.memory.prefix_cache import PageAllocator
 
 
 def test_a_pool_has_at_least_one_page() -> None:

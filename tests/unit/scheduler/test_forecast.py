@@ -17,7 +17,7 @@ from aioengine.protocol.messages import (
     Submit,
     TextRules,
 )
-from aioengine.scheduler.forecast import Pace, refusal_of_late
+from aioengine.scheduler.admission import Pace, refusal_of_late
 
 CHUNK = 100
 

@@ -14,8 +14,8 @@ from aioengine.protocol.messages import (
     TextOpened,
     TextRules,
 )
-from aioengine.scheduler.outbox import Outbox
 from aioengine.scheduler.request import Request
+from aioengine.scheduler.requests import Outbox
 
 
 def request_of(uid: int) -> Request:

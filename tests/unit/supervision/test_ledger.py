@@ -26,9 +26,8 @@ from aioengine.protocol.messages import (
     TextChunks,
     TextRules,
 )
-from aioengine.supervision.ledger import CRASH_STAGE, Ledger
+from aioengine.supervision.ledger import CRASH_STAGE, Blame, Ledger
 from aioengine.supervision.supervisor import RestartWindow, RisingTotals
-from aioengine.supervision.trials import Blame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.text.detokenizer import TableDetokenizer, make_detokenizer
-from aioengine.text.pipeline import TextPipeline
+from aioengine.text.detokenizer import TableDetokenizer, TextPipeline, make_detokenizer
 from aioengine.text.stop import StopMatcher
 from aioengine.text.token_table import TokenTable, read_token_table
 from tests.unit.text.sample_tokenizers import TABLE_SAMPLES, Sample
