@@ -120,7 +120,7 @@ class Supervisor:
         if due := self._ledger.record(messages, time.monotonic()):
             self._incarnation.send(due)
         if self._ledger.holds_back:
-            self._look_later()
+            self._report_later()
 
     async def stop(self, timeout_s: float) -> None:
         """End the children: ask, then kill; all within about ``timeout_s``. Harmless when repeated or never started."""
@@ -185,11 +185,11 @@ class Supervisor:
                 self._ledger.calls.receive(message)
         self._events.on_messages(messages)
 
-    def _look_later(self) -> None:
+    def _report_later(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._look)
+            self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._report_waiting)
 
-    def _look(self) -> None:
+    def _report_waiting(self) -> None:
         """Deliver what no child will report: ends of requests that wait here, and replies to calls that were lost."""
         self._timer = None
         if self._is_ended:
@@ -198,7 +198,7 @@ class Supervisor:
         if reports := self._ledger.take_reports():
             self._events.on_messages(reports)
         if self._ledger.holds_back:
-            self._look_later()
+            self._report_later()
 
     # ------------------------------------------------------------ losses
 
@@ -214,7 +214,7 @@ class Supervisor:
         if not may_recover:
             self._fail(loss.error)
             return
-        self._look_later()
+        self._report_later()
         self._recovery = EngineTask(self._recover(loss), name="aioengine-recovery", on_failure=self._fail)
         warn(logger, "%s; %d requests go on in new processes", _describe(loss.error), self._ledger.num_open)
 
@@ -248,7 +248,7 @@ class Supervisor:
                     pause_s = min(2 * pause_s, _MAX_RETRY_S)
                 is_mendable = False
                 continue
-            if not self._is_ended:  # by another thread
+            if not self._is_ended:  # which ``kill_now`` does on another thread
                 self.num_restarts += is_mendable
                 self._recovery = None
                 log(logger, logging.INFO, "the lost processes are replaced; %d requests go on", self._ledger.num_open)
@@ -262,7 +262,7 @@ class Supervisor:
             EngineStartupError: one could not start; none is left running.
         """
         await self._incarnation.end(polite_s=0.0)
-        if self._is_ended:  # by another thread
+        if self._is_ended:  # which ``kill_now`` does on another thread
             return
         self._incarnation = self._make()
         self._totals.restart()
