@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from copy import copy
 from typing import TYPE_CHECKING, Final, cast
 
 from msgspec.structs import replace
@@ -101,7 +102,7 @@ class Attachments:
             attachment = self._by_rid.get(rid)
             if attachment is None:
                 if self._closed is not None:
-                    raise self._closed.with_traceback(None)
+                    raise copy(self._closed)
                 raise ValueError(
                     f"no request {checks.shown(rid)} can be attached to: it had no resume_ttl, or its time is over"
                 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from copy import copy
 from typing import TYPE_CHECKING, Final
 
 from aioengine.frontend.attachments import Attachments
@@ -211,7 +212,7 @@ class CallLifecycle:
         self.settle(call)
 
     def fail(self, call: Call, error: EngineError) -> None:
-        output = call.output
+        output, error = call.output, copy(error)
         with self._lock:
             if output.returns_exceptions and not output.is_over:
                 now = time.monotonic()

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import tempfile
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict
 
@@ -80,7 +81,7 @@ class Controls:
             EngineError: the engine died, or was shut down, before it came.
         """
         if self._failure is not None:
-            raise self._failure.with_traceback(None)
+            raise copy(self._failure)
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ValueError(
                 f"the payload of {name!r} has {len(payload):,} bytes, the limit is {MAX_PAYLOAD_BYTES:,}; "
@@ -176,7 +177,7 @@ class Controls:
         self._failure = error
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(error)
+                waiting.set_exception(copy(error))
 
 
 def _folder(output_dir: str | os.PathLike[str] | None) -> str:

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import os
 import weakref
+from copy import copy
 from typing import TYPE_CHECKING
 
 from aioengine.frontend import callers
@@ -81,7 +82,7 @@ class EngineRun:
                     self.frontend = await self._started(start_frontend)
                     _running.add(self)
                 elif self.frontend.failure is not None:
-                    raise self.frontend.failure.with_traceback(None)
+                    raise copy(self.frontend.failure)
         finally:
             self._num_starters -= 1
 

@@ -76,7 +76,8 @@ class Frontend:
     The methods of the first part are called from any thread, the others on the loop.
 
     Attributes:
-        failure: raised by every call from now on, once the engine is dead or closed.
+        failure: what every call raises from now on, once the engine is dead or closed. Copies of it are raised: an
+            error keeps all frames alive through which it came, and with them what they refer to.
     """
 
     def __init__(self, parts: Running) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -107,7 +108,7 @@ class QueueLimits:
     def check_refusal(self) -> None:
         """Raise EngineError where new calls are refused, however little waits."""
         if self.refusal is not None:
-            raise self.refusal.with_traceback(None)
+            raise copy(self.refusal)
 
     # ------------------------------------------------------------ reservations
 
@@ -309,7 +310,7 @@ class Overload:
 
 def _raise_refusal(place: Place) -> None:
     if place.error is not None:
-        raise place.error.with_traceback(None)
+        raise copy(place.error)
 
 
 def _release(gate: threading.Lock) -> bool:

@@ -136,6 +136,7 @@ class _State(Enum):
     RUNNING = 1
     BROKEN = 2  # without a detokenizer, until it is mended
     ENDED = 3
+    FAILED = 4  # ended, with the engine: to be closed as soon as no child is left
 
 
 class Incarnation:
@@ -361,7 +362,11 @@ class Incarnation:
         self._lose(None, failure, is_final=not isinstance(cause, LostFrameError))
 
     def _child_ended(self, child: RunningChild) -> None:
-        if self._state is _State.ENDED or self._handshake is None or child not in self._launcher.children:
+        if self._state is _State.FAILED and not any(one.is_alive for one in self._launcher.children):
+            self._close()  # else a dead engine that nobody shuts down would be held by its loop
+        if self._state in (_State.ENDED, _State.FAILED) or self._handshake is None:
+            return
+        if child not in self._launcher.children:
             return
         if self._state is not _State.RUNNING:
             self._handshake.child_ended(child)
@@ -385,10 +390,14 @@ class Incarnation:
 
     # ------------------------------------------------------------ ends
 
-    def give_up(self) -> None:
-        """Kill the children, without waiting; ``end`` is still to be called."""
+    def give_up(self, *, with_engine: bool = False) -> None:
+        """Kill the children, without waiting. ``end`` is still to be called, but ``with_engine`` may be left out."""
         self._mark_ended()
         self._family.kill()
+        if with_engine:
+            self._state = _State.FAILED
+            for child in self._launcher.children:
+                asyncio.get_running_loop().call_soon(self._child_ended, child)
 
     def kill_now(self) -> None:
         """End the children at once, from any thread, and with or without a loop that runs."""

@@ -280,7 +280,7 @@ class Supervisor:
                 f"{self._window.window_s:g} seconds, which is all that max_restarts={self._window.max_restarts} allows"
             )
         try:
-            self._incarnation.give_up()
+            self._incarnation.give_up(with_engine=True)
         finally:
             self._events.on_failure(error)
 

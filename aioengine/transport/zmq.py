@@ -81,6 +81,7 @@ class ZmqSender:
         self._max_backlog = max_backlog
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.LINGER, 0)  # else garbage collection would wait for a reader that is gone
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # the reader accepts when it can
         self._socket.connect(endpoint)

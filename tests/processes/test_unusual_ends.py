@@ -242,6 +242,36 @@ def test_an_engine_that_is_forgotten_with_its_loop_is_collected(is_closed: bool)
     assert_gone(children)
 
 
+async def died() -> weakref.ref[AsyncEngine]:
+    """An engine that died and that nobody refers to."""
+    engine = fake_async_engine(processes=True, max_restarts=0)
+    await engine.start()
+    call = engine.async_generate("a", LONG)
+    os.kill(engine.get_all_child_pids()[0], signal.SIGKILL)
+    for waiting in (call, engine.wait_failed()):
+        with contextlib.suppress(EngineDeadError):
+            await waiting
+    for _ in range(2):
+        with pytest.raises(EngineDeadError):
+            engine.async_generate("a", LONG)
+    return weakref.ref(engine)
+
+
+@process
+@pytest.mark.filterwarnings("ignore:.*was not shut down:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_an_engine_that_died_is_collected_without_a_shutdown() -> None:
+    num_fds = len(os.listdir("/proc/self/fd"))
+    forgotten = await died()
+
+    def is_gone() -> bool:
+        gc.collect()
+        return forgotten() is None and len(os.listdir("/proc/self/fd")) <= num_fds
+
+    await until(is_gone)
+    await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name().startswith("aioengine")])
+
+
 # ---------------------------------------------------------------- programs that end
 
 HEAD = """
