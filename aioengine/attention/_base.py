@@ -1,4 +1,4 @@
-"""What attention works on: the batch of a step, the layout of the KV pool, and the interface of a backend.
+"""The interface of an attention backend: the batch of a step, the layout of the KV pool, the protocols.
 
 Shape letters: T packed tokens of the step, R rows, P pages in the longest page table, S page size, H query heads,
 K kv heads, E head size, L layers, N pages in the pool.
@@ -26,12 +26,13 @@ class BackendUnavailableError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """What attention reads of one step; the tokens of a row stand together, rows in the order of the plan.
+    """The input of attention in one step; the tokens of a row are adjacent, rows in the order of the plan.
 
-    slot_mapping: [T] int64, where K and V of each token go: page id * page size + offset in the page.
-    page_table: [R, P] int32, page ids of each row in order; entries beyond a row's pages are any valid page id.
-    query_lengths: R host ints, tokens that a row computes in this step, at least 1.
-    kv_lengths: R host ints, positions of the row that have K and V once this step has written its own.
+    Attributes:
+        slot_mapping: [T] int64, where K and V of each token go: page id * page size + offset in the page.
+        page_table: [R, P] int32, page ids of each row in order; entries beyond a row's pages are any valid page id.
+        query_lengths: R host ints, tokens that a row computes in this step, at least 1.
+        kv_lengths: R host ints, positions of the row that have K and V once this step has written its own.
     """
 
     slot_mapping: Tensor
@@ -42,7 +43,7 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What a backend must know of the model.
+    """The facts about a model that a backend needs.
 
     Attributes:
         scale: multiplies the dot products of queries and keys.
@@ -59,7 +60,11 @@ class AttentionShape:
 
 
 def require_causal(shape: AttentionShape, name: str) -> None:
-    """Raises ValueError, naming the backend, for a model whose tokens attend to later positions."""
+    """Check that a causal backend can compute the model.
+
+    Raises:
+        ValueError: the model's tokens attend to later positions; the message names the backend.
+    """
     if not shape.is_causal:
         message = f"attention_backend {name!r} is causal, and this model attends in both directions; 'torch' works"
         raise ValueError(message)
@@ -110,8 +115,14 @@ class AttentionBackend(StepAttention, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """Device memory that fixed decode steps of R rows read: slot_mapping [R], starts [R + 1], last_lengths [R], and
-    page_ids, the page tables one after the other, row r from ``starts[r]`` on. All int32. ``max_pages``: of a row.
+    """Device memory that captured decode steps of R rows read; all tensors are int32.
+
+    Attributes:
+        slot_mapping: [R].
+        starts: [R + 1], where the pages of each row start in ``page_ids``.
+        last_lengths: [R], positions on the last page of each row.
+        page_ids: the page tables one after the other.
+        max_pages: pages of the longest possible row.
     """
 
     slot_mapping: Tensor
@@ -122,7 +133,7 @@ class DecodeBuffers:
 
 
 class FixedDecode(StepAttention, Protocol):
-    """Attention of decode steps with a fixed number of rows, over buffers that its user fills before each step."""
+    """Attention of decode steps with a fixed number of rows, over buffers that the caller fills before each step."""
 
     def plan_first(self, kv_lengths: Ints) -> None:
         """Before the capture, for rows of ``kv_lengths`` [R] positions. The buffers are filled with an empty page."""
@@ -135,7 +146,7 @@ class FixedDecode(StepAttention, Protocol):
 
 @runtime_checkable
 class CapturableAttention(AttentionBackend, Protocol):
-    """A backend whose decode steps can stand in a CUDA graph."""
+    """A backend whose decode steps can be captured in a CUDA graph."""
 
     def warm_up(self) -> None:
         """Compile what is not compiled yet."""
@@ -146,10 +157,12 @@ class CapturableAttention(AttentionBackend, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """Pages with which groups of rows begin. The rows of a group stand together, those of no group at the end.
+    """The first pages of groups of rows. The rows of a group are adjacent, rows of no group come last.
 
-    row_ends [G]: where the rows of each group end. num_pages [G]: that they share, all full. page_ids: one group after
-    the other. int32 on the host.
+    Attributes:
+        row_ends: [G] int32 on the host, where the rows of each group end.
+        num_pages: [G] int32 on the host, pages that the rows of each group share, all full.
+        page_ids: int32 on the host, the shared pages of one group after the other.
     """
 
     row_ends: Ints
@@ -159,7 +172,7 @@ class SharedPages:
 
 @dataclass(frozen=True, slots=True)
 class Sharable:
-    """Which groups are worth it: rows, and pages that need not be read again. ``max_groups``: of a step."""
+    """Limits of cascade attention: a group has ``min_rows`` rows and saves ``min_spared`` page reads at least."""
 
     min_rows: int
     min_spared: int
@@ -167,7 +180,7 @@ class Sharable:
 
 
 class FixedCascade(FixedDecode, Protocol):
-    """Decode steps of which groups of rows begin with the same pages; what ``FixedDecode`` speaks of are the others."""
+    """Decode steps whose groups of rows start with the same pages; the buffers hold the other pages of the rows."""
 
     def plan_shared(self, pages: SharedPages) -> None:
         """Before the first replay with these groups."""
@@ -176,7 +189,7 @@ class FixedCascade(FixedDecode, Protocol):
 
 @runtime_checkable
 class CascadeAttention(CapturableAttention, Protocol):
-    """A backend that can attend to shared pages once for all rows."""
+    """A backend with cascade attention: it attends to shared pages once for all rows."""
 
     @property
     def sharable(self) -> Sharable: ...
@@ -186,7 +199,7 @@ class CascadeAttention(CapturableAttention, Protocol):
 
 @runtime_checkable
 class PiecewiseAttention(AttentionBackend, Protocol):
-    """A backend that attends between CUDA graphs of everything else, over memory which these read and write."""
+    """A backend that attends between CUDA graphs of all other operations, over memory that these read and write."""
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
         """``attend``, to ``out`` [T, H, E]."""

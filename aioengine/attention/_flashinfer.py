@@ -1,8 +1,8 @@
 """FlashInfer's prefill kernels: for rows of several tokens, and for pages that many decode rows share (cascade).
 
-Rows whose keys and values are all computed in this step are attended to as they lie in the step's tensors, which is a
-fifth faster than through the pages; the others through the pages. Pages with which several decode rows begin are
-attended to once for all these rows, as a prompt that sees all of them; the kernel for decode rows merges the result.
+Rows whose keys and values are all computed in this step read them from the step's tensors, which is a fifth faster than
+through the pages; other rows read the pages. Pages that several decode rows start with are attended to once for all
+these rows, as a prompt that sees all of them; the kernel for decode rows merges the result.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 512 << 20
 PLAN_BYTES = 1 << 20
-"""Of a plan of few rows and tokens, on the device and on the host."""
+"""Size of a plan of few rows and tokens, on the device and on the host."""
 MIN_FRESH_TOKENS = 256
-"""Fewer are not worth a plan of their own."""
+"""Fewer tokens do not pay for a plan of their own."""
 MAX_GROUPS = 8
 MIN_ROWS = 48
 MIN_SPARED_BYTES = 256 << 20
-"""Of keys and values of a layer. On an H200 64 rows of model b that share 1024 tokens take as long either way."""
+"""Of keys and values of a layer. On an H200, 64 rows of model b that share 1024 tokens take as long either way."""
 
 
 class Staging:
-    """Keeps the host from writing a plan over one that is still being copied."""
+    """Keeps the host from overwriting a plan that is still being copied."""
 
     def __init__(self) -> None:
         self._copied = torch.cuda.Event()
@@ -56,7 +56,7 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the plans of a backend have in common. ``pool``: keys and values of each layer, [N, K, S, E]."""
+    """State that all plans of a backend share. ``pool``: keys and values of each layer, [N, K, S, E]."""
 
     shape: AttentionShape
     pool: list[Pool]
@@ -130,8 +130,13 @@ class PrefillRows:
 
 
 class Pages(NamedTuple):
-    """Of rows that see ``lengths`` [R] positions, 0 where there are none. starts [R + 1]: where the pages of each row
-    begin. page_ids: one row after the other, on the device. last_lengths [R]: positions on the last page.
+    """The pages of R rows.
+
+    Attributes:
+        lengths: [R] positions of each row, or 0.
+        starts: [R + 1], where the pages of each row start in ``page_ids``.
+        page_ids: one row after the other, on the device.
+        last_lengths: [R] positions on the last page of each row.
     """
 
     lengths: Ints
@@ -162,7 +167,7 @@ def plan_paged(
 
 
 def fixed_wrapper(shared: Shared, *, num_rows: int, num_pages: int) -> BatchPrefillWithPagedKVCacheWrapper:
-    """One whose kernels can stand in a CUDA graph, for so many rows with so many pages in all."""
+    """A wrapper whose kernels can be captured, for ``num_rows`` rows with ``num_pages`` pages in all."""
     device = shared.workspace.device
 
     def column(size: int) -> Tensor:
@@ -189,14 +194,14 @@ def sharable(shared: Shared) -> Sharable:
 
 
 class FixedFlashInferCascade:
-    """Decode steps of exactly so many rows, over buffers that somebody else fills with what is each row's own."""
+    """Implements ``FixedCascade``: the buffers hold the pages that each row does not share."""
 
     def __init__(self, shared: Shared, num_rows: int, buffers: DecodeBuffers) -> None:
         self._shared = shared
         self._num_rows = num_rows
         self._own = FixedDecodeRows(shared.shape, shared.pool, num_rows, buffers)
         self._slots = buffers.slot_mapping
-        # one group more: the rows that share nothing
+        # one more group: the rows that share no pages
         self._wrapper = fixed_wrapper(shared, num_rows=MAX_GROUPS + 1, num_pages=MAX_GROUPS * buffers.max_pages)
 
     def plan_first(self, kv_lengths: Ints) -> None:

@@ -1,4 +1,4 @@
-"""Rows that compute one token on a GPU, for backends: what the kernel of ``kernels/triton/decode.py`` is told.
+"""Rows of one token on a GPU: the inputs of the kernel in ``kernels/triton/decode.py``, for all backends.
 
 R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -76,7 +76,7 @@ def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, pa
 
 
 class FixedDecodeRows:
-    """Attention of decode steps with a fixed number of rows, over buffers that somebody else fills.
+    """Implements ``FixedDecode`` with our decode kernel.
 
     ``pool``: keys and values of each layer, [N, K, S, E].
     """
@@ -108,7 +108,7 @@ class FixedDecodeRows:
         page_size = self._pool[0][0].shape[2]
         page_starts = starts.numpy()
         lengths = (page_starts[1:] - page_starts[:-1] - 1) * page_size + last_lengths.numpy()
-        self._copied.synchronize()  # the plan before is not written over while it is still being copied
+        self._copied.synchronize()  # the last plan must not be overwritten while it is still being copied
         self._splits.numpy()[:] = plan_splits(lengths, self._splits.shape[1])
         self.rows.splits.copy_(self._splits, non_blocking=True)
         self._copied.record()

@@ -1,4 +1,4 @@
-"""How the positions of rows that decode are shared out among the programs of a GPU. R rows, X places for splits."""
+"""Split-KV: how the positions of decode rows are divided among the programs of a GPU. R rows, X entries for splits."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
 
 ENOUGH_PROGRAMS = 512
-"""Each works on a split for one kv head; with fewer, some of a GPU's processors have nothing to do at the end."""
+"""Each computes a split for one kv head; with fewer, some of a GPU's processors are idle at the end."""
 MAX_SPLITS = 32
-"""Of a row: one program puts them together."""
+"""Splits of one row, which one program merges."""
 STEP = 128
-"""Positions that a program works on at a time; splits begin at multiples of this."""
+"""Positions that a program loads at a time; splits start at multiples of this."""
 COLUMNS = 5
 
 
 def max_splits(num_rows: int, num_kv_heads: int) -> int:
-    """Room for the splits of so many rows, whatever their lengths are; a multiple of 16, as kernels like it."""
+    """Entries for the splits of ``num_rows`` rows of any lengths; a multiple of 16, to keep one specialization."""
     num_more = min(-(-ENOUGH_PROGRAMS // num_kv_heads), num_rows * (MAX_SPLITS - 1))
     return -(-(num_rows + num_more) // 16) * 16
 
 
 def plan_splits(lengths: Ints, places: int) -> Ints:
-    """[COLUMNS, X]: row, begin and end of each split, how many splits its row has, and the place of the first of them.
+    """Divide rows of ``lengths`` [R] positions into splits.
 
-    Parts are about equally long, those of the longest rows stand first, and those of a row one after the other. The
-    row of a place without a split is -1.
+    Returns:
+        [COLUMNS, X]: row, begin and end of each split, the number of splits of its row, and the index of the first of
+        them. Splits are about equally long, those of the longest rows come first, and those of a row are adjacent. The
+        row of an unused entry is -1.
     """
     spare = places - len(lengths)
     most = max(-(-int(lengths.sum()) // spare), -(-int(lengths.max()) // MAX_SPLITS))

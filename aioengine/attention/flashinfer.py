@@ -1,14 +1,14 @@
 """Attention with FlashInfer's kernels on an NVIDIA GPU, and a kernel of our own for rows that compute one token.
 
-A step's plan is made once and serves all layers. The rows that compute one token and stand at the front of the batch
-go through ``kernels/triton/decode.py``: FlashInfer's decode kernels take longer to begin with each row (on an H200,
-256 rows of 576 positions: 148 us a layer, its own 154 to 207), and its plan for them costs the host more. All others
-go through FlashInfer's prefill kernel.
+A step is planned once for all layers. Rows of one token at the front of the batch go through
+``kernels/triton/decode.py``: FlashInfer's decode kernels have a higher cost per row (on an H200, 256 rows of 576
+positions: 154 to 207 us a layer, our kernel 148), and their plan costs the host more. All other rows go through
+FlashInfer's prefill kernel.
 
-At the start ``_flashinfer_ready`` sees to it that there are kernels for the types and sizes of the model, and that
-they are compiled. FlashInfer's plans are written to pinned memory and copied from there; a plan must not be made before
-the copy of the one before it is over, for which ``Staging`` of ``_flashinfer`` waits. Pages that many rows
-share are read once for all of them by ``_flashinfer``.
+At the start ``_flashinfer_ready`` checks that FlashInfer has kernels for the types and sizes of the model, and compiles
+them. FlashInfer's plans are written to pinned memory and copied from there; a plan must not be written before the copy
+of the last one has ended, for which ``Staging`` of ``_flashinfer`` waits. ``_flashinfer`` also has cascade attention:
+pages that many rows share are read once for all of them.
 
 Shape letters: T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class FlashInferAttention:
-    """See the module. ``kv_pool``: [L, 2, N, K, S, E] in bf16 or fp16."""
+    """Implements ``CascadeAttention`` and ``PiecewiseAttention``. ``kv_pool``: [L, 2, N, K, S, E] in bf16 or fp16."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 2, N, K, S, E]."""
@@ -82,7 +82,7 @@ class FlashInferAttention:
             self._prefill.attend(q[split:], (k[split:], v[split:]), pool, out[split:])
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecodeRows:
-        """Decode steps of exactly so many rows."""
+        """Decode steps of ``num_rows`` rows."""
         return FixedDecodeRows(self._shared.shape, self._shared.pool, num_rows, buffers)
 
     @property
@@ -90,7 +90,7 @@ class FlashInferAttention:
         return sharable(self._shared)
 
     def fixed_cascade(self, num_rows: int, buffers: DecodeBuffers) -> FixedFlashInferCascade:
-        """The same for rows that begin with the same pages."""
+        """Decode steps of ``num_rows`` rows of which groups start with the same pages."""
         return FixedFlashInferCascade(self._shared, num_rows, buffers)
 
     def warm_up(self) -> None:

@@ -1,7 +1,7 @@
-"""Attention on a GPU in Triton's kernels: any size of heads, any type of numbers, nothing to compile before.
+"""Attention on a GPU with Triton's kernels, for any head size and dtype, without a C++ compiler.
 
-Every token's result is the same bits whatever it is computed with (``kernels/triton/attention.py``); FlashInfer's is
-faster, and not that.
+A token's result is the same bits whatever it is computed with (``kernels/triton/attention.py``); FlashInfer is faster
+and does not promise that.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, L layers, N pages of the pool, S page size.
 """
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
 
 ENOUGH_PROGRAMS = 256
-"""From so many rows and kv heads on a GPU is busy without sharing out the splits of a row."""
+"""Pairs of a row and a kv head that keep a GPU busy with one program each."""
 LONG_ROW_PROGRAMS = 8
-"""Where rows may be long, one among short ones would keep a program at work long after the others."""
+"""Programs for a row where rows may be long: one long row among short ones would run long after the others."""
 MANY_PROGRAMS = 1024
-"""From so many on putting the splits together costs the short rows too much: a tenth of attention's time on an H200."""
+"""From this number on merging the splits costs short rows too much: a tenth of attention's time on an H200."""
 MAX_SPLITS_BYTES = 256 << 20
 
 
@@ -56,14 +56,14 @@ class _Shared:
         return self.pool[0][0].shape[2]
 
     def num_programs(self, num_rows: int, max_splits: int) -> int:
-        """Programs that share the splits of a row that decodes; 1: they go one after the other."""
+        """Programs among which the splits of a decode row are divided; 1: one program computes them in turn."""
         programs = num_rows * self.shape.num_kv_heads
         num_bytes = 4 * num_rows * max_splits * self.shape.num_heads * (self.shape.head_size + 2)
         is_long = max_splits > EVEN_SPLITS.value and programs < MANY_PROGRAMS
         wanted = max(-(-ENOUGH_PROGRAMS // programs), LONG_ROW_PROGRAMS if is_long else 1)
         if wanted == 1 or num_bytes > MAX_SPLITS_BYTES:
             return 1
-        return max(min(max_splits, wanted), 2)  # the same kernels for short rows
+        return max(min(max_splits, wanted), 2)  # short rows use the same kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _attended(shared: _Shared, step: _Step, q: Tensor, layer: int) -> Tensor:
 
 
 class TritonAttention:
-    """See the module. ``kv_pool``: [L, 2, N, K, S, E]."""
+    """Implements ``CapturableAttention`` and ``PiecewiseAttention``. ``kv_pool``: [L, 2, N, K, S, E]."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 2, N, K, S, E]."""
@@ -140,11 +140,11 @@ class TritonAttention:
         _attend_into(self._shared, self._step, q, layer, out=out)
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedTritonDecode:
-        """Decode steps of exactly so many rows."""
+        """Decode steps of ``num_rows`` rows."""
         return FixedTritonDecode(self._shared, num_rows, buffers)
 
     def warm_up(self) -> None:
-        """Compile the kernels of steps without a graph: chunks of prompts, and rows that decode."""
+        """Compile the kernels of steps without a graph: prefill chunks and decode rows."""
         run_once(self, self._shared.shape, self._shared.pool[0][0])
 
     def _upload(self, column: Tensor) -> Tensor:
@@ -153,9 +153,7 @@ class TritonAttention:
 
 
 class FixedTritonDecode:
-    """Attention of decode steps with a fixed number of rows, over buffers that somebody else fills: nothing is
-    planned, the kernels read the lengths on the device.
-    """
+    """Implements ``FixedDecode`` without plans: the kernels read the lengths on the device."""
 
     def __init__(self, shared: _Shared, num_rows: int, buffers: DecodeBuffers) -> None:
         device = buffers.starts.device

@@ -1,14 +1,14 @@
 """Matmul with weights that never change: x [T, I], weight [O, I], bias [O] -> [T, O].
 
-On the CPU a row of the result is the same bits whatever T is. How a library adds up a row can depend on T (one row is
-often done by another kernel than many, and matrix units take the columns in blocks of another size), so it is found
-out by trying. A packed bf16 weight is multiplied with a few numbers of rows alone, those of ``ROW_COUNTS`` that were
-seen to give the same bits: rows are padded to one of them, or split. In other types rows are padded, with copies of
-themselves, to a number from which on the bits do not depend on it; where none is found, they are worked on in blocks
-of ``BLOCK``. On a GPU that holds where it is asked for.
+On a CPU a row of the result is the same bits for every T. The order in which a library adds up a row can depend on T
+(one row often has another kernel than many, and matrix units split the columns into other blocks), so it is tested at
+the start. A packed weight is multiplied with few row counts only, those of ``ROW_COUNTS`` that gave the same bits: rows
+are padded to one of them, or split. In other dtypes rows are padded, with copies of themselves, to a row count from
+which on the bits do not change; where there is none, they are computed in blocks of ``BLOCK``. On a GPU the same holds
+with ``batch_invariant``.
 
-oneDNN compiles code for every number of rows and shape of weight, 0.5 MB and more in 0.5 to 4 ms, and keeps it: few
-numbers of rows are also a matter of memory and time. ``processes.host.limit_kernel_cache`` limits what is kept.
+oneDNN compiles code for every row count and weight shape, at least 0.5 MB in 0.5 to 4 ms, and keeps it: few row counts
+also save memory and time. ``processes.host.limit_kernel_cache`` limits the code that is kept.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ ROW_COUNTS = (
     *(*range(1, 9), 10, 12, 14, 16, *range(20, 65, 4)),
     *(*range(72, 129, 8), *range(144, 257, 16), *range(288, 513, 32)),
 )
-"""Of a matmul with a packed weight: rows are padded by 3 % on average."""
+"""Row counts of a matmul with a packed weight: rows are padded by 3 % on average."""
 TILED_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""The same for matrix units, which multiply 16 rows in the time of one. These are tried with every weight."""
+"""Row counts for matrix units, which multiply 16 rows in the time of one. All are tried with every weight."""
 COMMON_ROWS = 8
-"""The numbers of rows that give the same bits as this many are used."""
+"""The row counts that give the same bits as this one are used."""
 FEW_ROWS = 32
-"""Up to this number rows are rather padded than split."""
+"""Up to this row count, rows are padded rather than split."""
 MAX_TRIED_NUMBERS = 2 << 20
-"""Of a result of more than ``BLOCK`` rows that is tried at the start: time and memory."""
+"""Numbers in the largest result of more than ``BLOCK`` rows that is tried at the start, to limit time and memory."""
 FAST_ROWS = 4
 """oneDNN reads packed bf16 weights fastest with 3 to 6 rows: 31 GB/s with one row, 26 with two, 37 with four, on two
 cores that can read 38. So fewer rows are padded to four where the weight does not fit the cache.
@@ -64,14 +64,14 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN's packed weights are taken: on the CPU, for the types that it multiplies there."""
+    """Whether oneDNN's packed weights are used: on a CPU, for the dtypes that it supports there."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack(weight: Tensor, *, has_bias: bool = False) -> Tensor:
-    """The weight [O, I] in the form of oneDNN where that is taken, else itself."""
+    """The weight [O, I] in oneDNN's layout where that is used, else the weight itself."""
     if weight.is_mkldnn or not packs(weight.dtype, weight.device):
         return weight
     out_features, in_features = weight.shape
@@ -80,7 +80,7 @@ def pack(weight: Tensor, *, has_bias: bool = False) -> Tensor:
 
 
 def unpack(weight: Tensor) -> Tensor:
-    """The weight [O, I] that was given to ``pack``: an equal one if it was packed, else itself."""
+    """The weight [O, I] before ``pack``: an equal tensor if it was packed, else the weight itself."""
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
@@ -105,8 +105,11 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
 
 
 class Packing(NamedTuple):
-    """How a weight is packed: ``for_rows`` is what oneDNN is told of the number of rows (None: nothing). ``counts``:
-    the numbers of rows that give the same bits then, from few to many.
+    """How a weight is packed.
+
+    Attributes:
+        for_rows: the row count that oneDNN packs it for; None: any.
+        counts: the row counts that then give the same bits, ascending.
     """
 
     for_rows: int | None
@@ -271,7 +274,7 @@ def _in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
 
 
 def _first_piece(num_rows: int, counts: tuple[int, ...]) -> int:
-    """The next larger of ``counts``; or, where half of its rows would be padding, the next smaller one."""
+    """The next larger of ``counts``; or, where a third of its rows would be padding, the next smaller one."""
     larger = next(count for count in counts if count >= num_rows)
     smaller = max((count for count in counts if count <= num_rows), default=larger)
     return smaller if smaller >= FEW_ROWS and 2 * larger >= 3 * num_rows else larger

@@ -1,4 +1,4 @@
-"""Where the weights of a model are, of which type, what fills them, and how they are multiplied."""
+"""Device, dtype and shard of a model's weights, and the checkpoint tensors that fill them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """Which of ``size`` ranks has this model, where its linear layers are divided among them."""
+    """The rank of this model among the ``size`` ranks that its linear layers are divided among."""
 
     rank: int = 0
     size: int = 1
 
 
 WHOLE = Shard()
-"""Of a model on one rank."""
+"""A model on one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

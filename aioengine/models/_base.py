@@ -1,4 +1,4 @@
-"""What a model plug-in offers to the runner. T packed tokens, S tokens that give an output, D model size."""
+"""The interface of a model plug-in. T packed tokens, S tokens that give an output, D model size."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Model(Protocol):
         ...
 
     def finish_loading(self) -> None:
-        """Bring the weights into the form in which the kernels want them; ``weights()`` ends to be valid."""
+        """Prepare the weights for the kernels; ``weights()`` is not valid after it."""
         ...
 
     def open_for_loading(self) -> None:
@@ -109,8 +109,9 @@ class Model(Protocol):
         ...
 
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
-        """One of the blocks that are all alike, for so many tokens, and nothing comes of it: what is loaded and chosen
-        for a number of tokens when it is first seen is there then.
+        """Compute one block for ``num_tokens`` tokens and drop the result: loads the kernels for that number of tokens.
+
+        All blocks of a model are alike.
         """
         ...
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What all blocks of a step share."""
+    """The arguments that all blocks of a step share."""
 
     tables: tuple[Tensor, Tensor]
     attention: StepAttention

@@ -1,4 +1,4 @@
-"""Llama: Llama 1 to 3, and the many models that were trained in its form."""
+"""Llama: Llama 1 to 3, and the many models with its architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a weight format offers to linear layers. T tokens, D input size, O output size."""
+"""The interface of a weight format for linear layers. T tokens, D input size, O output size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Axis = Literal["inputs", "outputs"]
 
 
 class Prepared(NamedTuple):
-    """A layer that can be computed: its matmul, and the tensors that the matmul reads."""
+    """A layer after loading: its matmul, and the tensors that the matmul reads."""
 
     matmul: Matmul
     tensors: Tensors

@@ -111,7 +111,7 @@ class RowTable:
         self._free_indices = list(range(max_rows - 1, -1, -1))
 
     def open(self, opened: NewRow) -> None:
-        """Learn a request (again).
+        """Open a request.
 
         Raises:
             ValueError: a parameter or a token that would harm the rows beside it, or too many requests are open.
@@ -136,7 +136,7 @@ class RowTable:
         self.add_pages(request, opened.pages)
 
     def close(self, uid: int) -> None:
-        """Forget a request; one that is not known is ignored."""
+        """Close a request; an unknown one is ignored."""
         request = self.requests.pop(uid, None)
         if request is not None:
             self._free_indices.append(request.row_index)
@@ -170,7 +170,7 @@ class RowTable:
         return SampledRows(requests, row_indices, positions, self.sampling[row_indices])
 
     def write_tokens(self, rows: SampledRows, token_ids: Tensor) -> None:
-        """Remember the sampled tokens [S] of these rows."""
+        """Store the sampled tokens [S] of these rows."""
         usable = token_ids.clamp(min=0)  # a row that failed has -1, which no embedding has
         self.last_tokens.index_copy_(0, self.upload(rows.row_indices), usable)
         if not rows.records["processors"].any():

@@ -1,4 +1,4 @@
-"""Attention over pages on a GPU whose every number is a function of its own row alone.
+"""Batch-invariant attention over pages on a GPU: every number of the result depends on its own row alone.
 
 Positions are taken in splits, and the splits of a token are put together in their order. SplitPlan begin at the same
 positions for all: every 256 up to position 8192, and from there on each doubling of the positions is cut into 16, so
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 SPLIT = tl.constexpr(256)
 """Positions of each of the first splits; splits are multiples of ``BLOCK``."""
 EVEN_SPLITS = tl.constexpr(32)
-"""There are so many of these; then half as many for each doubling of the positions."""
+"""The number of splits of that size; then half as many for each doubling of the positions."""
 ROWS = 64
-"""Query rows of a tile, unless a token alone has more: the fewest that the tensor cores of Hopper take."""
+"""Query rows of a tile, unless one token has more: the fewest for the tensor cores of Hopper."""
 BLOCK = 64
 MASKED = tl.constexpr(-1.0e30)
 
@@ -41,8 +41,11 @@ MASKED = tl.constexpr(-1.0e30)
 class Rows:
     """Where the tokens and the pages of R rows are; all int32.
 
-    query_starts [R + 1]: their first tokens among T. page_starts [R + 1]: their first pages in ``page_ids``, the page
-    tables one after the other. last_lengths [R]: positions on the last page.
+    Attributes:
+        query_starts: [R + 1] first tokens among T.
+        page_starts: [R + 1] first pages in ``page_ids``.
+        last_lengths: [R] positions on the last page.
+        page_ids: the page tables one after the other.
     """
 
     query_starts: Tensor
@@ -52,7 +55,7 @@ class Rows:
 
 
 def num_splits(length: int) -> int:
-    """Of a row of so many positions."""
+    """Splits of a row of ``length`` positions."""
     half, even = EVEN_SPLITS.value // 2, EVEN_SPLITS.value * SPLIT.value
     doublings = max((length - 1) // even, 0).bit_length()  # of all positions until there is room for the row
     if not doublings:
@@ -319,7 +322,7 @@ def attend(q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, tiles: Tensor, *,
 
 
 class SplitPlan(NamedTuple):
-    """How rows of one token are shared out: ``max_splits`` of the longest row, and programs for a row and kv head."""
+    """How rows of one token are split: ``max_splits`` of the longest row, and programs for a row and kv head."""
 
     max_splits: int
     num_programs: int

@@ -4,7 +4,7 @@ A row's positions are cut into splits (split-KV, ``attention/_gpu_splits.py``). 
 head: it reads the keys and values once for all query heads of that kv head. The program that finishes last merges the
 splits of a row, always in their order, so that the sum is the same in every run.
 
-R rows, H query heads, K kv heads, G query heads of a kv head, E head size, N pages, S page size, X places for splits.
+R rows, H query heads, K kv heads, G query heads of a kv head, E head size, N pages, S page size, X entries for splits.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ LOWEST = tl.constexpr(-1.0e30)
 class DecodeRows:
     """Where the pages of R rows are, and their splits; all int32.
 
-    page_starts [R + 1]: their first pages in ``page_ids``. splits [5, X]: as ``attention/_gpu_splits.py`` makes them,
-    X a multiple of 16. num_done [R * K]: zeros; a kernel leaves them as zeros.
+    Attributes:
+        page_starts: [R + 1] first pages in ``page_ids``.
+        page_ids: the page tables one after the other.
+        splits: [5, X] of ``attention._gpu_splits.plan_splits``, X a multiple of 16.
+        num_done: [R * K] zeros; a kernel leaves them as zeros.
     """
 
     page_starts: Tensor
@@ -73,7 +76,7 @@ def _attended(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.sum(weights, 1)
-        # what stands past the end has no weight, but may be no number
+        # values past the end have weight zero, but may be NaN
         block_values = tl.load(values + offsets, mask=inside[:, None], other=0.0)
         sums = tl.dot(weights.to(queries.dtype), block_values, sums * shrink[:, None])
         highest = higher
@@ -124,7 +127,7 @@ def _finish(
     HEAD_SIZE: tl.constexpr,
     MERGES: tl.constexpr,
 ) -> None:
-    """Store what attention gives, over the positions of ``other`` too where there is one."""
+    """Store the result of attention, merged with ``other`` where there is one."""
     targets = places[:, None] * HEAD_SIZE + tl.arange(0, HEAD_SIZE)[None, :]
     if MERGES:
         weight = tl.load(other_weights + places, mask=is_member, other=LOWEST)

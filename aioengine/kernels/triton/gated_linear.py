@@ -1,9 +1,9 @@
-"""Matmul of up to 128 vectors with a large weight on a GPU, and the gated activation of what comes of it.
+"""Gated matmul of up to 128 vectors with a large weight on a GPU: x [T, I], weight [2 O, I], gates first ->
+silu(gate) * up [T, O].
 
-x [T, I], weight [2 O, I], gates first -> silu(gate) * up [T, O]. A program takes the gates of some outputs and what
-they gate, so that no matmul but the activated one is written. Its tiles of weight and vectors are fetched by the copy
-engine of Hopper and newer. The weight stands on the left, so that its outputs are the rows of the matmuls that tensor
-cores are made for; the vectors may be padded to a power of 2 and a smaller one beside it.
+A program computes the gates of some outputs and the values that they gate, so that only the activated result is
+written. The copy engine of Hopper and newer loads its tiles. The weight is the left operand, so that its outputs are the
+rows of the tensor core instruction; the vectors are padded to a power of 2, or to one plus a smaller one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Matmul of a matrix with few vectors on a GPU: x [T, I] with T up to 64, weight [O, I], bias [O] -> [T, O].
+"""Matmul of few vectors with a large weight on a GPU: x [T, I] with T up to 64, weight [O, I], bias [O] -> [T, O].
 
-The time is that of reading the weight. Each program takes some outputs and a split of the inputs; the weight stands on
-the left, so that its outputs are the rows of the matmuls that tensor cores are made for. Where the inputs are shared
-out, the last program of an output's splits adds them up, always in the same order.
+Reading the weight takes all the time. Each program computes some outputs over one split of the inputs. The weight is the
+left operand, so that its outputs are the rows of the tensor core instruction. Where there are several splits, the
+program that finishes last adds them up, always in the same order.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ _skinny = Launcher(_skinny_kernel)
 
 @lru_cache(maxsize=1024)
 def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | None:
-    """(outputs of a program, block of inputs, splits of the inputs, stages, warps, lines asked for ahead); None:
-    torch's library is faster.
+    """(outputs of a program, block of inputs, splits of the inputs, stages, warps, lines to prefetch); None: torch's
+    library is faster.
 
     Measured on an H200 for the layers of models of 0.6 and 8 billion parameters.
     """
@@ -108,7 +108,7 @@ def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | 
 
 
 def num_tiles(num_outputs: int) -> int:
-    """So many programs, at most, have outputs of their own; each needs a counter."""
+    """The most programs with outputs of their own; each needs a counter."""
     return -(-num_outputs // 64)
 
 

@@ -1,4 +1,4 @@
-"""What penalties must know on a GPU: how often each request has each token, counted on the device.
+"""The token counts that penalties need on a GPU: how often each token occurs in each request.
 
 The host never sees the last tokens of a request in time, so a token is counted when the next one is sampled: the
 table of last tokens has it by then.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aioengine.runner.rows import RequestRow, RowTable, SampledRows
 
 MORE_ROWS = 64
-"""The table grows by so many: while it does, it stands in memory twice."""
+"""Rows by which the table grows; while it does, it is in memory twice."""
 
 
 @dataclass(slots=True)
