@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
@@ -15,6 +16,8 @@ import msgspec
 from aioengine import checks, folder_files
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from aioengine.template_language import Template
 
 Json: TypeAlias = dict[str, object]
@@ -27,6 +30,8 @@ Source: TypeAlias = str | os.PathLike[str]
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 MAX_TEMPLATE_BYTES: Final = 128 * 1024
 MAX_NAME_BYTES: Final = 256
+MAX_VALUES: Final = 200_000
+"""Of the messages, of the tools, and of each variable; a value that is held twice counts twice."""
 MAX_COMPILED: Final = 32
 """The number of compiled templates that are kept: calls may bring their own."""
 
@@ -288,15 +293,17 @@ def _plain(name: str, value: object) -> object:
 
     Raises:
         TypeError: it holds anything else.
-        ValueError: it is nested too deeply.
+        ValueError: it is nested too deeply, or has too many values.
     """
     try:
-        return _copied(name, value)
+        return _copied(name, value, count(1))
     except RecursionError:
         raise ValueError(f"{name} is nested too deeply, or holds itself") from None
 
 
-def _copied(name: str, value: object) -> object:
+def _copied(name: str, value: object, numbers: Iterator[int]) -> object:
+    if next(numbers) > MAX_VALUES:
+        raise ValueError(f"{name} has more than {MAX_VALUES} values")
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):  # also an enum of strings: not its methods
@@ -307,9 +314,9 @@ def _copied(name: str, value: object) -> object:
         return float(value)
     if isinstance(value, Mapping):
         given = cast("Mapping[object, object]", value)
-        return {cast("str", _copied(name, key)): _copied(name, entry) for key, entry in given.items()}
+        return {cast("str", _copied(name, key, numbers)): _copied(name, entry, numbers) for key, entry in given.items()}
     if isinstance(value, list | tuple):
-        entries = [_copied(name, entry) for entry in cast("Sequence[object]", value)]
+        entries = [_copied(name, entry, numbers) for entry in cast("Sequence[object]", value)]
         return tuple(entries) if isinstance(value, tuple) else entries
     raise checks.wrong_type(name, "made of dicts, lists, text, numbers, True, False and None", value)
 

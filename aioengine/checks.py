@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import reprlib
 from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Protocol, SupportsFloat, SupportsIndex, TypeVar, cast, runtime_checkable
 
@@ -24,6 +25,11 @@ MAX_SHOWN_CHARACTERS = 80
 MAX_PATTERN_BYTES = 256
 MAX_TENANT_BYTES = 256
 TEXTS = "a string or a list of strings"
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 4
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 10
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = MAX_SHOWN_CHARACTERS
 
 _PLAIN = frozenset((int, float, bool, str, bytes, list, tuple, dict, set, type(None)))
 
@@ -50,7 +56,7 @@ def _shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     if not isinstance(value, str | bytes) and (size := num_items(value)) > MAX_SHOWN_CHARACTERS:
         return f"a {type(value).__name__} of {size} items"
-    shortened = repr(value)
+    shortened = _SHORT.repr(value) if type(value) in (list, tuple, dict, set) else repr(value)
     return shortened if len(shortened) <= MAX_SHOWN_CHARACTERS else f"{shortened[:MAX_SHOWN_CHARACTERS]}..."
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from aioengine import folder_files
+from aioengine import checks, folder_files
 from aioengine.chat_template import (
     DEFAULT,
     ChatTemplates,
@@ -253,7 +253,7 @@ def _add_tokens(fast: FastTokenizer, folder: Path, config: Json, named: dict[str
 
 def _check_text(text: object) -> None:
     if not isinstance(text, str):
-        raise TypeError(f"a text must be a str, not {type(text).__name__}: {text!r:.100}")
+        raise TypeError(f"a text must be a str, not {type(text).__name__}: {checks.shown(text)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from aioengine import template_limits
+from aioengine import checks, template_limits
+from aioengine.chat_template import MAX_VALUES, ChatTemplates
 from aioengine.frontend.encoder import Encoded, Encoder, Job
 from aioengine.frontend.prompts import ChatPrompt, TemplateOptions, TextPrompt
 from aioengine.template_language import MAX_MESSAGE, Template
@@ -204,6 +205,23 @@ def test_long_chats_may_look_at_their_messages_again_and_again() -> None:
 )
 def test_what_templates_do_is_as_it_was(source: str, written: str) -> None:
     assert Template(source).render({"messages": MESSAGES}) == written
+
+
+def test_values_that_hold_each_other_again_and_again_are_not_copied_without_an_end() -> None:
+    shared: list[object] = [1]
+    for _ in range(60):
+        shared = [shared, shared]
+    for messages, variables in (([{"role": "user", "content": shared}], {}), (MESSAGES, {"x": shared})):
+        with pytest.raises(ValueError, match=f"has more than {MAX_VALUES} values"):
+            ChatTemplates({"default": "{{ messages }}"}, {}).render(
+                messages,
+                add_generation_prompt=False,
+                tools=None,
+                chat_template=None,
+                continue_final_message=False,
+                variables=variables,
+            )
+    assert len(checks.shown(shared)) < 100
 
 
 def accept(token_ids: list[int]) -> None:
