@@ -102,41 +102,29 @@ class ChatOptions(RequestOptions, total=False):
     chat_template_kwargs: Mapping[str, object] | None
 
 
-_MEDIA: Final = "images, audio and video"
-_LOGPROBS: Final = "log-probabilities"
-_SESSIONS: Final = "sessions"
-_SEVERAL_ENGINES: Final = "separate prefill and decode engines"
-
 _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
-    "image_data": (([],), _MEDIA),
-    "audio_data": (([],), _MEDIA),
-    "video_data": (([],), _MEDIA),
-    "mm_hashes": (([],), _MEDIA),
-    "mm_content_hashes": (([],), _MEDIA),
-    "return_logprob": ((False,), _LOGPROBS),
-    "logprob_start_len": ((-1,), _LOGPROBS),
-    "top_logprobs_num": ((0,), _LOGPROBS),
-    "token_ids_logprob": (([],), _LOGPROBS),
-    "return_text_in_logprobs": ((False,), _LOGPROBS),
-    "lora_path": ((), "LoRA adapters"),
-    "custom_logit_processor": ((), "custom logits processors"),
-    "require_reasoning": ((False,), "grammars that begin after the reasoning"),
-    "return_hidden_states": ((False,), "hidden states"),
-    "return_routed_experts": ((False,), "routed experts"),
-    "routed_experts_start_len": ((0,), "routed experts"),
-    "input_embeds": ((), "embeddings as input"),
-    "session_params": ((), _SESSIONS),
-    "session_id": ((), _SESSIONS),
-    "cache_salt": (("",), "parts of the prefix cache"),
-    "extra_key": (("",), "parts of the prefix cache"),
-    "routed_dp_rank": ((0,), "data parallelism"),
-    "data_parallel_rank": ((0,), "data parallelism"),
-    "bootstrap_host": ((), _SEVERAL_ENGINES),
-    "bootstrap_port": ((), _SEVERAL_ENGINES),
-    "bootstrap_room": ((), _SEVERAL_ENGINES),
-    "disagg_prefill_dp_rank": ((), _SEVERAL_ENGINES),
-    "kv_hints": ((), _SEVERAL_ENGINES),
-    "external_trace_header": ((), "traces"),
+    name: (allowed, feature)
+    for feature, allowed, names in (
+        ("images, audio and video", ([],), "image_data audio_data video_data mm_hashes mm_content_hashes"),
+        ("log-probabilities", (False,), "return_logprob return_text_in_logprobs"),
+        ("log-probabilities", (-1,), "logprob_start_len"),
+        ("log-probabilities", (0,), "top_logprobs_num"),
+        ("log-probabilities", ([],), "token_ids_logprob"),
+        ("LoRA adapters", (), "lora_path"),
+        ("custom logits processors", (), "custom_logit_processor"),
+        ("grammars that begin after the reasoning", (False,), "require_reasoning"),
+        ("hidden states", (False,), "return_hidden_states"),
+        ("routed experts", (False,), "return_routed_experts"),
+        ("routed experts", (0,), "routed_experts_start_len"),
+        ("embeddings as input", (), "input_embeds"),
+        ("sessions", (), "session_params session_id"),
+        ("parts of the prefix cache", ("",), "cache_salt extra_key"),
+        ("data parallelism", (0,), "routed_dp_rank data_parallel_rank"),
+        ("separate prefill and decode engines", (), "bootstrap_host bootstrap_port bootstrap_room"),
+        ("separate prefill and decode engines", (), "disagg_prefill_dp_rank kv_hints"),
+        ("traces", (), "external_trace_header"),
+    )
+    for name in names.split()
 }
 """Arguments of calls to come: name -> (values that mean "off", beside None; what it is)."""
 
