@@ -1,10 +1,10 @@
 """Compiling FlashInfer's kernels at the start: named beforehand, with progress, and with an end.
 
-By itself FlashInfer compiles a kernel when it is first asked for, without a word and for as long as it takes, under a
-lock of the package filelock in its cache folder. That is ``flock``: the system releases it when its holder dies, in
-whatever way. (Where a file system has no ``flock``, filelock makes a file with the holder's process id and host, and
-takes it over when that process is gone.) So only a live process can hold one up, which is waited for, and told of.
-Here the same files are made by the same ninja under the same locks; what FlashInfer then finds is up to date.
+By itself FlashInfer compiles a kernel at its first use, without progress or a time limit, under a lock of the package
+filelock in its cache folder. That is ``flock``: the system releases it when its holder dies. (Where a file system has
+no ``flock``, filelock makes a file with the holder's process id and host, and takes it over when that process is gone.)
+So only a live process can hold a lock; the start waits for it and reports it. Here the same ninja builds the same files
+under the same locks, so FlashInfer then finds them up to date.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""PrefixCache: radix tree and pages together. It says what of a request is already computed, and owns every page.
+"""PrefixCache: the radix tree and the pages. It finds the computed prefix of a request, and owns every page.
 
-A page is free, or cached (it stands in the tree), or owned by one request. A request's page table in a ``Hold``:
+A page is free, cached (in the tree), or owned by one request. A request's page table in a ``Hold``:
 
     | shared with others | computed here, in the tree | being computed, pending in the tree | the partly filled rest |
       0 ... path                              num_ready                             len(path)               len(pages)
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PageAllocator:
-    """Hands out page ids 0 ... num_pages - 1; a page given back last is handed out first."""
+    """Allocates page ids 0 ... num_pages - 1, the last freed page first."""
 
     __slots__ = ("_free", "num_pages")
 
@@ -35,9 +35,13 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` pages. Raises ValueError, and takes none, where fewer are free: ask ``num_free`` first."""
+        """Take ``count`` pages.
+
+        Raises:
+            ValueError: fewer are free, and none was taken; check ``num_free`` first.
+        """
         if count > len(self._free):
-            raise ValueError(f"{count} pages were asked for and {len(self._free)} are free")
+            raise ValueError(f"{count} pages are needed and {len(self._free)} are free")
         if count <= 0:
             return []
         taken = self._free[-count:]
@@ -46,7 +50,7 @@ class PageAllocator:
         return taken
 
     def free(self, pages: list[int]) -> None:
-        """Give pages back, each exactly once (an overflow is noticed, a page given twice only by the owner's count)."""
+        """Free pages, each exactly once (an overflow is noticed, a page freed twice only by the owner's count)."""
         self._free.extend(pages)
         if len(self._free) > self.num_pages:
             raise ValueError(f"{len(self._free)} pages are free of {self.num_pages}: some were given back twice")
@@ -105,12 +109,12 @@ class PrefixCache:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be had: free, or held by nothing but the cache."""
+        """Allocatable pages: free, or cached and unlocked."""
         return self._allocator.num_free + self._tree.num_unlocked
 
     @property
     def num_cached(self) -> int:
-        """Pages that stand in the tree, used by a request or not."""
+        """Pages in the tree, used by a request or not."""
         return self._tree.num_nodes
 
     def pages_for(self, num_tokens: int) -> int:
@@ -120,7 +124,7 @@ class PrefixCache:
     # ------------------------------------------------------------ ask
 
     def match(self, token_ids: list[int]) -> Match:
-        """What is computed of ``token_ids``, in whole pages and at most all but the last token."""
+        """The computed prefix of ``token_ids``, in whole pages, without the last token."""
         if not self.enabled:
             return Match([], None)
         path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size)
@@ -129,7 +133,7 @@ class PrefixCache:
         return Match(path, None)
 
     def num_available(self, match: Match) -> int:
-        """Pages that could be had beside those of ``match`` once these are locked."""
+        """Allocatable pages besides those of ``match`` once these are locked."""
         return self.num_free - sum(node.num_locks == 0 for node in match.path)
 
     # ------------------------------------------------------------ do
@@ -137,11 +141,12 @@ class PrefixCache:
     def lock(self, token_ids: list[int], match: Match) -> Hold:
         """Lock the matched pages and take pages for all of ``token_ids``, announcing the full ones as pending.
 
-        Raises ValueError where they cannot be had; ask ``num_available`` first.
+        Raises:
+            ValueError: there are too few; check ``num_available`` first.
         """
         missing = self.pages_for(len(token_ids)) - len(match.path)
         if missing > self.num_available(match):
-            raise ValueError(f"{missing} pages were asked for and {self.num_available(match)} can be had")
+            raise ValueError(f"{missing} pages are needed and {self.num_available(match)} are available")
         hold = Hold()
         self._tree.lock(match.path)
         hold.path = list(match.path)
@@ -154,7 +159,7 @@ class PrefixCache:
         return hold
 
     def grow(self, hold: Hold) -> int | None:
-        """Add one page to a request and return it; None, and nothing changed, when none can be had."""
+        """Add one page to a request and return it; None, and nothing changed, where there is none."""
         if self.num_free == 0:
             return None
         page = self._allocate(1)[0]
@@ -163,7 +168,7 @@ class PrefixCache:
         return page
 
     def insert(self, hold: Hold, token_ids: list[int], num_computed: int) -> None:
-        """Positions before ``num_computed`` have KV: from now on others find the full pages among them."""
+        """Record that positions before ``num_computed`` have KV: other requests now match the full pages among them."""
         size = self.page_size
         index = hold.num_ready
         num_full = num_computed // size
@@ -177,9 +182,9 @@ class PrefixCache:
         hold.border = (index + 1) * size
 
     def unlock(self, hold: Hold, *, is_invalid: bool = False) -> None:
-        """Give pages up: computed ones stay cached, all others are free at once. A second time changes nothing.
+        """Release the pages: computed ones stay cached, all others are free. A second call changes nothing.
 
-        is_invalid: what was computed is wrong, and is not kept either where nobody else uses it already.
+        is_invalid: computed pages are wrong, and are freed too unless another request uses them.
         """
         if is_invalid:
             while hold.num_ready > hold.num_matched and _is_used_by_none_but(hold, hold.num_ready - 1):
@@ -197,7 +202,7 @@ class PrefixCache:
         hold.border = NEVER
 
     def evict(self, num_pages: int) -> int:
-        """Drop up to ``num_pages`` cached pages that nobody uses, the longest unused first; returns how many."""
+        """Free up to ``num_pages`` cached, unlocked pages, least recently used first; returns how many."""
         evicted: list[int] = []
         while len(evicted) < num_pages and (page := self._tree.evict()) is not None:
             evicted.append(page)
@@ -205,7 +210,7 @@ class PrefixCache:
         return len(evicted)
 
     def clear(self) -> bool:
-        """Drop all cached pages that no request uses; whether none is left."""
+        """Free all cached pages that no request uses; returns whether none is left."""
         self.evict(self.num_pages)
         return self.num_cached == 0
 

@@ -3,11 +3,10 @@
     root ── (16 ids) page 4 ── (16 ids) page 9 ── (16 ids) page 2
                            └── (16 ids) page 7
 
-A node is *pending* from the moment when a request has undertaken to compute its page until that is done; others who
-want the same page see that waiting is cheaper than computing it again. A lock keeps a node, and whoever locks a node
-locks all its ancestors too. Nodes that nobody locks stand in one list, the one unlocked longest ago first. A path is
-unlocked from its end to the root, and a parent stays locked as long as any child, so in this list every node comes
-after its descendants: its first entry is always a leaf, and eviction takes constant time for a page.
+A node is *pending* while a request is going to compute its page: other requests with the same prefix wait for it
+instead of computing it again. A lock keeps a node and all its ancestors. Unlocked nodes are in one list, least recently
+unlocked first. A path is unlocked from its end to the root, and a parent stays locked as long as any child, so in this
+list every node comes after its descendants: the first entry is always a leaf, and evicting a page takes constant time.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Node(Struct, eq=False):
 
 
 class RadixTree:
-    """Finds the longest known prefix in pages, and the page to give up next."""
+    """Finds the longest known prefix in pages, and the page to evict next."""
 
     __slots__ = ("_unlocked", "num_nodes", "page_size", "root")
 

@@ -2,8 +2,8 @@
 silu(gate) * up [T, O].
 
 A program computes the gates of some outputs and the values that they gate, so that only the activated result is
-written. The copy engine of Hopper and newer loads its tiles. The weight is the left operand, so that its outputs are the
-rows of the tensor core instruction; the vectors are padded to a power of 2, or to one plus a smaller one.
+written. The copy engine of Hopper and newer loads its tiles. The weight is the left operand, so that its outputs are
+the rows of the tensor core instruction; the vectors are padded to a power of 2, or to one plus a smaller one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Matmul of few vectors with a large weight on a GPU: x [T, I] with T up to 64, weight [O, I], bias [O] -> [T, O].
 
-Reading the weight takes all the time. Each program computes some outputs over one split of the inputs. The weight is the
-left operand, so that its outputs are the rows of the tensor core instruction. Where there are several splits, the
+Reading the weight takes all the time. Each program computes some outputs over one split of the inputs. The weight is
+the left operand, so that its outputs are the rows of the tensor core instruction. Where there are several splits, the
 program that finishes last adds them up, always in the same order.
 """
 

@@ -24,7 +24,7 @@ def test_pages_are_handed_out_in_order_and_the_last_returned_first() -> None:
 
 def test_more_than_there_are_takes_none() -> None:
     pages = PageAllocator(2)
-    with pytest.raises(ValueError, match="3 pages were asked for and 2 are free"):
+    with pytest.raises(ValueError, match="3 pages are needed and 2 are free"):
         pages.allocate(3)
     assert pages.num_free == 2
 
