@@ -220,15 +220,20 @@ def _end(work: SimpleQueue[_Work[Found] | None]) -> None:
 def _run(work: SimpleQueue[_Work[Found] | None]) -> None:
     while (given := work.get()) is not None:
         call, future = given
-        if future.set_running_or_notify_cancel():
-            try:
-                found = call()
-            except BaseException as error:  # whatever it is, it belongs to that work
-                future.set_exception(error)
-            else:
-                future.set_result(found)
-                del found
-        del given, call, future  # not kept for as long as the thread waits
+        del given  # nothing is kept here when its caller goes on, nor for as long as the thread waits
+        if not future.set_running_or_notify_cancel():
+            del call, future
+            continue
+        try:
+            found = call()
+        except BaseException as error:  # whatever it is, it belongs to that work
+            del call
+            future.set_exception(error)
+        else:
+            del call
+            future.set_result(found)
+            del found
+        del future
 
 
 @atexit.register
