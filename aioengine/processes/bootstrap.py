@@ -2,7 +2,7 @@
 
 It takes the ``aioengine`` package from its own folder, so that the child is of the version of its parent, and looks for
 all other modules where the parent finds them. Only the standard library is imported before that, and it stays first:
-a ``queue.py`` in somebody's project cannot be taken for the real one. The user's ``__main__`` is never imported.
+a ``queue.py`` in a user's project cannot be taken for the real one. The user's ``__main__`` is never imported.
 """
 
 import importlib

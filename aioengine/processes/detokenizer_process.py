@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 STEP_BUDGET_S: Final = 0.01
-"""CPU time of matching in one step, and in one turn of those that wait; the search that exceeds it is the last."""
+"""CPU time of matching in one step, and in one turn of the queue; the search that exceeds it is the last."""
 
 REST: Final = 3
 """After a turn the other requests have the process to themselves for this many times its length."""
@@ -57,7 +57,7 @@ class Token(NamedTuple):
 
 
 class MatchingQueue:
-    """What waits, by request, and when it is its turn. All times are given."""
+    """The waiting tokens by request, and when their next turn is. It has no clock."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[OpenText, deque[Token | End]]] = {}
@@ -76,7 +76,7 @@ class MatchingQueue:
         self._used_s = 0.0
 
     def spend(self, used_s: float) -> None:
-        """Matching took so much CPU time."""
+        """Count CPU time of matching."""
         self._used_s += used_s
         if used_s > LONG_S:
             self._next = None
@@ -97,11 +97,11 @@ class MatchingQueue:
         self._waiting[request.uid][1].append(token)
 
     def add_end(self, end: End) -> None:
-        """Let the end of a request wait, of which tokens do."""
+        """Let the end of a request wait, behind its tokens."""
         self._waiting[end.uid][1].append(end)
 
     def drop(self, uid: int) -> bool:
-        """Forget what waits of a request; whether its end was there."""
+        """Forget what waits of a request; returns whether its end was among it."""
         if uid not in self._waiting:
             return False
         _, entries = self._waiting.pop(uid)

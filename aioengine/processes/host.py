@@ -1,4 +1,4 @@
-"""What the operating system does for a child: a name, an end together with its parent, a number of threads."""
+"""Settings of a child process in the operating system: its name, its end with its parent, threads and memory."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def die_with_parent(parent_pid: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
-        _end()  # the parent died before the kernel was told
+        _end()  # the parent died before the call above
     threading.Thread(target=_wait_for_end, name="parent-watch", daemon=True).start()
 
 
 def handle_signals() -> int:
     """Leave Ctrl-C to the parent; end quietly on SIGTERM, through ``SystemExit`` in the main thread.
 
-    Returns a descriptor that can be read once a signal has come: a wait that began just then would not hear of it.
+    Returns a descriptor that is readable once a signal has come, for waits that begin just then.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
@@ -53,7 +53,7 @@ def handle_signals() -> int:
 
 
 def limit_threads(num_threads: int) -> None:
-    """Let libraries that are imported after this use so many threads. Here alone: the parent's environment stays."""
+    """Let libraries imported after this use ``num_threads`` threads. The parent's environment is not changed."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ[variable] = str(num_threads)
     # A thread that waits for its team burns its core. Where others need that core, the one waited for may be the one
@@ -63,7 +63,7 @@ def limit_threads(num_threads: int) -> None:
 
 
 def limit_kernel_cache() -> None:
-    """Let torch and oneDNN, which are imported after this, keep little of the code that they compile for each shape.
+    """Let torch and oneDNN, imported after this, keep only some of the code that they compile for each shape.
 
     Each has a cache of 1024 entries, together a GB. A capacity that the user has set stays.
     """

@@ -114,7 +114,7 @@ class OpenText:
     def prepare(self, source: TextSource) -> Sequence[int]:
         """Make the stages of its text, and bring them to where they were. Raises what is wrong with its rules.
 
-        Returns the ids to ``replay`` one by one: for a request with patterns those that have left already.
+        Returns the ids to ``replay`` one by one: for a request with patterns those that were emitted before.
         """
         known_ids = self._opened.known_ids
         self._opened = replace(self._opened, known_ids=[])  # they are not kept for as long as it is open

@@ -1,4 +1,4 @@
-"""A profile of some steps: torch's trace of this process, for chrome://tracing or Perfetto.
+"""Profile: torch's trace of some steps of this process, for chrome://tracing or Perfetto.
 
 Beside torch's own ranges it has one for each part of a step ("schedule", "collect", "apply") and one for each launch,
 named by step and batch ("step 1234: 256 rows, 256 tokens"), with the kernels that it started on a GPU.
@@ -35,9 +35,9 @@ class _Running(Struct):
 
 
 class Profile:
-    """What the control calls "start_profile" and "stop_profile" do, and the ``Trace`` of the core.
+    """Carries out the control calls "start_profile" and "stop_profile"; the ``Trace`` of the core.
 
-    torch is imported by the first start: a process of a fake runner has no need of it.
+    torch is imported by the first start: a process with a fake runner does not need it.
     """
 
     def __init__(self, report: Callable[[Progress], None]) -> None:
@@ -51,7 +51,7 @@ class Profile:
         return _NOTHING if self._running is None else self._running.mark(name)
 
     def launch(self, number: int, plan: Plan) -> AbstractContextManager[object]:
-        """Also where a profile of so many steps ends."""
+        """Ends a profile after its number of steps."""
         running = self._running
         if running is None:
             return _NOTHING
@@ -97,7 +97,7 @@ class Profile:
         return True, "", ""
 
     def stop(self) -> tuple[bool, str, str]:
-        """End it and write the file; also gives the file of a profile that has ended by itself."""
+        """End the profile and write its file; the message is the file, also of a profile that ended before."""
         if self._running is not None:
             self._write(self._running)
         written, self._written = self._written, None
@@ -108,7 +108,7 @@ class Profile:
         return True, str(written), ""
 
     def _write(self, running: _Running) -> None:
-        """``stop`` tells the file, or whatever went wrong: this may be in the launch of a step, which goes on."""
+        """The result is kept for ``stop``: this may run in the launch of a step, which goes on after an error."""
         self._running = None
         self._report(Progress("writing a profile", 0, 1, ""))
         try:

@@ -1,4 +1,4 @@
-"""What a child tells the frontend beside its results: progress, log records, that it is ready, why it ends."""
+"""Uplink: sends the frontend what is not a result: progress, log records, readiness, failures."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Uplink:
         self._pending: deque[Message] = deque(maxlen=1000)
 
     def send(self, messages: list[Message]) -> None:
-        """From the main thread: these, after what waits."""
+        """From the main thread: send these, after the pending ones."""
         if self._pending:
             messages = [*self._take_pending(), *messages]
         self._sender.send(messages)
 
     def report(self, progress: Progress) -> None:
-        """Tell of long work, from any thread."""
+        """Report long work, from any thread."""
         self.post(progress)
 
     def post(self, message: Message) -> None:
@@ -53,7 +53,7 @@ class Uplink:
 
 
 class ForwardedLogs(logging.Handler):
-    """Hands records to the frontend's loggers of the same name, so many a second; the rest are counted."""
+    """Sends records to the frontend's loggers of the same name, up to a rate; the others are counted."""
 
     def __init__(self, uplink: Uplink) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class ForwardedLogs(logging.Handler):
         if self._num_dropped:
             text += f" ({self._num_dropped} records before this one were too many at once and are left out)"
             self._num_dropped = 0
-        with contextlib.suppress(BacklogFullError):  # whoever logs is not to blame; the next result finds it, too
+        with contextlib.suppress(BacklogFullError):  # not the fault of the logging code; the next result raises it, too
             self._uplink.post(LogRecord(record.name, record.levelno, encodable(text)))
 
 
@@ -84,7 +84,7 @@ def encodable(text: str) -> str:
 
 
 def forward_logs(uplink: Uplink, level: str) -> ForwardedLogs:
-    """Send what the ``aioengine`` loggers say from ``level`` on to the frontend, and nowhere else."""
+    """Send the records of the ``aioengine`` loggers from ``level`` on to the frontend only."""
     handler = ForwardedLogs(uplink)
     logger = logging.getLogger("aioengine")
     logger.setLevel(level.upper())

@@ -1,7 +1,7 @@
 """Frames to bytes and back: one version byte, then msgpack.
 
-Each direction of each channel owns one encoder or decoder. Decoding is strict and its size is bounded: whatever is not
-a whole frame of this protocol is one named error, which receivers count and outlive.
+Each direction of each channel owns one encoder or decoder. Decoding is strict and its size is bounded: bytes that
+are no whole frame of this protocol raise one named error, which receivers count and survive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUM_HEAD_BYTES = 24
 _SENDER_BITS = 62
 _MAX_SENDERS = 64
 MISSING_S = 0.5
-"""A frame that has not come so long after a later one of its sender never will."""
+"""A frame that has not come this long after a later one of its sender is lost."""
 
 
 class BadFrameError(ValueError):
@@ -42,7 +42,7 @@ class BadFrameError(ValueError):
 
 
 class LostFrameError(RuntimeError):
-    """A frame of one of the engine's own senders never came: what it said is not known, and the channel is broken."""
+    """A frame of one of the engine's own senders never came: its content is unknown, and the channel is broken."""
 
 
 class FrameTooLargeError(ValueError):
@@ -65,7 +65,7 @@ class FrameEncoder:
         self._buffer = bytearray(4096)
 
     def begin(self, epoch: int) -> None:
-        """Frames from now on are of this epoch, and of another sender."""
+        """Encode frames of this epoch from now on, as a new sender."""
         self._epoch = epoch
         self._sender = secrets.randbits(_SENDER_BITS)
         self._number = 0
@@ -96,9 +96,9 @@ class FrameEncoder:
 class FrameDecoder:
     """Decodes frames; those of another epoch than its own are dropped and counted in ``num_foreign``.
 
-    Channels lose nothing and keep the order. So a frame whose number is not its sender's next is no frame of this
-    channel: a copy, or one of another channel, that somebody sends. But where a sender's frames are so for long, by the
-    ``clock``, one of its own could not be decoded.
+    Channels lose nothing and keep the order. So a frame whose number is not its sender's next does not belong to this
+    channel: it is a copy, or of another channel. But if that goes on for ``MISSING_S`` by the ``clock``, a frame of the
+    sender could not be decoded.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class FrameDecoder:
         self._clock = clock
 
     def begin(self, epoch: int) -> None:
-        """Frames of this epoch alone are taken from now on."""
+        """Accept only frames of this epoch from now on."""
         self._epoch = epoch
         self._next_numbers.clear()
         self._missing_since.clear()
@@ -148,7 +148,7 @@ class FrameDecoder:
         return frame.messages
 
     def _miss(self, sender: int, expected: int) -> None:
-        """Raise LostFrameError where this frame of the sender has been missed for long."""
+        """Raise LostFrameError if frame ``expected`` of the sender has been missing for long."""
         is_full = len(self._missing_since) == _MAX_SENDERS and sender not in self._missing_since
         if self._clock is None or is_full:
             return

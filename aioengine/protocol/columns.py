@@ -32,7 +32,7 @@ class Extra(Struct, frozen=True, array_like=True, gc=False):
         uid: the request.
         index: of the output token that it belongs to, from 0 for the first token behind the prompt; or ``NO_TOKEN``.
             A step that is computed again gives the same extra again, which then replaces the first.
-        kind: a name that whoever makes it and whoever reads it agree on; a token has at most one of each kind.
+        kind: a name known to the runner and to the reader; a token has at most one extra of each kind.
         data: its value, in a format that belongs to ``kind``.
     """
 

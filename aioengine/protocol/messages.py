@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Role(Struct, frozen=True, array_like=True, gc=False):
-    """A child of a replica: what it does, and its rank among those that do this together."""
+    """A child process of a replica: its task, and its rank among the children with the same task."""
 
     name: str
     rank: int = 0
@@ -42,7 +42,7 @@ DETOKENIZER = Role("detokenizer")
 class FinishCode(IntEnum):
     """Why a request ended; the public words are made of these in ``answers``."""
 
-    STOP = 0  # a stop token, a stop string or a stop pattern, ``matched`` says which; or the vector of POOL was given
+    STOP = 0  # by the stop token, stop string or stop pattern ``matched``; or the vector of POOL was given
     LENGTH = 1
     ABORT = 2
     DEADLINE = 3  # ``matched`` is "total", "queue" or "first_token"

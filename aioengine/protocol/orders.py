@@ -1,6 +1,6 @@
-"""What a child reads from its standard input when it starts; the input then stays open for its life.
+"""The orders that a child reads from its standard input when it starts; the input stays open for its life.
 
-First the import path (``bootstrap`` says in which form), then the orders as one line of JSON.
+First comes the import path (its form: ``bootstrap``), then the orders as one line of JSON.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ROLES = (SCHEDULER, DETOKENIZER)
 class Orders(Struct, frozen=True, kw_only=True):
     """The child's role and the ends of its channels.
 
-    epoch: a large random number that all frames of this start carry; a frame without it is nobody's we know.
+    epoch: a large random number in all frames of this start; frames without it are ignored.
     frontend: the endpoint at which the frontend listens to this child alone.
     endpoints: str(role) -> the endpoint at which the child of that role listens.
     listener_fd: the inherited descriptor on which the child's own endpoint listens.
-    board: the file in which it tells what it computes.
-    parent_pid: whose end is the child's end.
+    board: the file of its crash board.
+    parent_pid: the process with which the child ends.
     """
 
     role: Role

@@ -40,14 +40,14 @@ STEPS_AHEAD_AGAIN = 32  # for one that was preempted before
 
 
 class Refusal(Enum):
-    """LATER: it waits for a prefix, or its turn has not come; others may pass. FULL: pages are short, nobody may."""
+    """LATER: it waits for a prefix, or its turn has not come; others may pass. FULL: pages are short, no other may."""
 
     LATER = 0
     FULL = 1
 
 
 class Admission:
-    """The questions asked before a request is let in."""
+    """The checks before a request is admitted. They change nothing but for which prefix it waits."""
 
     __slots__ = ("_cache", "_chunk_tokens")
 
@@ -56,7 +56,7 @@ class Admission:
         self._chunk_tokens = chunk_tokens
 
     def ask(self, request: Request, running: Sequence[Request], *, left: int, num_partial: int) -> Match | Refusal:
-        """What is computed of the request if it can be let in, else why not.
+        """The computed prefix of the request if it can be admitted, else why not.
 
         left: tokens left in this step. num_partial: prompts that are computed in part.
         """
@@ -91,11 +91,11 @@ class TokenBudget:
         self.left = max(chunk_tokens - decode_tokens, chunk_tokens // 8, 1)
 
     def take_share(self, wanted: int) -> int:
-        """All that is wanted if there is so much, else half of what is left."""
+        """Take ``wanted`` tokens if they are left, else half of what is left; returns how many."""
         return self._take(wanted if wanted <= self.left else max(self.left // 2, LEAST_SHARE))
 
     def take_rest(self, wanted: int) -> int:
-        """Up to all that is left."""
+        """Take up to ``wanted`` of the tokens that are left; returns how many."""
         return self._take(wanted)
 
     def _take(self, wanted: int) -> int:
@@ -105,7 +105,7 @@ class TokenBudget:
 
 
 def reserve_for(request: Request, num_missing: int, chunk_tokens: int) -> int:
-    """How many steps ahead everybody must have pages for, once ``request`` is let in."""
+    """How many steps ahead every running request must have pages for, once ``request`` is admitted."""
     steps = STEPS_AHEAD_AGAIN if request.marks.num_preemptions else STEPS_AHEAD
     return steps + 2 * num_missing // chunk_tokens
 

@@ -27,7 +27,7 @@ from enum import Enum
 
 
 class Gate(Enum):
-    """A reason to wait; the table above says who closes it."""
+    """A reason to wait; see the table above."""
 
     PREFIX = 0
     SUSPENDED = 1

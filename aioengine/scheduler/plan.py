@@ -1,7 +1,7 @@
 """The plan of a step and its result: data that names no device.
 
 A request has ``num_tokens`` positions that are known (prompt and output) and ``num_computed`` positions with KV. A row
-says "compute ``count`` positions from ``start`` on". Prefill, chunked prefill, the rest after a prefix hit and decode
+means "compute ``count`` positions from ``start`` on". Prefill, chunked prefill, the rest after a prefix hit and decode
 are this one case. Where the last token of a row was sampled by a step that is still in flight, the plan cannot name
 it: ``token_ids`` then ends one short, and the runner takes the token that it holds for this request.
 """

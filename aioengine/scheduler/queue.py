@@ -65,7 +65,7 @@ class Tenants:
                 del self._times[other]
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        """The tenant was given so many tokens (or did not use so many, where the number is negative)."""
+        """Add ``num_tokens`` that the tenant was given (negative: that it did not use)."""
         self._times[tenant] += num_tokens / self._weights.get(tenant, DEFAULT_WEIGHT)
 
     def in_turn(self, requests: Iterable[Request]) -> Iterator[Request]:
@@ -103,7 +103,7 @@ class Deadlines:
         return heap[0][0] if heap else None
 
     def take_expired(self, now: float, requests: dict[int, Request]) -> list[tuple[Request, str]]:
-        """The requests whose time is over, each once, and which deadline it was."""
+        """The requests with an expired deadline, each once, and which deadline it was."""
         expired: dict[int, tuple[Request, str]] = {}
         heap = self._heap
         while heap and heap[0][0] <= now:

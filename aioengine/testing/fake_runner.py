@@ -2,7 +2,7 @@
 
 Each row writes its token ids into the slots that its pages and positions name, and what is sampled depends on every
 slot of the request. So a mistake in positions, pages, chunks, prefix hits, preemption or overlap changes the output,
-and ``reference_output`` says, without pages and steps, what the output must be.
+and ``reference_output`` computes the right output without pages and steps.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ class FakeRunner:
 def build(settings: Settings, report: Callable[[Progress], None]) -> FakeRunner:
     """The factory for ``RunnerSettings.factory``. ``options`` holds fields of ``FakeModel`` and of ``Faults``.
 
-    The vocabulary is the model's of ``settings`` unless ``options`` say otherwise.
+    The vocabulary is the model's of ``settings`` unless ``options`` give another.
     """
     options: dict[str, str | int | float | bool] = {"vocab_size": settings.model.vocab_size, **settings.runner.options}
     for_faults = {name: options.pop(name) for name in Faults.__struct_fields__ if name in options}

@@ -1,4 +1,4 @@
-"""Faults: what shall go wrong, and at which step. Steps are counted from 1 as they are launched; 0 is never."""
+"""Faults to inject, by step. Steps are counted from 1 as they are launched; 0 is never."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     raise_at, collect_raise_at: ``launch`` or ``collect`` raises, ``raise_times`` steps in a row.
     fail_row_at: the first sampled row of the step fails alone.
-    stall_at, stall_s: the step takes so much longer. exit_at, exit_code: the process exits without a word.
+    stall_at, stall_s: the step takes that much longer. exit_at, exit_code: the process exits silently.
     kill_at: the process dies by SIGKILL. poison_token_id: so it does when a step computes this token (-1: never).
     raise_order, kill_order: ``control`` raises, or the process dies by SIGKILL, for an order of this name.
     once: the path of a file that does not exist. Stalls, exits and deaths make it, and do not happen where it is: so
     the process that replaces the first one lives.
-    start_error: building the runner fails with this message. start_s: building it takes so long.
+    start_error: building the runner fails with this message. start_s: how long building it takes.
     """
 
     raise_at: int = 0

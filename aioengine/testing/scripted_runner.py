@@ -1,4 +1,4 @@
-"""A runner that answers as it is told: what a prompt holds decides what comes back, byte by byte, then end-of-text.
+"""A runner with scripted answers: a part of the prompt selects the answer, given byte by byte, then end-of-text.
 
 It stands on ``FakeRunner`` for pages, pace and faults, and replaces the tokens.
 """

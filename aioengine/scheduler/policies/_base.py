@@ -1,9 +1,10 @@
-"""Policy: the protocol of ``policies/``, and what its files share.
+"""Policy: the interface of ``policies/``, and what its files share.
 
 The queue is kept sorted by ``key``, which must not depend on time: ageing is written as a head start instead. A
-request of priority p that arrived at t sorts like one of priority 0 that arrived ``p`` head starts earlier; so whoever
-waits long enough is overtaken by nobody any more, and nothing starves. Order is all that priority means while a request
-waits: nobody who runs is stopped for it, but where pages run out the lowest priority is preempted first.
+request of priority p that arrived at t sorts like one of priority 0 that arrived ``p`` head starts earlier. So a
+request that has waited long enough is overtaken by no other, and nothing starves. While a request waits, its priority
+only orders the queue; no running request is stopped for it, but when pages run out the lowest priority is preempted
+first.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ if TYPE_CHECKING:
     from aioengine.scheduler.request import Request
 
 SAME_TIME_S = 10.0
-"""Requests of one priority that arrived in the same so many seconds are equals."""
+"""Requests of one priority that arrived in the same interval of this length are equals."""
 
 NumCached = Callable[["Request"], int]
 
 
 class Policy(Protocol):
-    """Who is asked in first. It orders; whether a request fits is decided elsewhere."""
+    """The order in which to admit requests; whether one fits is decided elsewhere."""
 
     def key(self, request: Request) -> tuple[float, ...]:
         """Where a request stands in the queue; smaller is sooner. Equal keys stand in the order of submission."""
         ...
 
     def candidates(self, waiting: Sequence[Request], num_cached: NumCached) -> Iterable[Request]:
-        """The waiting requests, sorted by ``key``, in the order in which this step asks them.
+        """The waiting requests, sorted by ``key``, in the order in which this step admits them.
 
-        ``num_cached`` tells how many tokens of a request the prefix cache has now; it costs a look into the cache.
-        The first request that does not fit ends the asking, so nobody is passed over for ever.
+        ``num_cached`` returns how many tokens of a request the prefix cache has now; it costs a look into the cache.
+        The first request that does not fit ends the admissions of the step, so none is passed over for ever.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""Whoever has most of its prompt in the prefix cache goes first, among requests that came at about the same time.
+"""The most of the prompt in the prefix cache goes first, among requests that arrived at about the same time.
 
 Good where many conversations compete for a cache that cannot hold them all. Requests that arrived in the same ten
-seconds (a level of priority counting as ten seconds, as in ``fcfs``) are equals; who came earlier is never overtaken
-by who came later than that, so nothing starves.
+seconds (a level of priority counting as ten seconds, as in ``fcfs``) are equals; none is overtaken by one
+that arrived later than that, so nothing starves.
 """
 
 from __future__ import annotations
