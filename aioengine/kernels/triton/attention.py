@@ -1,10 +1,10 @@
 """Batch-invariant attention over pages on a GPU: every number of the result depends on its own row alone.
 
-Positions are taken in splits, and the splits of a token are put together in their order. SplitPlan begin at the same
-positions for all: every 256 up to position 8192, and from there on each doubling of the positions is cut into 16, so
-that a long row has not too many. A split is computed in one way only: by a tile of so many query rows, in blocks of so
-many positions, whatever else is in the batch, whether the token is decoded or stands in a prefill chunk. So neither
-batch nor chunks, prefix hits or preemption change a bit of it.
+A row's positions are cut into splits, and the splits of a token are merged in their order. Splits start at the same
+positions for all rows: every 256 up to position 8192; beyond it each doubling of the positions is cut into 16, so that
+a long row has not too many. A split is computed in one way only, by a tile of ``ROWS`` query rows in blocks of
+``BLOCK`` positions, whatever else is in the batch, whether the token is decoded or part of a prefill chunk. So neither
+the batch nor chunks, prefix hits or preemption change a bit of it.
 
 A tile is some tokens of one row with all query heads of one kv head. ``attend`` goes through the splits of a tile one
 after the other; ``attend_splits`` is for few rows of one token each, whose splits are computed side by side.

@@ -26,7 +26,7 @@ LARGE: Tile = 128, 256, 64, 3, 8
 FP32: Tile = 32, 32, 32, 2, 4
 """Matmuls of fp32 numbers run without tensor cores, in one tile only."""
 ENOUGH_TILES = 128
-"""From so many on a GPU is filled."""
+"""The number of tiles that fills a GPU."""
 BAND = 8
 """Row tiles that go over the weights together, so that these are read from the cache."""
 
