@@ -18,7 +18,7 @@
 | 5 | ``scheduler.scheduler``, ``memory.prefix_cache`` | a ``Plan`` (rows), pages |
 | 6 | ``runner.model_runner`` | ``Plan`` -> tensors -> ``StepResult`` |
 | 7 | ``text.detokenizer`` in ``processes.detokenizer_process`` | ids -> text, stops; one ``TextChunks`` for each step |
-| 8 | ``router.Router.deliver``, ``outputs.RowStream`` | every chunk to the slot of its row, merged if unread |
+| 8 | ``delivery.Router.deliver``, ``outputs.RowStream`` | every chunk to its row, merged if unread |
 | 9 | ``stream.Generation.__anext__``, ``answers`` | new output as the public dict |
 
 Importing this package is cheap: its names are imported when they are first used, torch never.
