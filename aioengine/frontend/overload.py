@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -52,7 +52,7 @@ class Reservation:
 class Place:
     """A caller's place in the queue: it waits until ``is_given``, or until ``error`` is set: it never will be.
 
-    ``wake`` returns False where the caller cannot be woken any more, since its loop is closed.
+    ``wake`` returns False where the caller cannot be woken any more, since its loop is closed. It may be called twice.
     """
 
     __slots__ = ("caller", "error", "given_at", "is_given", "wake")
@@ -83,8 +83,7 @@ class QueueLimits:
         self._max_running = max_running
         self._max_total_tokens = max_total_tokens
         self._queue: deque[Place] = deque()
-        self._given: deque[Place] = deque()  # to callers that have not called yet, the oldest first
-        self._num_given: Counter[Hashable] = Counter()
+        self._given: dict[Hashable, Place] = {}  # by caller, to those that have not called yet, the oldest first
         self._released_at = 0.0
         self._release_interval_s = MIN_RETRY_S
 
@@ -95,15 +94,16 @@ class QueueLimits:
     @property
     def due_at(self) -> float | None:
         """When the oldest place that was not used yet goes to the next caller."""
-        return self._given[0].given_at + PLACE_S if self._given else None
+        return next(iter(self._given.values())).given_at + PLACE_S if self._given else None
 
     def refuse(self, error: EngineError) -> None:
         """Refuse all new calls and all queued callers from now on."""
         self.refusal = error
         while self._queue:
-            place = self._queue.popleft()
+            place = self._queue[0]
             place.error = error
             place.wake()
+            self._queue.popleft()
 
     def check_refusal(self) -> None:
         """Raise EngineError where new calls are refused, however little waits."""
@@ -119,9 +119,7 @@ class QueueLimits:
             EngineError: the engine takes no calls, or too much waits.
         """
         self.check_refusal()
-        if self._num_given.get(caller):
-            self._forget(next(place for place in self._given if place.caller == caller))
-        elif (excess := self._excess()) is not None:
+        if self._given.pop(caller, None) is None and (excess := self._excess()) is not None:
             raise EngineOverloadedError(
                 f"the engine is overloaded: {excess}; try again later", retry_after=self._retry_after()
             )
@@ -134,7 +132,12 @@ class QueueLimits:
         self.num_bytes += num_bytes
 
     def add_row(self, reservation: Reservation, prompt: int, num_tokens: int) -> None:
-        """A row goes to the scheduler: its prompt counts until all rows of it have ended."""
+        """A row goes to the scheduler: its prompt counts until all rows of it have ended.
+
+        Not where the call was released meanwhile: a signal handler raised on the thread that opened it.
+        """
+        if not reservation.is_held:
+            return
         num_rows = reservation.num_rows.get(prompt, 0)
         if not num_rows:
             reservation.num_tokens += num_tokens
@@ -159,6 +162,7 @@ class QueueLimits:
         self.num_calls -= 1
         self.num_tokens -= reservation.num_tokens
         self.num_bytes -= reservation.num_bytes
+        reservation.num_rows = {}  # none of them gives its tokens back again
         if self._released_at:
             self._release_interval_s += 0.1 * (now - self._released_at - self._release_interval_s)
         self._released_at = now
@@ -178,29 +182,29 @@ class QueueLimits:
 
     def remove(self, place: Place, now: float) -> None:
         """The caller has gone, with or without its place."""
-        if place.is_given:
-            self._forget(place)
-        elif place in self._queue:
+        self._forget(place)
+        if place in self._queue:
             self._queue.remove(place)
         self.serve(now)
 
     def serve(self, now: float) -> None:
-        """Take back the places that were not used, and give the free ones to the first callers of the queue."""
+        """Take back the places that were not used, and give the free ones to the first callers of the queue.
+
+        A signal handler may raise anywhere in it: a caller stays in the queue until it was woken.
+        """
         while (due_at := self.due_at) is not None and due_at <= now:
-            self._forget(self._given[0])
+            self._forget(next(iter(self._given.values())))
         while self._queue and self._excess() is None:
-            place = self._queue.popleft()
+            place = self._queue[0]
             if place.wake():
                 place.is_given, place.given_at = True, now
-                self._given.append(place)
-                self._num_given[place.caller] += 1
+                self._given.pop(place.caller, None)  # it stands behind those that were given before
+                self._given[place.caller] = place
+            self._queue.popleft()
 
     def _forget(self, place: Place) -> None:
-        if place in self._given:
-            self._given.remove(place)
-            self._num_given[place.caller] -= 1
-            if not self._num_given[place.caller]:
-                del self._num_given[place.caller]
+        if self._given.get(place.caller) is place:
+            del self._given[place.caller]
 
     def _excess(self) -> str | None:
         """The limit that is reached, in words."""
@@ -314,5 +318,6 @@ def _raise_refusal(place: Place) -> None:
 
 
 def _release(gate: threading.Lock) -> bool:
-    gate.release()
+    if gate.locked():
+        gate.release()
     return True

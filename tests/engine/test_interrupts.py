@@ -16,7 +16,7 @@ import pytest
 from aioengine import engine as engine_module
 from aioengine import portal, sync
 from aioengine.errors import EngineClosedError, EngineError
-from aioengine.frontend import callers
+from aioengine.frontend import callers, overload
 from aioengine.frontend.calls import Calls
 from aioengine.frontend.delivery import NUM_LOOKS, Router
 from aioengine.frontend.overload import QueueLimits
@@ -346,6 +346,26 @@ def test_an_exception_anywhere_in_reading_ends_the_stream_or_loses_nothing() -> 
                 assert "".join(chunk["text"] for chunk in [*chunks, *stream]) == expected
         assert num_left > 5
         assert num_places > 20
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in a finalizer of ours
+def test_an_exception_anywhere_in_waiting_for_a_place_costs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overload, "PLACE_S", 0.02)
+    with fake_engine(max_running=1, max_queued=0) as engine:
+        limits = engine._running().limits
+        num_places, is_raised = 0, True
+        while is_raised:
+            num_places += 1
+            with RaiseAtCall(num_places, FRONTEND, SYNC) as injected, contextlib.suppress(KeyboardInterrupt):
+                engine.admit()
+                engine.generate("a", GREEDY)
+            is_raised = injected.is_raised
+            engine.admit()
+            engine.generate("a", GREEDY)
+            assert limits.num_queued == 0
+        assert num_places > 50
+        assert engine.drain(20)
+        assert (limits.num_calls, limits.num_tokens, limits.num_bytes, limits.due_at) == (0, 0, 0, None)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a coroutine that never began

@@ -139,6 +139,51 @@ def test_the_tokens_of_a_prompt_count_once_for_all_its_rows(ends_by_row: bool) -
     assert (world.limits.num_tokens, world.limits.num_calls) == (0, 0)
 
 
+def test_a_call_that_was_released_takes_no_more() -> None:
+    """Its opening was interrupted, while the engine's thread was already starting its rows."""
+    world = World()
+    assert world.opens()
+    [reservation] = world.opened
+    world.limits.add_row(reservation, 0, 20)
+    world.close()
+    world.limits.add_row(reservation, 1, 3)
+    for prompt, num_tokens in ((0, 20), (1, 3)):
+        world.limits.end_row(reservation, prompt, num_tokens, world.now)
+    assert (world.limits.num_tokens, world.limits.num_calls) == (0, 0)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_caller_is_woken_although_a_signal_handler_raised_while_it_was(is_refused: bool) -> None:
+    world = World()
+    world.fill()
+    place = world.enter(1)
+    error = EngineClosedError("closed")
+    act = partial(world.limits.refuse, error) if is_refused else partial(world.limits.serve, world.now)
+    world.limits.num_calls = 0
+    wake, place.wake = place.wake, _interrupted
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    place.wake = wake
+    act()
+    assert (world.woken, place.is_given, world.limits.num_queued) == ([1], not is_refused, 0)
+
+
+def _interrupted() -> bool:
+    raise KeyboardInterrupt
+
+
+def test_a_caller_that_waits_again_instead_of_calling_keeps_one_place() -> None:
+    world = World()
+    for caller in (1, 2, 1):
+        world.enter(caller)
+        world.now += PLACE_S / 4
+    world.now += PLACE_S / 2  # the places of 2, and the first one of 1, are over
+    world.limits.serve(world.now)
+    assert world.limits.due_at == world.now - PLACE_S / 4 - PLACE_S / 2 + PLACE_S
+    world.fill()
+    assert [world.opens(caller) for caller in (2, 1, 1)] == [False, True, False]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "open", "close", "wait"]), st.integers(0, 7))))
 def test_counts_hold_in_any_order(acts: list[tuple[str, int]]) -> None:
     """A caller is in the queue once at a time."""
