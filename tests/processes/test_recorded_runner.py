@@ -12,7 +12,7 @@ from aioengine.testing.fake_runner import ECHO, FakeModel, FakeRunner
 from aioengine.testing.faults import Faults, InjectedFault
 
 
-def told_runner(faults: Faults | None = None) -> tuple[RecordedRunner[object], bytearray]:
+def recorded_runner(faults: Faults | None = None) -> tuple[RecordedRunner[object], bytearray]:
     memory = blank_board(2, 4)
     runner = FakeRunner(FakeModel(), num_pages=8, page_size=4, faults=faults)
     return RecordedRunner(runner, CrashBoard(memory)), memory  # type: ignore[arg-type]
@@ -23,8 +23,8 @@ PROMPT = Plan([Row(7, 0, 3, TOKENS, [1, 2, 3])], [OPENED])
 DECODE = Plan([Row(7, 3, 1, TOKENS)])
 
 
-def test_a_step_is_told_from_its_launch_to_its_collection() -> None:
-    runner, memory = told_runner()
+def test_a_step_is_recorded_from_its_launch_to_its_collection() -> None:
+    runner, memory = recorded_runner()
     assert runner.facts["num_pages"] == 8
     first = runner.launch(PROMPT)
     assert read_board(memory) == {7: 3}
@@ -37,8 +37,8 @@ def test_a_step_is_told_from_its_launch_to_its_collection() -> None:
     runner.close()
 
 
-def test_steps_that_fail_are_not_told_any_more() -> None:
-    runner, memory = told_runner(Faults(raise_at=1, collect_raise_at=2))
+def test_steps_that_fail_are_not_recorded_any_more() -> None:
+    runner, memory = recorded_runner(Faults(raise_at=1, collect_raise_at=2))
     with pytest.raises(InjectedFault):
         runner.launch(PROMPT)
     assert read_board(memory) == {}
@@ -49,7 +49,7 @@ def test_steps_that_fail_are_not_told_any_more() -> None:
 
 
 def test_orders_are_passed_to_the_runner() -> None:
-    runner, memory = told_runner()
+    runner, memory = recorded_runner()
     reply = runner.control(Control(3, ECHO, payload=b"ab"))
     assert isinstance(reply, Reply)
     assert (reply.call_id, reply.payload, read_board(memory)) == (3, b"ab", {})
