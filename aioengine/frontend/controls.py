@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CONTROL_TIMEOUT_S: Final = 60.0
 ACTIVITIES: Final = ("CPU", "GPU", "MEM")
+MAX_ACTIVITIES: Final = 16
 WRITE_TIMEOUT_S: Final = 600.0
 """A trace of many steps is long."""
 
@@ -154,8 +155,8 @@ class Controls:
                 "prefix": _prefix(options.get("profile_prefix")),
                 "num_steps": None if num_steps is None else checks.whole("num_steps", num_steps, 1),
                 "activities": ",".join(_activities(options.get("activities"))),
-                "with_stack": checks.switch("with_stack", options.get("with_stack") or False),
-                "record_shapes": checks.switch("record_shapes", options.get("record_shapes") or False),
+                "with_stack": _switch(options, "with_stack"),
+                "record_shapes": _switch(options, "record_shapes"),
             },
         )
         if not reply.success:
@@ -197,7 +198,15 @@ def _prefix(value: object) -> str:
 def _activities(given: Sequence[str] | None) -> list[str]:
     if given is None:
         return ["CPU", "GPU"]
-    kinds = [str(kind).upper() for kind in ([given] if isinstance(given, str) else given)]
+    if isinstance(given, str):
+        given = [given]
+    words = checks.items("activities", given, MAX_ACTIVITIES, allowed="a list of strings")
+    kinds = [checks.text("activities entries", word).upper() for word in words]
     if not kinds or not set(kinds) <= set(ACTIVITIES):
         raise checks.wrong_value("activities", f"some of {', '.join(ACTIVITIES)}", given)
     return kinds
+
+
+def _switch(options: ProfileOptions, name: Literal["with_stack", "record_shapes"]) -> bool:
+    value = options.get(name)
+    return False if value is None else checks.switch(name, value)

@@ -270,7 +270,7 @@ class Frontend:
         Paused requests, and those suspended since their readers are away, would never end: they continue.
         """
         if timeout_s is not None:
-            checks.number("timeout", timeout_s, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
+            timeout_s = checks.number("timeout", timeout_s, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
         with self._lock:
             self.limits.refuse(EngineDrainingError("the engine is draining and takes no new requests"))
         self.controls.send("continue")

@@ -107,6 +107,12 @@ class Profile:
             return False, f"the profile could not be written: {type(written).__name__}: {written}", ""
         return True, str(written), ""
 
+    def close(self) -> None:
+        """End one that is being made, unwritten: a program in which torch still records crashes at its exit."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.profiler.stop()
+
     def _write(self, running: _Running) -> None:
         """The result is kept for ``stop``: this may run in the launch of a step, which goes on after an error."""
         self._running = None

@@ -73,6 +73,7 @@ class SchedulerService:
         """``report`` is called before each control call: it may take long, and nothing else is sent meanwhile."""
         self._core = core
         self._runner = runner
+        self._profile = profile
         self._settings = settings
         self._facts = facts
         self._report = report
@@ -141,6 +142,7 @@ class SchedulerService:
         return max(0.0, (until if deadline is None else min(until, deadline)) - now)
 
     def close(self) -> None:
+        self._profile.close()
         self._runner.close()
 
     def _submit(self, submit: Submit, now: float) -> None:

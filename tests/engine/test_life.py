@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from decimal import Decimal
 
 import msgspec
 import pytest
@@ -697,6 +698,7 @@ async def test_a_drain_with_a_wrong_timeout_does_not_begin(
         await world.engine.drain(timeout)  # type: ignore[arg-type]
     assert world.engine.health()["state"] == "running"
     assert await world.engine.drain(-1)  # as much time as is left of a deadline
+    assert await world.engine.drain(Decimal(1))  # type: ignore[arg-type]
 
 
 async def test_a_drain_ends_what_the_scheduler_does_not_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import gzip
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,10 +82,13 @@ async def test_wrong_arguments_and_the_asynchronous_face(tmp_path: Path) -> None
             await engine.start_profile(3)  # type: ignore[arg-type]
         for options, words in (
             ({"num_steps": 0}, "num_steps must be an integer of at least 1"),
+            ({"activities": 3}, "activities must be a list of strings, got 3"),
+            ({"activities": [3]}, "activities entries must be a string, got 3"),
+            ({"with_stack": 0}, "with_stack must be True or False, got 0"),
             ({"activities": ["TPU"]}, "activities must be some of CPU, GPU, MEM"),
             ({"profile_prefix": "a/b"}, "profile_prefix must be"),
         ):
-            with pytest.raises(ValueError, match=words):
+            with pytest.raises((TypeError, ValueError), match=words):
                 await engine.start_profile(tmp_path, **options)
         await engine.start_profile(tmp_path, with_stack=True, record_shapes=True, activities=["CPU", "MEM"])
         await engine.async_generate("a", {"max_new_tokens": 2})
@@ -110,3 +115,15 @@ def test_what_went_wrong_with_a_profile_that_ended_by_itself_is_told_by_its_stop
     assert not success
     assert message.startswith("the profile could not be written: ")
     assert profile.stop()[1].startswith("no profile is being made")
+
+
+def test_a_profile_that_is_being_made_at_the_end_of_the_engine_ends_with_it(tmp_path: Path) -> None:
+    """A program in which torch still records at its exit dies of a segmentation fault."""
+    program = f"""
+from aioengine.testing.fake_engine import fake_engine
+
+with fake_engine(processes=False) as engine:
+    engine.start_profile({str(tmp_path)!r})
+    engine.generate("a", {{"max_new_tokens": 3}})
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
