@@ -33,6 +33,9 @@ MAX_MESSAGES_AT_CALL: Final = MAX_IDS_AT_CALL // IDS_PER_MESSAGE
 """Limits of what a call checks of its prompts together. A message takes as long as ``IDS_PER_MESSAGE`` ids."""
 
 NUM_SAMPLED_MESSAGES: Final = 16
+BYTES_PER_PART: Final = 256
+"""Of memory, for the dict of a message, or of a part of one."""
+
 IDS_IN_SLICE: Final = 16 * 1024
 MESSAGES_IN_SLICE: Final = 64
 
@@ -135,7 +138,7 @@ class TemplateOptions(Struct, frozen=True):
 class ChatPrompt(Struct, frozen=True):
     """A conversation to be put through a chat template, then tokenized without special tokens.
 
-    ``num_bytes``: about, the characters of its text.
+    ``num_bytes``: about, the characters of its text; until it ``is_checked``, of what was looked at, and its objects.
     """
 
     messages: Messages
@@ -195,18 +198,23 @@ def chat_prompt(name: str, value: object, budget: CheckBudget, *, options: Templ
     if not given:
         raise ValueError(f"{name} is empty; give at least one dict with role and content")
     first = given[: MAX_MESSAGES_AT_CALL if budget.num_left > 0 else NUM_SAMPLED_MESSAGES]
-    num_characters = sum(map(_weight, first)) * len(given) // len(first) + options.num_characters
-    prompt = ChatPrompt(list(cast("Messages", given)), num_characters, options, name, is_checked=False)
-    size = max(len(given) * IDS_PER_MESSAGE, num_characters // CHARACTERS_PER_ID)
+    sizes = [_size_of_message(message) for message in first]
+    num_characters = sum(num_characters for num_characters, _ in sizes)
+    num_parts = sum(num_parts for _, num_parts in sizes)
+    # It counts against the limits of all calls: what was not looked at must not count as if it were large, too.
+    num_bytes = num_characters + BYTES_PER_PART * (len(given) + num_parts) + options.num_characters
+    prompt = ChatPrompt(list(cast("Messages", given)), num_bytes, options, name, is_checked=False)
+    likely = (num_characters // CHARACTERS_PER_ID + num_parts * IDS_PER_MESSAGE) * len(given) // len(first)
+    size = max(len(given) * IDS_PER_MESSAGE, likely + options.num_characters // CHARACTERS_PER_ID)
     return prompt.checked() if budget.covers(size) else prompt
 
 
-def _weight(message: object) -> int:
-    """About the characters of a message, in no time; a part of it counts as many."""
+def _size_of_message(message: object) -> tuple[int, int]:
+    """The characters of a message that is text, and the parts of another, in no time."""
     content = cast("Mapping[object, object]", message).get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list | tuple):
-        return len(cast("Sequence[object]", content)) * CHARACTERS_PER_ID * IDS_PER_MESSAGE
-    return str.__len__(content) if isinstance(content, str) else 0
+        return 0, len(cast("Sequence[object]", content))
+    return str.__len__(content) if isinstance(content, str) else 0, 0
 
 
 def _message(name: str, value: object) -> dict[str, object]:

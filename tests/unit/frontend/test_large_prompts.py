@@ -268,3 +268,21 @@ async def test_long_prompts_keep_out_of_the_way_of_short_ones(prompt: Prompt, la
     assert await done == [[1]]
     assert tokenizer.names == [lane]
     encoder.close()
+
+
+@pytest.mark.parametrize(
+    ("messages", "num_text"),
+    [
+        ([{"role": "user", "content": "x" * 4096}] * prompts.MAX_MESSAGES_AT_CALL + [MESSAGE] * 99_000, 4 << 20),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}] * 99_000}], 0),
+        ([MESSAGE] * 99_000, 0),
+    ],
+)
+def test_a_conversation_that_is_not_checked_yet_counts_as_no_more_than_it_has(
+    messages: list[dict[str, object]], num_text: int
+) -> None:
+    """Else all other calls are refused until it is found to be too large."""
+    request = chat(messages)
+    assert not isinstance(request.prompts[0], Exception)
+    assert not request.prompts[0].is_checked
+    assert LONG_BYTES < request.num_bytes < num_text + 300 * 100_000
