@@ -170,9 +170,12 @@ class Tokenizer:
         return rows
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``. Unknown ids have no text."""
-        with _panics_as_errors:
-            return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        """The text of ``ids``. Unknown ids have no text; ValueError: an id is negative, or has more than 32 bits."""
+        try:
+            with _panics_as_errors:
+                return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError:
+            raise checks.wrong_value("ids", f"integers from 0 to {2**32 - 1}", ids) from None
 
     # ------------------------------------------------------------ chats
 

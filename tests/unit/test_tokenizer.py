@@ -129,6 +129,12 @@ def test_tokens_that_only_the_config_knows(llama: Sample, tmp_path: Path) -> Non
     assert tokenizer.vocab_size == new + 4
 
 
+@pytest.mark.parametrize("wrong", [-1, 2**70])
+def test_numbers_that_are_no_ids_are_refused_by_name(tmp_path: Path, llama: Sample, wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"ids must be integers from 0 to 4294967295, got .*{wrong}"):
+        Tokenizer(write_folder(tmp_path, llama)).decode([1, wrong])
+
+
 def test_truncation_and_padding_of_the_file_are_off(llama: Sample, tmp_path: Path) -> None:
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     padding = {
