@@ -381,7 +381,10 @@ class Ledger:
         self.calls.take()
         self.crash({}, how, now)
         self._trials = Trials()
-        return self._release()
+        messages = self._release()
+        self._requests.clear()
+        self._token_ids.clear()
+        return messages
 
     def _end(self, end: End) -> None:
         """End a request here; the end is reported later."""

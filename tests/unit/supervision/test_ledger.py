@@ -428,6 +428,7 @@ def test_what_is_handed_over_goes_on_in_another_ledger() -> None:
     assert other.uids() == [1, 4]
     assert other.continuation(1) == Continuation(FirstToken(1, 0, 1.0, 2.0), [7, 8])
     assert ends_of(world.ledger) == [End(3, FinishCode.SHUTDOWN, ended_at=9.0)]
+    assert world.ledger.num_open == 0
     assert Suspend([1]) in other.sent
     other.hear(1, [5])
     other.restart()
