@@ -94,16 +94,19 @@ class QueueLimits:
     @property
     def due_at(self) -> float | None:
         """When the oldest place that was not used yet goes to the next caller."""
-        return next(iter(self._given.values())).given_at + PLACE_S if self._given else None
+        oldest = self._oldest
+        return None if oldest is None else oldest.given_at + PLACE_S
+
+    @property
+    def _oldest(self) -> Place | None:
+        return next(iter(self._given.values()), None)
 
     def refuse(self, error: EngineError) -> None:
         """Refuse all new calls and all queued callers from now on."""
         self.refusal = error
         while self._queue:
-            place = self._queue[0]
-            place.error = error
-            place.wake()
-            self._queue.popleft()
+            self._queue[0].error = error
+            self._wake_first()
 
     def check_refusal(self) -> None:
         """Raise EngineError where new calls are refused, however little waits."""
@@ -188,19 +191,27 @@ class QueueLimits:
         self.serve(now)
 
     def serve(self, now: float) -> None:
-        """Take back the places that were not used, and give the free ones to the first callers of the queue.
-
-        A signal handler may raise anywhere in it: a caller stays in the queue until it was woken.
-        """
-        while (due_at := self.due_at) is not None and due_at <= now:
-            self._forget(next(iter(self._given.values())))
+        """Take back the places that were not used, and give the free ones to the first callers of the queue."""
+        while (oldest := self._oldest) is not None and oldest.given_at + PLACE_S <= now:
+            self._forget(oldest)
         while self._queue and self._excess() is None:
-            place = self._queue[0]
-            if place.wake():
+            if (place := self._wake_first()) is not None:
                 place.is_given, place.given_at = True, now
                 self._given.pop(place.caller, None)  # it stands behind those that were given before
                 self._given[place.caller] = place
-            self._queue.popleft()
+
+    def _wake_first(self) -> Place | None:
+        """Wake the first caller of the queue, which then leaves it; None where it cannot be woken, or has left.
+
+        It leaves afterwards: a signal handler may raise in here, and it would wait for ever. And garbage collection may
+        run in here, which makes callers leave whose loops are gone.
+        """
+        place = self._queue[0]
+        is_woken = place.wake()
+        if not self._queue or self._queue[0] is not place:
+            return None
+        self._queue.popleft()
+        return place if is_woken else None
 
     def _forget(self, place: Place) -> None:
         if self._given.get(place.caller) is place:

@@ -168,6 +168,26 @@ def test_a_caller_is_woken_although_a_signal_handler_raised_while_it_was(is_refu
     assert (world.woken, place.is_given, world.limits.num_queued) == ([1], not is_refused, 0)
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_callers_may_leave_while_another_is_woken(is_refused: bool) -> None:
+    """Their tasks are collected as garbage just then."""
+    world = World()
+    world.fill()
+    places = [world.enter(caller) for caller in (1, 2)]
+
+    def leave() -> bool:
+        world.limits.remove(places[0], world.now)
+        return True
+
+    places[0].wake = leave
+    if is_refused:
+        world.limits.refuse(EngineClosedError("closed"))
+    else:
+        world.close()
+    assert (world.woken, world.limits.num_queued) == ([2], 0)
+    assert [place.is_given for place in places] == [False, not is_refused]
+
+
 def _interrupted() -> bool:
     raise KeyboardInterrupt
 
