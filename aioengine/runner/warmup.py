@@ -10,6 +10,8 @@ memory of that step for all smaller ones.
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -92,15 +94,33 @@ def warm_up_device(
     times.end("warmup")
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep garbage collection out of a capture: it may free graphs and events of a runner that was dropped in the same
+    process, and those CUDA calls make every capture under way invalid.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @torch.inference_mode()
 def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report: Callable[[Progress], None]) -> None:
     max_rows = settings.runner.cuda_graph_max_rows
-    runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
-    if isinstance(parts.attention, PiecewiseAttention):
-        pieces = PieceGraphs(parts.model, parts.attention, parts.kv_pool.tensor, max_rows=parts.max_rows)
-        longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype)
-        pieces.capture(longest, lambda done, total: report(Progress("capturing CUDA graphs of prompts", done, total)))
-        runner.piece_graphs = pieces
+    with _no_garbage_collection():
+        runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
+        if isinstance(parts.attention, PiecewiseAttention):
+            pieces = PieceGraphs(parts.model, parts.attention, parts.kv_pool.tensor, max_rows=parts.max_rows)
+            longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype)
+            pieces.capture(
+                longest, lambda done, total: report(Progress("capturing CUDA graphs of prompts", done, total))
+            )
+            runner.piece_graphs = pieces
 
 
 def _weights_bytes(runner: ModelRunner) -> int:

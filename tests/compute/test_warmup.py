@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -136,3 +138,16 @@ def test_token_counts_of_steps_without_graphs() -> None:
     assert list(warmup.token_counts(700, 622)) == [700, 669, 638]
     assert list(warmup.token_counts(8192, 8192)) == []
     assert max(warmup.token_counts(131_072, 0)) == 8192, "a start is not to take minutes"
+
+
+def test_no_garbage_is_collected_while_graphs_are_captured(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def capture_graphs(*_: object) -> None:
+        seen.append(gc.isenabled())
+        raise RuntimeError("no device")
+
+    runner, parts = SimpleNamespace(capture_graphs=capture_graphs), SimpleNamespace(attention=None)
+    with pytest.raises(RuntimeError, match="no device"):
+        warmup._capture(runner, parts, make_settings(tmp_path), lambda _: None)  # type: ignore[arg-type]
+    assert (seen, gc.isenabled()) == ([False], True)

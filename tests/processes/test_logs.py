@@ -32,7 +32,7 @@ with fake_engine(processes=True, max_restarts=int(sys.argv[1])) as engine:
         print(type(error).__name__)
 """
 START = [
-    "model: .*/aioengine/demo, 9 MB of weights",
+    "model: .*/aioengine/demo, (9|17) MB of weights",
     r"device: cpu, \d+ threads",
     "dtype: (bfloat16|float32), attention: fused",
     r"KV pool: \d+ tokens in \d+ pages, \d+ MB",
