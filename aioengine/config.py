@@ -80,8 +80,8 @@ class DeliveryConfig(Struct, frozen=True, kw_only=True):
 class SupervisionConfig(Struct, frozen=True, kw_only=True):
     """Starting, watching and replacing the processes; times in seconds.
 
-    ``max_restarts`` 0: the end of a process is the end of the engine. ``stall_timeout_s`` lies above the longest step
-    of a slow machine: a prefill chunk of a large model on two cores.
+    ``max_restarts`` 0: the end of a process is the end of the engine. ``stall_timeout_s``: a process that makes no
+    progress for longer is replaced, so every step must be shorter, even a prefill chunk of a large model on two cores.
     """
 
     max_restarts: int = 3
@@ -91,9 +91,9 @@ class SupervisionConfig(Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
-    """All arguments of an engine, in sections. ``args.engine_config`` makes it.
+    """All arguments of an engine, in sections, as ``args.engine_config`` builds it.
 
-    ``random_seed`` None: drawn. ``progress`` None: bars only where stderr is a terminal or a notebook.
+    ``random_seed`` None: a random one. ``progress`` None: bars only where stderr is a terminal or a notebook.
     """
 
     model: ModelConfig = ModelConfig()
@@ -135,10 +135,14 @@ class MemorySettings(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSettings(Struct, frozen=True, kw_only=True):
-    """Limits of one step. ``chunk_tokens``: the token budget of a step; ``depth``: steps launched
-    before the first of them is collected, less one (0: no overlap); ``stats_interval_s``: between two snapshots;
-    ``tenant_weights``: shares of tenants, 1 for all others; ``decode_cost``: tokens of a prompt that take as long as a
-    row that decodes.
+    """The scheduler and the limits of one step.
+
+    Attributes:
+        chunk_tokens: the token budget of a step.
+        depth: steps that may be in flight beside the one just launched; 0: no overlap.
+        stats_interval_s: the time between two snapshots of the statistics.
+        tenant_weights: the share of each tenant; a tenant that is not named has 1.
+        decode_cost: what a decoding row takes from the token budget, since it takes as long as so many prompt tokens.
     """
 
     max_running: int
@@ -153,17 +157,21 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def max_step_tokens(self) -> int:
-        """Of the largest step: prompts get an eighth of ``chunk_tokens`` beside however many rows that decode."""
+        """Tokens of the largest step. Prompts get an eighth of ``chunk_tokens`` even where all rows decode."""
         return max(self.chunk_tokens, self.max_running + self.chunk_tokens // 8)
 
 
 class RunnerSettings(Struct, frozen=True, kw_only=True):
-    """The device side. ``factory``: "module:function" that builds the runner from ``Settings``, named and not
-    imported, so that tests and benchmarks start real processes with a fake one. ``options`` is the factory's own.
+    """The runner and its device.
 
-    fallback_backend: taken, with a warning, where ``attention_backend`` turns out not to work here; "": that is an
-    error. compile_timeout_s: how long kernels may compile at the start.
-    ``batch_invariant``: a GPU gives the same bits in any batch, as a CPU always does.
+    Attributes:
+        factory: "module:function", which builds the runner from ``Settings``. It is imported by name, so that tests
+            and benchmarks can start real processes with a fake runner.
+        batch_invariant: a GPU computes the same bits for a request in any batch, as a CPU always does.
+        fallback_backend: used, with a warning, if ``attention_backend`` does not work on this machine; "": that is an
+            error.
+        compile_timeout_s: how long kernels may compile at the start.
+        options: passed on to the factory, which alone reads them.
     """
 
     factory: str

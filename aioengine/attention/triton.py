@@ -1,7 +1,7 @@
 """Attention on a GPU with Triton's kernels, for any head size and dtype, without a C++ compiler.
 
-A token's result is the same bits whatever it is computed with (``kernels/triton/attention.py``); FlashInfer is faster
-and does not promise that.
+It is batch-invariant: a token's result has the same bits whatever else is in the batch (``kernels/triton/attention.py``
+says how). FlashInfer is faster and does not promise that.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, L layers, N pages of the pool, S page size.
 """
@@ -36,17 +36,20 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
 
 ENOUGH_PROGRAMS = 256
-"""Pairs of a row and a kv head that keep a GPU busy with one program each."""
+"""Programs that keep a GPU busy. With fewer pairs of a row and a kv head, several programs compute each pair."""
 LONG_ROW_PROGRAMS = 8
-"""Programs for a row where rows may be long: one long row among short ones would run long after the others."""
+"""Minimum for each pair where rows may be long: one long row among short ones would finish long after them."""
 MANY_PROGRAMS = 1024
-"""From this number on merging the splits costs short rows too much: a tenth of attention's time on an H200."""
+"""From this number of pairs on, long rows get one program too: merging the splits would cost short rows too much, a
+tenth of attention's time on an H200.
+"""
 MAX_SPLITS_BYTES = 256 << 20
+"""Limit of the results of single splits before they are merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """``pool``: keys and values of each layer, [N, K, S, E]."""
+    """What all steps have in common. ``pool``: keys and values of each layer, [N, K, S, E]."""
 
     shape: AttentionShape
     pool: list[tuple[Tensor, Tensor]]
@@ -56,14 +59,14 @@ class _Shared:
         return self.pool[0][0].shape[2]
 
     def num_programs(self, num_rows: int, max_splits: int) -> int:
-        """Programs among which the splits of a decode row are divided; 1: one program computes them in turn."""
-        programs = num_rows * self.shape.num_kv_heads
+        """Programs that share the splits of a decode row and kv head; 1: one program computes them in turn."""
+        pairs = num_rows * self.shape.num_kv_heads
         num_bytes = 4 * num_rows * max_splits * self.shape.num_heads * (self.shape.head_size + 2)
-        is_long = max_splits > EVEN_SPLITS.value and programs < MANY_PROGRAMS
-        wanted = max(-(-ENOUGH_PROGRAMS // programs), LONG_ROW_PROGRAMS if is_long else 1)
+        is_long = max_splits > EVEN_SPLITS.value and pairs < MANY_PROGRAMS
+        wanted = max(-(-ENOUGH_PROGRAMS // pairs), LONG_ROW_PROGRAMS if is_long else 1)
         if wanted == 1 or num_bytes > MAX_SPLITS_BYTES:
             return 1
-        return max(min(max_splits, wanted), 2)  # short rows use the same kernels
+        return max(min(max_splits, wanted), 2)  # not 1, which selects other kernels, even where rows have one split
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class _Step:
         slot_mapping: [T] KV slots of the step's tokens.
         tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``.
         max_splits: splits of the longest row.
-        num_programs: programs for a row and kv head where all rows decode; 1: the kernel over ``tiles`` is used.
+        num_programs: ``_Shared.num_programs`` if each row has one token, else 1; 1 selects the kernel over ``tiles``.
     """
 
     slot_mapping: Tensor

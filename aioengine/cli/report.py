@@ -1,4 +1,4 @@
-"""The output of ``info`` and ``bench``: facts as data, and both as text."""
+"""The output of the commands ``info`` and ``bench``: the facts of ``info``, and the text that each command prints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _version(package: str) -> str:
 
 
 def outline(of: Facts) -> str:
-    """Sections with one line for each fact."""
+    """The text of ``info``: sections with one line for each fact."""
     width = max(len(name) for section in of.values() for name in section)
     lines: list[str] = []
     for title, section in of.items():
@@ -72,7 +72,7 @@ def _word(value: object) -> str:
 
 
 def table(figures: Mapping[str, float | int]) -> str:
-    """One line for each figure, and one for each time with its percentiles."""
+    """The text of ``bench``: one line for each figure, then one for each "<name>_ms" with its percentiles."""
     lines = [f"{name:<22}{value:>12,}" for name, value in figures.items() if "_ms_p" not in name]
     names = dict.fromkeys(name.rpartition("_p")[0] for name in figures if "_ms_p" in name)
     percents = dict.fromkeys(name.rpartition("_p")[2] for name in figures if "_ms_p" in name)

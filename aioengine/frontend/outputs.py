@@ -30,13 +30,13 @@ MAX_UNJOINED_TEXTS = 64
 
 
 def resolve(waiter: asyncio.Future[Chunk | None]) -> None:
-    """Wake who waits, unless it was cancelled meanwhile."""
+    """Wake ``waiter``, from the thread of its loop, unless it was cancelled meanwhile."""
     if not waiter.done():
         waiter.set_result(None)
 
 
 def resolve_elsewhere(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Chunk | None]) -> None:
-    """The same for who waits on another loop; one whose loop is closed will never read again."""
+    """Wake ``waiter`` of another ``loop``, from any thread. A closed loop is ignored: nothing waits there any more."""
     post(loop, resolve, waiter)
 
 
@@ -45,29 +45,30 @@ class EndOfOutput(Exception):  # not an error: the reader has everything
 
 
 class ReaderActions(Protocol):
-    """The engine, as a reader sees it. From any thread; nothing here waits, everything may be done twice.
+    """What a reader asks of the engine. From any thread; no method waits, and calling one twice does no harm.
 
-    All but ``leave`` also from a signal handler or finalizer: they take no lock and act a moment later.
+    All but ``leave`` may be called from a signal handler or finalizer too: they take no lock, and the engine's loop
+    does the work later.
     """
 
     def leave(self, cursor: Cursor) -> None:
-        """The rest will not be read: end its rows silently."""
+        """The reader stops: end the rows of its call without an error, unless another reader may attach to it."""
         ...
 
     def drop(self, cursor: Cursor) -> None:
-        """Like ``leave``, a moment later."""
+        """Like ``leave``, but always later on the engine's loop."""
         ...
 
     def abort(self, output: CallOutput) -> None:
-        """End its rows; the reader gets what there is, with the reason."""
+        """End its rows with the finish reason "abort"; output that exists can still be read."""
         ...
 
     def check_waiting(self, *, blocks: bool) -> None:
-        """Raise what keeps the engine from ever waking this thread; ``blocks``: while it does nothing else."""
+        """Raise if the engine could never wake this thread. ``blocks``: this thread will block until then."""
         ...
 
     def on_read(self, output: CallOutput) -> None:
-        """More of its rows may start, or they are read again."""
+        """The reader has read: start more rows of a batch, or resume suspended ones (``Wants``)."""
         ...
 
 
@@ -75,15 +76,18 @@ class RowStream:
     """One row of a call, with its unread output. Under the engine's lock.
 
     Attributes:
-        position: its place in the call. uid: the engine's number of it, -1 before it was submitted.
-        text, more_texts, unread: the unread output. unread: a list of ids, or a single one, which nearly every step
-            brings: its list is made with its chunk, since a list for each row of a frame would trigger garbage
-            collections.
+        position: its index in the call.
+        uid: the engine's number for it, -1 before it was submitted.
+        text, more_texts: the unread text, in pieces.
+        unread: the unread ids: a list, or a single int, since most steps bring one id and a new list for each row of a
+            frame would trigger garbage collections.
         extras: those of unread tokens, by token index and kind; one that comes again replaces the first.
-        text_offset, token_offset: read before, in characters and ids. token_ids: read last.
-        has_first_token: whether its first token is known of.
-        finished: its end, once that came; ``error`` where it has no answer.
-        is_queued: it is in ``ready`` of its reader (or never will be, since its call is no stream).
+        text_offset, token_offset: how many characters and ids were read before.
+        token_ids: the ids of the last chunk that was taken.
+        has_first_token: whether the engine has reported its first token.
+        finished: its end, None while it runs.
+        error: why it has no answer, if it failed.
+        is_queued: whether it is in ``ready`` of its reader; always true where the call is no stream and has no queue.
     """
 
     __slots__ = (
@@ -112,7 +116,7 @@ class RowStream:
     def put(self, text: str, new: int | list[int]) -> bool:
         """Add output; returns whether the reader is to be woken (``Cursor.wake``). Before the end of the row.
 
-        ``new``: one id, or a list, which is the row's from now on.
+        ``new``: one id, or a list, which the row keeps and changes.
         """
         if self.is_queued:
             self._merge(text, new)
@@ -199,9 +203,11 @@ class Cursor:
     """One reader's place in an output. Every method under the lock.
 
     Attributes:
-        is_closed: its reader has left, or another one reads on: there is nothing more for it.
+        is_closed: its reader has left or was replaced by another one, and receives nothing more.
         ready: rows of a stream that have something to read.
-        waiter, wakers: where the reader waits, one on the engine's own loop for a chunk, others for news.
+        waiter: the future of a reader that waits on the engine's own loop; its result is the next chunk, or None if
+            something else happened.
+        wakers: callbacks for all others that wait; they look for themselves what there is to read.
     """
 
     __slots__ = ("is_closed", "output", "ready", "waiter", "wakers")
@@ -219,7 +225,7 @@ class Cursor:
         return self.is_closed or self.output.is_over
 
     def wake(self) -> None:
-        """Wake the reader wherever it waits. The first on the engine's loop gets its chunk along with that."""
+        """Wake the reader wherever it waits; ``waiter`` receives its chunk at once."""
         waiter = self.waiter
         if waiter is not None:
             self.waiter = None
@@ -333,14 +339,14 @@ class CallOutput:
                 self.cursor.wake()
 
     def fail(self, error: BaseException) -> None:
-        """The call ends with an error, behind what is ready to be read."""
+        """End the call with an error; chunks that are ready are read first."""
         if self.error is None:
             self.error = error
             self.cursor.wake()
 
 
 class Reader:
-    """Reads a call from a cursor on. From any thread; it never waits: ``wait`` calls back when there is something.
+    """Reads a call, from its cursor on. From any thread. It never waits: ``wait`` calls back when there is something.
 
     Dropping the last reference to it leaves the call.
     """
@@ -353,7 +359,7 @@ class Reader:
         self._output = cursor.output
         self._lock = lock
         self.ready = cursor.ready
-        """Rows that have something to read; true where ``take`` will give a chunk to an only reader."""
+        """Rows that have something to read. Not empty: ``take`` returns a chunk, if no other thread takes it first."""
         self._result: Answer | BatchOutput | None = None
 
     def __del__(self) -> None:
@@ -467,14 +473,19 @@ class Reader:
             self._actions.drop(self._cursor)
 
     def leave_for(self, error: BaseException) -> None:
-        """Leave because this was raised where the reader waited. Garbage collection raises GeneratorExit anywhere."""
+        """Leave because this was raised where the reader waited. GeneratorExit may come from garbage collection, which
+        runs anywhere, also under a lock: ``drop`` takes none.
+        """
         if isinstance(error, GeneratorExit):
             self.drop()
         else:
             self.leave()
 
     def interrupted(self, error: BaseException) -> None:
-        """Leave a stream in whose ``take`` this was raised, unless it is the stream's own: a chunk may be lost."""
+        """Leave a stream whose ``take`` was interrupted by ``error``, which may have lost a chunk.
+
+        The call's own error interrupts nothing.
+        """
         output = self._output
         if output.is_stream and error is not output.error:
             self._actions.leave(self._cursor)

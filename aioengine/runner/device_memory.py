@@ -37,13 +37,19 @@ SAMPLED_ROWS = 256
 """Rows that the sampler processes at once, with their logits in fp32: bounds its memory."""
 
 _ROWS = 1, 2, 17, 33, 65
-"""Row counts with which matmuls use different kernels."""
+"""Row counts of the warm-up before a measurement: one of each range in which matmuls use another kernel."""
 
 _LIST_TIMEOUT_S = 10.0
 
 
 class LargestStep(NamedTuple):
-    """Tokens and sampling rows of the largest step; tokens of the largest step that has CUDA graphs."""
+    """Upper limits of a step.
+
+    Attributes:
+        num_tokens: tokens of any step.
+        num_rows: rows that sample in one step.
+        num_captured: tokens of a step with prompts that runs in CUDA graphs; 0: there are none.
+    """
 
     num_tokens: int
     num_rows: int
@@ -59,10 +65,11 @@ class DeviceMemory:
 
     @contextmanager
     def take(self, purpose: str, *, advice: str, need: int | None = None) -> Iterator[None]:
-        """Record allocations inside as those for ``purpose``; they need ``need`` bytes, if that is known.
+        """Record what the body allocates under ``purpose``. ``need``: its bytes, if known, for the message.
 
         Raises:
-            ValueError: the memory is too little; the message names what is free and who has the rest, then ``advice``.
+            ValueError: not enough memory. The message lists the free memory, what this engine and other processes
+                hold, and ends with ``advice``.
         """
         if self.device.type == "cpu":
             yield
@@ -73,15 +80,15 @@ class DeviceMemory:
         except RuntimeError as error:  # with nothing left for CUDA itself it is not torch's OutOfMemoryError
             if "out of memory" not in str(error):
                 raise
-            asked = "" if need is None else f" ({format_bytes(need)})"
-            first = str(error).split(". ")[0]
-            message = f"the GPU has not enough memory for {purpose}{asked}: {first}. {self.describe()}. {advice}"
+            needed = "" if need is None else f" ({format_bytes(need)})"
+            cause = str(error).split(". ")[0]
+            message = f"the GPU has not enough memory for {purpose}{needed}: {cause}. {self.describe()}. {advice}"
             raise ValueError(message) from None
         torch.cuda.synchronize(self.device)
         self.taken[purpose] = torch.cuda.memory_reserved(self.device) - before
 
     def pool_budget(self, model: Model, largest: LargestStep, *, fraction: float) -> PoolBudget:
-        """Memory for the KV pool once the weights are loaded. ``fraction``: of all memory, for the whole engine."""
+        """Memory for the KV pool once the weights are loaded. ``fraction``: the engine's share of all memory."""
         if self.device.type == "cpu":
             free = free_memory(self.device)
             explanation = f"{format_bytes(free)} are free, of which mem_fraction_static={fraction:g} may be used"
@@ -89,8 +96,9 @@ class DeviceMemory:
         advice = "Lower chunked_prefill_size or max_running_requests"
         with self.take("a step of the largest size", advice=advice):
             peak = peak_memory(model, self.device, largest)
-        steps = peak + peak // 4  # the tensors of a smaller step may lie less densely
-        counts = 4 * largest.num_rows * model.vocab_size  # of tokens, for penalties; twice while their table grows
+        steps = peak + peak // 4  # a margin: the tensors of smaller steps may leave more gaps between them
+        counts = 4 * largest.num_rows * model.vocab_size  # the token counts of penalties
+        # 2 * counts: while the table of counts grows, the old and the new one exist
         reserved = steps + 2 * counts + GRAPHS_BYTES + captured_bytes(model, largest, steps)
         free, total = torch.cuda.mem_get_info(self.device)
         left = int(free - (1.0 - fraction) * total)
@@ -139,11 +147,12 @@ class NoAttention:
 
 
 def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
-    """Memory that the graphs of steps with prompts keep: that of the largest of them (a step without graphs takes
-    ``step_bytes``), the heads that they exchange with attention, and embeddings.
+    """Memory that the graphs of steps with prompts keep: their intermediate tensors, as many as in the largest of
+    these steps, and the buffers of q, k, v, the attention output and input embeddings. ``step_bytes``: what a step of
+    ``largest.num_tokens`` takes without graphs.
     """
     shape = model.attention_shape
-    num_heads = 2 * (shape.num_heads + shape.num_kv_heads)
+    num_heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k and v, and the output, which is as large as q
     token_size = num_heads * shape.head_size + (model.hidden_size if model.input_spec.embeddings else 0)
     kept = largest.num_captured * token_size * model.dtype.itemsize
     return kept + step_bytes * largest.num_captured // largest.num_tokens
@@ -151,13 +160,13 @@ def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
 
 @torch.inference_mode()
 def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int:
-    """Bytes that the largest step takes beside weights and pool, with the logits of its sampling in fp32. The token
-    counts of penalties are not included.
+    """Bytes that the largest step takes beside weights and pool, with the fp32 logits of ``SAMPLED_ROWS`` rows. The
+    token counts of penalties are not included.
 
     Raises:
         torch.OutOfMemoryError: not even that step fits.
     """
-    with compile_only():
+    with compile_only():  # warm-up: what kernels and libraries allocate once is no part of a step
         for num_rows in _ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
             model.compute_logits(model.forward(model_inputs(model, ids, ids), NoAttention()))
@@ -202,8 +211,8 @@ class Demand:
     """The requested size of the pool.
 
     Attributes:
-        num_pages: None: as many as fit.
-        max_tokens: more could never be used.
+        num_pages: the requested number; None: as many as fit, for at most ``max_tokens`` tokens.
+        max_tokens: a pool of more tokens would never be full.
     """
 
     num_pages: int | None
@@ -286,7 +295,7 @@ def free_memory(device: torch.device, *, root: Path = Path("/")) -> int:
         return torch.cuda.mem_get_info(device)[0]
     available = _available(root / "proc/meminfo")
     if available is None:
-        # macOS has no such file: half of what is built in is a guess that leaves room for the rest of the system
+        # macOS has no such file: assume half of the installed memory, which leaves room for other programs
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     return max(min([available, *_left_in_groups(root)]), 0)
 
@@ -301,10 +310,10 @@ def _available(meminfo: Path) -> int | None:
 def _left_in_groups(root: Path) -> list[int]:
     """What is left of the limit of each control group that this process is in, with its ancestors."""
     membership = "\n".join(_lines(root / "proc/self/cgroup"))
-    second = "memory.max", "memory.current", "inactive_file"
-    first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    version_2 = "memory.max", "memory.current", "inactive_file"
+    version_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     left: list[int | None] = []
-    for controller, names in (("", second), ("memory", first)):
+    for controller, names in (("", version_2), ("memory", version_1)):
         folders = cgroup_folders(root / "sys/fs/cgroup" / controller, membership, controller)
         left += [_left(folder, *names) for folder in folders]
     return [size for size in left if size is not None]
