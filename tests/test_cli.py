@@ -54,6 +54,14 @@ def test_the_help_of_every_command_has_the_default_of_every_constructor_argument
         assert [name for name, of in ARGUMENTS.items() if "".join(of.description.split()) not in words] == []
 
 
+def test_the_help_has_the_defaults_of_the_sampling_flags() -> None:
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
+        flags.read(["chat", "--help"])
+    words = " ".join(printed.getvalue().split())
+    assert "0 (always the likeliest token) to 2 (default: 0.0)" in words  # not 1, as of the other calls
+    assert "output tokens at most (default: 128)" in words
+
+
 def test_every_constructor_argument_is_a_flag_of_every_command() -> None:
     for command in COMMANDS:
         given: list[str] = []

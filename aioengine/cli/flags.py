@@ -79,7 +79,7 @@ class Arguments(argparse.Namespace):
 
     def sampling(self) -> dict[str, object]:
         """The sampling parameters that were given; greedy by default."""
-        return {"temperature": 0.0} | self._given(name for name, row in PARAMETERS.items() if row.read is not None)
+        return _GREEDY | self._given(name for name, row in PARAMETERS.items() if row.read is not None)
 
     def workload(self) -> Workload:
         """What ``bench`` measures."""
@@ -89,6 +89,7 @@ class Arguments(argparse.Namespace):
         return {name: value for name in names if (value := vars(self).get(name)) is not None}
 
 
+_GREEDY: Final[dict[str, object]] = {"temperature": 0.0}
 _TEXTS: Final = {"prompt": "the prompt", "system": "--system", "stop": "--stop", "stop_regex": "--stop-regex"}
 """Arguments that are text for the model or are found in its text, and their names in errors."""
 
@@ -224,8 +225,11 @@ def _add_sampling(to: argparse.ArgumentParser) -> None:
     group = to.add_argument_group("sampling")
     for name, row in PARAMETERS.items():
         if row.read is not None:
-            about = row.summary + " (may be given again)" * row.is_list
-            _add_flag(group, _sampling_flag(name), name=name, read=row.read, about=about, repeats=row.is_list)
+            default = _GREEDY.get(name, row.default)
+            hint = " (may be given again)" if row.is_list else "" if default is None else f" (default: {default})"
+            _add_flag(
+                group, _sampling_flag(name), name=name, read=row.read, about=row.summary + hint, repeats=row.is_list
+            )
 
 
 def _add_engine(to: argparse.ArgumentParser) -> None:
