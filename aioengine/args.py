@@ -208,7 +208,7 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "fcfs, longest_prefix (lpm) or priority",
     ),
     "tenant_weights": Argument(
-        "scheduler.tenant_weights", _weights, "tenant=weight,...: shares of the engine", "1 each"
+        "scheduler.tenant_weights", _weights, "shares of the engine: a dict, or tenant=weight,...", "1 each"
     ),
     "disable_overlap_schedule": Argument(
         "scheduler.overlap", _negated, "read each step before the next is launched (a CPU always does)"
