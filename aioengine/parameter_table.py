@@ -237,7 +237,9 @@ def token_ids(name: str, value: object) -> list[int]:
     if isinstance(value, list | tuple):
         with suppress(ValidationError):
             return convert(cast("object", value), _PlainIds)
-    given = sorted(cast("Set[object]", value), key=hash) if isinstance(value, Set) else cast("object", value)
+    given = cast("object", value)  # type: ignore[redundant-cast]  # a list of unknown entries to pyright
+    if isinstance(value, Set):
+        given = sorted(cast("Set[object]", value), key=hash)
     found = checks.sequence(name, given, MAX_STOP_TOKEN_IDS, allowed="a list of token ids")
     return [checks.whole(f"{name} entries", entry, 0) for entry in found if entry is not None]
 

@@ -94,7 +94,7 @@ def _bar(progress: Progress) -> tqdm[NoReturn]:
     else:
         from tqdm import tqdm
 
-    class Bar(tqdm):  # pyright: ignore[reportGeneralTypeIssues]  # one of the two classes above
+    class Bar(tqdm):  # type: ignore[misc]  # one of the two classes above, which have no types
         """A bar without the thread that tqdm keeps for bars that do not move."""
 
         monitor_interval = 0

@@ -75,7 +75,7 @@ def test_it_has_a_flag(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
         flags.read(["generate", "--help"])
     assert "--share N" in printed.getvalue()
-    assert "0 to 1: a share\n" in printed.getvalue()
+    assert "0 to 1: a share (default: 0.0)\n" in printed.getvalue()
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
