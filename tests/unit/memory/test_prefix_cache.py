@@ -149,9 +149,9 @@ def test_switched_off_it_shares_nothing() -> None:
 def test_what_is_invalid_is_not_kept_unless_others_use_it() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     cache.unlock(computed(cache, [1, 2, 3]))
-    spoilt = computed(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    invalid = computed(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     other = open_(cache, [1, 2, 3, 4, 9])
-    cache.unlock(spoilt, is_invalid=True)
+    cache.unlock(invalid, is_invalid=True)
     cache.check_integrity([other])
     assert num_matched(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
     cache.unlock(other)
@@ -162,10 +162,10 @@ def test_what_is_invalid_is_not_kept_unless_others_use_it() -> None:
 
 def test_what_is_invalid_stays_where_others_have_left_pages_behind_it() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
-    spoilt = open_(cache, [1, 2, 3, 4, 5, 6, 7, 8])
-    cache.insert(spoilt, [1, 2, 3, 4, 5, 6, 7, 8], 6)
+    invalid = open_(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    cache.insert(invalid, [1, 2, 3, 4, 5, 6, 7, 8], 6)
     cache.unlock(computed(cache, [1, 2, 9, 9]))
-    cache.unlock(spoilt, is_invalid=True)
+    cache.unlock(invalid, is_invalid=True)
     cache.check_integrity([])
     assert num_matched(cache, [1, 2, 3, 4, 5]) == 2
     assert cache.num_free == 8
