@@ -453,7 +453,7 @@ class Reader:
         None where there is something to take already. Takes no lock: the writer runs on this loop too.
         """
         cursor = self._cursor
-        if cursor.ready or cursor.is_over:
+        if cursor.ready or cursor.is_closed or self._output.is_over:
             return None
         waiter: asyncio.Future[Chunk | None] = loop.create_future()
         if cursor.waiter is None:
