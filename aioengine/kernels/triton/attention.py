@@ -96,14 +96,14 @@ def _attend_split(
     total = tl.zeros((queries.shape[0],), tl.float32)
     sums = tl.zeros(queries.shape, tl.float32)
     for first in tl.range(start, stop, BLOCK):
-        places = first + tl.arange(0, BLOCK)
-        inside = places < stop
-        pages = tl.load(page_ids + places // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        offsets = (pages * PAGE_STRIDE + places % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
+        positions = first + tl.arange(0, BLOCK)
+        inside = positions < stop
+        pages = tl.load(page_ids + positions // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        offsets = (pages * PAGE_STRIDE + positions % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
         there = inside[:, None] & (columns < HEAD_SIZE)
         block_keys = tl.load(keys + offsets, mask=there, other=0.0)
         scores = tl.dot(queries, tl.trans(block_keys), input_precision="ieee") * scale
-        scores = tl.where(places[None, :] <= last[:, None], scores, MASKED)
+        scores = tl.where(positions[None, :] <= last[:, None], scores, MASKED)
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
@@ -156,7 +156,7 @@ def _attend_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.load(tiles + 2 * tl.program_id(0))
-    place = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    tile_start = tl.load(tiles + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1)
     first_token = tl.load(query_starts + row)
     count = tl.load(query_starts + row + 1) - first_token
@@ -165,14 +165,14 @@ def _attend_kernel(
     PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
     members = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)[None, :]
-    token = place + members // GROUP
+    token = tile_start + members // GROUP
     is_member = (members < ROWS // GROUP * GROUP) & (token < count)
     heads = head * GROUP + members % GROUP
     inside = is_member[:, None] & (columns < HEAD_SIZE)
     tokens = (first_token + token).to(tl.int64)
     queries = tl.load(q + (tokens * TOKEN_STRIDE + heads * HEAD_SIZE)[:, None] + columns, mask=inside, other=0.0)
     last = length - count + tl.minimum(token, count - 1)
-    stop = length - count + tl.minimum(place + ROWS // GROUP, count)
+    stop = length - count + tl.minimum(tile_start + ROWS // GROUP, count)
     highest = tl.full((ROWS,), MASKED, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -187,8 +187,8 @@ def _attend_kernel(
         )
         highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
         index += 1
-    places = (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_SIZE + columns
-    tl.store(out + places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    targets = (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_SIZE + columns
+    tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
@@ -237,10 +237,10 @@ def _splits_kernel(
             *(queries, head_keys, head_values, page_ids + first_page, start, end, last),
             *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK),
         )
-        places = (row * max_splits + index) * (NUM_KV_HEADS * GROUP) + heads
-        tl.store(split_marks + 2 * places, highest, mask=is_member)
-        tl.store(split_marks + 2 * places + 1, total, mask=is_member)
-        tl.store(split_sums + places[:, None] * HEAD_SIZE + columns, sums, mask=inside)
+        targets = (row * max_splits + index) * (NUM_KV_HEADS * GROUP) + heads
+        tl.store(split_marks + 2 * targets, highest, mask=is_member)
+        tl.store(split_marks + 2 * targets + 1, total, mask=is_member)
+        tl.store(split_sums + targets[:, None] * HEAD_SIZE + columns, sums, mask=inside)
         index += num_programs
 
 
@@ -270,14 +270,14 @@ def _merge_kernel(
     sums = tl.zeros((HEADS, COLUMNS), tl.float32)
     index = tl.full((), 0, tl.int32)
     while _split_start(index) < length:
-        places = (row * max_splits + index) * NUM_HEADS + heads
-        split_highest = tl.load(split_marks + 2 * places, mask=is_head, other=0.0)
-        split_total = tl.load(split_marks + 2 * places + 1, mask=is_head, other=1.0)
-        split = tl.load(split_sums + places[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
+        sources = (row * max_splits + index) * NUM_HEADS + heads
+        split_highest = tl.load(split_marks + 2 * sources, mask=is_head, other=0.0)
+        split_total = tl.load(split_marks + 2 * sources + 1, mask=is_head, other=1.0)
+        split = tl.load(split_sums + sources[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
         highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split)
         index += 1
-    places = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + columns
-    tl.store(out + places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    targets = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + columns
+    tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 _attend = Launcher(_attend_kernel)
@@ -338,10 +338,12 @@ def attend_splits(
     marks = torch.empty(num_rows, max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
     sizes = _sizes(q, pool)
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks)
-    places = tuple(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, marks))
+    alignments = tuple(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, marks))
     options = _options(head_size, q.dtype)
     grid = num_rows, sizes[1], num_programs
-    _splits(grid, (q.dtype, sizes, places), (*tensors, scale / math.log(2), max_splits, num_programs, *sizes), options)
+    _splits(
+        grid, (q.dtype, sizes, alignments), (*tensors, scale / math.log(2), max_splits, num_programs, *sizes), options
+    )
     _, _, _, page_size, _, columns, *_ = sizes
     merge_sizes = num_heads, page_size, head_size, columns, _MERGED_HEADS
     merge_tensors = sums, marks, rows.page_starts, rows.last_lengths, out

@@ -1,4 +1,4 @@
-"""Pages of the KV pool that lose what is not a finite number, on a GPU: programs of rows that need nothing end at once.
+"""Set NaN and inf to 0 in pages of the KV pool, on a GPU: programs of rows whose mark is not negative end at once.
 
 L layers, N pages of the pool, K kv heads, S page size, E head size, X rows.
 """
@@ -25,7 +25,7 @@ def _clean_kernel(
     rows: tl.tensor,
     page_ids: tl.tensor,
     part_stride: tl.tensor,
-    PAGE_NUMBERS: tl.constexpr,
+    PAGE_ELEMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = rows + 3 * tl.program_id(0)
@@ -33,20 +33,20 @@ def _clean_kernel(
         part = pool + tl.program_id(1) * part_stride.to(tl.int64)
         ids = page_ids + tl.load(row + 1)
         for index in range(tl.load(row + 2)):
-            page = part + tl.load(ids + index).to(tl.int64) * PAGE_NUMBERS
-            for first in range(0, PAGE_NUMBERS, BLOCK):
-                places = first + tl.arange(0, BLOCK)
-                inside = places < PAGE_NUMBERS
-                numbers = tl.load(page + places, mask=inside, other=0.0)
-                is_finite = tl.abs(numbers.to(tl.float32)) < float("inf")
-                tl.store(page + places, tl.where(is_finite, numbers, 0.0), mask=inside)
+            page = part + tl.load(ids + index).to(tl.int64) * PAGE_ELEMENTS
+            for first in range(0, PAGE_ELEMENTS, BLOCK):
+                offsets = first + tl.arange(0, BLOCK)
+                inside = offsets < PAGE_ELEMENTS
+                elements = tl.load(page + offsets, mask=inside, other=0.0)
+                is_finite = tl.abs(elements.to(tl.float32)) < float("inf")
+                tl.store(page + offsets, tl.where(is_finite, elements, 0.0), mask=inside)
 
 
 _clean = Launcher(_clean_kernel)
 
 
 def clean(pool: Tensor, marks: Tensor, rows: Tensor, page_ids: Tensor) -> None:
-    """pool [L, 2, N, K, S, E], marks [S], rows [X, 3], page_ids [Y]: see ``kernels.clean_pages``."""
+    """pool [L, 2, N, K, S, E], marks [M], rows [X, 3], page_ids [Y]: see ``kernels.clean_pages``."""
     num_layers, num_sides, _, num_kv_heads, page_size, head_size = pool.shape
     sizes = num_kv_heads * page_size * head_size, BLOCK
     tensors = pool, marks, rows, page_ids

@@ -66,10 +66,10 @@ def _attended(
     total = tl.zeros((queries.shape[0],), tl.float32)
     sums = tl.zeros(queries.shape, tl.float32)
     for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        places = first + tl.arange(0, BLOCK)
-        inside = places < end
-        page = tl.load(pages + places // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        offsets = (page * PAGE_STRIDE + places % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
+        positions = first + tl.arange(0, BLOCK)
+        inside = positions < end
+        page = tl.load(pages + positions // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        offsets = (page * PAGE_STRIDE + positions % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
         scores = tl.dot(queries, tl.trans(tl.load(keys + offsets))) * scale
         scores = tl.where(inside[None, :], scores, LOWEST)
         higher = tl.maximum(highest, tl.max(scores, 1))
@@ -87,7 +87,7 @@ def _attended(
 def _merge(
     sums: tl.tensor,
     marks: tl.tensor,
-    place: tl.tensor,
+    first_source: tl.tensor,
     count: tl.tensor,
     is_member: tl.tensor,
     NUM_HEADS: tl.constexpr,
@@ -97,15 +97,15 @@ def _merge(
     this processor's cache.
     """
     columns = tl.arange(0, HEAD_SIZE)[None, :]
-    highest = tl.full(place.shape, LOWEST, tl.float32)
-    total = tl.zeros(place.shape, tl.float32)
-    whole = tl.zeros((place.shape[0], HEAD_SIZE), tl.float32)
+    highest = tl.full(first_source.shape, LOWEST, tl.float32)
+    total = tl.zeros(first_source.shape, tl.float32)
+    whole = tl.zeros((first_source.shape[0], HEAD_SIZE), tl.float32)
     for split in tl.range(0, count, loop_unroll_factor=4):
-        source = place + split * NUM_HEADS
+        source = first_source + split * NUM_HEADS
         split_highest = tl.load(marks + 2 * source, mask=is_member, other=0.0, cache_modifier=".cg")
         split_total = tl.load(marks + 2 * source + 1, mask=is_member, other=1.0, cache_modifier=".cg")
-        places = sums + source[:, None] * HEAD_SIZE + columns
-        split_sums = tl.load(places, mask=is_member[:, None], other=0.0, cache_modifier=".cg")
+        pointers = sums + source[:, None] * HEAD_SIZE + columns
+        split_sums = tl.load(pointers, mask=is_member[:, None], other=0.0, cache_modifier=".cg")
         higher = tl.maximum(highest, split_highest)
         shrink, weight = tl.exp2(highest - higher), tl.exp2(split_highest - higher)
         total = total * shrink + split_total * weight
@@ -120,7 +120,7 @@ def _finish(
     highest: tl.tensor,
     total: tl.tensor,
     sums: tl.tensor,
-    places: tl.tensor,
+    out_heads: tl.tensor,
     is_member: tl.tensor,
     other: tl.tensor,
     other_weights: tl.tensor,
@@ -128,9 +128,9 @@ def _finish(
     MERGES: tl.constexpr,
 ) -> None:
     """Store the result of attention, merged with ``other`` where there is one."""
-    targets = places[:, None] * HEAD_SIZE + tl.arange(0, HEAD_SIZE)[None, :]
+    targets = out_heads[:, None] * HEAD_SIZE + tl.arange(0, HEAD_SIZE)[None, :]
     if MERGES:
-        weight = tl.load(other_weights + places, mask=is_member, other=LOWEST)
+        weight = tl.load(other_weights + out_heads, mask=is_member, other=LOWEST)
         higher = tl.maximum(highest, weight)
         own, theirs = tl.exp2(highest - higher), tl.exp2(weight - higher)
         total = total * own + theirs
@@ -183,21 +183,21 @@ def _decode_kernel(
             *(queries, keys + head * PAGE_SIZE * HEAD_SIZE, values + head * PAGE_SIZE * HEAD_SIZE, pages, begin, end),
             *(scale, NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE, PAGE_SIZE, HEAD_SIZE, BLOCK, STAGES),
         )
-        places = row * (NUM_KV_HEADS * GROUP) + heads
+        out_heads = row * (NUM_KV_HEADS * GROUP) + heads
         if count == 1:
-            _finish(out, highest, total, attended, places, is_member, other, other_weights, HEAD_SIZE, MERGES)
+            _finish(out, highest, total, attended, out_heads, is_member, other, other_weights, HEAD_SIZE, MERGES)
         else:
-            place = tl.program_id(1) * (NUM_KV_HEADS * GROUP) + heads
-            tl.store(sums + place[:, None] * HEAD_SIZE + columns, attended, mask=inside)
-            tl.store(marks + 2 * place, highest, mask=is_member)
-            tl.store(marks + 2 * place + 1, total, mask=is_member)
+            split_heads = tl.program_id(1) * (NUM_KV_HEADS * GROUP) + heads
+            tl.store(sums + split_heads[:, None] * HEAD_SIZE + columns, attended, mask=inside)
+            tl.store(marks + 2 * split_heads, highest, mask=is_member)
+            tl.store(marks + 2 * split_heads + 1, total, mask=is_member)
             tl.debug_barrier()  # all threads have stored when the one that counts does
             done = num_done + row * NUM_KV_HEADS + head
             if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
-                place = first_split * (NUM_KV_HEADS * GROUP) + heads
-                merged = _merge(sums, marks, place, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
+                split_heads = first_split * (NUM_KV_HEADS * GROUP) + heads
+                merged = _merge(sums, marks, split_heads, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
                 highest, total, attended = merged
-                _finish(out, highest, total, attended, places, is_member, other, other_weights, HEAD_SIZE, MERGES)
+                _finish(out, highest, total, attended, out_heads, is_member, other, other_weights, HEAD_SIZE, MERGES)
                 tl.store(done, 0)
 
 
@@ -220,9 +220,9 @@ def decode(
     """
     num_heads, head_size = q.shape[1:]
     _, num_kv_heads, page_size, _ = pool[0].shape
-    group, places = num_heads // num_kv_heads, rows.splits.shape[1]
-    sums = torch.empty(places, num_heads, head_size, dtype=torch.float32, device=q.device)
-    marks = torch.empty(places, num_heads, 2, dtype=torch.float32, device=q.device)
+    group, max_splits = num_heads // num_kv_heads, rows.splits.shape[1]
+    sums = torch.empty(max_splits, num_heads, head_size, dtype=torch.float32, device=q.device)
+    marks = torch.empty(max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
     padded = max(next_power_of_2(group), LEAST_ROWS)
     block = 128 if head_size <= 128 else 64
     sizes = q.stride(0), num_kv_heads, group, padded, page_size, head_size, block, 3
@@ -231,4 +231,4 @@ def decode(
     tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.splits, rows.num_done, sums, marks, out, *rest)
     key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, marks, out, *rest)))
     options = {"num_warps": 4, "launch_pdl": has_dependent_launch()}
-    _decode((num_kv_heads, places, 1), key, (*tensors, places, scale / math.log(2), *sizes), options)
+    _decode((num_kv_heads, max_splits, 1), key, (*tensors, max_splits, scale / math.log(2), *sizes), options)

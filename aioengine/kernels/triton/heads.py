@@ -91,15 +91,15 @@ def _rotate_kernel(
     columns = tl.arange(0, COLUMNS)
     is_rotated = head < NUM_QUERY + NUM_KV
     inside = ((head < NUM_QUERY + 2 * NUM_KV) if WRITES else is_rotated) & (columns < HALF)[None, :]
-    places = heads + token * token_stride + head * (2 * HALF) + columns[None, :]
+    pointers = heads + token * token_stride + head * (2 * HALF) + columns[None, :]
     if NORMS:  # no kernel before makes the weights: they need not wait
         weight_low, weight_high = _norm_weights(query_weight, key_weight, head < NUM_QUERY, columns, HALF)
         least = tl.load(epsilon)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    low = tl.load(places, mask=inside, other=0.0)
-    high = tl.load(places + HALF, mask=inside, other=0.0)
+    low = tl.load(pointers, mask=inside, other=0.0)
+    high = tl.load(pointers + HALF, mask=inside, other=0.0)
     value_low, value_high = low, high
     if NORMS:
         low, high = _normed(low, high, weight_low, weight_high, least, HALF)
@@ -120,8 +120,8 @@ def _rotate_kernel(
         tl.store(moved, tl.where(is_rotated, low, value_low), mask=inside)
         tl.store(moved + HALF, tl.where(is_rotated, high, value_high), mask=inside)
     else:
-        tl.store(places, low, mask=is_rotated_here)
-        tl.store(places + HALF, high, mask=is_rotated_here)
+        tl.store(pointers, low, mask=is_rotated_here)
+        tl.store(pointers + HALF, high, mask=is_rotated_here)
 
 
 @triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["page_table"])
@@ -132,9 +132,9 @@ def _pages_kernel(
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start
     for first in range(0, count, BLOCK):
-        places = first + tl.arange(0, BLOCK)
-        inside = places < count
-        tl.store(out + start + places, tl.load(page_table + row * row_stride + places, mask=inside), mask=inside)
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < count
+        tl.store(out + start + columns, tl.load(page_table + row * row_stride + columns, mask=inside), mask=inside)
 
 
 _rotate = Launcher(_rotate_kernel)
@@ -169,8 +169,8 @@ def rotate(
         has_dependent_launch(),
     )
     sizes = stride, num_query, num_kv, half, page_size
-    places = heads.data_ptr() % 16, out is not None and out.data_ptr() % 16
-    key = (heads.dtype, keys.dtype, slots.dtype, sizes, has_norms, writes, moves, places)
+    alignments = heads.data_ptr() % 16, out is not None and out.data_ptr() % 16
+    key = (heads.dtype, keys.dtype, slots.dtype, sizes, has_norms, writes, moves, alignments)
     _rotate((num_tokens, -(-(num_heads if writes else num_query + num_kv) // HEADS), 1), key, arguments, options(4))
 
 

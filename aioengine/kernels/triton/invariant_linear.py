@@ -50,22 +50,24 @@ def _matmul_kernel(
     band_size = BAND * tl.cdiv(num_outputs, OUTPUTS)
     first_tile = tl.program_id(0) // band_size * BAND
     tiles_of_band = tl.minimum(row_tiles - first_tile, BAND)
-    place = tl.program_id(0) % band_size
-    rows = (first_tile + place % tiles_of_band) * ROWS + tl.arange(0, ROWS)
-    outputs = place // tiles_of_band * OUTPUTS + tl.arange(0, OUTPUTS)
+    index_in_band = tl.program_id(0) % band_size
+    rows = (first_tile + index_in_band % tiles_of_band) * ROWS + tl.arange(0, ROWS)
+    outputs = index_in_band // tiles_of_band * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, BLOCK)
     # rows and outputs beyond the end repeat the first ones, which costs no mask in the loop
-    x_places = x + (tl.where(rows < num_rows, rows, 0).to(tl.int64) * SIZE)[:, None] + columns[None, :]
-    places = weight + (tl.where(outputs < num_outputs, outputs, 0).to(tl.int64) * SIZE)[:, None] + columns[None, :]
+    x_pointers = x + (tl.where(rows < num_rows, rows, 0).to(tl.int64) * SIZE)[:, None] + columns[None, :]
+    weight_pointers = (
+        weight + (tl.where(outputs < num_outputs, outputs, 0).to(tl.int64) * SIZE)[:, None] + columns[None, :]
+    )
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, SIZE, BLOCK):
         if SIZE % BLOCK == 0:
-            vectors = tl.load(x_places + start)
-            part = tl.load(places + start)
+            vectors = tl.load(x_pointers + start)
+            part = tl.load(weight_pointers + start)
         else:
             inside = (start + columns < SIZE)[None, :]
-            vectors = tl.load(x_places + start, mask=inside, other=0.0)
-            part = tl.load(places + start, mask=inside, other=0.0)
+            vectors = tl.load(x_pointers + start, mask=inside, other=0.0)
+            part = tl.load(weight_pointers + start, mask=inside, other=0.0)
         total = tl.dot(vectors, tl.trans(part), total, input_precision="ieee")
     is_output = (outputs < num_outputs)[None, :]
     if HAS_BIAS:
@@ -98,8 +100,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = N
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     some_bias = weight if bias is None else bias
     arguments = (x, weight, some_bias, out, num_rows, num_outputs, size, rows, outputs, block, BAND, bias is not None)
-    places = tuple(tensor.data_ptr() % 16 for tensor in (x, weight, some_bias))
-    key = x.dtype, weight.shape, tile, bias is None, places
+    alignments = tuple(tensor.data_ptr() % 16 for tensor in (x, weight, some_bias))
+    key = x.dtype, weight.shape, tile, bias is None, alignments
     grid = _num_tiles(num_rows, num_outputs, tile), 1, 1
     _matmul(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
     return out

@@ -20,10 +20,10 @@ _BLOCK = 2048
 
 
 class PenalizedRows(NamedTuple):
-    """Columns [X] on the device: rows of the logits, rows of the counts (both int32), and the penalties (fp32)."""
+    """Columns [X] on the device: rows of the logits and of the table of counts (int32), and the penalties (fp32)."""
 
     rows: Tensor
-    places: Tensor
+    count_rows: Tensor
     frequency: Tensor
     presence: Tensor
     repetition: Tensor
@@ -36,7 +36,7 @@ def _penalties_kernel(
     counts: tl.tensor,
     counts_stride: tl.tensor,
     rows: tl.tensor,
-    places: tl.tensor,
+    count_rows: tl.tensor,
     frequencies: tl.tensor,
     presences: tl.tensor,
     repetitions: tl.tensor,
@@ -46,8 +46,8 @@ def _penalties_kernel(
 ) -> None:
     index = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(places + index).to(tl.int64)
-    count = tl.load(counts + place * counts_stride + columns, mask=columns < num_tokens, other=0)
+    count_row = tl.load(count_rows + index).to(tl.int64)
+    count = tl.load(counts + count_row * counts_stride + columns, mask=columns < num_tokens, other=0)
     target = logits + tl.load(rows + index).to(tl.int64) * logits_stride + columns
     x = tl.load(target, mask=count != 0, other=0.0)
     num_output = (count % IN_PROMPT).to(tl.float32)

@@ -83,7 +83,7 @@ def _blocks_kernel(
     words: tl.tensor,
     num_rows: tl.tensor,
     maxima: tl.tensor,
-    places: tl.tensor,
+    argmax: tl.tensor,
     sums: tl.tensor,
     SIZE: tl.constexpr,
 ) -> None:
@@ -102,7 +102,7 @@ def _blocks_kernel(
     tl.store(maxima + out, largest)
     tl.store(sums + out, mass)
     if tl.load(words + 4 * num_rows + row) != 0:
-        tl.store(places + out, tl.min(tl.where(x == largest, columns, num_tokens), 0))
+        tl.store(argmax + out, tl.min(tl.where(x == largest, columns, num_tokens), 0))
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["words", "out", "indices", "memory"])
@@ -113,7 +113,7 @@ def _pick_kernel(
     words: tl.tensor,
     num_rows: tl.tensor,
     maxima: tl.tensor,
-    places: tl.tensor,
+    argmax: tl.tensor,
     sums: tl.tensor,
     out: tl.tensor,
     num_blocks: tl.tensor,
@@ -152,7 +152,7 @@ def _pick_kernel(
     fallback = tl.max(tl.where(inner > 0.0, columns, 0), 0)
     token = tl.min(tl.where(above, columns, fallback), 0)
     # columns past the one that is hit are above too, the fallback of those before it is never smaller than the hit
-    token = tl.where(is_greedy, tl.load(places + row * num_blocks + block), token)
+    token = tl.where(is_greedy, tl.load(argmax + row * num_blocks + block), token)
     tl.store(out + row, tl.where(is_bad, -1, token).to(tl.int64))
     if REMEMBERS:
         tl.store(memory + tl.load(indices + row), tl.where(is_bad, 0, token).to(tl.int64))
@@ -341,7 +341,7 @@ class SamplingKernels:
         self._vocab_size = vocab_size
         self._num_blocks = triton.cdiv(vocab_size, BLOCK)
         self._maxima = torch.empty(max_rows, self._num_blocks, device=device)
-        self._places = torch.empty(max_rows, self._num_blocks, dtype=torch.int32, device=device)
+        self._argmax = torch.empty(max_rows, self._num_blocks, dtype=torch.int32, device=device)
         self._sums = torch.empty(max_rows, self._num_blocks, device=device)
 
     def sample(
@@ -354,8 +354,8 @@ class SamplingKernels:
         num_rows, num_blocks, blocks = len(logits), self._num_blocks, next_power_of_2(self._num_blocks)
         inputs = (logits, logits.stride(0), self._vocab_size, draws.words, draws.words.stride(0), self._maxima)
         key = logits.dtype, logits.stride(0), self._vocab_size, logits.data_ptr() % 16
-        _blocks((num_rows, num_blocks, 1), key, (*inputs, self._places, self._sums, BLOCK), {"num_warps": 1})
-        arguments = (*inputs, self._places, self._sums, out, num_blocks, *(remembered or (out, out)), BLOCK, blocks)
+        _blocks((num_rows, num_blocks, 1), key, (*inputs, self._argmax, self._sums, BLOCK), {"num_warps": 1})
+        arguments = (*inputs, self._argmax, self._sums, out, num_blocks, *(remembered or (out, out)), BLOCK, blocks)
         remembers = remembered is not None
         _pick((num_rows, 1, 1), (*key, remembers), (*arguments, remembers), {"num_warps": 8})
         if draws.rules is not None:

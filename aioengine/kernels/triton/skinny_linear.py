@@ -127,7 +127,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Programs
         *(x, weight, weight if bias is None else bias, partials, num_done, out, num_rows, num_outputs),
         *(size, rows, outputs, block, splits, stages, ahead, has_bias, has_dependent_launch()),
     )
-    places = x.data_ptr() % 16, weight.data_ptr() % 16
-    key = (x.dtype, weight.shape, programs, rows, has_bias, places)
+    alignments = x.data_ptr() % 16, weight.data_ptr() % 16
+    key = (x.dtype, weight.shape, programs, rows, has_bias, alignments)
     _skinny((tiles, splits, 1), key, arguments, options(num_warps))
     return out

@@ -36,8 +36,8 @@ def _matmul_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     is_row = rows[:, None] < num_outputs
-    places = weight + rows[:, None].to(tl.int64) * SIZE + columns[None, :]
-    part = tl.load(places, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
+    weight_pointers = weight + rows[:, None].to(tl.int64) * SIZE + columns[None, :]
+    part = tl.load(weight_pointers, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -45,7 +45,7 @@ def _matmul_kernel(
     total = part.to(tl.float32) * vector.to(tl.float32)[None, :]
     for start in tl.range(BLOCK, SIZE, BLOCK, loop_unroll_factor=4):
         inside = start + columns < SIZE
-        part = tl.load(places + start, mask=is_row & inside[None, :], other=0.0, eviction_policy="evict_first")
+        part = tl.load(weight_pointers + start, mask=is_row & inside[None, :], other=0.0, eviction_policy="evict_first")
         vector = tl.load(x + start + columns, mask=inside, other=0.0)
         total += part.to(tl.float32) * vector.to(tl.float32)[None, :]
     result = tl.sum(total, 1)
