@@ -34,7 +34,6 @@ EXCEPTIONS: dict[tuple[str, str], int] = {
 """(rule, place) -> the size that is put up with."""
 
 SMALL_FILES = {
-    "layers/embedding.py",
     "layers/mlp.py",
     "layers/norm.py",
     "plugins.py",

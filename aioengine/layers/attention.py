@@ -1,4 +1,4 @@
-"""Self-attention with rotary positions. T tokens, D model size, H query heads, K kv heads, E head size."""
+"""Self-attention with rotary embeddings. T tokens, D model size, H query heads, K kv heads, E head size."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class SelfAttention:
-    """[T, D] -> [T, D], or [S, D] of chosen tokens.
+    """[T, D] -> [T, D], or [S, D] for selected tokens. Writes keys and values to the KV cache.
 
-    ``head_norm``: epsilon of a norm over each head of queries and keys, None for none.
+    ``head_norm``: epsilon of an RMSNorm of each query and key head; None: no such norm.
     """
 
     def __init__(
@@ -68,7 +68,12 @@ class SelfAttention:
         *,
         outputs: Tensor | None = None,
     ) -> Tensor:
-        """``outputs``: [S] int64, the tokens whose result is returned, None for all; K and V are written for all."""
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``.
+
+        ``tables``: as ``RotaryEmbedding.tables`` returns them. ``layer``: the index of this layer in the KV cache.
+        ``outputs``: [S] int64 indices of the tokens whose results are needed, None for all. Keys and values are
+        written for all tokens.
+        """
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         target = attention.target(layer)
         if isinstance(target, KVTarget):

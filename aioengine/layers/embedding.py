@@ -1,4 +1,4 @@
-"""Token embedding and the head that gives logits. T tokens, D model size, V vocabulary."""
+"""Token embedding, which may also be the output head. T tokens, D model size, V vocabulary."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class Embedding:
         return self.weight.index_select(0, input_ids)
 
     def as_head(self) -> Matmul:
-        """The matmul with the embedding's own weight, for models whose head is tied to it.
+        """The matmul [T, D] -> [T, V] with the embedding's weight, for models with tied embeddings.
 
-        A second call, after new weights were loaded, gives the same matmul where that reads the weight itself.
+        To be called again after new weights were loaded. It returns the same matmul if that reads the weight tensor
+        directly; on a CPU, where the matmul reads a packed copy, a new one.
         """
         if self._head is None or linear.packs(self.weight.dtype, self.weight.device):
             self._head = linear.prepare(self.weight, None, batch_invariant=self._batch_invariant)

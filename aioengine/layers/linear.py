@@ -1,4 +1,4 @@
-"""Linear layers whose parts may come from several checkpoint tensors. D input size, O output size, T tokens."""
+"""Linear layers, which may fuse several layers of the checkpoint. D input size, O output size, T tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 
 class Linear:
-    """[T, D] -> [T, O], where O is made of ``parts``: name in the checkpoint -> output size, in order.
+    """[T, D] -> [T, O].
 
     Args:
-        is_gated: the first half of O are gates; the result is silu(gates) * others, [T, O / 2].
-        divided: the axis along which each part is divided among the ranks of the placement; None: every rank has all.
-            Each rank has its share of the outputs, or, where the inputs are divided, a result of which the sum over
-            the ranks is that of the whole layer.
+        parts: the layers of the checkpoint that are fused, in order: name -> output size. O is the sum of the sizes.
+        is_gated: the first half of the outputs are gates; the result is silu(gates) * (second half), [T, O / 2].
+        divided: tensor parallelism: the axis along which each part is divided among the ranks of the placement; None:
+            every rank has the whole layer. With "outputs", each rank computes its share of the outputs; with "inputs",
+            each rank computes a partial result for all outputs, to be summed over the ranks.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Linear:
         self._matmul: Matmul | None = None
 
     def weights(self, prefix: str) -> dict[str, Target]:
-        """Checkpoint name -> the part of the fused tensor that it fills. Only while the layer is open for loading."""
+        """Checkpoint name -> the view of the fused tensor to load it into. Only while the layer is open for loading."""
         assert self._is_open, "the layer is not open for loading"
         sizes = list(self._sizes.values())
         return {
@@ -62,7 +63,7 @@ class Linear:
         }
 
     def _source(self, name: str, piece: Tensor) -> Slice | None:
-        """What this rank has of the checkpoint tensor that fills ``piece`` [...]; None: all of it."""
+        """The slice of the checkpoint tensor that this rank loads into ``piece`` [...]; None: the whole tensor."""
         dim = None if self._divided is None else self._format.dim_of(name, self._divided)
         if dim is None or self._shard.size == 1:
             return None
@@ -74,14 +75,17 @@ class Linear:
         assert self._is_open, "the layer is not open for loading"
         self._is_open = False
         if self._divided == "inputs" and self._shard.rank and "bias" in self._tensors:
-            self._tensors["bias"].zero_()  # in the sum over the ranks it counts once
+            self._tensors["bias"].zero_()  # the sum over the ranks must contain it once
         if self._matmul is None:
             self._matmul, self._tensors = self._format.prepare(
                 self._tensors, is_gated=self._is_gated, batch_invariant=self._batch_invariant
             )
 
     def open_for_loading(self) -> None:
-        """Make ``weights`` valid again, with the present values. A matmul that reads these very tensors stays."""
+        """Allow ``weights`` again; its tensors have the current values.
+
+        If the matmul reads these tensors directly, it is kept; else ``finish_loading`` prepares a new one.
+        """
         assert not self._is_open, "the layer is open for loading already"
         self._is_open = True
         prepared, self._tensors = self._tensors, self._format.restore(self._tensors)
@@ -89,6 +93,6 @@ class Linear:
             self._matmul = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, O]; [T, O / 2] where the layer is gated."""
+        """[T, D] -> [T, O]; [T, O / 2] if the layer is gated."""
         assert self._matmul is not None, "finish_loading was not called"
         return self._matmul(x)

@@ -31,5 +31,5 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.epsilon)
 
     def after(self, delta: Tensor, residual: Tensor) -> Tensor:
-        """Add ``delta`` to the residual stream [T, D], in place, and give its norm."""
+        """Add ``delta`` [T, D] to ``residual`` [T, D] in place; return the norm of the sum, [T, D]."""
         return add_rms_norm(delta, residual, self.weight, self.epsilon)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """The rank of this model among the ``size`` ranks that its linear layers are divided among."""
+    """Tensor parallelism: this rank, of the ``size`` ranks among which linear layers are divided."""
 
     rank: int = 0
     size: int = 1
@@ -26,7 +26,14 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """``linear_format``: how linear layers store and multiply their weights."""
+    """How and where a model stores its weights.
+
+    Attributes:
+        dtype: of the weights and activations; a ``linear_format`` may store other types.
+        linear_format: how linear layers store and multiply their weights.
+        batch_invariant: on a GPU, the result for a row must not depend on the number of rows.
+        shard: the share of divided layers that this process has.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -35,12 +42,12 @@ class Placement:
     shard: Shard = WHOLE
 
     def empty(self, *shape: int) -> Tensor:
-        """A tensor [*shape] without values."""
+        """An uninitialized tensor [*shape]."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 class Slice(NamedTuple):
-    """A part of a checkpoint tensor, along one dimension: from ``start`` on, of ``total`` entries."""
+    """Part of a checkpoint tensor: entries from ``start`` on of dimension ``dim``, which has ``total`` entries."""
 
     dim: int
     start: int
@@ -48,9 +55,9 @@ class Slice(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A tensor to be loaded, often a view of a fused one, and the part of the checkpoint tensor that it is filled with.
+    """A tensor to load into, often a view of a fused one, and the part of the checkpoint tensor to load.
 
-    ``source`` None: the whole of it.
+    ``source``: None for the whole checkpoint tensor; the length of a slice is that of ``tensor``.
     """
 
     tensor: Tensor
@@ -58,7 +65,7 @@ class Target(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor in the checkpoint."""
+        """The shape of the whole checkpoint tensor."""
         shape = list(self.tensor.shape)
         if self.source is not None:
             shape[self.source.dim] = self.source.total
@@ -66,7 +73,7 @@ class Target(NamedTuple):
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What is taken of the tensor in the checkpoint; of the dimensions that are not named, all."""
+        """The index of ``source`` in the checkpoint tensor; () for the whole of it."""
         if self.source is None:
             return ()
         dim, start, _ = self.source

@@ -1,10 +1,10 @@
-"""Rotary embeddings: frequencies for every scaling that checkpoints use, and tables of them. E head size.
+"""Rotary embeddings: frequencies for all scaling types that checkpoints use, and tables of cos and sin. E head size.
 
 Formulas: default, RoFormer; linear, position interpolation; dynamic, NTK-aware interpolation; yarn, arXiv 2309.00071;
-llama3, the Llama 3.1 model card. The values are those of transformers, with one difference. transformers' dynamic
-scaling takes the base for the longest sequence of a call, so that a token's keys depend on how its prompt was cut.
-Here a token at position p always has the base for a sequence of p + 1 tokens: the same up to
-``max_position_embeddings``, and the same for tokens generated one by one beyond it.
+llama3, the Llama 3.1 model card. The values are those of transformers, with one difference: its dynamic scaling
+computes the base from the longest sequence of a call, so that the keys of a token depend on how the prompt was split
+into chunks. Here the token at position p always has the base for a sequence of p + 1 tokens. The results are equal up
+to ``max_position_embeddings``, and beyond it for tokens that are generated one by one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from aioengine.families._config import RopeConfig
 
 TABLE_ROWS = 4096
-"""Rows of the table that are computed at once."""
+"""Rows of the table that are computed at a time, which bounds the temporary memory."""
 MAX_TABLE = 2**18
-"""Positions. A table of them takes 128 MiB with heads of 128."""
+"""The largest number of positions for which a table is made; it takes 128 MiB for heads of size 128."""
 
 
-def _given(value: float | None) -> float:
-    assert value is not None, "RopeConfig takes no scaling without its numbers"
+def _required(value: float | None) -> float:
+    assert value is not None, "RopeConfig checks that a scaling has its parameters"
     return value
 
 
-def _plain(base: float | Tensor, head_size: int) -> Tensor:
+def _unscaled(base: float | Tensor, head_size: int) -> Tensor:
     """Inverse frequencies [E / 2], or [positions, E / 2] for a base [positions, 1]."""
     device = base.device if isinstance(base, torch.Tensor) else None
     return 1.0 / (base ** (torch.arange(0, head_size, 2, dtype=torch.int64, device=device).float() / head_size))
@@ -39,17 +39,17 @@ def _plain(base: float | Tensor, head_size: int) -> Tensor:
 
 def _llama3(config: RopeConfig, head_size: int, original: int) -> Tensor:
     """Inverse frequencies [E / 2], scaled by wavelength."""
-    factor = _given(config.factor)
-    low = _given(config.low_freq_factor)
-    high = _given(config.high_freq_factor)
-    frequencies = _plain(config.rope_theta, head_size)
+    factor = _required(config.factor)
+    low = _required(config.low_freq_factor)
+    high = _required(config.high_freq_factor)
+    frequencies = _unscaled(config.rope_theta, head_size)
     wavelengths = 2 * math.pi / frequencies
     smooth = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - smooth) * frequencies / factor + smooth * frequencies
 
 
 def _yarn(config: RopeConfig, head_size: int, original: int, max_positions: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [E / 2], and the factor of cos and sin."""
+    """Inverse frequencies [E / 2], and the factor for cos and sin."""
     factor = config.factor if config.factor is not None else max_positions / original
 
     def magnitude(scale: float | None) -> float:
@@ -69,12 +69,12 @@ def _yarn(config: RopeConfig, head_size: int, original: int, max_positions: int)
     low, high = max(low, 0), min(high, head_size - 1)
     ramp = (torch.arange(head_size // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
     keep = 1 - ramp.clamp(0.0, 1.0)
-    frequencies = _plain(config.rope_theta, head_size)
+    frequencies = _unscaled(config.rope_theta, head_size)
     return frequencies / factor * (1 - keep) + frequencies * keep, attention_factor
 
 
 def frequencies(config: RopeConfig, head_size: int, max_position_embeddings: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [E / 2] (for dynamic: those of the unscaled range) and the factor of cos and sin."""
+    """Inverse frequencies [E / 2], and the factor for cos and sin; for dynamic scaling, the unscaled frequencies."""
     original = config.original_max_position_embeddings or max_position_embeddings
     match config.rope_type:
         case "llama3":
@@ -82,24 +82,24 @@ def frequencies(config: RopeConfig, head_size: int, max_position_embeddings: int
         case "yarn":
             return _yarn(config, head_size, original, max_position_embeddings)
         case "linear":
-            return _plain(config.rope_theta, head_size) / _given(config.factor), 1.0
+            return _unscaled(config.rope_theta, head_size) / _required(config.factor), 1.0
         case _:
-            return _plain(config.rope_theta, head_size), 1.0
+            return _unscaled(config.rope_theta, head_size), 1.0
 
 
 def _dynamic(config: RopeConfig, head_size: int, positions: Tensor, max_position_embeddings: int) -> Tensor:
-    """Inverse frequencies [positions, E / 2]: each position has the base of the sequence that it ends."""
-    factor = _given(config.factor)
+    """Inverse frequencies [positions, E / 2]; the base of each is for the sequence that ends at this position."""
+    factor = _required(config.factor)
     lengths = (positions + 1).clamp(min=max_position_embeddings).double()
     growth = factor * lengths / max_position_embeddings - (factor - 1)
     base = config.rope_theta * growth ** (head_size / (head_size - 2))
-    return _plain(base.unsqueeze(1), head_size).float()
+    return _unscaled(base.unsqueeze(1), head_size).float()
 
 
 class RotaryEmbedding:
-    """cos and sin of positions, the same bits for a position in every step.
+    """cos and sin of positions; bitwise the same for a position in every step.
 
-    A table holds them for windows of up to ``MAX_TABLE`` positions; for longer ones each step computes its own.
+    Up to ``MAX_TABLE`` positions they are read from a table; for a longer context, each step computes them.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class RotaryEmbedding:
             self._table = table.to(device)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[T] -> cos and sin as ``kernels.rope`` wants them, [T, 1, E]; the same for all layers of a step."""
+        """positions [T] -> cos and sin [T, 1, E], in the form that ``kernels.rope`` takes; called once a step."""
         rows = self._rows(positions) if self._table is None else self._table.index_select(0, positions)
         cos, sin = rows.split(1, dim=1)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def _rows(self, positions: Tensor) -> Tensor:
-        """[T] -> cos and sin, [T, 2, E / 2]."""
+        """positions [T] -> cos and sin, [T, 2, E / 2]."""
         if self._is_dynamic:
             angles = positions.unsqueeze(1) * self._dynamic(positions)
         else:

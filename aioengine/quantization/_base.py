@@ -17,7 +17,7 @@ Tensors = dict[str, "Tensor"]
 
 
 Axis = Literal["inputs", "outputs"]
-"""Along which a layer is divided among ranks."""
+"""The axis along which a layer is divided among ranks."""
 
 
 class Prepared(NamedTuple):
@@ -28,38 +28,38 @@ class Prepared(NamedTuple):
 
 
 class LinearFormat(Protocol):
-    """Which tensors a linear layer has, how they are prepared after loading, and how they are computed.
+    """The tensors of a linear layer, their preparation after loading, and the matmul.
 
-    One object serves all layers. A layer may be fused of several parts, as those of query, key and value are: ``sizes``
-    are their output sizes, of which O is the sum.
+    One object serves all layers. A layer may fuse several layers of the checkpoint, such as those of query, key and
+    value: ``sizes`` are their output sizes, and O is the sum.
     """
 
     def empty(
         self, in_features: int, sizes: Sequence[int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Tensors:
-        """The tensors to be loaded, without values. ``dtype``: of the activations."""
+        """Allocate the tensors to load into, uninitialized. ``dtype``: of the activations."""
         ...
 
     def split(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """One view of ``tensor`` [O, ...], which has this name, for each part: what the checkpoint has of it."""
+        """Split ``tensor`` [O, ...], called ``name``, into a view for each fused layer of the checkpoint."""
         ...
 
     def dim_of(self, name: str, axis: Axis) -> int | None:
-        """The dimension of the tensor of this name that runs over the layer's inputs or outputs; None: none does."""
+        """The dimension of tensor ``name`` that is the layer's inputs or outputs; None: it has no such dimension."""
         ...
 
     def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
-        """The matmul [T, D] -> [T, O] of loaded tensors; of those that it does not read nothing is kept.
+        """Make the matmul [T, D] -> [T, O] from loaded tensors. Tensors that it does not read are dropped.
 
-        ``is_gated``: the first half of the outputs are gates; the matmul gives silu(gates) * others, [T, O / 2].
-        ``batch_invariant``: on a GPU, a row of the result must not depend on the number of rows.
+        ``is_gated``: the first half of the outputs are gates; the result is silu(gates) * (second half), [T, O / 2].
+        ``batch_invariant``: on a GPU, the result for a row must not depend on the number of rows.
         """
         ...
 
     def restore(self, tensors: Tensors) -> Tensors:
-        """The tensors as they were loaded, from ``Prepared.tensors``, to be loaded again in part or in whole.
+        """Convert ``Prepared.tensors`` back to the form of ``empty``, so that some or all can be loaded again.
 
-        Where the matmul reads the very tensors that were loaded, these: then they are overwritten in place, and
-        addresses in CUDA graphs stay valid.
+        If the matmul reads the tensors that were loaded, return the same tensors: they are then overwritten in place,
+        and their addresses in CUDA graphs stay valid.
         """
         ...

@@ -1,4 +1,4 @@
-"""Weights in the type of the activations: weight [O, D] and bias [O]."""
+"""Weights that are not quantized: weight [O, D] and bias [O] in the dtype of the activations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PlainFormat:
-    """Implements ``LinearFormat``. On a CPU the weight is packed for oneDNN, and the plain one is not kept."""
+    """Implements ``LinearFormat``. On a CPU the weight is packed for oneDNN, and the unpacked one is dropped."""
 
     def empty(
         self, in_features: int, sizes: Sequence[int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
