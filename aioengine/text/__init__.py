@@ -1,4 +1,4 @@
-"""How ids become words: incremental decoding, stop strings, and what they do together for one request.
+"""From token ids to text: incremental decoding, the search for stops, and the pipeline of both for one request.
 
-Pure: the standard library and the ``regex`` package, no clock, no process, no tokenizer library.
+Pure: the standard library and the ``regex`` package; no clock, no process, no tokenizer library.
 """

@@ -1,7 +1,7 @@
 """Stop strings and patterns in a growing text.
 
-The stop that is complete first ends the text; of two that are complete with the same character, the one that begins
-first. Held back is the longest end of the text that could still become a stop, and nothing more.
+The stop whose last character comes first ends the text; of two that end at the same character, the one that starts
+first. Only the longest suffix of the text that could still become a stop is held back.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class StopMatcher:
-    """Passes text on up to a stop.
+    """Returns the text that is pushed, up to a stop.
 
     Attributes:
         matched: the stop string or pattern that ended the text, else None.
-        search: the patterns, which know the CPU time they took; None where there are none.
+        search: the search for the patterns, with the CPU time that it took; None without patterns.
     """
 
-    __slots__ = ("_begin_in", "_held", "_keeps_stop", "_num_open", "_strings", "matched", "search")
+    __slots__ = ("_find_start", "_held", "_keeps_stop", "_num_open", "_strings", "matched", "search")
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class StopMatcher:
         cache: PatternCache | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Empty stop strings are ignored. With ``no_stop_trim`` the text ends behind the stop, else before it.
+        """Empty stop strings are ignored. With ``no_stop_trim`` the text includes the stop, else it ends before it.
 
-        ``cache``: of compiled patterns, shared with other requests. ``clock``: the CPU time of this thread, which
-        the patterns' budget is measured with; without one, only each search by itself is bounded.
+        ``cache``: compiled patterns, shared with other requests. ``clock``: returns the CPU time of this thread, to
+        measure what the patterns use of their budget; without it, only the time of each single search is limited.
 
         Raises:
             ValueError: a pattern is invalid, or matches the empty text.
@@ -46,10 +46,12 @@ class StopMatcher:
         strings = tuple(stop for stop in stops if stop)
         self._strings = StopStrings(strings) if strings else None
         self.search = RegexSearch(patterns, cache or PatternCache(), clock) if patterns else None
-        self._begin_in = None if self._strings is None or self.search is not None else self._strings.begin_in
+        self._find_start = None if self._strings is None or self.search is not None else self._strings.find_start
         self._keeps_stop = no_stop_trim
         self._held = ""
-        self._num_open = 0  # characters at its end that could become a stop string; a pattern may hold back more
+        self._num_open = (
+            0  # characters at the end of ``_held`` that could become a stop string; patterns may hold back more
+        )
         self.matched: str | None = None
 
     @property
@@ -60,16 +62,16 @@ class StopMatcher:
     def push(self, text: str) -> str:
         """Take the next piece of text and return what cannot be part of a stop any more.
 
-        Behind a match all text is dropped. With patterns the piece should be one token's text: they are searched for
-        once per piece.
+        After a match all text is dropped. With patterns, push the text of one token at a time: they are searched for
+        once a call.
 
         Raises:
             RequestError: a pattern took too long.
         """
         if not text or self.matched is not None:
             return ""
-        if self._begin_in is not None and not self._held and self._begin_in(text) is None:
-            return text  # nearly always: no stop string can begin in it
+        if self._find_start is not None and not self._held and self._find_start(text) is None:
+            return text  # the usual case: no stop string can start in it
         num_seen = len(self._held)
         held = self._held + text
         num_held = 0
@@ -89,7 +91,7 @@ class StopMatcher:
         safe = held[: len(held) - num_held]
         self._held = held[len(held) - num_held :]
         if self.search is not None:
-            self.search.pass_by(safe)
+            self.search.advance(safe)
         return safe
 
     def flush(self) -> str:

@@ -1,6 +1,7 @@
-"""Stop patterns: what to hold back while a regular expression could still match, within a budget of CPU time.
+"""Stop patterns: the search for regular expressions in a growing text, within a budget of CPU time.
 
-Patterns are those of the ``regex`` package, which can tell that a text might begin a match, and can give up in time.
+Patterns are those of the ``regex`` package, which reports partial matches (the end of the text could be the start of a
+match) and can stop a search after a given time.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ if TYPE_CHECKING:
     from aioengine.patterns import Match, PatternCache
 
 REGEX_WINDOW: Final = 1024
-"""Characters of not yet given out text that a pattern may still match in; older text is given out."""
+"""The most characters that are held back for a partial match."""
 
 REGEX_LOOKBEHIND: Final = 64
-"""Characters of given out text that lookbehinds and word boundaries may see."""
+"""Characters of returned text that lookbehinds and word boundaries can see."""
 
 PUSH_BUDGET_S: Final = 0.05
 """CPU time of all patterns of a request for one piece of text."""
 
 REQUEST_BUDGET_S: Final = 1.0
-"""CPU time of all patterns of a request for all its text, beside ``PIECE_BUDGET_S`` for each piece."""
+"""CPU time of all patterns of a request for all its text, plus ``PIECE_BUDGET_S`` for each piece."""
 
 PIECE_BUDGET_S: Final = 0.001
 
 SLOW_S: Final = 0.005
-"""A request is slow when its patterns took more than this and ``SLOW_PIECE_S`` for each piece; few take a tenth."""
+"""A request is slow if its patterns took more than this plus ``SLOW_PIECE_S`` for each piece; few take a tenth."""
 
 SLOW_PIECE_S: Final = 0.0002
 
@@ -38,10 +39,10 @@ SLOW_PIECE_S: Final = 0.0002
 class RegexSearch:
     """The stop patterns of one request.
 
-    A pattern is searched for after each piece of text (in a pipeline: after each token), in the last
-    ``REGEX_LOOKBEHIND`` characters given out and up to ``REGEX_WINDOW`` characters held back. The match that begins
-    first ends the request; the end of what has arrived counts as the end of the text, so ``[0-9]+`` is complete with
-    the first piece that holds a digit. A position where a pattern cannot match is not tried again.
+    Each piece of text (in a pipeline: of one token) starts a search in the text that is held back, up to
+    ``REGEX_WINDOW`` characters, with the last ``REGEX_LOOKBEHIND`` returned characters as context. The match that
+    starts first ends the request. The end of the text so far counts as the end of the text, so ``[0-9]+`` matches
+    with the first piece that has a digit. A position where a pattern cannot match is not tried again.
 
     Attributes:
         used_s: CPU time that the searches have taken.
@@ -51,11 +52,13 @@ class RegexSearch:
     __slots__ = ("_before", "_cache", "_clock", "_patterns", "_starts", "num_pieces", "used_s")
 
     def __init__(self, patterns: Sequence[str], cache: PatternCache, clock: Callable[[], float]) -> None:
-        """``clock``: the CPU time of this thread. Raises ValueError as ``compile_pattern`` does."""
+        """``clock`` returns the CPU time of this thread. Raises ValueError as ``compile_pattern`` does."""
         self._patterns = tuple(patterns)
         self._cache = cache
         self._clock = clock
-        self._starts = [0] * len(self._patterns)  # in the held back text, where each may match
+        self._starts = [0] * len(
+            self._patterns
+        )  # of each pattern: the first position in the held back text where it may match
         self._before = ""
         self.num_pieces = 0
         self.used_s = 0.0
@@ -64,16 +67,16 @@ class RegexSearch:
 
     @property
     def is_slow(self) -> bool:
-        """Whether other requests should not wait for it."""
+        """Whether the patterns take so long that other requests should not wait for them."""
         return self.used_s > SLOW_S + SLOW_PIECE_S * self.num_pieces
 
     @property
     def expected_s(self) -> float:
-        """CPU time of the next piece, by those that were; 1 ms for the first."""
+        """Estimated CPU time of the next piece: the mean of the past ones and of one that took ``PIECE_BUDGET_S``."""
         return (self.used_s + PIECE_BUDGET_S) / (self.num_pieces + 1)
 
     def search(self, text: str) -> tuple[Hit | None, int]:
-        """Search the held back text; returns the hit, if any, and else how many characters to hold back.
+        """Search the held back text; returns the hit or None, and how many characters to hold back if there is none.
 
         Raises:
             RequestError: the patterns took more CPU time than they may.
@@ -105,8 +108,8 @@ class RegexSearch:
                 first = Hit(match.end() - before, start - before, pattern)
         return first, min(len(whole) - held_from, REGEX_WINDOW)
 
-    def pass_by(self, text: str) -> None:
-        """Note text that was given out."""
+    def advance(self, text: str) -> None:
+        """Move past ``text``, which was returned: it is context from now on, and no longer held back."""
         if text:
             self._before = (self._before + text)[-REGEX_LOOKBEHIND:]
             self._starts = [start - len(text) if start > len(text) else 0 for start in self._starts]
@@ -116,7 +119,9 @@ class RegexSearch:
 
     def _search_one(self, pattern: str, text: str, start: int, timeout_s: float) -> Match | None:
         if timeout_s > 0:
-            compiled = self._cache.get(pattern)  # not kept here: the cache bounds what all requests keep
+            compiled = self._cache.get(
+                pattern
+            )  # not stored in the request: the cache bounds the number of compiled patterns
             try:
                 return compiled.search(text, start, partial=True, timeout=timeout_s)
             except TimeoutError:

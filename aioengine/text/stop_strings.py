@@ -1,8 +1,8 @@
-"""All stop strings of a request in a growing text, without building anything from them.
+"""The search for all stop strings of a request in a growing text, without an automaton.
 
-An automaton of the strings (Aho and Corasick, 1975) reads each character once, but takes hundreds of bytes for each
-character of each string. Here the text that could still become a stop string is compared with the strings themselves,
-which are sorted. A position is given up at most once, so a text takes a few comparisons for each character.
+An automaton of the strings (Aho and Corasick, 1975) reads each character once, but takes hundreds of bytes of memory
+for each character of each string. Here the suffix of the text that could still become a stop string is compared with
+the sorted strings. Each start position is discarded at most once, so the cost is a few comparisons a character.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 
 class Hit(NamedTuple):
-    """A stop that was found: where it ends and begins in the searched text, and the stop string or pattern."""
+    """A stop that was found: its end and start in the searched text, and the stop string or pattern.
+
+    The smaller of two hits ends the text: the end is compared first, then the start.
+    """
 
     end: int
     start: int
@@ -22,9 +25,9 @@ class Hit(NamedTuple):
 
 
 class StopStrings:
-    """Finds the stop string that is complete first, else the longest end of the text that could become one."""
+    """Finds the stop string that ends first, or else the longest suffix of the text that could become one."""
 
-    __slots__ = ("_num_longest", "_num_shortest", "_sorted", "_stops", "begin_in")
+    __slots__ = ("_num_longest", "_num_shortest", "_sorted", "_stops", "find_start")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         """``stops``: at least one, none empty."""
@@ -32,17 +35,20 @@ class StopStrings:
         self._sorted = sorted(stops)
         self._num_longest = max(map(len, stops))
         self._num_shortest = min(map(len, stops))
-        self.begin_in = _beginnings(tuple(sorted({stop[:2] for stop in stops}))).search
-        """Finds the first place where a stop string may begin: its first two characters, or one at the end."""
+        self.find_start = _starts_pattern(tuple(sorted({stop[:2] for stop in stops}))).search
+        """Finds the first position where a stop string may start: where its first two characters are, or the first
+        one at the end of the text.
+        """
 
     def scan(self, text: str, start: int, num_seen: int) -> tuple[Hit | None, int]:
-        """Look at the characters of ``text`` from ``num_seen`` on.
+        """Search the characters of ``text`` from ``num_seen`` on; those before were searched already.
 
-        ``start``: where those before begin that could become a stop string, ``num_seen`` if there are none. Returns
-        the stop string that is complete first (of two that end together the longer), and else the new ``start``.
+        ``start``: the start of the suffix of those before that could become a stop string; ``num_seen`` for none.
+        Returns the stop string that ends first (of two that end at the same character, the longer), or None and the
+        new ``start``.
         """
         if start == num_seen:
-            begin = self.begin_in(text, start)
+            begin = self.find_start(text, start)
             if begin is None:
                 return None, len(text)
             start = begin.start()
@@ -51,30 +57,30 @@ class StopStrings:
                 complete = [stop for stop in self._stops if text.endswith(stop, start, end)]
                 longest = max(complete, key=len)
                 return Hit(end, end - len(longest), longest), end
-        return None, self._open_from(text, start)
+        return None, self._start_of_prefix(text, start)
 
-    def _open_from(self, text: str, start: int) -> int:
-        """The first position from ``start`` on whence the text is the beginning of a stop string."""
-        begin = self.begin_in(text, max(start, len(text) - self._num_longest + 1))
+    def _start_of_prefix(self, text: str, start: int) -> int:
+        """The first position from ``start`` on where the rest of the text is a prefix of a stop string."""
+        begin = self.find_start(text, max(start, len(text) - self._num_longest + 1))
         while begin is not None:
             tail = text[begin.start() :]
             nearest = bisect_left(self._sorted, tail)
             if nearest < len(self._sorted) and self._sorted[nearest].startswith(tail):
                 return begin.start()
-            begin = self.begin_in(text, begin.start() + 1)
+            begin = self.find_start(text, begin.start() + 1)
         return len(text)
 
 
 @lru_cache(maxsize=256)
-def _beginnings(pairs: tuple[str, ...]) -> re.Pattern[str]:
-    """``pairs``: the first two characters of each stop string, or its only one."""
+def _starts_pattern(pairs: tuple[str, ...]) -> re.Pattern[str]:
+    """A pattern of all starts of stop strings. ``pairs``: the first two characters of each, or its only one."""
     seconds: dict[str, list[str]] = {}
     for pair in pairs:
         seconds.setdefault(pair[0], []).append(pair[1:])
-    return re.compile("|".join(_beginning(first, others) for first, others in seconds.items()))
+    return re.compile("|".join(_start_pattern(first, others) for first, others in seconds.items()))
 
 
-def _beginning(first: str, seconds: list[str]) -> str:
+def _start_pattern(first: str, seconds: list[str]) -> str:
     if "" in seconds:
         return re.escape(first)
     return rf"{re.escape(first)}(?:[{''.join(map(re.escape, seconds))}]|\Z)"

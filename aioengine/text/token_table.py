@@ -1,10 +1,10 @@
 """The text of each token id, from the vocabulary and the decoder of a ``tokenizer.json``.
 
-The decoders of nearly all models treat every token by itself, but for the first of a text: byte-level BPE writes the
-token's bytes, SentencePiece kinds turn U+2581 into a space and ``<0xNN>`` into a byte, WordPiece sets a space before
-all but the pieces that continue a word. For these a table of ids is all that decoding needs. ``read_token_table``
-gives None for the others (a decoder that looks at neighbours, or edits the finished text), which
-``detokenizer.WindowDetokenizer`` serves.
+The decoders of nearly all models decode each token independently, except for the first of a text: byte-level BPE
+writes the token's bytes, SentencePiece turns U+2581 into a space and ``<0xNN>`` into a byte, WordPiece puts a space
+before each token that does not continue a word. For these decoders a table of ids is enough. ``read_token_table``
+returns None for the others (which look at neighbouring tokens, or edit the decoded text); they need
+``detokenizer.WindowDetokenizer``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 TokenText = str | bytes
-"""Whole characters as ``str``; bytes that are not UTF-8 by themselves as ``bytes``."""
+"""``str`` if the token is whole characters; ``bytes`` if its bytes alone are not valid UTF-8."""
 
 
 class AddedToken(TypedDict):
-    """An entry of ``added_tokens``. The flags on stripping and normalising concern encoding alone."""
+    """An entry of ``added_tokens``. Its flags for stripping and normalizing matter only for encoding."""
 
     id: int
     content: str
@@ -66,14 +66,14 @@ class TokenizerFile(TypedDict):
 
 
 class TokenTable(dict[int, TokenText]):
-    """``table[token_id]`` is the text of the token anywhere but at the beginning of a text.
+    """``table[token_id]`` is the text of the token anywhere except at the beginning of a text.
 
-    Entries are made when they are first asked for, so that a vocabulary of any size costs nothing at start. Ids that
-    write nothing (unknown ones, and special tokens where these are skipped) are there as ``""``.
+    Entries are computed at their first use, so that a large vocabulary costs nothing at start. Ids without text
+    (unknown ones, and special tokens if these are skipped) have the entry ``""``.
 
     Attributes:
-        has_first_rule: the first token of a text is written differently: ask ``first``.
-        stripped: a character of which up to ``num_stripped`` are taken from the beginning of a text.
+        has_first_rule: the first token of a text has another text: use ``first``.
+        stripped: a character that is removed from the beginning of a text, up to ``num_stripped`` times.
     """
 
     def __init__(self, tokens: Mapping[int, str], rule: DecoderRule) -> None:
@@ -91,7 +91,7 @@ class TokenTable(dict[int, TokenText]):
         return text
 
     def first(self, token_id: int) -> TokenText | None:
-        """The text of the token at the beginning of a text; None: it has none, and the next token is the first."""
+        """The text of the token at the beginning of a text; None: no text, and the next token counts as the first."""
         token = self._tokens.get(token_id)
         return None if token is None else self._rule.write(token, is_first=True)
 
@@ -99,7 +99,7 @@ class TokenTable(dict[int, TokenText]):
 def read_token_table(tokenizer: TokenizerFile, *, skip_special_tokens: bool = True) -> TokenTable | None:
     """Build the table for a parsed ``tokenizer.json``; None: its decoder needs more than a table.
 
-    There is no rule for spaces between special tokens, since decoding by ``tokenizers`` knows none.
+    As when ``tokenizers`` decodes, no spaces are added between special tokens.
     """
     rule = read_decoder(tokenizer["decoder"])
     if rule is None:
@@ -121,7 +121,7 @@ def read_token_table(tokenizer: TokenizerFile, *, skip_special_tokens: bool = Tr
 
 
 class Stage(NamedTuple):
-    """One decoder of the chain, as what it does to the first token of a text and to every later one."""
+    """One decoder of the chain: what it makes of the first token of a text, and of every later token."""
 
     first: Callable[[str], str]
     later: Callable[[str], str]
@@ -133,7 +133,7 @@ def _as_text(token: str) -> TokenText:
 
 @dataclass(slots=True)
 class DecoderRule:
-    """A chain of decoders that need no more than a token, and whether it is the first of its text."""
+    """A chain of decoders whose result depends only on the token and on whether it is the first of a text."""
 
     stages: list[Stage] = field(default_factory=list[Stage])
     finish: Callable[[str], TokenText] = _as_text
@@ -152,14 +152,14 @@ class DecoderRule:
 
 
 def read_decoder(decoder: Decoder | None) -> DecoderRule | None:
-    """The rule of a decoder section; None: no rule covers it.
+    """The rule of a decoder section; None: it cannot be written as a rule.
 
-    Up to a decoder that makes bytes or fuses the tokens each stage sees single tokens; behind it only stripping the
-    beginning of the text is covered.
+    Stages before the decoder that makes bytes or joins the tokens work on single tokens. After it, the only stage that
+    a rule can have is one that strips the beginning of the text.
     """
     rule = DecoderRule()
     if decoder is None:
-        rule.stages.append(Stage(first=str, later=_after_a_space))
+        rule.stages.append(Stage(first=str, later=_with_space_before))
         return rule
     is_fused = has_bytes = False
     for part in _flat(decoder):
@@ -190,7 +190,7 @@ def _flat(decoder: Decoder) -> list[Decoder]:
 
 
 def _read_stage(part: Decoder) -> Stage | None:
-    """The stage of a decoder that changes single tokens; None: it is of another kind."""
+    """The stage of a decoder that works on single tokens; None: it is another kind of decoder."""
     kind = part.get("type")
     if kind == "Replace":
         return _read_replace(part)
@@ -269,7 +269,7 @@ def _read_wordpiece(part: Decoder) -> Stage:
     return Stage(first, later)
 
 
-def _after_a_space(token: str) -> str:
+def _with_space_before(token: str) -> str:
     return f" {token}"
 
 
@@ -277,13 +277,14 @@ def _after_a_space(token: str) -> str:
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """For ``str.translate``: from the byte-level alphabet to Latin-1, and whatever else is Latin-1 out of it.
+    """A table for ``str.translate`` from the byte-level alphabet to Latin-1.
 
-    Printable bytes stand for themselves, the others for the code points from 256 on, in order.
+    In this alphabet printable bytes are themselves, and the others are the code points from 256 on, in order. Latin-1
+    characters that are not in the alphabet map to one outside Latin-1, so that tokens with them cannot be encoded.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    return dict.fromkeys(others, 0x10FFFF) | {256 + place: byte for place, byte in enumerate(others)}
+    return dict.fromkeys(others, 0x10FFFF) | {256 + index: byte for index, byte in enumerate(others)}
 
 
 _BYTE_ALPHABET = _byte_alphabet()
@@ -296,17 +297,17 @@ def byte_level_text(token: str) -> TokenText:
         data = token.translate(_BYTE_ALPHABET).encode("latin-1")
     except UnicodeEncodeError:
         return token
-    return _text_where_whole(data)
+    return _text_if_valid(data)
 
 
 def byte_fallback_text(token: str) -> TokenText:
     """The text of a token of a vocabulary in which ``<0xNN>`` stands for a byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">") and _HEX_DIGITS.issuperset(token[3:5]):
-        return _text_where_whole(bytes.fromhex(token[3:5]))
+        return _text_if_valid(bytes.fromhex(token[3:5]))
     return token
 
 
-def _text_where_whole(data: bytes) -> TokenText:
+def _text_if_valid(data: bytes) -> TokenText:
     try:
         return data.decode()
     except UnicodeDecodeError:
