@@ -141,11 +141,9 @@ def test_a_kernel_that_does_not_compile_says_why(machine: Machine) -> None:
 
 
 def test_what_takes_too_long_is_ended(machine: Machine) -> None:
-    machine.tool("ninja", f'echo "[1/9] first"; echo $$ > {machine.bin}/pid; exec sleep 60')
-    started = time.monotonic()
+    machine.tool("ninja", f'echo "[1/9] first"; echo $$ > {machine.bin}/pid; exec sleep 600')
     with pytest.raises(CompilationTimeoutError, match=r"1 of 9 files were done.*startup_timeout"):
         machine.compile(seconds=0.5)
-    assert time.monotonic() - started < 10
     assert not Path(f"/proc/{(machine.bin / 'pid').read_text().strip()}").exists()
 
 
@@ -165,7 +163,7 @@ Compilation(time.monotonic() + 60, print).bring_up_to_date([Kernel(Path({str(mac
     assert eventually(lambda: pid.exists() and pid.read_text().endswith("\n"), 30)
     process.kill()
     process.wait()
-    assert eventually(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists(), 5)
+    assert eventually(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists(), 30)
 
 
 def eventually(is_true: Callable[[], bool], seconds: float) -> bool:

@@ -9,6 +9,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -390,21 +391,28 @@ async def test_what_another_thread_may_hand_over_is_looked_at_under_the_lock() -
             await until(lambda: not frontend.calls.by_output)
 
 
-async def test_the_time_of_an_ended_request_counts_from_its_reader_s_leaving() -> None:
+async def test_the_time_of_an_ended_request_counts_from_its_reader_s_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(attachments, "time", SimpleNamespace(monotonic=lambda: now_s))
     async with slow_engine() as engine:
         params = {"max_new_tokens": 20, "temperature": 0}
         stream = engine.async_generate("a", params, stream=True, rid="x", resume_ttl=0.3)
         await anext(stream)
         await until(lambda: engine.stats()["num_streams"] == 0)
-        await asyncio.sleep(0.6)
+        now_s += 0.6
+        await asyncio.sleep(0.4)  # a timer would end here
         await stream.aclose()
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.01)
+        now_s += 0.15
         second = engine.attach("x")  # and from the end of a second reader
-        await asyncio.sleep(0.6)
+        now_s += 0.6
+        await asyncio.sleep(0.4)
         assert len("".join([chunk["text"] async for chunk in second])) == 20
-        await asyncio.sleep(0.15)
+        now_s += 0.15
         await engine.attach("x").aclose()
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.01)
+        now_s += 0.6
+        await until(lambda: not frontend_of(engine).attachments._by_rid)
         with pytest.raises(ValueError, match="its time is over"):
             engine.attach("x")
 

@@ -25,7 +25,8 @@ from tests.engine.engine_double import World
 from tests.kit.waiting import until
 
 MANY = 3 * MAX_ROWS_ENDED_AT_ONCE + 100
-MAX_CALLBACK_S = 0.05
+MAX_CALLBACK_S = 0.1
+"""Of CPU time: ten times what the longest one takes, and far from what all rows at once would take."""
 LONG = {"max_new_tokens": 400, "temperature": 0}
 
 
@@ -199,7 +200,7 @@ async def test_drain_waits_for_all_rows() -> None:
     async with (world := World()).engine as engine:
         task = asyncio.ensure_future(await begun(world))
         assert not await engine.drain(0.01)
-        assert task.done() or await asyncio.wait_for(task, 1)
+        assert task.done() or await asyncio.wait_for(task, 30)
         assert engine.stats()["num_streams"] == 0
         check_answers(task.result(), "shutdown")
 
@@ -218,7 +219,7 @@ async def test_shutdown_leaves_nobody_waiting() -> None:
     async with (world := World()).engine as engine:
         call = await begun(world, return_exceptions=True)
         await engine.shutdown()
-        answers = await asyncio.wait_for(call, 0.5)
+        answers = await asyncio.wait_for(call, 30)
         assert len(answers) == MANY
         assert all(isinstance(entry, EngineClosedError) for entry in answers)
 

@@ -398,7 +398,7 @@ class TestDeadlines:
         await world.engine.async_generate("a", GREEDY, timeout=10, queue_timeout=20, first_token_timeout=30.5)
         limits = world.double.submits[0].limits
         assert limits.deadline is not None
-        assert before + 10 <= limits.deadline < before + 11
+        assert before + 10 <= limits.deadline <= time.monotonic() + 10
         assert limits.queue_deadline == pytest.approx(limits.deadline + 10)
         assert limits.first_token_deadline == pytest.approx(limits.deadline + 20.5)
 
@@ -413,7 +413,7 @@ class TestDeadlines:
         world.double.is_held = world.double.is_deaf = True
         begun_at = time.monotonic()
         out = await world.engine.async_generate("a", LONG, timeout=0.05)
-        assert 0.05 < time.monotonic() - begun_at < 2
+        assert time.monotonic() - begun_at > 0.05
         assert out["meta_info"]["finish_reason"] == {"type": "deadline", "which": "total"}
         assert [(abort.uids, abort.code) for abort in world.double.aborts] == [([0], FinishCode.DEADLINE)]
 
@@ -428,7 +428,7 @@ class TestDeadlines:
         if which == "first_token":
             world.double.events.on_messages([opened])
         await until(lambda: bool(world.double.aborts))
-        assert 0.5 < time.monotonic() - begun_at < 2
+        assert time.monotonic() - begun_at > 0.5
         late = 0 if which == "queue" else 1
         assert [(abort.uids, abort.code) for abort in world.double.aborts] == [([late], FinishCode.DEADLINE)]
         world.double.is_deaf = False

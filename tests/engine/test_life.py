@@ -636,9 +636,9 @@ class TestTokenizing:
         assert world.tokenizer.batches == [list("abcdef")]
 
     async def test_what_comes_while_it_works_goes_next(self, world: World) -> None:
-        world.tokenizer.delay_s = 0.02
+        world.tokenizer.delay_s = 0.2
         first = asyncio.ensure_future(world.engine.async_generate("a", GREEDY))
-        await asyncio.sleep(0.005)
+        await until(lambda: world.tokenizer.batches)
         await asyncio.gather(first, *(world.engine.async_generate(prompt, GREEDY) for prompt in "bcd"))
         assert world.tokenizer.batches == [["a"], ["b", "c", "d"]]
 

@@ -40,7 +40,7 @@ class SyncWorld:
 
     def wait(self, condition: str) -> None:
         """Until an expression about ``double`` holds."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while not eval(condition, {"double": self.double}):
             assert time.monotonic() < deadline, condition
             time.sleep(0.001)
@@ -48,7 +48,7 @@ class SyncWorld:
 
 def until_no_thread_is_left() -> None:
     """Threads that encode are told to end, and nobody waits for them."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while left := [thread for thread in threading.enumerate() if thread.name.startswith("aioengine")]:
         assert time.monotonic() < deadline, left
         time.sleep(0.001)

@@ -131,12 +131,11 @@ def offsets(chunks: list[dict[str, Any]]) -> list[int]:
 
 
 def test_the_first_chunk_arrives_long_before_the_last(server: Server) -> None:
-    with server.client.stream(
-        "POST", "/generate", json=ask("Once upon a time", LONG | {"max_new_tokens": 40})
-    ) as response:
-        times = [time.monotonic() for _ in events(response)]
-    assert len(times) > 5
-    assert times[0] < times[-1] - 0.05
+    with server.client.stream("POST", "/generate", json=ask("Once upon a time", LONG)) as response:
+        chunks = events(response)
+        next(chunks)
+        assert server.stats()["num_streams"] == 1
+    server.wait_until_idle()
 
 
 @pytest.mark.parametrize(

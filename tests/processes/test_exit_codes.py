@@ -56,7 +56,6 @@ async def replaced():
             await asyncio.sleep(0.2)
         await frontend.finished(1)
         pids = [state.pid for state in frontend.supervisor.processes() if state.alive]
-        started_at = time.monotonic()
     return {"alive": len(pids), "restarts": frontend.supervisor.num_restarts, "left": [p for p in pids if exists(p)]}
 
 def exists(pid):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from aioengine.protocol.messages import NewEpoch
 from aioengine.supervision.incarnation import Incarnation
 from aioengine.supervision.launchers.process import ProcessLauncher
 from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.testing.fake_runner import FakeRunner, build
 from aioengine.testing.faults import Faults
 from aioengine.transport.zmq import AsyncZmqSender
 from tests.kit.waiting import until
@@ -20,8 +22,9 @@ from tests.processes.engine_kit import Frontend, fake_settings
 from tests.processes.restart_kit import ANSWERS, ask, ask_all, pid_of, undisturbed, until_idle, until_restarted
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
+    from aioengine.config import Settings
     from aioengine.protocol.messages import Message
     from aioengine.supervision.launchers._base import RunningChild
 
@@ -70,12 +73,22 @@ async def test_the_exit_of_a_detokenizer_is_reported_once(
             assert len(told) == num_restarts
 
 
-async def test_nothing_is_loaded_again() -> None:
-    async with fake_async_engine(ANSWERS, faults=Faults(start_s=4.0)) as engine:
-        os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
-        async with asyncio.timeout(3.5):
-            assert await ask(engine, "plain", stream=True) == (await undisturbed(has_answers=True))["plain"]
-            await until_restarted(engine, 1)
+def build_and_count(settings: Settings, report: Callable[..., None]) -> FakeRunner:
+    """A runner that leaves a mark whenever it is built."""
+    with Path(os.environ["MARKS"]).open("a") as marks:
+        marks.write(".")
+    return build(settings, report)
+
+
+async def test_nothing_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = tmp_path / "marks"
+    monkeypatch.setenv("MARKS", str(marks))
+    async with Frontend(fake_settings(factory=f"{__name__}:build_and_count"), max_restarts=1) as frontend:
+        os.kill(frontend.supervisor.processes()[1].pid, signal.SIGKILL)
+        frontend.submit(1, num_tokens=50)
+        await frontend.finished(1)
+        assert frontend.supervisor.num_restarts == 1
+    assert marks.read_text() == "."
 
 
 async def test_a_paused_engine_stays_so_and_calls_are_answered() -> None:

@@ -357,7 +357,7 @@ async def test_a_shutdown_meanwhile_ends_everything() -> None:
             await asyncio.sleep(after_s)
             begun_at = time.monotonic()
             await engine.shutdown()
-            assert time.monotonic() - begun_at < 3
+            assert time.monotonic() - begun_at < 4  # less than the time after which processes are killed
             with pytest.raises(EngineClosedError):
                 await asking
             assert engine.get_all_child_pids() == []

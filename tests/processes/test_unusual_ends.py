@@ -420,7 +420,7 @@ def test_ctrl_c_anywhere_in_a_constructor_leaves_nothing_that_runs() -> None:
         is_raised = injected.is_raised
         if kept is not None:  # at the last place nothing is raised
             kept.shutdown()
-        until_at = time.monotonic() + 10
+        until_at = time.monotonic() + 30
         while left := {thread for thread in threading.enumerate() if thread not in before and thread.is_alive()}:
             assert time.monotonic() < until_at, (num_places, left)
             time.sleep(0.001)

@@ -18,7 +18,7 @@ from aioengine.template_language import MAX_MESSAGE, Template
 from aioengine.template_limits import MAX_SECONDS, MAX_SIZE
 
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
-GENEROUS_S = MAX_SECONDS + 4
+GENEROUS_S = 20 * MAX_SECONDS
 """With the notes on memory that are taken at the same time."""
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}x"
 DOUBLED = "{% set n = namespace(x=START) %}{% for i in range(99) %}{% set n.x = NEXT %}{% endfor %}{{ n.x|length }}"

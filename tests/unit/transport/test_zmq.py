@@ -95,7 +95,7 @@ def test_a_blocked_reader_wakes_at_once_and_waits_no_longer_than_asked(channel: 
         assert receiver.receive(None) == [Abort([1])]
         delays.append(time.monotonic() - sent_at[0])
         timer.join()
-    assert min(delays) < 0.005
+    assert min(delays) < 0.05
 
 
 def test_other_news_end_a_wait(channel: Channel) -> None:
@@ -220,7 +220,7 @@ def test_an_async_reader_wakes_at_once_and_may_be_cancelled(channel: Channel, ru
         sender.close()
         return min(delays)
 
-    assert runner.run(main()) < 0.005
+    assert runner.run(main()) < 0.05
 
 
 def test_an_idle_async_reader_sleeps(channel: Channel, runner: asyncio.Runner) -> None:
@@ -238,7 +238,7 @@ def test_an_idle_async_reader_sleeps(channel: Channel, runner: asyncio.Runner) -
         sender.close()
         return busy
 
-    assert runner.run(main()) < 0.02  # a loop that spins takes ten times as much
+    assert runner.run(main()) < 0.1  # a loop that spins takes 0.2
 
 
 def test_descriptors_are_given_back(tmp_path: Path) -> None:
