@@ -10,7 +10,7 @@ import contextlib
 import os  # noqa: TC003  # for the annotations of the options
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, TypedDict, cast
+from typing import Final, Generic, TypedDict, TypeVar, cast
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -44,8 +44,11 @@ TokenIds = list[int] | tuple[int, ...] | checks.Array
 BatchIds = list[list[int]] | list[tuple[int, ...]] | tuple[list[int], ...]
 Chats = list[list[dict[str, object]]] | list[list[dict[str, str]]] | list[Messages] | tuple[Messages, ...]
 
+Value = TypeVar("Value")
+
 MAX_TIMEOUT_S: Final = 1e9
 MAX_RID_BYTES: Final = 512
+MAX_SALT_BYTES: Final = 512
 MAX_PRIORITY: Final = 2**63 - 1
 IDS_OR_ROWS: Final = "a list of token ids, or a list of such lists"
 
@@ -71,6 +74,8 @@ class RequestOptions(TypedDict, total=False):
     return_exceptions: rows of a batch that are wrong, or fail, give their exception instead of ending the call. (A
         single prompt raises all the same, and so does what is wrong with the whole call.)
     return_prompt_token_ids: answers and chunks carry ``prompt_token_ids``.
+    cache_salt: requests find cached prefixes of others with the same salt alone; a batch takes one, or a list. None and
+        "": the prefixes that have no salt.
     """
 
     rid: str | Sequence[str] | None
@@ -83,6 +88,7 @@ class RequestOptions(TypedDict, total=False):
     resume_ttl: float | None
     return_exceptions: bool
     return_prompt_token_ids: bool
+    cache_salt: str | Sequence[str | None] | None
 
 
 class ChatOptions(RequestOptions, total=False):
@@ -118,7 +124,7 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
         ("routed experts", (0,), "routed_experts_start_len"),
         ("embeddings as input", (), "input_embeds"),
         ("sessions", (), "session_params session_id"),
-        ("parts of the prefix cache", ("",), "cache_salt extra_key"),
+        ("parts of the prefix cache", ("",), "extra_key"),
         ("data parallelism", (0,), "routed_dp_rank data_parallel_rank"),
         ("separate prefill and decode engines", (), "bootstrap_host bootstrap_port bootstrap_room"),
         ("separate prefill and decode engines", (), "disagg_prefill_dp_rank kv_hints"),
@@ -145,6 +151,27 @@ class GivenRows(Struct):
     params: list[object] | None = None
     parsed: dict[int, SamplingParams] = {}
     together: ParamsTogether = field(default_factory=ParamsTogether)
+
+
+class PerPrompt(Struct, Generic[Value]):
+    """An option of a call: one value for all prompts, or a list with one for each.
+
+    Attributes:
+        values: of the prompts checked so far, behind them as the caller gave them.
+    """
+
+    name: str
+    check: Callable[[object], Value]
+    values: list[Value]
+    is_list: bool
+
+    def check_rows(self, first: int, last: int) -> None:
+        """Check the values of these prompts. Raises TypeError or ValueError."""
+        if self.is_list:
+            self.values[first:last] = map(self.check, self.values[first:last])
+
+    def of(self, prompt: int) -> Value:
+        return self.values[prompt if self.is_list else 0]
 
 
 class CallRequest(Struct, kw_only=True):
@@ -174,6 +201,7 @@ class CallRequest(Struct, kw_only=True):
     resume_ttl_s: float | None = None
     returns_exceptions: bool = False
     shows_prompt: bool = False
+    salts: PerPrompt[str] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -221,6 +249,8 @@ class CallRequest(Struct, kw_only=True):
         last = min(first + ROWS_IN_PIECE, self.num_prompts)
         if given.params is not None:
             given.together.add(given.params[first:last])
+        if self.salts is not None:
+            self.salts.check_rows(first, last)
         for place in range(first, last):
             if self.rids is not None:
                 self.rids[place] = _rid(self.rids[place])
@@ -356,6 +386,7 @@ def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequ
         resume_ttl_s=_timeout("resume_ttl", options),
         returns_exceptions=checks.switch("return_exceptions", options.get("return_exceptions", False)),
         shows_prompt=checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False)),
+        salts=_per_prompt("cache_salt", options, _salt, plain),
     )
     if request.resume_ttl_s is not None and (request.gives_batch or not request.is_stream):
         raise ValueError("resume_ttl is for streams (stream=True) of one prompt and one sample (n=1)")
@@ -400,11 +431,33 @@ def _rid(value: object) -> str:
 
 def _rids(value: Sequence[object], request: CallRequest) -> list[str]:
     """The ids of the rows, each to be checked with its row."""
+    return cast("list[str]", _list_for("rid", value, request))
+
+
+def _list_for(name: str, value: Sequence[object], request: CallRequest) -> list[object]:
+    """A list with one entry for each prompt."""
     if not request.is_batch:
-        raise TypeError("rid is a list, but there is one prompt; give a list of prompts, or one rid")
+        raise TypeError(f"{name} is a list, but there is one prompt; give a list of prompts, or one {name}")
     if len(value) != request.num_prompts:
-        raise ValueError(f"rid has {len(value)} entries for {request.num_prompts} prompts; give one for each")
-    return cast("list[str]", list(value))
+        raise ValueError(f"{name} has {len(value)} entries for {request.num_prompts} prompts; give one for each")
+    return list(value)
+
+
+def _per_prompt(
+    name: str, options: Mapping[str, object], check: Callable[[object], Value], request: CallRequest
+) -> PerPrompt[Value] | None:
+    """An option for all prompts, or, to be checked with its prompts, a list of them; None where it is not given."""
+    value = options.get(name)
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        values = _list_for(name, cast("Sequence[object]", value), request)
+        return PerPrompt(name, check, cast("list[Value]", values), is_list=True)
+    return PerPrompt(name, check, [check(value)], is_list=False)
+
+
+def _salt(value: object) -> str:
+    return "" if value is None else checks.text("cache_salt", value, max_bytes=MAX_SALT_BYTES)
 
 
 def _tenant(value: object) -> str:

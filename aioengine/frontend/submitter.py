@@ -340,7 +340,8 @@ class Submitter:
         parts = self.checks.parts_of(params)
         row.uid = self._num_uids
         self._num_uids += 1
-        self._limits.add_row(call.reservation, row.position // request.num_samples, len(ids))
+        prompt = row.position // request.num_samples
+        self._limits.add_row(call.reservation, prompt, len(ids))
         self._calls.rows[row.uid] = row
         submits.append(
             Submit(
@@ -360,6 +361,7 @@ class Submitter:
                 priority=request.priority,
                 arrived_at=call.called_at,
                 tenant=request.tenant,
+                cache_salt="" if request.salts is None else request.salts.of(prompt),
             )
         )
 

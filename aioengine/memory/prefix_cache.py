@@ -18,6 +18,8 @@ from aioengine.memory.radix import Node, RadixTree
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from aioengine.memory.radix import Key
+
 
 class PageAllocator:
     """Allocates page ids 0 ... num_pages - 1, the last freed page first."""
@@ -64,10 +66,12 @@ class Match(NamedTuple):
 
     path: one node for each page.
     pending: where another request is computing further pages of this one just now, the node of the last of them.
+    salt: requests with another one share nothing with it.
     """
 
     path: list[Node]
     pending: Node | None
+    salt: str = ""
 
 
 class Hold:
@@ -75,18 +79,19 @@ class Hold:
 
     pages: the page table. path: the nodes locked, one for each of the first pages. num_matched: how many of them were
     there when it began. num_ready: how many of them are computed. room: positions that the pages have place for.
-    border: the position at which the next page is complete and ``insert`` has something to do.
+    border: the position at which the next page is complete and ``insert`` has something to do. salt: as in ``Match``.
     """
 
-    __slots__ = ("border", "num_matched", "num_ready", "pages", "path", "room")
+    __slots__ = ("border", "num_matched", "num_ready", "pages", "path", "room", "salt")
 
-    def __init__(self) -> None:
+    def __init__(self, salt: str = "") -> None:
         self.pages: list[int] = []
         self.path: list[Node] = []
         self.num_matched = 0
         self.num_ready = 0
         self.room = 0
         self.border = NEVER
+        self.salt = salt
 
     @property
     def num_owned(self) -> int:
@@ -123,14 +128,14 @@ class PrefixCache:
 
     # ------------------------------------------------------------ ask
 
-    def match(self, token_ids: list[int]) -> Match:
+    def match(self, token_ids: list[int], salt: str = "") -> Match:
         """The computed prefix of ``token_ids``, in whole pages, without the last token."""
         if not self.enabled:
             return Match([], None)
-        path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size)
+        path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size, salt)
         if path and path[-1].is_pending:
-            return Match([node for node in path if not node.is_pending], path[-1])
-        return Match(path, None)
+            return Match([node for node in path if not node.is_pending], path[-1], salt)
+        return Match(path, None, salt)
 
     def num_available(self, match: Match) -> int:
         """Allocatable pages besides those of ``match`` once these are locked."""
@@ -147,7 +152,7 @@ class PrefixCache:
         missing = self.pages_for(len(token_ids)) - len(match.path)
         if missing > self.num_available(match):
             raise ValueError(f"{missing} pages are needed and {self.num_available(match)} are available")
-        hold = Hold()
+        hold = Hold(match.salt)
         self._tree.lock(match.path)
         hold.path = list(match.path)
         hold.pages = [node.page for node in match.path] + self._allocate(missing)
@@ -234,11 +239,13 @@ class PrefixCache:
         """Put the full pages still to be computed into the tree, as far as nobody else has them there."""
         parent = hold.path[-1] if hold.path else self._tree.root
         first = hold.num_ready
-        hold.path += self._tree.announce(parent, self._tree.keys(token_ids, first), hold.pages[first:])
+        hold.path += self._tree.announce(parent, self._tree.keys(token_ids, first, hold.salt), hold.pages[first:])
 
-    def _attach(self, hold: Hold, key: tuple[int, ...]) -> bool:
+    def _attach(self, hold: Hold, key: Key) -> bool:
         """Continue the path by a computed page; False while somebody else is computing the same."""
         parent = hold.path[-1] if hold.path else self._tree.root
+        if hold.salt and not hold.path:
+            key = (*key, hold.salt)
         node = parent.children.get(key)
         if node is None:
             node = self._tree.add(parent, key, hold.pages[len(hold.path)])

@@ -3,6 +3,8 @@
     root ── (16 ids) page 4 ── (16 ids) page 9 ── (16 ids) page 2
                            └── (16 ids) page 7
 
+The keys of the first level may have a salt behind their ids: paths with different salts have nothing in common.
+
 A node is *pending* while a request is going to compute its page: other requests with the same prefix wait for it
 instead of computing it again. A lock keeps a node and all its ancestors. Unlocked nodes are in one list, least recently
 unlocked first. A path is unlocked from its end to the root, and a parent stays locked as long as any child, so in this
@@ -19,7 +21,7 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-Key = tuple[int, ...]
+Key = tuple[int | str, ...]
 
 
 class Node(Struct, eq=False):
@@ -51,19 +53,20 @@ class RadixTree:
         """Nodes that can be evicted, one after the other."""
         return len(self._unlocked)
 
-    def keys(self, token_ids: list[int], first: int = 0) -> Iterator[Key]:
-        """The full pages of ``token_ids`` from number ``first`` on, each as a tuple."""
+    def keys(self, token_ids: list[int], first: int = 0, salt: str = "") -> Iterator[Key]:
+        """The full pages of ``token_ids`` from number ``first`` on, each as a tuple; page 0 with its salt."""
         size = self.page_size
         part = token_ids[first * size :] if first else token_ids
-        return zip(*[iter(part)] * size, strict=False)
+        pages = zip(*[iter(part)] * size, strict=False)
+        return _salted(pages, salt) if salt and not first else pages
 
-    def walk(self, token_ids: list[int], max_pages: int) -> list[Node]:
+    def walk(self, token_ids: list[int], max_pages: int, salt: str = "") -> list[Node]:
         """The nodes for the longest known prefix, of at most ``max_pages``; the last of them may be pending."""
         path: list[Node] = []
         node = self.root
         if max_pages < 1:
             return path
-        for key in self.keys(token_ids):
+        for key in self.keys(token_ids, salt=salt):
             found = node.children.get(key)
             if found is None:
                 break
@@ -126,3 +129,9 @@ class RadixTree:
         del node.parent.children[node.key]
         node.is_pending = False
         self.num_nodes -= 1
+
+
+def _salted(pages: Iterator[Key], salt: str) -> Iterator[Key]:
+    for first in pages:
+        yield (*first, salt)
+        yield from pages

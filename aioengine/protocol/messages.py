@@ -165,7 +165,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     """A new request. ``uid`` is unique for the life of the engine; ``priority``: higher runs sooner.
 
     ``continuation``: it goes on where it was when its processes died; its limits still count from the prompt on.
-    ``tenant``: whose share of the engine it uses.
+    ``tenant``: whose share of the engine it uses. ``cache_salt``: it shares cached prefixes with no other salt.
     """
 
     uid: int
@@ -178,6 +178,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     continuation: Continuation | None = None
     tenant: str = ""
     kind: RequestKind = RequestKind.GENERATE
+    cache_salt: str = ""
 
 
 class Abort(Struct, tag="abort", array_like=True, gc=False):

@@ -62,7 +62,7 @@ class Admission:
         """
         if num_partial >= MAX_PARTIAL and request.num_tokens > left:
             return Refusal.LATER
-        match = self._cache.match(request.token_ids)
+        match = self._cache.match(request.token_ids, request.submit.cache_salt)
         request.wait_for(match.pending)
         if match.pending is not None:
             return Refusal.LATER

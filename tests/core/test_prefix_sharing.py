@@ -128,9 +128,9 @@ def test_who_waits_looks_into_the_cache_twice_and_not_in_every_step(monkeypatch:
     looks: list[int] = []
     match = PrefixCache.match
 
-    def counted(self: PrefixCache, token_ids: list[int]) -> Match:
+    def counted(self: PrefixCache, token_ids: list[int], salt: str = "") -> Match:
         looks.append(len(token_ids))
-        return match(self, token_ids)
+        return match(self, token_ids, salt)
 
     monkeypatch.setattr(PrefixCache, "match", counted)
     world.submit(*family(50))

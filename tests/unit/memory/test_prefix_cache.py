@@ -11,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from aioengine.memory.prefix_cache import NEVER, Hold, Match, PrefixCache
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+SALTS = st.sampled_from(["", "", "a"])
+Prefix = tuple[int | str, ...]
 
 
 def open_(cache: PrefixCache, token_ids: list[int]) -> Hold:
@@ -146,6 +148,23 @@ def test_switched_off_it_shares_nothing() -> None:
     assert cache.num_cached == 0
 
 
+def test_requests_with_different_salts_share_nothing() -> None:
+    cache = PrefixCache(num_pages=16, page_size=2)
+    prompt = [1, 2, 3, 4, 5]
+    for salt in ("", "a", "b"):
+        match = cache.match(prompt, salt)
+        assert match.path == []
+        hold = cache.lock(prompt, match)
+        assert cache.match(prompt, salt).pending is not None
+        cache.insert(hold, [*prompt, 6], 6)  # the third page is complete only now
+        cache.unlock(hold)
+        assert len(cache.match([*prompt, 6, 7], salt).path) == 3
+    assert cache.num_cached == 9
+    assert cache.match([1], "a").path == cache.match([], "a").path == []
+    assert cache.match(prompt, "c").path == []
+    cache.check_integrity([])
+
+
 def test_what_is_invalid_is_not_kept_unless_others_use_it() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     cache.unlock(computed(cache, [1, 2, 3]))
@@ -214,6 +233,9 @@ class Sharer:
     hold: Hold
     num_computed: int = 0
 
+    def prefix(self, num_tokens: int) -> Prefix:
+        return (self.hold.salt, *self.token_ids[:num_tokens])
+
 
 @dataclass
 class Known:
@@ -227,10 +249,10 @@ class Known:
 class Naive:
     """The cache as a flat table of prefixes, searched from end to end for everything."""
 
-    known: dict[tuple[int, ...], Known] = field(default_factory=dict[tuple[int, ...], Known])
+    known: dict[Prefix, Known] = field(default_factory=dict[Prefix, Known])
     time: int = 0
 
-    def leaf_to_evict(self) -> tuple[int, ...] | None:
+    def leaf_to_evict(self) -> Prefix | None:
         free = [prefix for prefix, entry in self.known.items() if entry.num_locks == 0]
         leaves = [one for one in free if not any(len(other) > len(one) and other[: len(one)] == one for other in free)]
         return min(leaves, key=lambda one: (self.known[one].given_up, -len(one)), default=None)
@@ -244,28 +266,28 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(num_pages=num_pages, page_size=page_size)
         self.page_size = page_size
         self.sharers: list[Sharer] = []
-        self.content: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to its end
+        self.content: dict[int, Prefix] = {}  # by page: its salt, and all tokens up to its end
         self.naive = Naive()
 
-    def expected(self, token_ids: list[int]) -> int:
+    def expected(self, token_ids: list[int], salt: str) -> int:
         """Pages of the longest known prefix, by looking at all of them."""
         most = (len(token_ids) - 1) // self.page_size
         count = 0
-        while count < most and tuple(token_ids[: (count + 1) * self.page_size]) in self.naive.known:
+        while count < most and (salt, *token_ids[: (count + 1) * self.page_size]) in self.naive.known:
             count += 1
         return count
 
-    @rule(token_ids=TOKENS)
-    def arrive(self, token_ids: list[int]) -> None:
-        match = self.cache.match(token_ids)
-        assert len(match.path) == self.expected(token_ids)
+    @rule(token_ids=TOKENS, salt=SALTS)
+    def arrive(self, token_ids: list[int], salt: str) -> None:
+        match = self.cache.match(token_ids, salt)
+        assert len(match.path) == self.expected(token_ids, salt)
         for index, node in enumerate(match.path):
-            assert self.content[node.page] == tuple(token_ids[: (index + 1) * self.page_size])
+            assert self.content[node.page] == (salt, *token_ids[: (index + 1) * self.page_size])
         missing = self.cache.pages_for(len(token_ids)) - len(match.path)
         if missing > self.cache.num_available(match):
             return
         for index in range(len(match.path)):
-            self.naive.known[tuple(token_ids[: (index + 1) * self.page_size])].num_locks += 1
+            self.naive.known[(salt, *token_ids[: (index + 1) * self.page_size])].num_locks += 1
         self.evict_in_model(missing)
         sharer = Sharer(list(token_ids), self.cache.lock(token_ids, match), len(match.path) * self.page_size)
         self.sharers.append(sharer)
@@ -288,12 +310,12 @@ class CacheMachine(RuleBasedStateMachine):
             return
         end = data.draw(st.integers(sharer.num_computed + 1, len(sharer.token_ids)))
         for position in range(sharer.num_computed, end):
-            self.content[sharer.hold.pages[position // self.page_size]] = tuple(sharer.token_ids[: position + 1])
+            self.content[sharer.hold.pages[position // self.page_size]] = sharer.prefix(position + 1)
         sharer.num_computed = end
         before = sharer.hold.num_ready
         self.cache.insert(sharer.hold, sharer.token_ids, end)
         for index in range(before, sharer.hold.num_ready):
-            prefix = tuple(sharer.token_ids[: (index + 1) * self.page_size])
+            prefix = sharer.prefix((index + 1) * self.page_size)
             self.naive.known.setdefault(prefix, Known()).num_locks += 1
         assert sharer.hold.num_ready <= end // self.page_size
 
@@ -316,7 +338,7 @@ class CacheMachine(RuleBasedStateMachine):
         sharer = self.sharers.pop(data.draw(st.integers(0, len(self.sharers) - 1)))
         self.naive.time += 1
         for index in range(sharer.hold.num_ready):
-            entry = self.naive.known[tuple(sharer.token_ids[: (index + 1) * self.page_size])]
+            entry = self.naive.known[sharer.prefix((index + 1) * self.page_size)]
             entry.num_locks -= 1
             entry.given_up = self.naive.time
         self.cache.unlock(sharer.hold)
