@@ -20,6 +20,9 @@ from aioengine.foreign_names import our_way
 MAX_STOPS: Final = 32
 MAX_STOP_BYTES: Final = 4096
 MAX_STOP_TOKEN_IDS: Final = 1024
+MAX_BAD_WORDS: Final = 256
+MAX_BAD_WORD_BYTES: Final = 256
+MAX_ALLOWED_TOKEN_IDS: Final = 65_536
 MAX_BIAS: Final = 1e6
 MAX_BIASES: Final = 4096
 """Entries of a ``logit_bias``: each is checked at the call, sent, and added in every step."""
@@ -229,18 +232,34 @@ _PlainBiases = dict[_TokenId, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]]
 """What nearly everybody gives is checked in one pass."""
 
 
-def token_ids(name: str, value: object) -> list[int]:
+def words(name: str, value: object) -> list[str]:
+    """A new list of strings, none of them empty."""
+    given = checks.items(name, value, MAX_BAD_WORDS, allowed="a list of strings")
+    found = [checks.text(f"{name} entries", entry, max_bytes=MAX_BAD_WORD_BYTES) for entry in given]
+    if "" in found:
+        raise checks.wrong_value(f"{name} entries", "strings of at least one character", "")
+    return found
+
+
+def allowed_token_ids(name: str, value: object) -> list[int]:
+    found = token_ids(name, value, MAX_ALLOWED_TOKEN_IDS)
+    if not found:
+        raise checks.wrong_value(name, "a list of at least one token id, or None for all", value)
+    return found
+
+
+def token_ids(name: str, value: object, max_items: int = MAX_STOP_TOKEN_IDS) -> list[int]:
     """A new list, whatever holds them: a list, a set, an array. None in it is left out."""
     size = checks.num_items(value)
-    if size > MAX_STOP_TOKEN_IDS and not isinstance(value, str | bytes):
-        raise ValueError(f"{name} must have at most {MAX_STOP_TOKEN_IDS} entries, got {size}")
+    if size > max_items and not isinstance(value, str | bytes):
+        raise ValueError(f"{name} must have at most {max_items} entries, got {size}")
     if isinstance(value, list | tuple):
         with suppress(ValidationError):
             return convert(cast("object", value), _PlainIds)
     given = cast("object", value)  # type: ignore[redundant-cast]  # a list of unknown entries to pyright
     if isinstance(value, Set):
         given = sorted(cast("Set[object]", value), key=hash)
-    found = checks.sequence(name, given, MAX_STOP_TOKEN_IDS, allowed="a list of token ids")
+    found = checks.sequence(name, given, max_items, allowed="a list of token ids")
     return [checks.whole(f"{name} entries", entry, 0) for entry in found if entry is not None]
 
 

@@ -7,7 +7,7 @@ messages, its flag and its documentation. The functions below give the parts of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import compress
 from operator import is_not
@@ -23,18 +23,24 @@ from aioengine.errors import RequestTooLargeError
 from aioengine.parameter_table import Parameter, ParametersType, given_twice, number, other_name, parameter
 from aioengine.protocol.messages import Limits, Sampling, TextRules
 
+Tokenize = Callable[[Sequence[str]], list[list[int]]]
+"""From texts to the ids of each."""
+
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 MAX_SAMPLES: Final = 1024
 MIN_REPETITION_PENALTY: Final = 0.01
 """Logits are divided by it: by much less, they would overflow."""
 
 MAX_ENTRIES_OF_CALL: Final = 65_536
-"""Stop token ids and biases in all parameters of a call, which are checked together."""
+"""Token ids and biases in all parameters of a call, which are checked together. A bad word counts as
+``ENTRIES_PER_WORD``: it is tokenized too.
+"""
+ENTRIES_PER_WORD: Final = 16
 
 _UNCHANGING: Final = frozenset((int, float, bool, str, type(None)))
 """Types of values that make the same parameters each time."""
 
-_COSTLY: Final = frozenset(("stop_token_ids", "logit_bias", "stop_regex"))
+_COSTLY: Final = frozenset(("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words", "stop_regex"))
 """Parameters whose checks may take long."""
 
 
@@ -160,6 +166,21 @@ class SamplingParams(
         "token id -> number added to its logit, up to 4,096 of them. -inf counts as -1e6, which rules a token out",
         wire="sampling.bias_token_ids sampling.logit_bias",
         columns=table.bias_columns,
+    )
+    allowed_token_ids: TokenIds | None = parameter(
+        None,
+        table.allowed_token_ids,
+        "token ids that may be drawn, up to 65,536; None: all. Where the text is to end by itself, the model's end of "
+        "text must be among them",
+        wire="sampling",
+        columns=table.token_ids_column,
+    )
+    bad_words: Sequence[str] | None = parameter(
+        None,
+        table.words,
+        "words that are not written, up to 256 of 256 bytes each. A word means two sequences of tokens, its own and "
+        "that of the word behind a space; the last token of neither can be drawn behind the others, also where these "
+        "stand in the prompt. The same letters can still come out of other tokens",
     )
     sampling_seed: int | None = parameter(
         None,
@@ -332,14 +353,23 @@ def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int
     return min(int(params.max_new_tokens), room)
 
 
-def sampling(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Sampling:
-    """The runner's part, with seed 0.
+def sampling(
+    params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence[int], tokenize: Tokenize | None = None
+) -> Sampling:
+    """The runner's part, with seed 0. ``tokenize``: of texts without special tokens; None: there is no tokenizer.
 
     Raises:
-        ValueError: an id is outside the vocabulary, or ``min_new_tokens`` leaves no token to draw.
+        ValueError: an id is outside the vocabulary, bad words cannot be tokenized, or ``min_new_tokens``, or the
+            allowed tokens without bad words, leave no token to draw.
     """
     found = _parts(params).sampling
     _check_vocabulary("logit_bias", found.bias_token_ids, vocab_size)
+    _check_vocabulary("allowed_token_ids", found.allowed_token_ids, vocab_size)
+    if params.bad_words:
+        found = replace(found, bad_token_ids=_bad_token_ids(params.bad_words, tokenize))
+        banned = {ids[0] for ids in found.bad_token_ids if len(ids) == 1}
+        if banned.issuperset(found.allowed_token_ids or range(vocab_size)):
+            raise ValueError("bad_words rule out every token that allowed_token_ids allow; allow one more")
     if not found.min_new_tokens:
         return found
     stops = stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
@@ -349,6 +379,15 @@ def sampling(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence
             "stop tokens (stop_token_ids and the model's end-of-text ids)"
         )
     return replace(found, suppressed_token_ids=stops)
+
+
+def _bad_token_ids(words: Sequence[str], tokenize: Tokenize | None) -> tuple[tuple[int, ...], ...]:
+    """The sequences of tokens that these words mean, each once: of the word alone, and behind a space."""
+    if tokenize is None:
+        raise ValueError("bad_words needs a tokenizer, and this engine has none (skip_tokenizer_init); use logit_bias")
+    bare = [word.lstrip(" ") or word for word in words]
+    found = dict.fromkeys(map(tuple, tokenize([*bare, *(f" {word}" for word in bare)])))
+    return tuple(ids for ids in found if ids)
 
 
 def text_rules(params: SamplingParams, *, stream_interval: int) -> TextRules:
@@ -396,7 +435,8 @@ class ParamsTogether:
                 self._add(entry)
         if self._num_ids > MAX_ENTRIES_OF_CALL:
             raise ValueError(
-                f"the sampling_params of one call have {self._num_ids} stop_token_ids and logit_bias entries together; "
+                f"the sampling_params of one call have {self._num_ids} stop_token_ids, allowed_token_ids, bad_words "
+                f"(each counts as {ENTRIES_PER_WORD}) and logit_bias entries together; "
                 f"at most {MAX_ENTRIES_OF_CALL} are allowed; give rows that share them the same object, or make "
                 "several calls"
             )
@@ -407,9 +447,13 @@ class ParamsTogether:
 
     def _add(self, entry: object) -> None:
         if isinstance(entry, SamplingParams):  # whose patterns were checked when it was made
-            self._num_ids += len(_parts(entry).limits.stop_token_ids) + len(_parts(entry).sampling.logit_bias)
+            sampling = _parts(entry).sampling
+            self._num_ids += len(_parts(entry).limits.stop_token_ids) + len(sampling.logit_bias)
+            self._num_ids += len(sampling.allowed_token_ids) + ENTRIES_PER_WORD * len(entry.bad_words or ())
         elif isinstance(entry, Mapping) and not _COSTLY.isdisjoint(given := cast("Mapping[str, object]", entry)):
-            self._num_ids += checks.num_items(given.get("stop_token_ids")) + checks.num_items(given.get("logit_bias"))
+            several_ids = map(given.get, ("stop_token_ids", "allowed_token_ids", "logit_bias"))
+            self._num_ids += sum(map(checks.num_items, several_ids))
+            self._num_ids += ENTRIES_PER_WORD * checks.num_items(given.get("bad_words"))
             regex = given.get("stop_regex")
             several = cast("Sequence[object]", regex) if isinstance(regex, list | tuple) else [regex]
             self._patterns.update((each, None) for each in several if isinstance(each, str))

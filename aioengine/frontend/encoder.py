@@ -258,6 +258,13 @@ class Encoder:
     def encode(self, job: Job) -> None:
         (self._long if job.num_bytes > LONG_BYTES else self._short).add(job)
 
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of a few short texts that are no prompts, at once. Raises ValueError where one cannot be read."""
+        try:
+            return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        except RuntimeError as error:
+            raise ValueError(f"the tokenizer cannot read {texts!r:.200}: {describe(error)}") from error
+
     def close(self) -> None:
         self._short.close()
         self._long.close()

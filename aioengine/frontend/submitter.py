@@ -119,7 +119,12 @@ class RequestChecks:
         if parts is None or parts.params is not params:
             self._last_parts = parts = ParamsParts(
                 params,
-                wire.sampling(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
+                wire.sampling(
+                    params,
+                    vocab_size=rules.vocab_size,
+                    eos_token_ids=rules.eos_token_ids,
+                    tokenize=None if self.encoder is None else self.encoder.tokenize,
+                ),
                 wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
                 wire.text_rules(params, stream_interval=rules.stream_interval),
             )
@@ -457,7 +462,8 @@ def _size(submit: Submit) -> int:
     """About how many bytes it has as a message."""
     num_ids = len(submit.prompt_token_ids) + len(submit.limits.stop_token_ids)
     sampling, text = submit.sampling, submit.text
-    num_ids += 3 * len(sampling.logit_bias) + len(sampling.suppressed_token_ids)
+    num_ids += 3 * len(sampling.logit_bias) + len(sampling.suppressed_token_ids) + len(sampling.allowed_token_ids)
+    num_ids += sum(map(len, sampling.bad_token_ids))
     return 4 * num_ids + sum(map(len, text.stop)) + sum(map(len, text.stop_regex))
 
 

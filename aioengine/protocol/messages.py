@@ -74,6 +74,8 @@ class Sampling(Struct, frozen=True, array_like=True, gc=False):
 
     ``seed`` is within ``SEED_MASK``. ``top_k`` -1 is off. ``logit_bias`` is parallel to ``bias_token_ids``.
     ``suppressed_token_ids`` cannot be drawn before ``min_new_tokens`` output tokens exist (the stop tokens).
+    ``allowed_token_ids`` alone can be drawn, where there are any. The last id of each of ``bad_token_ids`` cannot be
+    drawn behind the others.
     """
 
     seed: int
@@ -88,6 +90,8 @@ class Sampling(Struct, frozen=True, array_like=True, gc=False):
     logit_bias: tuple[float, ...] = ()
     min_new_tokens: int = 0
     suppressed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_greedy(self) -> bool:

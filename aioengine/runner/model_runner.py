@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     Facts = dict[str, str | int | float | bool]
 
 _NOT_FINITE = "the model produced non-finite values (NaN or inf) for this request: its weights or its dtype overflow"
+_NOTHING_LEFT = "; or its allowed_token_ids and bad_words leave no token to draw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +162,19 @@ class ModelRunner:
             return StepResult(TokenColumns(ticket.wanted, values[: len(ticket.sampled)]))
         value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True))
         bad = [uid for uid, value in value_of.items() if value == FAILED]
+        errors = {uid: self._why_bad(uid) for uid in bad}
         for uid in self._table.requests.keys() & bad:  # others were closed while the step was in flight
-            self._break(uid, _NOT_FINITE)
+            self._break(uid, errors[uid])
             self._poisoned.add(uid)
-        failed = {**ticket.failed, **dict.fromkeys(bad, _NOT_FINITE)}
+        failed = {**ticket.failed, **errors}
         token_ids = [value_of.get(uid, FAILED) for uid in ticket.wanted]
         return StepResult(TokenColumns(ticket.wanted, token_ids), failed)
+
+    def _why_bad(self, uid: int) -> str:
+        """Why no token could be drawn for a request."""
+        request = self._table.requests.get(uid)
+        is_restricted = request is not None and (request.sampling.allowed_token_ids or request.sampling.bad_token_ids)
+        return _NOT_FINITE + _NOTHING_LEFT if is_restricted else _NOT_FINITE
 
     def control(self, order: Control) -> Reply:
         """It implements no order yet.

@@ -8,6 +8,7 @@ where the next step reads it without a copy to the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,8 +48,8 @@ SAMPLING_RECORD = np.dtype(
 class RequestRow:
     """An open request.
 
-    history: on the CPU its tokens, [more than there are] int64, where penalties read them. token_ids: on a GPU, where
-    ``runner.sampling.token_counts`` counts them, those that it was opened with; else empty.
+    history: its tokens, [more than there are] int64 on the device, where a processor reads them. token_ids: on a GPU,
+    where ``runner.sampling.token_counts`` counts them for penalties, those that it was opened with; else empty.
     """
 
     uid: int
@@ -122,11 +123,11 @@ class RowTable:
             raise ValueError(message)
         row_index = self._free_indices.pop()
         history, token_ids = None, list[int]()
-        if opened.sampling.has_penalties:
-            if self.last_tokens.is_cuda:
-                token_ids = opened.token_ids
-            else:
-                history = torch.tensor([*opened.token_ids, *[0] * 64], dtype=torch.int64)
+        is_on_gpu = self.last_tokens.is_cuda
+        if is_on_gpu and opened.sampling.has_penalties:
+            token_ids = opened.token_ids
+        if opened.sampling.bad_token_ids or (opened.sampling.has_penalties and not is_on_gpu):
+            history = self.upload(np.array([*opened.token_ids, *[0] * 64], dtype=np.int64))
         request = RequestRow(opened.uid, row_index, opened.sampling, opened.num_prompt, history, token_ids)
         self.requests[opened.uid] = request
         self.num_opened += 1
@@ -190,7 +191,8 @@ class RowTable:
         if len(sampling.bias_token_ids) != len(sampling.logit_bias):
             message = f"{len(sampling.bias_token_ids)} bias_token_ids, but {len(sampling.logit_bias)} values"
             raise ValueError(message)
-        ids = (*sampling.bias_token_ids, *sampling.suppressed_token_ids)
+        ids = (*sampling.bias_token_ids, *sampling.suppressed_token_ids, *sampling.allowed_token_ids)
+        ids = (*ids, *chain.from_iterable(sampling.bad_token_ids))
         if sampling.has_penalties:
             ids = (*ids, *opened.token_ids)
         if ids and not (min(ids) >= 0 and max(ids) < self._num_embeddings):

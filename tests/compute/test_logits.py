@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.logits import LogitsRow
+from aioengine.runner.logits.allowed_token_ids import AllowedTokenIds
+from aioengine.runner.logits.bad_words import BadWords
 from aioengine.runner.logits.bias import Bias
 from aioengine.runner.logits.min_new_tokens import MinNewTokens
 from aioengine.runner.logits.penalties import Penalties
@@ -28,7 +30,7 @@ def logits() -> torch.Tensor:
 
 def test_order_of_the_processors() -> None:
     kinds = [type(processor) for processor in logits_processors.load()]
-    assert kinds == [MinNewTokens, Penalties, Bias]
+    assert kinds == [MinNewTokens, Penalties, Bias, AllowedTokenIds, BadWords]
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.2, 2.0])
@@ -81,6 +83,30 @@ def test_bias_and_suppression_touch_their_rows_alone(logits: torch.Tensor) -> No
     expected[2, 3] += 1.5
     expected[2, 0] -= 100.0
     expected[0, [10, 11]] = -1e30
+    assert torch.equal(logits, expected)
+
+
+BAD_TOKEN_IDS = ((5,), (7, 9), (6, 7, 9), (7, 10), (1, 2, 3, 4, 5, 6, 7, 8), (8, 9), (6, 7, 11))
+
+
+@pytest.mark.parametrize("tokens", [[7], [6, 7], [5, 6, 7], [1, 2, 3, 4, 5, 6, 7], [8, 8, 8]])
+@pytest.mark.parametrize("num_prompt", [1, 0])
+def test_bad_words_are_those_of_transformers(logits: torch.Tensor, tokens: list[int], num_prompt: int) -> None:
+    theirs = NoBadWordsLogitsProcessor([list(ids) for ids in BAD_TOKEN_IDS])
+    expected = logits.clone()
+    expected[1:2] = theirs(torch.tensor([tokens]), logits[1:2].clone())
+    BadWords().apply(logits, [row(1, Sampling(0, bad_token_ids=BAD_TOKEN_IDS), tokens, num_prompt)], torch.from_numpy)
+    assert torch.equal(logits, expected)
+
+
+def test_all_but_the_allowed_tokens_are_ruled_out_of_their_rows(logits: torch.Tensor) -> None:
+    expected = logits.clone()
+    for index, ids in [(0, (3, 5)), (2, (9,))]:
+        mask = torch.ones(WIDTH, dtype=torch.bool)
+        mask[list(ids)] = False
+        expected[index, mask] = -torch.inf
+    rows = [row(2, Sampling(0, allowed_token_ids=(9,)), [1], 1), row(0, Sampling(0, allowed_token_ids=(3, 5)), [1], 1)]
+    AllowedTokenIds().apply(logits, rows, torch.from_numpy)
     assert torch.equal(logits, expected)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from aioengine.protocol.messages import FinishCode, RequestKind, Sampling
 from aioengine.runner.build import build
@@ -26,8 +27,8 @@ SAMPLINGS = [
     Sampling(3),
     Sampling(4, temperature=0.0, repetition_penalty=1.2),
     Sampling(5, temperature=1.3, top_p=0.8, frequency_penalty=0.4),
-    Sampling(6, top_k=7, presence_penalty=0.5),
-    Sampling(7, min_p=0.05, bias_token_ids=(9,), logit_bias=(3.0,)),
+    Sampling(6, top_k=7, presence_penalty=0.5, bad_token_ids=((11,), (3, 4), (120, 7, 9))),
+    Sampling(7, min_p=0.05, bias_token_ids=(9,), logit_bias=(3.0,), allowed_token_ids=tuple(range(250))),
 ]
 
 
@@ -68,6 +69,43 @@ def test_greedy_tokens_are_those_of_transformers(
     again = [world.answers([prompt])[0] for prompt in PROMPTS]  # alone, and with hits of the prefix cache
     assert again == references[family]
     assert max(world.num_cached.values()) > 0
+
+
+def bad_token_ids(answers: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    """Some tokens, pairs and triples that these answers have."""
+    return tuple(tuple(answer[start : start + 1 + start % 3]) for answer in answers for start in (1, 2, 4, 6))
+
+
+def test_bad_words_are_those_of_transformers(qwen: Path, references: dict[str, list[list[int]]]) -> None:
+    bad = bad_token_ids(references["qwen3"])
+    model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32)
+    expected = [
+        model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, bad_words_ids=[list(ids) for ids in bad]
+        )[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    greedy = Sampling(0, temperature=0.0, bad_token_ids=bad)
+    samplings = [greedy, greedy, SAMPLINGS[0], greedy, greedy, greedy]
+    prompts = [*PROMPTS[:2], PROMPTS[0], *PROMPTS[2:]]
+    for depth in (0, 1):
+        answers = World(make_settings(qwen, depth=depth)).answers(prompts, samplings)
+        assert answers[:2] + answers[3:] == expected
+        assert answers[2] == World(make_settings(qwen)).answers(PROMPTS[:1], SAMPLINGS[:1])[0]
+    assert expected != references["qwen3"]
+
+
+def test_allowed_tokens_alone_are_drawn_and_a_request_without_any_fails_alone(qwen: Path) -> None:
+    allowed = Sampling(3, allowed_token_ids=(5, 9, 200))
+    greedy = Sampling(0, temperature=0.0, allowed_token_ids=(5, 9))
+    world = World(make_settings(qwen))
+    stuck = world.submit([5], Sampling(0, allowed_token_ids=(9,), bad_token_ids=((9, 9),)))
+    answers = world.answers(PROMPTS[:3], [allowed, greedy, SAMPLINGS[0]])
+    assert set(answers[0]) <= {5, 9, 200}
+    assert set(answers[1]) <= {5, 9}
+    assert answers[2] == World(make_settings(qwen)).answers(PROMPTS[2:3], SAMPLINGS[:1])[0]
+    assert (world.outputs[stuck], world.ended[stuck].code) == ([9], FinishCode.FAILED)
+    assert "leave no token to draw" in world.ended[stuck].message
 
 
 def test_preemption_and_resumption_change_nothing(qwen: Path) -> None:

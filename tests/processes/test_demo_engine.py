@@ -38,7 +38,14 @@ SAMPLINGS: list[dict[str, object]] = [
         "max_new_tokens": 90,
         "ignore_eos": True,
     },
-    {"seed": 5, "logit_bias": {"40": 2.0}, "min_new_tokens": 10, "max_new_tokens": 90, "ignore_eos": True},
+    {
+        "seed": 5,
+        "logit_bias": {"40": 2.0},
+        "bad_words": ["time", "small dragon"],
+        "min_new_tokens": 10,
+        "max_new_tokens": 90,
+        "ignore_eos": True,
+    },
     {"temperature": 0, "repetition_penalty": 1.2, "stop": [" a", "ing"], "max_new_tokens": 48},
 ]
 # Tokens are computed in chunks, pages, batches and orders of every kind; the answers must be the same bits.

@@ -448,7 +448,8 @@ DEMO_PARAMS: list[Mapping[str, object]] = [
     {"temperature": 0, "repetition_penalty": 1.3},
     {"temperature": 1.0, "seed": 7, "frequency_penalty": 1.0, "min_p": 0.02},
     {"temperature": 0, "min_new_tokens": 50},
-    {"temperature": 0, "logit_bias": {"10": 3.0, "11": -100.0}},
+    {"temperature": 0, "logit_bias": {"10": 3.0, "11": -100.0}, "bad_words": ["the", "once upon a time"]},
+    {"temperature": 1.0, "seed": 9, "allowed_token_ids": list(range(3, 600))},
     {"temperature": 0, "stop": ["the end of all", "once more"], "ignore_eos": True},
     {"temperature": 1.0, "seed": 8, "stop_regex": r"[xz]\w+[xz]"},
 ]

@@ -9,6 +9,7 @@ import json
 import math
 import pickle
 from array import array
+from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -51,6 +52,8 @@ OUTSIDE = {
         {1: 0.5, "1": 0.5},
         dict.fromkeys(range(4097), 1.0),
     ],
+    "allowed_token_ids": [[], [None], [-1], [HUGE], [0] * 65_537],
+    "bad_words": [[""], ["x"] * 257, ["x" * 257], ["\ud800"]],
 }
 
 WRONG_TYPES = {
@@ -84,6 +87,8 @@ WRONG_TYPES = {
         {"5"},
     ],
     "logit_bias": [[1], "x", {1: "1"}, {1.5: 1.0}, {"x": 1.0}, {1: True}],
+    "allowed_token_ids": [5, "5", ["5"], [True], [1.0]],
+    "bad_words": ["x", 5, [5], [["x"]], [b"x"]],
 }
 
 
@@ -424,6 +429,24 @@ def test_values_of_other_types_are_kept_as_plain_ones_that_can_be_sent(
     rules = text_rules(made, stream_interval=1)
     assert {*map(type, (*rules.stop, *rules.stop_regex))} <= {str}
     msgspec.msgpack.encode([rules, sampling(made, vocab_size=100, eos_token_ids=())])
+
+
+def test_a_bad_word_means_two_sequences_of_tokens() -> None:
+    def tokenize(texts: Sequence[str]) -> list[list[int]]:
+        return [[ord(character) for character in text] for text in texts]
+
+    def bad_token_ids(words: list[str], **others: object) -> tuple[tuple[int, ...], ...]:
+        params = SamplingParams.parse({"bad_words": words, **others})
+        return sampling(params, vocab_size=128, eos_token_ids=(), tokenize=tokenize).bad_token_ids
+
+    assert bad_token_ids(["a"]) == bad_token_ids([" a", "a"]) == ((97,), (32, 97))
+    assert bad_token_ids(["ab", "\n", " "]) == ((97, 98), (10,), (32,), (32, 97, 98), (32, 10), (32, 32))
+    with pytest.raises(ValueError, match="bad_words rule out every token that allowed_token_ids allow"):
+        bad_token_ids(["a", "b"], allowed_token_ids=[97, 98])
+    with pytest.raises(ValueError, match="bad_words needs a tokenizer"):
+        sampling(SamplingParams(bad_words=["a"]), vocab_size=128, eos_token_ids=())
+    with pytest.raises(ValueError, match="allowed_token_ids must be token ids from 0 to 9, got 10"):
+        sampling(SamplingParams(allowed_token_ids=[3, 10]), vocab_size=10, eos_token_ids=())
 
 
 def test_a_logit_bias_of_many_entries_is_refused_before_they_are_looked_at() -> None:

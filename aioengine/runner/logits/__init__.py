@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Sampling
     from aioengine.runner.transfer import Upload
 
-ORDER = ("min_new_tokens", "penalties", "bias")
-"""The processors, in the order in which they are applied."""
+ORDER = ("min_new_tokens", "penalties", "bias", "allowed_token_ids", "bad_words")
+"""The processors, in the order in which they are applied. What cannot be drawn comes last: nothing lifts it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class LogitsRow:
     """A row of logits and the request that it belongs to.
 
     index: its row in the logits. num_tokens: tokens before the one that is sampled now, prompt and output.
-    history: [at least num_tokens] int64, the tokens; None for a request that ``Sampling.has_penalties`` is false for,
-        and on a GPU.
+    history: [at least num_tokens] int64, the tokens, on the device of the logits; only of requests with
+        ``bad_token_ids``, and on the CPU of those with penalties.
     """
 
     index: int

@@ -115,7 +115,11 @@ IDS = list(range(1000))
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ([{"stop_token_ids": [*IDS]} for _ in range(66)], "have 66000 stop_token_ids and logit_bias entries together"),
+        ([{"stop_token_ids": [*IDS]} for _ in range(66)], "have 66000 stop_token_ids, .* logit_bias entries together"),
+        ([{"allowed_token_ids": [*IDS]} for _ in range(66)], "have 66000 stop_token_ids"),
+        ([SamplingParams(allowed_token_ids=IDS) for _ in range(66)], "have 66000 stop_token_ids"),
+        ([{"bad_words": ["x"] * 200} for _ in range(21)], r"bad_words \(each counts as 16\)"),
+        ([SamplingParams(bad_words=["x"] * 200) for _ in range(21)], "have 67200 stop_token_ids"),
         ([SamplingParams(stop_token_ids=IDS) for _ in range(66)], "have 66000 stop_token_ids"),
         ([{"logit_bias": dict.fromkeys(IDS, 1.0)} for _ in range(66)], "give rows that share them the same object"),
         ([{"stop_regex": f"q{place}(a|b){{100}}"} for place in range(5000)], "the 512 different patterns of one call"),
