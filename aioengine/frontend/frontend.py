@@ -149,11 +149,19 @@ class Frontend:
                     self.attachments.add(call)
             self._act(self._lifecycle.start, call)
         except BaseException:  # KeyboardInterrupt, too
-            self.overload.release(reservation)
-            if call is not None:
-                post(self.loop, self._lifecycle.discard, call)
+            try:
+                self._undo(reservation, call)
+            except BaseException:  # a second one
+                self._undo(reservation, call)
+                raise
             raise
         return reader
+
+    def _undo(self, reservation: Reservation, call: Call | None) -> None:
+        """Opening a call failed half-way. Harmless twice."""
+        self.overload.release(reservation)
+        if call is not None:
+            post(self.loop, self._lifecycle.discard, call)
 
     @property
     def is_interrupted(self) -> bool:
