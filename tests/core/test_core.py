@@ -38,7 +38,7 @@ def test_an_idle_core_has_nothing_to_do() -> None:
     assert world.core.requests.next_deadline() is None
 
 
-def test_depth_is_how_many_steps_are_in_flight_beside_the_newest() -> None:
+def test_depth_is_the_number_of_steps_in_flight_before_the_newest() -> None:
     for depth in (0, 1, 2):
         world = world_of(depth=depth)
         world.submit(submit_of(1, [1, 2, 3]))
@@ -55,7 +55,7 @@ def test_a_negative_depth_is_refused() -> None:
 
 
 @pytest.mark.parametrize("field", ["max_running", "chunk_tokens"])
-def test_settings_without_room_are_refused(field: str) -> None:
+def test_settings_of_0_rows_or_tokens_are_refused(field: str) -> None:
     settings = msgspec.structs.replace(settings_of(), **{field: 0})
     with pytest.raises(ValueError, match=r"must be at least 1"):
         Scheduler(settings, num_pages=4, page_size=4)
@@ -74,7 +74,7 @@ def test_the_first_output_of_a_request_opens_it() -> None:
     assert fourth.ended == [End(1, FinishCode.LENGTH)]
 
 
-def test_a_clock_dates_what_is_collected() -> None:
+def test_first_tokens_are_timed_by_the_clock_after_the_step() -> None:
     settings = settings_of()
     runner = FakeRunner(MODEL, num_pages=8, page_size=4)
     core: SchedulerCore[FakeTicket] = SchedulerCore(
@@ -87,7 +87,7 @@ def test_a_clock_dates_what_is_collected() -> None:
     assert core.scheduler.stats(78.0).step_ended_at == 77.0
 
 
-def test_plans_can_travel() -> None:
+def test_plans_survive_encoding_and_decoding() -> None:
     world = world_of(num_pages=30)
     world.submit(*[submit_of(uid, [uid, 1, 2], limits=Limits(max_new_tokens=60)) for uid in range(4)])
     world.run()
@@ -97,7 +97,7 @@ def test_plans_can_travel() -> None:
         assert codec.decode(msgspec.msgpack.encode(plan)) == plan
 
 
-def test_two_worlds_plan_the_same() -> None:
+def test_planning_is_deterministic() -> None:
     plans: list[list[Plan]] = []
     for _ in range(2):
         world = world_of(num_pages=30, depth=1)
@@ -119,7 +119,7 @@ def test_decode_rows_come_first_and_carry_no_tokens() -> None:
         assert (second.uid, second.count, second.gives) == (2, 7, NOTHING)
 
 
-def test_decode_rows_may_count_as_several_tokens() -> None:
+def test_decode_cost_is_how_many_tokens_a_decode_row_counts_for() -> None:
     world = world_of(chunk_tokens=64, decode_cost=5, num_pages=2000)
     world.submit(*[submit_of(uid, [1, 2], limits=Limits(max_new_tokens=50)) for uid in range(6)])
     world.step()
@@ -137,7 +137,7 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
     assert all(plan.num_tokens == 64 for plan in world.runner.plans[:2])
 
 
-def test_only_a_few_prompts_are_computed_in_part_at_a_time() -> None:
+def test_only_a_few_prompts_are_partly_computed_at_a_time() -> None:
     world = world_of(chunk_tokens=512, num_pages=8000)
     world.submit(*[submit_of(uid, [uid] * 2000, arrived_at=uid) for uid in range(10)])
     world.submit(submit_of(99, [99] * 3, arrived_at=99.0))
@@ -161,7 +161,7 @@ def test_max_new_tokens_zero_ends_at_once_without_computing() -> None:
     world.check_all_over()
 
 
-def test_what_can_never_fit_is_refused_and_harms_nobody() -> None:
+def test_requests_that_can_never_fit_are_refused_alone() -> None:
     world = world_of(context_length=128)
     world.submit(
         submit_of(1, [1] * 5000),
@@ -192,7 +192,7 @@ def test_a_uid_cannot_be_alive_twice() -> None:
         world.core.requests.submit(submit_of(1, [1, 2]))
 
 
-def test_unknown_uids_are_no_news() -> None:
+def test_aborting_unknown_uids_does_nothing() -> None:
     world = world_of()
     world.abort([5, 6])
     assert not world.core.has_work
@@ -257,7 +257,7 @@ def run_with_arrivals(world: World) -> None:
 @DEPTHS
 @pytest.mark.parametrize("hook", ["raise_at", "collect_raise_at"])
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(depth: int, hook: str, step: int) -> None:
+def test_a_failed_step_ends_its_requests_and_later_ones_run(depth: int, hook: str, step: int) -> None:
     world = world_of(depth=depth, faults=Faults(**{hook: step}))
     world.submit(*[submit_of(uid, [uid, 1], limits=Limits(max_new_tokens=20)) for uid in range(3)])
     for _ in range(step + depth):
@@ -274,7 +274,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(depth: int, hook
 
 @DEPTHS
 @pytest.mark.parametrize("hook", ["raise_at", "collect_raise_at"])
-def test_failing_again_and_again_is_raised(depth: int, hook: str) -> None:
+def test_repeated_step_failures_are_raised(depth: int, hook: str) -> None:
     world = world_of(depth=depth, faults=Faults(**{hook: 2, "raise_times": 99}))
     world.submit(*[submit_of(uid, [uid]) for uid in range(3)])
     with pytest.raises(InjectedFault):
@@ -282,7 +282,7 @@ def test_failing_again_and_again_is_raised(depth: int, hook: str) -> None:
     assert len(world.runner.plans) >= MAX_FAILURES
 
 
-def test_failures_with_successes_between_them_are_not_counted_together() -> None:
+def test_a_successful_step_resets_the_count_of_failures() -> None:
     world = world_of(faults=Faults(raise_at=2, raise_times=MAX_FAILURES - 1))
     for uid in range(12):
         world.submit(submit_of(uid, [uid], limits=Limits(max_new_tokens=2)))
@@ -292,7 +292,7 @@ def test_failures_with_successes_between_them_are_not_counted_together() -> None
     world.check_all_over()
 
 
-def test_what_a_failed_launch_did_not_close_is_closed_by_the_next() -> None:
+def test_requests_that_a_failed_launch_should_have_closed_are_closed_by_the_next() -> None:
     world = world_of(faults=Faults(raise_at=4))
     world.submit(submit_of(1, [1], limits=Limits(max_new_tokens=3)), submit_of(2, [2], limits=Limits(max_new_tokens=9)))
     world.run()
@@ -303,7 +303,7 @@ def test_what_a_failed_launch_did_not_close_is_closed_by_the_next() -> None:
     world.check_all_over()
 
 
-def test_a_failed_step_does_not_end_who_was_preempted_since() -> None:
+def test_a_failed_step_does_not_end_requests_that_were_preempted_since() -> None:
     submits = [submit_of(uid, [uid], limits=Limits(max_new_tokens=60)) for uid in range(3)]
     world = world_of(depth=1, num_pages=20)
     world.submit(*submits)
@@ -319,7 +319,7 @@ def test_a_failed_step_does_not_end_who_was_preempted_since() -> None:
 
 
 @DEPTHS
-def test_a_failed_row_ends_alone(depth: int) -> None:
+def test_a_failed_row_ends_only_its_request(depth: int) -> None:
     world = world_of(depth=depth, faults=Faults(fail_row_at=3))
     world.submit(*[submit_of(uid, [uid], limits=Limits(max_new_tokens=9)) for uid in range(3)])
     world.run()
@@ -329,7 +329,7 @@ def test_a_failed_row_ends_alone(depth: int) -> None:
     world.check_all_over()
 
 
-def test_what_a_failed_row_computed_is_not_found_by_others() -> None:
+def test_pages_of_a_failed_row_are_not_cached() -> None:
     world = world_of(chunk_tokens=8, faults=Faults(fail_row_at=5))
     world.submit(submit_of(1, [1] * 17, limits=Limits(max_new_tokens=1)))
     world.run()
@@ -354,7 +354,7 @@ def test_a_plan_is_applied_once() -> None:
 
 
 @DEPTHS
-def test_paused_it_launches_nothing_but_keeps_time(depth: int) -> None:
+def test_a_paused_core_launches_nothing_but_keeps_deadlines(depth: int) -> None:
     world = world_of(depth=depth)
     world.submit(
         submit_of(1, [1], limits=Limits(max_new_tokens=30)),
@@ -375,7 +375,7 @@ def test_paused_it_launches_nothing_but_keeps_time(depth: int) -> None:
     world.check_all_over()
 
 
-def test_flush_drops_what_nobody_uses() -> None:
+def test_clearing_the_cache_drops_pages_that_no_request_uses() -> None:
     world = world_of()
     world.submit(submit_of(1, [1] * 9, limits=Limits(max_new_tokens=1)))
     world.run()
@@ -390,7 +390,7 @@ def test_flush_drops_what_nobody_uses() -> None:
     world.check_all_over()
 
 
-def test_stats_count() -> None:
+def test_stats_count_requests_tokens_and_pages() -> None:
     world = world_of(max_running=2)
     world.submit(*[submit_of(uid, [uid] * 5, limits=Limits(max_new_tokens=3)) for uid in range(3)])
     world.step()
@@ -403,14 +403,14 @@ def test_stats_count() -> None:
     assert stats.num_free_pages == 64
 
 
-def test_outputs_travel() -> None:
+def test_outputs_survive_encoding_and_decoding() -> None:
     world = world_of()
     world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=1)))
     output = world.step()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) == output
 
 
-def test_settings_name_the_policy() -> None:
+def test_an_unknown_policy_is_refused() -> None:
     settings: SchedulerSettings = settings_of(policy="fastest")
     with pytest.raises(ValueError, match="no plug-in 'fastest'"):
         Scheduler(settings, num_pages=4, page_size=4)

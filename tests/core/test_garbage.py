@@ -31,7 +31,7 @@ def family(first: int) -> list[Submit]:
     return [submit_of(uid, [uid, *range(4000)], limits=limits) for uid in range(first, first + 100)]
 
 
-def test_no_collection_runs_while_a_large_pool_fills_and_none_would_find_anything() -> None:
+def test_filling_a_large_pool_triggers_no_garbage_collection_and_leaves_no_cycles() -> None:
     scheduler = Scheduler(
         settings_of(max_running=64, chunk_tokens=8192, context_length=8192), num_pages=NUM_PAGES, page_size=16
     )

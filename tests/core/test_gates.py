@@ -49,7 +49,9 @@ def test_a_gate_closed_at_submission_holds_a_request_until_it_opens(depth: int, 
 
 @DEPTHS
 @pytest.mark.parametrize("num_steps", range(1, 8))
-def test_a_running_request_keeps_its_pages_and_goes_on_where_it_was(depth: int, num_steps: int) -> None:
+def test_a_running_request_behind_a_closed_gate_keeps_its_pages_and_recomputes_nothing(
+    depth: int, num_steps: int
+) -> None:
     """From the middle of its prompt (three chunks) to the middle of its output."""
     world = world_of(depth, chunk_tokens=8)
     world.submit(submit_of(1, list(range(20))))
@@ -69,7 +71,7 @@ def test_a_running_request_keeps_its_pages_and_goes_on_where_it_was(depth: int, 
     world.check_all_over()
 
 
-def test_the_pages_stay_unless_the_gate_gives_them_back() -> None:
+def test_each_gate_keeps_or_frees_the_pages_of_its_request() -> None:
     for gate in NAMED:
         world = world_of()
         world.submit(submit_of(1, list(range(20))))
@@ -85,7 +87,7 @@ def test_the_pages_stay_unless_the_gate_gives_them_back() -> None:
 
 @DEPTHS
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_all_gates_must_be_open(depth: int, num_steps: int) -> None:
+def test_a_request_runs_only_when_all_its_gates_are_open(depth: int, num_steps: int) -> None:
     world = world_of(depth)
     world.submit(submit_of(1, list(range(10))))
     for _ in range(num_steps):
@@ -150,7 +152,7 @@ def test_aborts_and_deadlines_end_requests_with_a_closed_gate(num_steps: int, ga
     world.check_all_over()
 
 
-def test_a_held_request_that_has_all_pages_stalls_the_others_without_work() -> None:
+def test_while_a_held_request_has_all_pages_the_core_is_idle() -> None:
     world = world_of(1, num_pages=8)
     world.submit(submit_of(1, list(range(24))))
     world.step()
@@ -171,7 +173,7 @@ def test_a_held_request_that_has_all_pages_stalls_the_others_without_work() -> N
     world.check_all_over()
 
 
-def test_the_stalled_go_on_when_the_held_request_ends_without_an_event() -> None:
+def test_waiting_requests_run_when_a_held_request_that_has_all_pages_ends() -> None:
     world = world_of(num_pages=8)
     world.submit(submit_of(1, list(range(24))))
     world.step()
@@ -184,7 +186,7 @@ def test_the_stalled_go_on_when_the_held_request_ends_without_an_event() -> None
     world.check_all_over()
 
 
-def test_a_new_request_runs_although_all_others_are_held() -> None:
+def test_a_new_request_runs_while_all_others_are_held() -> None:
     world = world_of()
     world.submit(submit_of(1, [1, 2, 3]))
     world.step()
@@ -199,7 +201,7 @@ def test_a_new_request_runs_although_all_others_are_held() -> None:
 
 
 @DEPTHS
-def test_a_prefix_in_flight_is_there_for_others_when_its_request_is_held(depth: int) -> None:
+def test_a_prefix_computed_by_a_request_that_is_then_held_can_be_shared(depth: int) -> None:
     world = world_of(depth)
     prompt = list(range(20))
     world.submit(submit_of(1, prompt), submit_of(2, [*prompt, 7]))
@@ -213,7 +215,7 @@ def test_a_prefix_in_flight_is_there_for_others_when_its_request_is_held(depth: 
     world.check_all_over()
 
 
-def test_those_who_wait_for_the_prefix_of_a_held_request_do_not_stop_others() -> None:
+def test_requests_that_wait_for_the_prefix_of_a_held_request_do_not_block_others() -> None:
     world = world_of(num_pages=1024, chunk_tokens=16)
     prefix = [(7 * index) % 50 for index in range(64)]
     count = MAX_LATER + 9
@@ -229,7 +231,7 @@ def test_those_who_wait_for_the_prefix_of_a_held_request_do_not_stop_others() ->
     world.check_all_over()
 
 
-def test_the_gate_of_the_prefix_is_not_for_calls() -> None:
+def test_the_prefix_gate_cannot_be_opened_or_closed_by_callers() -> None:
     world = world_of()
     world.submit(submit_of(1, [1]))
     for change in (world.core.requests.close_gate, world.core.requests.open_gate):
@@ -284,7 +286,7 @@ storms = st.builds(
 
 @DEPTHS
 @given(storm=storms)
-def test_random_gates_and_aborts_change_no_token_and_lose_no_page(depth: int, storm: GateStorm) -> None:
+def test_random_gates_and_aborts_change_no_token_and_leak_no_page(depth: int, storm: GateStorm) -> None:
     rng = random.Random(storm.seed)
     world = world_of(
         depth,

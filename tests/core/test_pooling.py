@@ -31,7 +31,7 @@ def pooled(submit: Submit, *, max_new: int = 0) -> Submit:
 
 @DEPTHS
 @pytest.mark.parametrize("max_new", [0, 8])
-def test_it_ends_with_its_vector_and_without_a_token(depth: int, max_new: int) -> None:
+def test_a_pooling_request_gives_a_vector_and_no_token(depth: int, max_new: int) -> None:
     world = world_of(depth)
     world.submit(pooled(submit_of(1, list(range(10))), max_new=max_new))
     world.run()
@@ -44,7 +44,7 @@ def test_it_ends_with_its_vector_and_without_a_token(depth: int, max_new: int) -
 
 
 @DEPTHS
-def test_only_the_last_chunk_of_its_prompt_gives_the_vector(depth: int) -> None:
+def test_only_the_last_chunk_of_the_prompt_gives_the_vector(depth: int) -> None:
     world = world_of(depth, chunk_tokens=8)
     world.submit(pooled(submit_of(1, list(range(30)))))
     world.run()
@@ -54,7 +54,7 @@ def test_only_the_last_chunk_of_its_prompt_gives_the_vector(depth: int) -> None:
 
 
 @DEPTHS
-def test_it_runs_beside_generating_requests_and_shares_their_prefix(depth: int) -> None:
+def test_pooling_and_generating_requests_share_steps_and_prefixes(depth: int) -> None:
     world = world_of(depth, chunk_tokens=16)
     prompt = list(range(24))
     world.submit(submit_of(1, prompt), pooled(submit_of(2, prompt)), submit_of(3, [7, 8]), pooled(submit_of(4, [7, 9])))
@@ -65,7 +65,7 @@ def test_it_runs_beside_generating_requests_and_shares_their_prefix(depth: int) 
     world.check_all_over()
 
 
-def test_while_its_vector_is_on_its_way_it_is_not_the_first_of_the_prompts() -> None:
+def test_a_pooling_request_whose_last_chunk_is_in_flight_is_not_planned_again() -> None:
     world = world_of(1, chunk_tokens=32)
     world.submit(pooled(submit_of(1, [1] * 4)), submit_of(2, [2] * 80), submit_of(3, [3] * 50))
     world.step()
@@ -77,7 +77,7 @@ def test_while_its_vector_is_on_its_way_it_is_not_the_first_of_the_prompts() -> 
 
 
 @DEPTHS
-def test_it_may_fill_the_context_and_the_pool_for_it_has_no_output(depth: int) -> None:
+def test_a_pooling_prompt_may_fill_the_context_and_the_pool(depth: int) -> None:
     for num_pages, context_length in [(64, 32), (8, 4096)]:
         world = world_of(depth, num_pages, context_length=context_length)
         world.submit(*[pooled(submit_of(uid, list(range(size)))) for uid, size in [(1, 32), (2, 33)]])
@@ -87,7 +87,7 @@ def test_it_may_fill_the_context_and_the_pool_for_it_has_no_output(depth: int) -
 
 
 @DEPTHS
-def test_preempted_in_the_middle_of_its_prompt_it_still_gives_its_vector(depth: int) -> None:
+def test_a_pooling_request_preempted_within_its_prompt_gives_its_vector(depth: int) -> None:
     world = world_of(depth, num_pages=20, chunk_tokens=16)
     world.submit(submit_of(1, [1] * 4, limits=Limits(max_new_tokens=50)))
     world.step()
@@ -103,7 +103,7 @@ def test_preempted_in_the_middle_of_its_prompt_it_still_gives_its_vector(depth: 
 
 @DEPTHS
 @pytest.mark.parametrize("num_steps", range(6))
-def test_a_gate_or_an_abort_at_any_time_loses_no_page(depth: int, num_steps: int) -> None:
+def test_gates_and_aborts_of_pooling_requests_leak_no_page(depth: int, num_steps: int) -> None:
     world = world_of(depth, chunk_tokens=8)
     world.submit(pooled(submit_of(1, list(range(20)))), pooled(submit_of(2, list(range(5, 25)))))
     for _ in range(num_steps):
@@ -117,7 +117,7 @@ def test_a_gate_or_an_abort_at_any_time_loses_no_page(depth: int, num_steps: int
     world.check_all_over()
 
 
-def test_a_row_whose_vector_is_missing_ends_its_request_alone() -> None:
+def test_a_failed_row_of_a_pooling_request_ends_only_that_request() -> None:
     world = world_of(faults=Faults(fail_row_at=1))
     world.submit(pooled(submit_of(1, [1, 2])), pooled(submit_of(2, [3, 4])))
     world.run()
@@ -126,7 +126,7 @@ def test_a_row_whose_vector_is_missing_ends_its_request_alone() -> None:
     world.check_all_over()
 
 
-def test_a_runner_that_forgets_a_vector_is_an_error_of_that_request() -> None:
+def test_a_result_without_the_vector_fails_that_request() -> None:
     world = world_of()
     world.submit(pooled(submit_of(1, [1, 2])))
     plan = world.scheduler.schedule(0.0)
@@ -137,7 +137,7 @@ def test_a_runner_that_forgets_a_vector_is_an_error_of_that_request() -> None:
     world.core.scheduler.check_integrity()
 
 
-def test_the_fake_runner_refuses_rows_of_the_other_kind() -> None:
+def test_the_fake_runner_refuses_rows_that_do_not_match_the_kind_of_their_request() -> None:
     runner = FakeRunner(NO_EOS, num_pages=8, page_size=4)
     for uid, (kind, gives) in enumerate([(RequestKind.POOL, TOKENS), (RequestKind.GENERATE, VECTOR)]):
         opened = NewRow(uid, Sampling(0), 1, [1], [uid], kind)
@@ -153,7 +153,7 @@ def test_the_fake_runner_refuses_rows_of_the_other_kind() -> None:
     chunk_tokens=st.sampled_from([1, 7, 32]),
     prefix_cache=st.booleans(),
 )
-def test_random_mixes_of_both_kinds_give_the_reference(
+def test_random_mixes_of_pooling_and_generating_requests_give_the_reference(
     depth: int, *, seed: int, num_pages: int, max_running: int, chunk_tokens: int, prefix_cache: bool
 ) -> None:
     rng = random.Random(seed)

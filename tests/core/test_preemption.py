@@ -15,7 +15,7 @@ def world_of(num_pages: int, *, depth: int = 0, **changes: int | str | bool) -> 
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_the_youngest_is_preempted_and_loses_nothing(depth: int) -> None:
+def test_the_newest_request_is_preempted_and_gives_the_same_tokens(depth: int) -> None:
     world = world_of(60, depth=depth)
     world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, arrived_at=uid) for uid in range(4)])
     world.run()
@@ -27,7 +27,7 @@ def test_the_youngest_is_preempted_and_loses_nothing(depth: int) -> None:
     assert world.core.scheduler.stats(0.0).num_preemptions == len(world.preempted)
 
 
-def test_lower_priority_is_preempted_first() -> None:
+def test_the_lowest_priority_is_preempted_first() -> None:
     world = world_of(60)
     world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, priority=uid, arrived_at=uid) for uid in range(4)])
     world.run()
@@ -36,7 +36,7 @@ def test_lower_priority_is_preempted_first() -> None:
     assert 3 not in world.preempted
 
 
-def test_what_was_computed_is_found_again_while_there_is_room() -> None:
+def test_a_preempted_request_reuses_its_cached_pages() -> None:
     """The pages of the preempted one are cached; of them only those are computed again that others needed."""
     world = world_of(60)
     world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, arrived_at=uid) for uid in range(2)])
@@ -55,7 +55,7 @@ def test_what_was_computed_is_found_again_while_there_is_room() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_nobody_is_preempted_soon_after_an_admission(page_size: int) -> None:
+def test_requests_run_at_least_16_steps_between_admission_and_preemption(page_size: int) -> None:
     world = World(settings_of(max_running=8), 400 // page_size, page_size, NO_EOS)
     world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, arrived_at=uid) for uid in range(6)])
     ran: dict[int, int] = {}
@@ -71,7 +71,7 @@ def test_nobody_is_preempted_soon_after_an_admission(page_size: int) -> None:
     assert min(steps_between) >= 16
 
 
-def test_a_request_that_fills_the_pool_alone_gets_to_its_end() -> None:
+def test_a_request_alone_may_fill_the_whole_pool() -> None:
     world = world_of(10)
     world.submit(submit_of(1, [1, 2, 3], limits=Limits(max_new_tokens=500)))
     world.run()

@@ -34,7 +34,7 @@ def num_prompt_computed(world: World) -> int:
 
 
 @DEPTHS
-def test_a_prefix_of_requests_that_arrive_together_is_computed_once(depth: int) -> None:
+def test_a_shared_prefix_of_requests_that_arrive_together_is_computed_once(depth: int) -> None:
     world = world_of(depth)
     world.submit(*family(32))
     world.run()
@@ -46,7 +46,7 @@ def test_a_prefix_of_requests_that_arrive_together_is_computed_once(depth: int) 
 
 
 @DEPTHS
-def test_others_run_while_a_prefix_is_waited_for(depth: int) -> None:
+def test_other_requests_run_while_some_wait_for_a_prefix(depth: int) -> None:
     world = world_of(depth)
     world.submit(*family(8), submit_of(100, [1, 2, 3], arrived_at=9.0))
     world.step()
@@ -57,7 +57,7 @@ def test_others_run_while_a_prefix_is_waited_for(depth: int) -> None:
 
 @DEPTHS
 @pytest.mark.parametrize("num_steps", [1, 2, 4, 5])
-def test_when_the_one_who_computes_it_is_aborted_another_takes_over(depth: int, num_steps: int) -> None:
+def test_another_request_computes_the_prefix_after_an_abort(depth: int, num_steps: int) -> None:
     world = world_of(depth)
     world.submit(*family(6))
     for _ in range(num_steps):
@@ -70,7 +70,7 @@ def test_when_the_one_who_computes_it_is_aborted_another_takes_over(depth: int, 
 
 
 @DEPTHS
-def test_when_the_one_who_computes_it_is_preempted_another_takes_over(depth: int) -> None:
+def test_another_request_computes_the_prefix_after_a_preemption(depth: int) -> None:
     """The family has the lower priority; the running request with the higher one needs all pages."""
     world = world_of(depth, num_pages=72)
     world.submit(submit_of(100, [5] * 20, limits=Limits(max_new_tokens=400), priority=1))
@@ -81,7 +81,7 @@ def test_when_the_one_who_computes_it_is_preempted_another_takes_over(depth: int
     world.check_all_over()
 
 
-def test_the_prefix_is_there_for_later_requests_too() -> None:
+def test_later_requests_find_the_prefix_in_the_cache() -> None:
     world = world_of(0)
     world.submit(*family(1))
     world.run()
@@ -93,7 +93,7 @@ def test_the_prefix_is_there_for_later_requests_too() -> None:
     assert num_prompt_computed(world) - before == 3 * (501 - 31 * 16)
 
 
-def test_an_answer_is_found_by_the_next_turn() -> None:
+def test_the_next_turn_of_a_chat_finds_the_answer_in_the_cache() -> None:
     world = world_of(0)
     first = submit_of(1, PREFIX[:30], limits=Limits(max_new_tokens=40))
     world.submit(first)
@@ -106,7 +106,7 @@ def test_an_answer_is_found_by_the_next_turn() -> None:
     world.check_all_over()
 
 
-def test_equal_prompts_at_once_give_equal_answers() -> None:
+def test_equal_prompts_that_arrive_together_share_all_but_their_last_page() -> None:
     world = world_of(1)
     world.submit(*[submit_of(uid, PREFIX[:64], limits=Limits(max_new_tokens=40)) for uid in range(6)])
     world.run()
@@ -114,7 +114,7 @@ def test_equal_prompts_at_once_give_equal_answers() -> None:
     assert {opened.first_token.num_cached for opened in world.opened.values()} == {0, 48}
 
 
-def test_without_the_cache_everybody_computes_alone() -> None:
+def test_without_the_prefix_cache_every_request_computes_its_whole_prompt() -> None:
     world = world_of(0, prefix_cache=False)
     world.submit(*family(3))
     world.run()
@@ -123,7 +123,9 @@ def test_without_the_cache_everybody_computes_alone() -> None:
     assert world.core.scheduler.stats(0.0).num_cached_pages == 0
 
 
-def test_who_waits_looks_into_the_cache_twice_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waits_for_a_prefix_is_matched_twice_and_not_in_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = world_of(0)
     looks: list[int] = []
     match = PrefixCache.match
@@ -139,7 +141,7 @@ def test_who_waits_looks_into_the_cache_twice_and_not_in_every_step(monkeypatch:
     assert len(looks) == 50 + 49
 
 
-def test_the_first_look_of_many_is_spread_over_steps() -> None:
+def test_the_first_matches_of_many_requests_are_spread_over_steps() -> None:
     world = world_of(0)
     world.submit(*family(200, own=2))
     world.step()

@@ -24,7 +24,9 @@ def resumed(world: World, uid: int, num_given: int) -> Submit:
 
 
 @given(storms, st.integers(0, 60), st.integers(0, 2))
-def test_whatever_had_been_given_out_the_rest_is_the_same(storm: Storm, num_steps: int, depth: int) -> None:
+def test_a_request_continued_after_any_number_of_tokens_gives_the_reference_tokens(
+    storm: Storm, num_steps: int, depth: int
+) -> None:
     rng = random.Random(storm.seed)
     first = storm.world(depth)
     first.submit(*storm.requests(rng))
@@ -41,7 +43,7 @@ def test_whatever_had_been_given_out_the_rest_is_the_same(storm: Storm, num_step
 
 
 @given(storms, st.integers(0, 60), st.integers(0, 2))
-def test_a_core_that_forgot_all_goes_on_itself(storm: Storm, num_steps: int, depth: int) -> None:
+def test_requests_can_be_submitted_again_after_forget_all(storm: Storm, num_steps: int, depth: int) -> None:
     """With steps in flight, whose rows bear the names of those that come again."""
     rng = random.Random(storm.seed)
     world = storm.world(depth)
@@ -57,7 +59,7 @@ def test_a_core_that_forgot_all_goes_on_itself(storm: Storm, num_steps: int, dep
     world.check_all_over()
 
 
-def test_what_was_computed_is_cached_after_all_was_forgotten() -> None:
+def test_forget_all_keeps_the_prefix_cache() -> None:
     world = World(settings_of(), 64, 4, NO_EOS)
     world.submit(submit_of(1, list(range(40))))
     for _ in range(3):
@@ -70,7 +72,7 @@ def test_what_was_computed_is_cached_after_all_was_forgotten() -> None:
     world.check_all_over()
 
 
-def test_deadlines_of_what_was_forgotten_are_too() -> None:
+def test_forget_all_drops_deadlines() -> None:
     world = World(settings_of(), 64, 4, NO_EOS)
     world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=4, deadline=30.0)))
     world.forget_all()
@@ -80,7 +82,7 @@ def test_deadlines_of_what_was_forgotten_are_too() -> None:
 
 
 @pytest.mark.parametrize("num_given", [0, 3])
-def test_it_is_opened_again_as_it_was_and_counted_once(num_given: int) -> None:
+def test_a_continued_request_keeps_its_first_token_times_and_is_not_counted_twice(num_given: int) -> None:
     world = World(settings_of(), 64, 4, NO_EOS)
     given = world_output(num_given)
     begun = FirstToken(1, 2, 1.0, 2.0)
@@ -97,7 +99,7 @@ def test_it_is_opened_again_as_it_was_and_counted_once(num_given: int) -> None:
     assert (stats.prompt_tokens, stats.output_tokens) == (0, 8 - num_given)
 
 
-def test_an_abort_before_its_first_step_is_told_behind_its_beginning() -> None:
+def test_a_continued_request_aborted_before_its_first_step_is_opened_and_then_ended() -> None:
     """Its text may be held back, and only whoever makes the text anew can give that."""
     world = World(settings_of(), 64, 4, NO_EOS)
     world.submit(
@@ -110,7 +112,7 @@ def test_an_abort_before_its_first_step_is_told_behind_its_beginning() -> None:
     assert world.runner.plans == []
 
 
-def test_deadlines_that_it_has_met_are_not_asked_again() -> None:
+def test_a_continued_request_has_no_queue_or_first_token_deadline() -> None:
     limits = Limits(max_new_tokens=4, queue_deadline=9.0, first_token_deadline=10.0)
     world = World(settings_of(), 64, 4, NO_EOS)
     world.now = 50.0

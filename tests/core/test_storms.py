@@ -62,7 +62,7 @@ storms = st.builds(
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @given(storm=storms)
-def test_every_request_gives_the_reference_tokens(depth: int, storm: Storm) -> None:
+def test_random_workloads_give_the_reference_tokens(depth: int, storm: Storm) -> None:
     rng = random.Random(storm.seed)
     world = storm.world(depth)
     waiting = storm.requests(rng)
@@ -76,7 +76,7 @@ def test_every_request_gives_the_reference_tokens(depth: int, storm: Storm) -> N
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @given(storm=storms)
-def test_aborts_and_deadlines_at_any_time_lose_nothing(depth: int, storm: Storm) -> None:
+def test_aborts_and_deadlines_in_random_workloads_leak_no_pages(depth: int, storm: Storm) -> None:
     rng = random.Random(storm.seed)
     world = storm.world(depth)
     waiting = [_with_deadlines(submit, rng) for submit in storm.requests(rng)]
@@ -98,7 +98,7 @@ def test_aborts_and_deadlines_at_any_time_lose_nothing(depth: int, storm: Storm)
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @given(storm=storms, launch=st.integers(1, 60), collect=st.integers(1, 60), row=st.integers(1, 60))
-def test_failures_at_any_step_end_only_who_was_in_it(
+def test_a_step_that_fails_ends_only_its_own_requests(
     depth: int, storm: Storm, launch: int, collect: int, row: int
 ) -> None:
     rng = random.Random(storm.seed)
@@ -120,7 +120,7 @@ def _with_deadlines(submit: Submit, rng: random.Random) -> Submit:
     return msgspec.structs.replace(submit, limits=msgspec.structs.replace(submit.limits, **times))
 
 
-def test_all_depths_give_the_same_tokens_where_pages_are_short() -> None:
+def test_every_overlap_depth_gives_the_same_tokens_under_preemption() -> None:
     outputs: list[dict[int, list[int]]] = []
     for depth in (0, 1, 2):
         storm = Storm(7, 4, 96, 16, 32, "fcfs", True)

@@ -28,7 +28,9 @@ def resume(world: World, uids: Iterable[int]) -> None:
 
 @DEPTHS
 @pytest.mark.parametrize("num_steps", range(6))
-def test_in_any_state_it_gives_its_pages_back_and_goes_on_with_the_same_tokens(depth: int, num_steps: int) -> None:
+def test_a_request_suspended_in_any_state_frees_its_pages_and_resumes_with_the_same_tokens(
+    depth: int, num_steps: int
+) -> None:
     world = world_of(depth, max_running=1, chunk_tokens=8)
     world.submit(submit_of(1, list(range(20))), submit_of(2, [1, 2, 3]))
     for _ in range(num_steps):
@@ -45,7 +47,7 @@ def test_in_any_state_it_gives_its_pages_back_and_goes_on_with_the_same_tokens(d
 
 
 @DEPTHS
-def test_the_others_use_what_it_had(depth: int) -> None:
+def test_others_use_the_pages_of_a_suspended_request(depth: int) -> None:
     world = world_of(depth, num_pages=12, max_running=4)
     world.submit(submit_of(1, list(range(30))))
     world.step()
@@ -58,7 +60,7 @@ def test_the_others_use_what_it_had(depth: int) -> None:
     world.check_all_over()
 
 
-def test_it_can_be_ended_and_keeps_its_deadline() -> None:
+def test_a_suspended_request_can_be_aborted_and_keeps_its_deadline() -> None:
     world = world_of()
     world.submit(submit_of(1, [1]), submit_of(2, [2], limits=Limits(max_new_tokens=8, deadline=3.5)))
     world.step()
@@ -75,7 +77,7 @@ def test_it_can_be_ended_and_keeps_its_deadline() -> None:
 
 @DEPTHS
 @pytest.mark.parametrize("seed", range(6))
-def test_at_random_times_it_changes_no_token(depth: int, seed: int) -> None:
+def test_suspending_at_random_steps_changes_no_token(depth: int, seed: int) -> None:
     draw = random.Random(seed)
     world = World(settings_of(depth=depth, max_running=4, chunk_tokens=16), num_pages=24, page_size=4)
     world.submit(*random_requests(draw, count=20, max_prompt=40, max_output=12))

@@ -27,7 +27,7 @@ def world_of(tokens_per_step: str, *, depth: int = 0, num_pages: int = 64, **set
 
 @DEPTHS
 @pytest.mark.parametrize("tokens_per_step", ["2", "0121", "10", "3", "001"])
-def test_any_number_of_tokens_in_a_step_gives_the_same_output(tokens_per_step: str, depth: int) -> None:
+def test_the_number_of_tokens_per_step_does_not_change_the_output(tokens_per_step: str, depth: int) -> None:
     world = world_of(tokens_per_step, depth=depth)
     for uid in range(4):
         world.submit(submit_of(uid, list(range(uid, 3 * uid + 6)), limits=Limits(9 + uid, stop_token_ids=(3,))))
@@ -45,7 +45,7 @@ def test_two_tokens_in_each_step_halve_the_number_of_steps() -> None:
     assert (steps["1"], steps["2"]) == (16, 8)
 
 
-def test_the_next_row_computes_all_tokens_of_the_step_before() -> None:
+def test_a_row_computes_all_tokens_of_the_previous_step() -> None:
     world = world_of("20")
     world.submit(submit_of(1, [5] * 6, limits=Limits(5)))
     for _ in range(4):
@@ -57,7 +57,7 @@ def test_the_next_row_computes_all_tokens_of_the_step_before() -> None:
     assert rows[2].token_ids == [second]  # again, since it gave no token
 
 
-def test_tokens_behind_the_end_do_not_count() -> None:
+def test_tokens_after_max_new_tokens_are_dropped() -> None:
     world = world_of("3")
     world.submit(submit_of(1, [5] * 6, limits=Limits(4)))
     world.run()
@@ -74,7 +74,7 @@ def test_tokens_behind_the_end_do_not_count() -> None:
     num_pages=st.sampled_from([16, 24, 256]),
     chunk_tokens=st.sampled_from([1, 7, 32]),
 )
-def test_random_requests_give_the_reference_and_one_extra_a_token(
+def test_random_requests_give_the_reference_tokens_and_one_extra_per_token(
     depth: int, *, seed: int, tokens_per_step: str, num_pages: int, chunk_tokens: int
 ) -> None:
     rng = random.Random(seed)
@@ -108,7 +108,7 @@ def test_a_pooled_vector_is_an_extra_of_the_output(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_row_that_comes_too_late_gives_neither_token_nor_extra(depth: int) -> None:
+def test_results_of_an_aborted_request_are_dropped_with_their_extras(depth: int) -> None:
     world = world_of("1", depth=depth)
     world.submit(submit_of(1, [5, 6, 7]), submit_of(2, [8, 9]))
     while not world.outputs[1]:
@@ -130,7 +130,7 @@ def test_a_row_that_comes_too_late_gives_neither_token_nor_extra(depth: int) -> 
         TokenColumns([1, 3], [7], [1, 0]),
     ],
 )
-def test_a_runner_that_gives_other_rows_fails_the_step_by_a_named_error(
+def test_a_result_whose_rows_are_not_those_of_the_plan_fails_the_step(
     tokens: TokenColumns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = world_of("1")
@@ -150,14 +150,12 @@ def test_a_runner_that_gives_other_rows_fails_the_step_by_a_named_error(
     ("uids", "token_ids", "counts"),
     [([1], [], None), ([1], [5, 6], None), ([1, 2], [5, 6], [2]), ([1], [5], [2]), ([1, 2], [5], [2, -1])],
 )
-def test_columns_that_contradict_each_other_are_refused(
-    uids: list[int], token_ids: list[int], counts: list[int] | None
-) -> None:
+def test_inconsistent_columns_are_refused(uids: list[int], token_ids: list[int], counts: list[int] | None) -> None:
     with pytest.raises(BadColumnsError, match=f"{len(uids)} uids"):
         TokenColumns(uids, token_ids, counts)
 
 
-def test_rows_are_added_read_and_cut() -> None:
+def test_rows_can_be_added_iterated_and_limited() -> None:
     tokens = TokenColumns(extras=[extra_of(1, 0, 5), extra_of(2, 4, 6)])
     tokens.add(1, [5])
     assert (tokens.counts, list(tokens.rows())) == (None, [5])
@@ -171,7 +169,7 @@ def test_rows_are_added_read_and_cut() -> None:
     assert tokens.limited({1: 0, 2: 2}) == TokenColumns([2, 3, 4], [6, 7, 9], [2, 0, 1], [extra_of(2, 4, 6)])
 
 
-def test_the_check_of_a_result_knows_rows_that_give_nothing() -> None:
+def test_a_result_has_no_entry_for_rows_that_give_nothing() -> None:
     plan = Plan([Row(1, 0, 2, 0, [5, 6]), Row(2, 0, 1, 1, [5])])
     StepResult(TokenColumns([2], [7])).check(plan)
     with pytest.raises(BadColumnsError, match=r"rows of the requests \[1, 2\], not of \[2\]"):
