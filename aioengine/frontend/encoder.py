@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.errors import RequestError, RequestTooLargeError, describe
-from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, Prompt, PromptError, TextPrompt
+from aioengine.frontend.prompts import ChatPrompt, EncodeRules, IdsPrompt, Prompt, PromptError, TextPrompt
 from aioengine.supervision.tasks import WorkerThread, post
 
 if TYPE_CHECKING:
@@ -277,23 +277,24 @@ class Encoder:
         return [[next(encoded) for _ in job.prompts] for job in jobs]
 
     def _encode(self, prompts: list[Prompt | PromptError]) -> list[Encoded]:
-        """All texts with special tokens in one batch, all chats without in another."""
+        """All texts with the same rules in one batch."""
         found: list[Encoded] = [[] for _ in prompts]
-        for is_chat in (False, True):
-            texts: dict[int, str] = {}
-            for place, prompt in enumerate(prompts):
-                if isinstance(prompt, IdsPrompt):
-                    found[place] = prompt.token_ids
-                elif isinstance(prompt, Exception):
-                    found[place] = prompt
-                elif isinstance(prompt, ChatPrompt) is is_chat:
-                    rendered = self._render(prompt)
-                    if isinstance(rendered, str):
-                        texts[place] = rendered
-                    else:
-                        found[place] = rendered
-            for place, ids in zip(texts, self._encode_texts(list(texts.values()), not is_chat), strict=True):
-                found[place] = ids
+        texts: dict[EncodeRules, dict[int, str]] = {}
+        for place, prompt in enumerate(prompts):
+            if isinstance(prompt, IdsPrompt):
+                found[place] = prompt.token_ids
+            elif isinstance(prompt, Exception):
+                found[place] = prompt
+            else:
+                rendered = self._render(prompt)
+                if isinstance(rendered, str):  # but of a chat, which the tokenizer adds nothing to
+                    texts.setdefault(_rules_of(prompt), {})[place] = str(rendered)
+                else:
+                    found[place] = rendered
+        for rules, by_place in texts.items():
+            for place, ids in zip(by_place, self._encode_texts(list(by_place.values()), rules), strict=True):
+                cut = rules.keep_last if isinstance(ids, list) else None
+                found[place] = ids if cut is None else ids[-cut:]
         return found
 
     def _render(self, prompt: TextPrompt | ChatPrompt) -> str | list[int] | ValueError:
@@ -322,15 +323,20 @@ class Encoder:
                 self.sizes.check_bytes(len(text))
                 self.sizes.check_pieces(text, self._tokenizer)
 
-    def _encode_texts(self, texts: list[str], specials: bool) -> list[Encoded]:
-        if not texts:
-            return []
+    def _encode_texts(self, texts: list[str], rules: EncodeRules) -> list[Encoded]:
         try:
-            self._check_sizes(texts)
-            return list(self._tokenizer.encode_batch(texts, add_special_tokens=specials))
+            if rules.keep_last is None:
+                self._check_sizes(texts)
+            return list(self._tokenizer.encode_batch(texts, add_special_tokens=bool(rules.add_special_tokens)))
         except BaseException as error:  # one bad text fails alone, also where compiled code panics
             if len(texts) == 1:
                 if isinstance(error, RequestTooLargeError):
                     return [error]
                 return [RequestError("tokenize", describe(error))]
-            return [self._encode_texts([text], specials)[0] for text in texts]
+            return [self._encode_texts([text], rules)[0] for text in texts]
+
+
+def _rules_of(prompt: TextPrompt | ChatPrompt) -> EncodeRules:
+    """Its rules, without None for special tokens."""
+    is_chat, rules = isinstance(prompt, ChatPrompt), prompt.rules
+    return EncodeRules(not is_chat, rules.keep_last) if rules.add_special_tokens is None else rules

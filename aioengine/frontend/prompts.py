@@ -62,6 +62,18 @@ class CheckBudget:
         return self.num_left >= 0
 
 
+class EncodeRules(Struct, frozen=True, gc=False):
+    """How a text becomes ids. ``add_special_tokens`` None: those of a text that is no chat. ``keep_last``: ids at the
+    end of the prompt that are kept; None: all.
+    """
+
+    add_special_tokens: bool | None = None
+    keep_last: int | None = None
+
+
+USUAL: Final = EncodeRules()
+
+
 class TextPrompt(Struct, frozen=True, gc=False):
     """Text to be tokenized. ``num_bytes``: of its UTF-8, or a lower bound until ``is_checked``."""
 
@@ -69,6 +81,7 @@ class TextPrompt(Struct, frozen=True, gc=False):
     num_bytes: int
     name: str = ""
     is_checked: bool = True
+    rules: EncodeRules = USUAL
 
     def checked(self) -> Self:
         """Count the bytes, and raise ValueError for lone surrogates."""
@@ -146,6 +159,7 @@ class ChatPrompt(Struct, frozen=True):
     options: TemplateOptions = TemplateOptions()
     name: str = ""
     is_checked: bool = True
+    rules: EncodeRules = USUAL
 
     def checked(self) -> ChatPrompt:
         """Check every message; TypeError or ValueError for one that is wrong."""
@@ -158,7 +172,7 @@ class ChatPrompt(Struct, frozen=True):
             num_characters = _num_characters(messages) + self.options.num_characters
         except RecursionError:
             raise ValueError(f"{self.name} is nested too deeply, or holds itself; give plain text parts") from None
-        return ChatPrompt(messages, num_characters, self.options)
+        return replace(self, messages=messages, num_bytes=num_characters, name="", is_checked=True)
 
 
 Prompt = TextPrompt | ChatPrompt | IdsPrompt
@@ -170,7 +184,16 @@ def _let_others_run() -> None:
     time.sleep(0)
 
 
-def text_prompt(name: str, value: object, budget: CheckBudget) -> TextPrompt:
+def encode_rules(options: Mapping[str, object]) -> EncodeRules:
+    """The keyword arguments about tokenizing. Raises TypeError or ValueError."""
+    specials, keep_last = options.get("add_special_tokens"), options.get("truncate_prompt_tokens")
+    return EncodeRules(
+        None if specials is None else checks.switch("add_special_tokens", specials),
+        None if keep_last is None else checks.whole("truncate_prompt_tokens", keep_last, 1),
+    )
+
+
+def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> TextPrompt:
     value = checks.plain(value)
     if not isinstance(value, str):
         is_id = isinstance(value, int) and not isinstance(value, bool)
@@ -178,22 +201,28 @@ def text_prompt(name: str, value: object, budget: CheckBudget) -> TextPrompt:
     if not value:
         raise ValueError(f"{name} is empty; give at least one character, or input_ids")
     if value.isascii():
-        return TextPrompt(value, len(value))
-    prompt = TextPrompt(value, len(value), name, is_checked=False)
+        return TextPrompt(value, len(value), rules=rules)
+    prompt = TextPrompt(value, len(value), name, is_checked=False, rules=rules)
     return prompt.checked() if budget.covers(len(value) // CHARACTERS_PER_ID) else prompt
 
 
-def ids_prompt(name: str, value: object, budget: CheckBudget) -> IdsPrompt:
+def ids_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> IdsPrompt:
     """Ids of any kind of integer; those outside the vocabulary are found by the engine, which knows it."""
+    if rules.add_special_tokens:
+        raise ValueError(f"add_special_tokens=True is for text, and {name} has ids; put the special ones among them")
     if not isinstance(value, list | tuple | checks.Array) or not checks.num_items(value):
         value = checks.sequence(name, value, allowed=IDS)
         if not value:
             raise ValueError(f"{name} is empty; give at least one token id")
+    if rules.keep_last is not None:
+        value = checks.sequence(name, value, allowed=IDS)[-rules.keep_last :]
     prompt = IdsPrompt(value, name, is_checked=False)
     return prompt.checked() if budget.covers(prompt.num_ids) else prompt
 
 
-def chat_prompt(name: str, value: object, budget: CheckBudget, *, options: TemplateOptions) -> ChatPrompt:
+def chat_prompt(
+    name: str, value: object, budget: CheckBudget, *, options: TemplateOptions, rules: EncodeRules = USUAL
+) -> ChatPrompt:
     given = checks.sequence(name, value, allowed=MESSAGES)
     if not given:
         raise ValueError(f"{name} is empty; give at least one dict with role and content")
@@ -203,7 +232,7 @@ def chat_prompt(name: str, value: object, budget: CheckBudget, *, options: Templ
     num_parts = sum(num_parts for _, num_parts in sizes)
     # It counts against the limits of all calls: what was not looked at must not count as if it were large, too.
     num_bytes = num_characters + BYTES_PER_PART * (len(given) + num_parts) + options.num_characters
-    prompt = ChatPrompt(list(cast("Messages", given)), num_bytes, options, name, is_checked=False)
+    prompt = ChatPrompt(list(cast("Messages", given)), num_bytes, options, name, is_checked=False, rules=rules)
     likely = (num_characters // CHARACTERS_PER_ID + num_parts * IDS_PER_MESSAGE) * len(given) // len(first)
     size = max(len(given) * IDS_PER_MESSAGE, likely + options.num_characters // CHARACTERS_PER_ID)
     return prompt.checked() if budget.covers(size) else prompt

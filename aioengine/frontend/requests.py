@@ -27,6 +27,7 @@ from aioengine.frontend.prompts import (
     Prompt,
     PromptError,
     chat_prompt,
+    encode_rules,
     ids_prompt,
     template_options,
     text_prompt,
@@ -74,6 +75,9 @@ class RequestOptions(TypedDict, total=False):
     return_exceptions: rows of a batch that are wrong, or fail, give their exception instead of ending the call. (A
         single prompt raises all the same, and so does what is wrong with the whole call.)
     return_prompt_token_ids: answers and chunks carry ``prompt_token_ids``.
+    add_special_tokens: whether the tokenizer adds its special tokens to a text, such as that of its beginning. None: to
+        a ``prompt``, and not to a chat, whose template writes them.
+    truncate_prompt_tokens: the last so many tokens of each prompt are kept, special ones among them; None: all.
     cache_salt: requests find cached prefixes of others with the same salt alone; a batch takes one, or a list. None and
         "": the prefixes that have no salt.
     """
@@ -88,6 +92,8 @@ class RequestOptions(TypedDict, total=False):
     resume_ttl: float | None
     return_exceptions: bool
     return_prompt_token_ids: bool
+    add_special_tokens: bool | None
+    truncate_prompt_tokens: int | None
     cache_salt: str | Sequence[str | None] | None
 
 
@@ -289,13 +295,15 @@ def generate_request(
         raise ValueError("prompt and input_ids are both given; give one of them")
     if prompt is None and input_ids is None:
         raise ValueError("prompt and input_ids are both missing; give one of them")
+    rules = encode_rules(options)
     if isinstance(prompt, str):
-        given = GivenRows("prompt", [prompt], text_prompt, is_batch=False)
+        given = GivenRows("prompt", [prompt], partial(text_prompt, rules=rules), is_batch=False)
     elif prompt is not None:
         texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
-        given = GivenRows("prompt", texts, text_prompt, is_batch=True)
+        given = GivenRows("prompt", texts, partial(text_prompt, rules=rules), is_batch=True)
     else:
-        given = _given("input_ids", checks.sequence("input_ids", input_ids, allowed=IDS_OR_ROWS), ids_prompt, options)
+        ids = checks.sequence("input_ids", input_ids, allowed=IDS_OR_ROWS)
+        given = _given("input_ids", ids, partial(ids_prompt, rules=rules), options)
     return _call_request(given, sampling_params, stream=stream, options=options)
 
 
@@ -309,7 +317,8 @@ def chat_request(
     """
     _check_names(options, ("messages", "sampling_params", "stream"), ChatOptions.__annotations__)
     rows = checks.sequence("messages", messages, allowed=MESSAGES)
-    given = _given("messages", rows, partial(chat_prompt, options=template_options(options)), options)
+    make = partial(chat_prompt, options=template_options(options), rules=encode_rules(options))
+    given = _given("messages", rows, make, options)
     return _call_request(given, sampling_params, stream=stream, options=options)
 
 

@@ -145,7 +145,7 @@ class RequestChecks:
         """Raise RequestTooLargeError where a prompt cannot fit by its size alone."""
         if isinstance(prompt, IdsPrompt):
             self.output_limit(wire.SamplingParams(), prompt.num_ids)
-        elif isinstance(prompt, TextPrompt) and self.encoder is not None and self.encoder.sizes:
+        elif isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self.encoder and self.encoder.sizes:
             self.encoder.sizes.check_bytes(prompt.num_bytes)
 
     def output_limit(self, params: SamplingParams, num_ids: int) -> int:

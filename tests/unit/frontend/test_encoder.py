@@ -20,7 +20,7 @@ from aioengine.frontend.encoder import (
     TextSizes,
     longest_token,
 )
-from aioengine.frontend.prompts import TextPrompt
+from aioengine.frontend.prompts import EncodeRules, TextPrompt
 from aioengine.tokenizer import Tokenizer
 
 DEMO = Path(aioengine.__file__).parent / "demo"
@@ -93,7 +93,7 @@ def test_only_long_texts_are_looked_at_twice() -> None:
     encoder = Encoder(tokenizer, TextSizes(max_tokens=1000, longest_token=100))
     assert [len(ids) for ids in tokenizer.encode_batch(["x" * 100])] == [50]
     tokenizer.num_characters = 0
-    found = encoder._encode_texts(["x" * 4000, "x" * 200_000], True)  # pyright: ignore[reportPrivateUsage]
+    found = encoder._encode_texts(["x" * 4000, "x" * 200_000], EncodeRules())  # pyright: ignore[reportPrivateUsage]
     assert isinstance(found[0], list)
     assert isinstance(found[1], RequestTooLargeError)
     encoder.close()
