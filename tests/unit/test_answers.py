@@ -61,10 +61,10 @@ class TestFinishReason:
             ),
         ],
     )
-    def test_the_words_of_every_end(self, end: End, expected: dict[str, object]) -> None:
+    def test_finish_reasons_of_every_end(self, end: End, expected: dict[str, object]) -> None:
         assert finish_reason(end, 12) == expected
 
-    def test_what_is_an_error(self) -> None:
+    def test_which_ends_are_errors(self) -> None:
         assert isinstance(error(finished(FinishCode.TOO_LARGE)), RequestTooLargeError)
         failed = error(finished(FinishCode.FAILED, stage="sample", message="nan"))
         assert isinstance(failed, RequestError)
@@ -74,7 +74,7 @@ class TestFinishReason:
 
 
 class TestDicts:
-    def test_a_chunk_in_the_middle(self) -> None:
+    def test_the_keys_of_a_chunk_before_the_last(self) -> None:
         made = chunk(FACTS, Piece("new", [7, 8], text_offset=4, token_offset=3, finished=None, delivered_at=0.0))
         assert made == {
             "text": "new",
@@ -118,14 +118,14 @@ class TestDicts:
             "total_s": 10.5,
         }
 
-    def test_index_and_prompt_where_they_are_asked_for(self) -> None:
+    def test_index_and_prompt_are_there_if_asked_for(self) -> None:
         facts = RowFacts(rid="x", index=3, seed=0, called_at=0.0, prompt_token_ids=[1], shows_prompt=True)
         made = chunk(facts, Piece("", [], 0, 0, None, 0.0))
         assert made["index"] == 3
         assert made["prompt_token_ids"] == [1]
 
     @pytest.mark.parametrize("reached", ["nothing", "admitted", "odd clocks"])
-    def test_timings_add_up_whatever_was_reached(self, reached: str) -> None:
+    def test_timings_add_up_whatever_stage_was_reached(self, reached: str) -> None:
         times: dict[str, object] = {
             "nothing": {},
             "admitted": {"admitted_at": 13.0},
@@ -153,7 +153,7 @@ class TestBatchOutput:
         assert [out["text"] for out in self.OUTS] == ["text 0", "text 1", "text 2"]
         json.dumps(self.OUTS)
 
-    def test_columns(self) -> None:
+    def test_a_key_returns_the_column(self) -> None:
         assert self.OUTS["text"] == ["text 0", "text 1", "text 2"]
         assert self.OUTS["output_ids"] == [[], [1], [2, 2]]
         assert self.OUTS["meta_info"]["completion_tokens"] == [0, 1, 2]
@@ -161,10 +161,10 @@ class TestBatchOutput:
         assert self.OUTS["meta_info"][2]["id"] == "x_2"
         assert self.OUTS["meta_info"][1:]["id"] == ["x_1", "x_2"]
 
-    def test_slices_have_columns_too(self) -> None:
+    def test_slices_have_columns(self) -> None:
         assert self.OUTS[1:]["text"] == ["text 1", "text 2"]
 
-    def test_unknown_columns(self) -> None:
+    def test_an_unknown_column_is_a_key_error_with_a_suggestion(self) -> None:
         with pytest.raises(
             KeyError, match=r"no column 'txt' \(did you mean 'text'\?\); there are text, output_ids, meta"
         ):
@@ -172,11 +172,11 @@ class TestBatchOutput:
         with pytest.raises(KeyError, match="no column 'tokens'.*there are .*completion_tokens"):
             self.OUTS["meta_info"]["tokens"]
 
-    def test_an_exception_stands_for_itself(self) -> None:
+    def test_an_exception_is_an_entry_of_every_column(self) -> None:
         failure = RequestError("sample", "nan")
         outs = BatchOutput([self.OUTS[0], failure])  # type: ignore[list-item]
         assert outs["text"] == ["text 0", failure]
         assert outs["meta_info"]["id"] == ["x_0", failure]
 
-    def test_nothing(self) -> None:
+    def test_an_empty_batch_has_empty_columns(self) -> None:
         assert BatchOutput()["text"] == []

@@ -206,7 +206,7 @@ class TestTypes:
         assert own == [name for name in ARGUMENTS if name != "model_path"]
 
     @pytest.mark.parametrize("name", [name for name in (*ARGUMENTS, *ALIASES) if name != "model_path"])
-    def test_every_type_allows_what_the_argument_takes(self, name: str) -> None:
+    def test_the_type_of_every_argument_allows_the_values_it_accepts(self, name: str) -> None:
         allowed = get_args(get_type_hints(EngineArguments)[name])
         assert {ARGUMENTS[ALIASES.get(name, name)].read, NoneType} <= set(allowed)
 

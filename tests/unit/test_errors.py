@@ -127,7 +127,7 @@ def test_a_class_that_cannot_be_imported_is_pickled_as_its_nearest_base() -> Non
         assert found.__notes__ == ["a note"]
 
 
-def test_what_cannot_be_pickled_in_an_error_is_kept_as_text() -> None:
+def test_attributes_that_cannot_be_pickled_are_kept_as_text() -> None:
     class Silent(Exception):
         def __str__(self) -> str:
             raise ValueError("no words")
@@ -173,7 +173,7 @@ def check_raised(error_type: type[Exception], raised: Exception) -> None:
 
 
 @pytest.mark.process
-def test_errors_come_out_of_process_pools() -> None:
+def test_errors_pass_through_process_pools() -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as executor, Pool(1, context=context) as pool:
         for error_type in CLASSES:

@@ -40,7 +40,7 @@ OBJECTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_what_is_not_a_file_is_not_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_files_are_not_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path, (make, message) = tmp_path / "it.json", OBJECTS[kind]
     make(path)
@@ -71,13 +71,13 @@ def test_the_largest_template_is_read(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("argument", ["model_path", "tokenizer_path"])
-def test_odd_names_of_folders_are_named(name: str, message: str, argument: str) -> None:
+def test_errors_show_folder_names_that_are_not_utf_8(name: str, message: str, argument: str) -> None:
     with pytest.raises(ValueError, match=f"{argument} {message}") as caught:
         locate(name, argument=argument)
     assert len(str(caught.value)) < 300
 
 
-def test_odd_names_of_the_cache_are_named() -> None:
+def test_errors_show_cache_names_that_are_not_utf_8() -> None:
     with pytest.raises(ValueError, match="download_dir '~nosuchuser' cannot be looked up"):
         locate("owner/model", download_dir="~nosuchuser")
     for argument in ("model_path", "tokenizer_path", "download_dir"):
@@ -86,7 +86,7 @@ def test_odd_names_of_the_cache_are_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["~nosuchuser/it.jinja", "x" * 5000, "a\0b", "a\ud800b", "missing.jinja", ""])
-def test_odd_names_of_templates_are_named(name: str) -> None:
+def test_errors_show_template_names_that_are_not_utf_8(name: str) -> None:
     with pytest.raises(ValueError, match="chat_template(=|: )['\"].* (cannot be read|is a folder)") as caught:
         checked_template(name)
     assert len(str(caught.value)) < 400

@@ -17,7 +17,7 @@ def say(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", OUR_WAY)
-def test_as_a_name_of_the_package(name: str) -> None:
+def test_names_of_other_engines_in_the_package_say_ours(name: str) -> None:
     with pytest.raises(AttributeError, match=say(name)):
         getattr(aioengine, name)
     assert not hasattr(aioengine, name)
@@ -25,7 +25,7 @@ def test_as_a_name_of_the_package(name: str) -> None:
         exec(f"from aioengine import {name}")
 
 
-def test_another_name_of_the_package() -> None:
+def test_unknown_names_of_the_package_are_plain_errors() -> None:
     with pytest.raises(AttributeError, match="^module 'aioengine' has no attribute 'zzz'$"):
         aioengine.zzz  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'zzz'"):
@@ -33,7 +33,7 @@ def test_another_name_of_the_package() -> None:
 
 
 @pytest.mark.parametrize("name", OUR_WAY)
-def test_as_an_attribute_of_an_engine(name: str) -> None:
+def test_methods_of_other_engines_say_ours(name: str) -> None:
     with fake_engine() as engine:
         for each in (engine, fake_async_engine()):
             with pytest.raises(AttributeError, match=say(name)):
@@ -41,7 +41,7 @@ def test_as_an_attribute_of_an_engine(name: str) -> None:
             assert not hasattr(each, name)
 
 
-def test_short_names_of_an_async_engine() -> None:
+def test_short_names_of_async_methods_say_ours() -> None:
     for name in ("generate", "chat"):
         with pytest.raises(AttributeError, match=rf"await engine\.async_{name}\("):
             getattr(fake_async_engine(), name)
@@ -50,7 +50,7 @@ def test_short_names_of_an_async_engine() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OUR_WAY.keys() - ALIASES.keys()))
-def test_as_an_argument_of_the_constructor(name: str) -> None:
+def test_constructor_arguments_of_other_engines_say_ours(name: str) -> None:
     for make in (Engine, AsyncEngine):
         with pytest.raises(TypeError, match=say(name)):
             make(**{name: True})  # type: ignore[arg-type]
@@ -62,18 +62,18 @@ def test_names_that_the_constructor_knows_still_work() -> None:
 
 
 @pytest.mark.parametrize("name", OUR_WAY)
-def test_as_an_option_of_a_call(name: str) -> None:
+def test_call_options_of_other_engines_say_ours(name: str) -> None:
     with pytest.raises(TypeError, match=say(name)):
         generate_request("a", None, None, stream=False, options={name: 1})
 
 
-def test_an_argument_of_the_constructor_as_an_option_of_a_call() -> None:
+def test_constructor_arguments_given_to_a_call_are_named() -> None:
     with pytest.raises(TypeError, match="the constructor of the engine takes it"):
         generate_request("a", None, None, stream=False, options={"page_size": 1})
 
 
 @pytest.mark.parametrize("name", OUR_WAY)
-def test_as_a_sampling_parameter(name: str) -> None:
+def test_sampling_parameters_of_other_engines_say_ours(name: str) -> None:
     for make in (lambda: SamplingParams(**{name: 1}), lambda: SamplingParams.parse({name: 1})):  # type: ignore[arg-type]
         with pytest.raises(UnknownParameterError, match=say(name)):
             make()

@@ -43,7 +43,7 @@ def read_facts(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     return find_facts(ModelConfig(path=path, tokenizer_path=tokenizer_path, load_format="dummy"))
 
 
-def test_the_facts(tmp_path: Path) -> None:
+def test_facts_of_a_model_folder(tmp_path: Path) -> None:
     facts = read_facts(folder(tmp_path))
     assert (facts.architecture, facts.model_type, facts.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
     assert (facts.context_length, facts.vocab_size, facts.num_layers) == (1024, 300, 2)
@@ -84,7 +84,7 @@ def test_end_of_text_ids_come_from_two_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "word"), [("dtype", "float16"), ("torch_dtype", "torch.float16")])
-def test_both_spellings_of_the_type(tmp_path: Path, key: str, word: str) -> None:
+def test_both_spellings_of_the_dtype_are_read(tmp_path: Path, key: str, word: str) -> None:
     assert read_facts(folder(tmp_path, **({"torch_dtype": None} | {key: word}))).dtype == "float16"
 
 
@@ -142,7 +142,7 @@ def test_missing_weights_are_a_fact(tmp_path: Path, files: dict[str, str], messa
         raise ValueError(facts.missing_weights)
 
 
-def test_a_tokenizer_elsewhere(tmp_path: Path) -> None:
+def test_the_tokenizer_may_be_in_another_folder(tmp_path: Path) -> None:
     (tmp_path / "words").mkdir()
     path = folder(tmp_path, {"tokenizer.json": None})
     assert read_facts(path).tokenizer_path is None
@@ -150,7 +150,7 @@ def test_a_tokenizer_elsewhere(tmp_path: Path) -> None:
     assert read_facts(path, str(tmp_path / "words")).tokenizer_path == str(tmp_path / "words")
 
 
-def test_locating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_located_or_refused_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "file").write_text("")

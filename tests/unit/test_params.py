@@ -274,7 +274,7 @@ def test_biases_may_be_numbers_of_other_packages(given: object) -> None:
     assert by_keyword({"logit_bias": given}).logit_bias == {3: 1, 4: -2.5}
 
 
-def test_a_bias_of_minus_infinity_rules_a_token_out() -> None:
+def test_a_bias_of_minus_infinity_excludes_a_token() -> None:
     for infinity in (-math.inf, np.float32("-inf"), torch.tensor(-math.inf)):
         params = by_keyword({"logit_bias": {5: infinity, 6: -1}})
         assert params.logit_bias == {5: -1e6, 6: -1}
@@ -328,7 +328,7 @@ def test_decoding_takes_other_names_and_checks_every_value() -> None:
             decode(text)
 
 
-def test_sampling_for_the_wire() -> None:
+def test_parameters_are_converted_to_the_sampling_message() -> None:
     params = SamplingParams.parse(
         {"temperature": 1e-7, "logit_bias": {"3": 1, 4: -2.5}, "min_new_tokens": 2, "stop_token_ids": [7, None, 2]}
     )
@@ -361,7 +361,7 @@ def test_ignore_eos_turns_all_stop_tokens_off() -> None:
     assert sampling(params, vocab_size=10, eos_token_ids=(1,)).suppressed_token_ids == ()
 
 
-def test_text_rules() -> None:
+def test_parameters_are_converted_to_text_rules() -> None:
     params = SamplingParams(
         min_new_tokens=9, stop=["a", "", "b"], stop_regex="c+", stream_interval=3, no_stop_trim=True
     )

@@ -196,13 +196,13 @@ def test_fuzzy_matching_is_refused(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", [r"\L<words>", "(?V0)(?V1)a", "(" * 120, "[a", "{id}", r"\p{nonsense}", "(?P<1>a)"])
-def test_what_is_no_pattern_is_refused(pattern: str) -> None:
+def test_invalid_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="is not a valid pattern"):
         SamplingParams(stop_regex=pattern)
 
 
 @pytest.mark.parametrize("pattern", ["", "x*", "$", "a|", "(?:|a?){20}"])
-def test_a_pattern_of_nothing_is_refused(pattern: str) -> None:
+def test_a_pattern_that_matches_the_empty_text_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="matches the empty text"):
         SamplingParams(stop_regex=pattern)
 
@@ -231,7 +231,7 @@ def cpu_s(pattern: str) -> float:
 
 
 @pytest.mark.parametrize("pattern", PASSING + COMMON)
-def test_what_passes_is_compiled_in_little_time(pattern: str) -> None:
+def test_accepted_patterns_compile_in_little_time(pattern: str) -> None:
     assert len(pattern.encode()) <= MAX_PATTERN_BYTES
     assert compile_pattern(pattern)[1] <= MAX_EXPANDED_SIZE
     assert cpu_s(pattern) < GENEROUS_CPU_S
@@ -257,7 +257,7 @@ TOKENS = [
 
 
 @given(st.lists(st.sampled_from(TOKENS), max_size=40), st.booleans())
-def test_any_pattern_is_a_value_error_or_cheap(tokens: list[str], closes: bool) -> None:
+def test_random_patterns_are_refused_or_cheap_to_compile(tokens: list[str], closes: bool) -> None:
     pattern = "".join(tokens)
     if closes:
         pattern += ")" * max(0, pattern.count("(") - pattern.count(")"))
@@ -274,14 +274,14 @@ def test_patterns_are_bounded_together() -> None:
         SamplingParams(stop_regex=many)
 
 
-def test_checking_many_patterns_keeps_nothing() -> None:
+def test_checking_many_patterns_leaks_no_memory() -> None:
     notes: dict[object, object] = vars(sys.modules[regex.compile.__module__])["_locale_sensitive"]
     for index in range(3000):
         compile_pattern(f"never seen {index}")
     assert len(notes) <= 1000
 
 
-def test_an_error_of_the_compiler_itself_is_told_as_one_of_the_pattern() -> None:
+def test_an_error_inside_the_pattern_compiler_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="cannot be compiled by the regex package, which raises IndexError"):
         compile_pattern(r"(?ifr)\Xİß")
 
@@ -306,5 +306,5 @@ def test_patterns_that_cannot_be_searched_for_piece_by_piece_are_refused(pattern
 
 
 @pytest.mark.parametrize("pattern", [r"a\\Gb", r"a\\\\Kb", "(?i)GK", "(?<=a)b"])
-def test_what_looks_like_them_is_not(pattern: str) -> None:
+def test_patterns_that_only_look_like_these_are_accepted(pattern: str) -> None:
     assert SamplingParams(stop_regex=pattern).stop_regex == pattern

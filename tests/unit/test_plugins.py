@@ -43,7 +43,7 @@ def folder_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         del sys.modules[name]
 
 
-def test_a_broken_plugin_harms_no_other(folder_of_plugins: str) -> None:
+def test_a_broken_plugin_does_not_affect_others(folder_of_plugins: str) -> None:
     assert plugins.names(folder_of_plugins) == ["broken", "good"]
     assert plugins.load(folder_of_plugins, "good") == "good"
     with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):

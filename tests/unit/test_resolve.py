@@ -52,7 +52,7 @@ def test_tiny_models_are_computed_by_one_thread() -> None:
     assert settings(replace(tiny, vocab_size=151_936)).runner.num_threads == 3
 
 
-def test_no_auto_is_left_and_children_can_read_them() -> None:
+def test_resolved_settings_have_no_auto_and_survive_encoding() -> None:
     encoded = msgspec.json.encode(settings())
     assert b'"auto"' not in encoded
     assert msgspec.json.decode(encoded, type=Settings) == settings()
@@ -69,12 +69,14 @@ def test_no_auto_is_left_and_children_can_read_them() -> None:
         ("float32", "bfloat16", True, "float32"),
     ],
 )
-def test_the_type_of_the_weights(wanted: str, checkpoint: str, has_bfloat16: bool, expected: str) -> None:
+def test_the_dtype_is_that_of_the_weights_or_supported(
+    wanted: str, checkpoint: str, has_bfloat16: bool, expected: str
+) -> None:
     found = settings(replace(MODEL, dtype=checkpoint), replace(MACHINE, cpu_bfloat16=has_bfloat16), dtype=wanted)
     assert found.model.dtype == expected
 
 
-def test_sizes() -> None:
+def test_sizes_given_and_their_effect_on_others() -> None:
     assert settings(max_total_tokens=100, page_size=16).memory.num_pages == 6
     assert settings(context_length=10).scheduler.context_length == 10
     assert settings(chunked_prefill_size=-1).scheduler.chunk_tokens == 1000
@@ -88,7 +90,7 @@ def test_sizes() -> None:
     assert settings(mem_fraction_static=0.9).memory.mem_fraction_static == 0.9
 
 
-def test_on_a_gpu() -> None:
+def test_defaults_on_a_gpu() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
     model = replace(MODEL, head_dim=128)
     found = settings(model, machine)
@@ -104,7 +106,7 @@ def test_on_a_gpu() -> None:
     assert settings(model, machine, dtype="half").model.dtype == "float16"
 
 
-def test_the_backend_of_attention() -> None:
+def test_the_attention_backend_fits_the_model() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
 
     def backends(model: ModelFacts = MODEL, **arguments: object) -> tuple[str, str]:
@@ -118,7 +120,7 @@ def test_the_backend_of_attention() -> None:
     assert settings(startup_timeout=100).runner.compile_timeout_s == pytest.approx(90)
 
 
-def test_batch_invariance() -> None:
+def test_deterministic_inference_chooses_batch_invariance() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
     model = replace(MODEL, head_dim=128)
     on = {"enable_deterministic_inference": True}
@@ -145,11 +147,11 @@ def test_the_backend_of_a_cpu_needs_one() -> None:
         settings(machine=replace(MACHINE, num_gpus=1, has_triton=True), attention_backend="fused")
 
 
-def test_a_gpu_that_torch_cannot_use_is_left_alone() -> None:
+def test_a_gpu_without_triton_is_not_used() -> None:
     assert settings(machine=replace(MACHINE, num_gpus=1)).runner.device == "cpu"
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_inconsistent_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="context_length must be at most 1000.*got 1001"):
         settings(context_length=1001)
     with pytest.raises(ValueError, match="max_total_tokens must be at least one page"):
@@ -176,12 +178,14 @@ def test_what_does_not_go_together_is_refused() -> None:
         (1024, {}, "power of two from 1 to 512"),
     ],
 )
-def test_page_sizes_that_a_cpu_cannot_do(page_size: int, arguments: dict[str, object], message: str) -> None:
+def test_page_sizes_that_the_cpu_backend_does_not_support_are_refused(
+    page_size: int, arguments: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         settings(page_size=page_size, **arguments)
 
 
-def test_page_sizes_of_other_backends() -> None:
+def test_page_sizes_of_the_other_backends() -> None:
     gpu = replace(MACHINE, num_gpus=1, has_triton=True)
     assert settings(machine=gpu, page_size=3).memory.page_size == 3
     assert settings(machine=gpu, page_size=1024, attention_backend="triton").memory.page_size == 1024

@@ -75,7 +75,7 @@ def texts(count: int) -> list[str]:
 
 class TestMerging:
     @given(st.lists(st.tuples(st.text("aé🥖", max_size=3), st.lists(st.integers(0, 9), max_size=3), st.booleans())))
-    def test_whatever_is_read_when_nothing_is_lost(self, pushes: list[tuple[str, list[int], bool]]) -> None:
+    def test_nothing_is_lost_however_often_is_read(self, pushes: list[tuple[str, list[int], bool]]) -> None:
         slot = Slot()
         [row] = slot.rows
         text, ids = "", list[int]()
@@ -117,14 +117,14 @@ class TestMerging:
         assert chunk is not None
         assert chunk["output_ids"] == [1]
 
-    def test_nothing_to_read_yet(self) -> None:
+    def test_take_returns_none_before_the_first_chunk(self) -> None:
         slot = Slot()
         assert slot.reader.take() is None
         assert slot.reader.wait(lambda: None)
 
 
 class TestWaking:
-    def test_once_for_each_wait(self) -> None:
+    def test_a_waiting_callback_is_called_once(self) -> None:
         slot = Slot()
         calls: list[int] = []
         assert slot.reader.wait(lambda: calls.append(1))
@@ -133,7 +133,7 @@ class TestWaking:
         assert calls == [1]
         assert not slot.reader.wait(lambda: calls.append(2))
 
-    def test_every_waiting_reader(self) -> None:
+    def test_every_waiting_reader_is_woken(self) -> None:
         slot = Slot(is_stream=False)
         calls: list[int] = []
         assert slot.reader.wait(lambda: calls.append(1))
@@ -143,7 +143,7 @@ class TestWaking:
         slot.end(slot.rows[0])
         assert calls == [1, 2]
 
-    def test_the_beginning_of_a_stream(self) -> None:
+    def test_a_reader_can_wait_for_acceptance(self) -> None:
         slot = Slot()
         calls: list[int] = []
         assert not slot.reader.is_accepted()
@@ -155,7 +155,7 @@ class TestWaking:
 
 
 class TestErrors:
-    def test_behind_what_is_ready(self) -> None:
+    def test_an_error_is_raised_after_the_text_that_is_ready(self) -> None:
         slot = Slot()
         slot.rows[0].put("a", [1])
         slot.output.fail(EngineDeadError("scheduler", pid=1, exit_code=1))
@@ -173,7 +173,7 @@ class TestErrors:
         with pytest.raises(RequestError):
             slot.reader.result()
 
-    def test_a_row_of_a_batch(self) -> None:
+    def test_an_error_of_one_row_of_a_batch(self) -> None:
         slot = Slot(2, is_stream=False)
         slot.end(slot.rows[0], FinishCode.FAILED)
         with pytest.raises(RequestError):
@@ -188,7 +188,7 @@ class TestErrors:
 
 
 class TestLeaving:
-    def test_after_the_end_nothing_is_asked(self) -> None:
+    def test_after_the_end_nothing_is_sent_to_the_engine(self) -> None:
         slot = Slot(is_stream=False)
         slot.end(slot.rows[0])
         slot.reader.leave()
@@ -196,14 +196,14 @@ class TestLeaving:
         slot.reader.abort()
         assert slot.notes.asked == []
 
-    def test_before_the_end(self) -> None:
+    def test_before_the_end_abort_drop_and_leave_are_sent(self) -> None:
         slot = Slot()
         slot.reader.abort()
         slot.reader.drop()
         slot.reader.leave()
         assert slot.notes.asked == ["abort", "drop", "leave"]
 
-    def test_reading_ends_of_rows_makes_room_in_a_batch(self) -> None:
+    def test_reading_the_ends_of_rows_lets_later_rows_of_a_batch_start(self) -> None:
         slot = Slot(3)
         slot.output.num_open = 5
         slot.output.wants = Wants.ENDS
@@ -226,7 +226,7 @@ async def wait_here(slot: Slot) -> asyncio.Future[Chunk | None]:
 class TestHandingOver:
     """A reader on the engine's own loop gets its chunk with the call that wakes it."""
 
-    async def test_the_chunk_comes_with_the_news(self) -> None:
+    async def test_a_waiting_task_gets_the_chunk_itself(self) -> None:
         slot = Slot()
         waiter = await wait_here(slot)
         slot.put(slot.rows[0], "a", [1])
@@ -239,7 +239,7 @@ class TestHandingOver:
         assert rest is not None
         assert (rest["text"], rest["output_ids"], rest["token_offset"]) == ("b", [2], 1)
 
-    async def test_a_reader_that_was_cancelled_takes_no_chunk_along(self) -> None:
+    async def test_a_cancelled_reader_loses_no_chunk(self) -> None:
         slot = Slot()
         (await wait_here(slot)).cancel()
         slot.put(slot.rows[0], "a", [1])
@@ -247,21 +247,21 @@ class TestHandingOver:
         assert chunk is not None
         assert chunk["text"] == "a"
 
-    async def test_one_reader_has_the_chunk_and_the_others_the_news(self) -> None:
+    async def test_one_waiting_task_gets_the_chunk_and_the_others_are_woken(self) -> None:
         slot = Slot()
         waiters = [await wait_here(slot) for _ in range(3)]
         slot.put(slot.rows[0], "a", [1])
         assert [waiter.done() and waiter.result() is not None for waiter in waiters] == [True, False, False]
         assert all(waiter.done() for waiter in waiters)
 
-    async def test_who_waits_for_the_beginning_takes_nothing(self) -> None:
+    async def test_waiting_for_acceptance_takes_no_chunk(self) -> None:
         slot = Slot()
         assert slot.reader.wait(lambda: None, until_accepted=True)
         slot.put(slot.rows[0], "a", [1])
         assert slot.reader.take() is not None
 
     @pytest.mark.parametrize("how", ["error", "leaving", "end of the rows"])
-    async def test_ends_are_news_without_a_chunk(self, how: str) -> None:
+    async def test_ends_wake_a_waiting_task_without_a_chunk(self, how: str) -> None:
         slot = Slot(is_stream=how != "end of the rows")
         waiter = await wait_here(slot)
         if how == "error":
@@ -290,7 +290,7 @@ class TestRouter:
         assert set(router.rows) == {7, 9}
         assert router.num_detokenizing == 2
 
-    def test_a_frame_of_one_id_for_each_row_brings_no_garbage_collection_nearer(self) -> None:
+    def test_delivering_one_id_per_row_makes_few_objects_for_the_garbage_collector(self) -> None:
         slot = Slot(500)
         router = Router({}, slot.lock)
         router.rows = dict(enumerate(slot.rows))
@@ -314,7 +314,7 @@ class TestRouter:
         router.wake()
         assert slot.reader.wait_here(asyncio.get_running_loop()) is None
 
-    async def test_readers_are_told_some_at_a_time_and_all_in_the_end(self) -> None:
+    async def test_readers_are_woken_some_at_a_time_and_finally_all(self) -> None:
         slots = [Slot() for _ in range(2 * MAX_WOKEN + 1)]
         router = Router({}, slots[0].lock)
         router.rows = {uid: slot.rows[0] for uid, slot in enumerate(slots)}
@@ -332,7 +332,7 @@ class TestRouter:
         assert last is not None
         assert last["text"] == "ab"
 
-    def test_chunks_tell_of_the_cache_and_of_preemptions(self) -> None:
+    def test_chunks_report_cached_tokens_and_preemptions(self) -> None:
         slot = Slot(2)
         router = Router({}, slot.lock)
         router.rows = dict(zip((7, 8), slot.rows, strict=True))

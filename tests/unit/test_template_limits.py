@@ -138,7 +138,7 @@ def test_a_template_that_runs_for_long_is_stopped(source: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("source", LARGE.values(), ids=LARGE)
-def test_a_template_that_builds_much_is_stopped(source: str) -> None:
+def test_a_template_that_builds_large_values_is_stopped(source: str) -> None:
     refused(source)
 
 
@@ -152,18 +152,18 @@ def test_messages_of_errors_are_short() -> None:
         assert len(refused(source)) < MAX_MESSAGE + 200
 
 
-def test_what_is_written_can_be_encoded() -> None:
+def test_rendered_text_with_a_lone_surrogate_is_refused() -> None:
     assert "position 1 is a lone surrogate" in refused("a{{ '\\ud800' }}")
 
 
-def test_large_chats_may_be_written() -> None:
+def test_large_chats_can_be_rendered() -> None:
     content = "a word " * 500_000
     source = "{% for m in messages %}{{ '<' + m.role ~ '>' + m['content']|trim + '%s' % m.content }}{% endfor %}"
     written = Template(source).render({"messages": [{"role": "user", "content": content}] * 3})
     assert written == f"<user>{content.strip()}{content}" * 3
 
 
-def test_long_chats_may_look_at_their_messages_again_and_again() -> None:
+def test_templates_may_index_the_messages_of_a_long_chat_in_a_loop() -> None:
     source = "{% for m in messages %}{{ messages[loop.index0:]|length }} {{ (messages + [m])|length }} {% endfor %}"
     written = Template(source).render({"messages": MESSAGES * 100})
     assert written.split()[-2:] == ["1", "201"]
@@ -203,11 +203,11 @@ def test_long_chats_may_look_at_their_messages_again_and_again() -> None:
         ),
     ],
 )
-def test_what_templates_do_is_as_it_was(source: str, written: str) -> None:
+def test_limits_do_not_change_what_templates_render(source: str, written: str) -> None:
     assert Template(source).render({"messages": MESSAGES}) == written
 
 
-def test_values_that_hold_each_other_again_and_again_are_not_copied_without_an_end() -> None:
+def test_values_that_share_nested_lists_are_not_copied_exponentially() -> None:
     shared: list[object] = [1]
     for _ in range(60):
         shared = [shared, shared]

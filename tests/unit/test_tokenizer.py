@@ -45,7 +45,7 @@ def llama() -> Sample:
 
 
 @pytest.mark.parametrize("sample", ALL_SAMPLES, ids=lambda sample: sample.name)
-def test_ids_and_text_are_those_of_the_library(sample: Sample, tmp_path: Path) -> None:
+def test_ids_and_text_equal_those_of_the_tokenizers_library(sample: Sample, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_folder(tmp_path, sample))
     assert tokenizer.encode_batch(TEXTS) == [sample.encode(text) for text in TEXTS]
     assert [tokenizer.encode(text) for text in TEXTS] == [sample.encode(text) for text in TEXTS]
@@ -85,7 +85,7 @@ def test_a_bos_is_added_once(llama: Sample, tmp_path: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS, EOS)
 
 
-def test_text_of_a_chat_gets_no_special_tokens(llama: Sample, tmp_path: Path) -> None:
+def test_encoding_the_text_of_a_chat_adds_no_special_tokens(llama: Sample, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_folder(tmp_path, llama, CONFIG))
     plain = llama.encode("the")
     assert tokenizer.encode(ChatText("the")) == plain
@@ -94,7 +94,7 @@ def test_text_of_a_chat_gets_no_special_tokens(llama: Sample, tmp_path: Path) ->
     assert tokenizer.encode_batch([]) == []
 
 
-def test_tokenizer_json_alone_says_what_is_added(llama: Sample, tmp_path: Path) -> None:
+def test_special_tokens_are_added_as_tokenizer_json_says(llama: Sample, tmp_path: Path) -> None:
     for flags in ({"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}):
         tokenizer = Tokenizer(write_folder(tmp_path, llama, CONFIG | flags))
         assert tokenizer.encode("the") == [BOS, *llama.encode("the")]
@@ -109,7 +109,7 @@ def test_end_of_text_ids_of_all_files(llama: Sample, tmp_path: Path) -> None:
     assert (nameless.eos_token_ids, nameless.eos_token_id) == ((7, 8), 7)
 
 
-def test_tokens_that_only_the_config_knows(llama: Sample, tmp_path: Path) -> None:
+def test_tokens_that_only_the_config_has_are_added(llama: Sample, tmp_path: Path) -> None:
     new = llama.num_ids
     described = {
         str(new): {"content": "<|new|>", "special": True},
@@ -130,7 +130,7 @@ def test_tokens_that_only_the_config_knows(llama: Sample, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**70])
-def test_numbers_that_are_no_ids_are_refused_by_name(tmp_path: Path, llama: Sample, wrong: int) -> None:
+def test_numbers_outside_the_range_of_ids_are_refused(tmp_path: Path, llama: Sample, wrong: int) -> None:
     with pytest.raises(ValueError, match=f"ids must be integers from 0 to 4294967295, got .*{wrong}"):
         Tokenizer(write_folder(tmp_path, llama)).decode([1, wrong])
 
@@ -165,7 +165,7 @@ def chatty(folder: Path, sample: Sample, template: Any = TEMPLATE, **files: Any)
     return Tokenizer(write_folder(folder, sample, {**CONFIG, "chat_template": template}, **files))
 
 
-def test_a_chat_is_written_by_the_template(llama: Sample, tmp_path: Path) -> None:
+def test_the_template_renders_a_chat(llama: Sample, tmp_path: Path) -> None:
     tokenizer = chatty(tmp_path, llama)
     text = tokenizer.apply_chat_template(MESSAGES)
     assert text == WRITTEN + "[assistant] "
@@ -222,7 +222,7 @@ def test_what_templates_may_use(llama: Sample, tmp_path: Path) -> None:
     ]
 
 
-def test_templates_by_name_and_place(llama: Sample, tmp_path: Path) -> None:
+def test_templates_can_be_chosen_by_name_file_or_text(llama: Sample, tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     tokenizer = chatty(tmp_path, llama, named)
     assert tokenizer.apply_chat_template([]) == "plain"
@@ -257,7 +257,7 @@ def test_the_repr_has_the_type_and_the_size(llama: Sample, tmp_path: Path) -> No
     assert repr(tokenizer) == f"<Tokenizer BPE, vocab_size={tokenizer.vocab_size}, {str(tmp_path)!r}>"
 
 
-def test_compiled_templates_are_few(llama: Sample, tmp_path: Path) -> None:
+def test_the_number_of_compiled_templates_is_limited(llama: Sample, tmp_path: Path) -> None:
     tokenizer = chatty(tmp_path, llama)
     for number in range(3 * MAX_COMPILED):
         template = f"{{{{ messages[0].content[0].text }}}}{number}"
@@ -270,7 +270,7 @@ class Secret:
         return "a file"
 
 
-def test_templates_see_data_and_no_objects(llama: Sample, tmp_path: Path) -> None:
+def test_templates_get_plain_data(llama: Sample, tmp_path: Path) -> None:
     tokenizer = chatty(tmp_path, llama)
     secret: Any = Secret()
     for place, options in [
@@ -286,7 +286,7 @@ def test_templates_see_data_and_no_objects(llama: Sample, tmp_path: Path) -> Non
         tokenizer.apply_chat_template(MESSAGES, mood=endless)
 
 
-def test_wrong_variables(llama: Sample, tmp_path: Path) -> None:
+def test_wrong_template_variables_are_refused(llama: Sample, tmp_path: Path) -> None:
     tokenizer = chatty(tmp_path, llama)
     wrong: Any
     for wrong, error, message in [
@@ -339,20 +339,20 @@ def test_chats_that_are_refused(llama: Sample, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["ab\ud800c", "ab\udfff"])
-def test_half_of_a_surrogate_pair(text: str, llama: Sample, tmp_path: Path) -> None:
+def test_texts_with_half_of_a_surrogate_pair_are_refused(text: str, llama: Sample, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_folder(tmp_path, llama))
     with pytest.raises(ValueError, match=r"half of a surrogate pair, U\+D[8F][0F][0F], at position 2"):
         tokenizer.encode(text)
 
 
-def test_no_text(llama: Sample, tmp_path: Path) -> None:
+def test_values_that_are_no_text_are_refused(llama: Sample, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_folder(tmp_path, llama))
     wrong: Any = [b"bytes"]
     with pytest.raises(TypeError, match="a text must be a str, not bytes: b'bytes'"):
         tokenizer.encode_batch(wrong)
 
 
-def test_a_folder_without_tokenizer(llama: Sample, tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_is_refused(llama: Sample, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no tokenizer\.json\. Write one with transformers"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
@@ -362,7 +362,7 @@ def test_a_folder_without_tokenizer(llama: Sample, tmp_path: Path) -> None:
         Tokenizer(tmp_path / "nothing")
 
 
-def test_files_that_cannot_be_read(llama: Sample, tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(llama: Sample, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer that this version"):
         Tokenizer(write_folder(tmp_path, llama, tokenizer__json="{}"))
     with pytest.raises(ValueError, match=r"tokenizer_config\.json' cannot be read"):

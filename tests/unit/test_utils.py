@@ -25,7 +25,7 @@ def test_trim_overlap(existing: str, new: str, rest: str) -> None:
 
 
 @given(st.text("ab", max_size=8), st.text("ab", max_size=8))
-def test_what_is_left_makes_the_shortest_text_that_has_both(existing: str, new: str) -> None:
+def test_trim_overlap_joins_to_the_shortest_text_that_contains_both(existing: str, new: str) -> None:
     joined = existing + trim_overlap(existing, new)
     assert joined.startswith(existing)
     assert joined.endswith(new)

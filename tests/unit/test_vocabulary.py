@@ -18,7 +18,7 @@ from tests.compute.runner_world import save_model
 DEMO = Path(aioengine.__file__).parent / "demo"
 
 
-def test_the_demo_model() -> None:
+def test_the_vocabulary_size_of_the_demo_model() -> None:
     ids = Tokenizer.from_file(str(DEMO / "tokenizer.json")).get_vocab(with_added_tokens=True).values()
     assert num_token_ids(str(DEMO)) == max(ids) + 1
 
@@ -33,7 +33,7 @@ def test_the_demo_model() -> None:
         ({}, [], 0),
     ],
 )
-def test_maps_lists_and_added_tokens(
+def test_vocabularies_may_be_maps_or_lists_with_added_tokens(
     tmp_path: Path, vocab: object, added: list[dict[str, object]], expected: int
 ) -> None:
     tokenizer = {"version": "1.0", "added_tokens": added, "model": {"type": "Any", "vocab": vocab}}
@@ -41,7 +41,7 @@ def test_maps_lists_and_added_tokens(
     assert num_token_ids(str(tmp_path)) == expected
 
 
-def test_what_is_no_tokenizer(tmp_path: Path) -> None:
+def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read .*tokenizer\.json"):
         num_token_ids(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -24,7 +24,7 @@ def calls() -> Calls:
     return Calls()
 
 
-def test_an_id_is_free_when_its_call_is_over_and_was_not_closed_yet(calls: Calls) -> None:
+def test_an_id_is_free_as_soon_as_its_call_is_over(calls: Calls) -> None:
     first = open_call(calls, ["a", "b"], rid="x")
     first.output.num_open = 0
     second = open_call(calls, "c", rid="x_1")
@@ -35,7 +35,7 @@ def test_an_id_is_free_when_its_call_is_over_and_was_not_closed_yet(calls: Calls
     assert calls.find("x") is None
 
 
-def test_a_call_that_is_over_makes_way_for_a_batch_whose_rows_have_its_id(calls: Calls) -> None:
+def test_a_batch_may_take_the_id_of_a_call_that_is_over_for_a_row(calls: Calls) -> None:
     first = open_call(calls, "c", rid="x_1")
     with pytest.raises(ValueError, match="'x_1' is in use"):
         open_call(calls, ["a", "b"], rid="x")
@@ -46,7 +46,7 @@ def test_a_call_that_is_over_makes_way_for_a_batch_whose_rows_have_its_id(calls:
     assert found.call is second
 
 
-def test_ids_are_compared_with_few_others(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_a_call_looks_up_few_ids_however_many_are_open(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a call must not grow with the number of others."""
     num_looked_up = 0
     plain = calls_module._find  # pyright: ignore[reportPrivateUsage]
@@ -67,7 +67,7 @@ def test_ids_are_compared_with_few_others(calls: Calls, monkeypatch: pytest.Monk
     assert (calls._names, calls._by_base) == ({}, {})  # pyright: ignore[reportPrivateUsage]
 
 
-def test_an_id_is_taken_by_one_with_numbers_behind_it_and_the_other_way_round(calls: Calls) -> None:
+def test_an_id_conflicts_with_equal_ids_of_rows_in_either_order(calls: Calls) -> None:
     params = {"n": 3}
     first = open_call(calls, "a", rid="y_1_2")
     for rid, prompt, options in (
@@ -91,7 +91,7 @@ def test_an_id_that_can_be_attached_to_stays_taken(calls: Calls) -> None:
         open_call(calls, "b", rid="x")
 
 
-def test_ids_of_rows_and_ids_that_only_look_like_them(calls: Calls) -> None:
+def test_an_id_with_numbers_at_its_end_finds_the_rows_of_a_batch(calls: Calls) -> None:
     open_call(calls, ["a", "b"], rid="x", sampling_params={"n": 2})
     open_call(calls, "c", rid="x_9_y")
     rows = {rid: list(found.rows) for rid in ("x", "x_1", "x_1_0", "x_9_y") if (found := calls.find(rid)) is not None}
@@ -124,7 +124,7 @@ def _word_of_state(output: int) -> int:
     return found & 0xFFFFFFFF
 
 
-def test_who_saw_many_drawn_ids_does_not_know_the_next(calls: Calls) -> None:
+def test_random_ids_cannot_be_predicted_from_earlier_ones(calls: Calls) -> None:
     """It could end the request of another, or read it where that can be attached to."""
     drawn = [int(open_call(calls, "a").rid, 16) for _ in range(624 // 4)]
     state = [_word_of_state(number >> shift & 0xFFFFFFFF) for number in drawn for shift in (0, 32, 64, 96)]

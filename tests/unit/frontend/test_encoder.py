@@ -63,21 +63,21 @@ def facts(decoder: object, *tokens: str) -> dict[str, object]:
         (None, None),
     ],
 )
-def test_longest_token(decoder: object, expected: int | None) -> None:
+def test_the_longest_token_of_a_tokenizer_is_found(decoder: object, expected: int | None) -> None:
     assert longest_token(facts(decoder, "a", "seven.7", "é" * 3)) == expected
     if expected is not None:
         assert longest_token(facts(decoder, "a")) == len("<end>")
         assert longest_token(facts(decoder, "é" * 5)) == 10
 
 
-def test_by_bytes() -> None:
+def test_texts_with_too_many_bytes_are_refused_before_encoding() -> None:
     sizes = TextSizes(max_tokens=100, longest_token=4)
     sizes.check_bytes(100 * 4 * 3)
     with pytest.raises(RequestTooLargeError, match="at least 2000 bytes, which are at least 166 tokens; 100 fit"):
         sizes.check_bytes(2000)
 
 
-def test_by_pieces_stops_early_and_is_never_wrong() -> None:
+def test_texts_with_too_many_tokens_are_refused_after_encoding_a_part() -> None:
     tokenizer = Pairs()
     text = "x" * (10 * PIECE_CHARACTERS)
     TextSizes(max_tokens=len(text) // 2, longest_token=2).check_pieces(text, tokenizer)
@@ -88,7 +88,7 @@ def test_by_pieces_stops_early_and_is_never_wrong() -> None:
     assert tokenizer.num_characters == 3 * PIECE_CHARACTERS
 
 
-def test_only_long_texts_are_looked_at_twice() -> None:
+def test_only_long_texts_are_checked_before_encoding() -> None:
     tokenizer = Pairs()
     encoder = Encoder(tokenizer, TextSizes(max_tokens=1000, longest_token=100))
     assert [len(ids) for ids in tokenizer.encode_batch(["x" * 100])] == [50]
@@ -113,7 +113,7 @@ class Watched(Pairs):
         return super().encode_batch(texts)
 
 
-async def test_texts_that_make_a_step_are_encoded_while_others_are_still_asked_for() -> None:
+async def test_a_full_batch_of_texts_is_encoded_while_more_arrive() -> None:
     tokenizer = Watched()
     encoder = Encoder(tokenizer)
     found: list[int] = []
@@ -138,7 +138,7 @@ async def test_texts_that_make_a_step_are_encoded_while_others_are_still_asked_f
     encoder.close()
 
 
-async def test_a_few_texts_of_one_round_of_the_loop_are_encoded_together() -> None:
+async def test_texts_of_one_loop_iteration_are_encoded_together() -> None:
     tokenizer = Watched()
     encoder = Encoder(tokenizer)
     done = [asyncio.get_running_loop().create_future() for _ in range(5)]

@@ -111,7 +111,7 @@ def large(words: str, error: type[BaseException]) -> Prompt:
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("kind", ["text", "chat", "large"])
-async def test_a_prompt_that_raises_anything_fails_alone(kind: str, error: type[BaseException]) -> None:
+async def test_a_prompt_that_raises_any_exception_fails_alone(kind: str, error: type[BaseException]) -> None:
     answers = Answers(Fragile(error))
 
     def made(words: str) -> Prompt:
@@ -130,7 +130,7 @@ async def test_a_prompt_that_raises_anything_fails_alone(kind: str, error: type[
     answers.encoder.close()
 
 
-async def test_an_error_in_handling_one_answer_keeps_nothing_from_the_others() -> None:
+async def test_an_error_in_the_callback_of_one_job_does_not_affect_the_others() -> None:
     reported: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
     answers = Answers(Fragile())
@@ -148,7 +148,7 @@ async def test_an_error_in_handling_one_answer_keeps_nothing_from_the_others() -
 
 
 @pytest.mark.parametrize("error", ERRORS)
-async def test_work_that_ends_with_an_error_as_a_whole(error: type[BaseException]) -> None:
+async def test_an_error_of_a_whole_batch_fails_all_its_jobs(error: type[BaseException]) -> None:
     answers = Answers(Fragile())
 
     def break_down(_jobs: list[Job]) -> list[list[Encoded]]:
@@ -166,7 +166,7 @@ async def test_work_that_ends_with_an_error_as_a_whole(error: type[BaseException
     answers.encoder.close()
 
 
-async def test_closing_answers_the_jobs_that_wait_and_those_on_the_thread() -> None:
+async def test_closing_fails_waiting_and_running_jobs() -> None:
     tokenizer = Fragile()
     tokenizer.gate.clear()
     answers = Answers(tokenizer)
@@ -181,7 +181,7 @@ async def test_closing_answers_the_jobs_that_wait_and_those_on_the_thread() -> N
     await answers.all()
 
 
-async def test_a_thread_that_cannot_be_started_is_known_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_thread_that_cannot_be_started_is_an_error_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -190,7 +190,7 @@ async def test_a_thread_that_cannot_be_started_is_known_at_the_start(monkeypatch
         Encoder(Fragile())
 
 
-async def test_a_job_that_the_thread_does_not_take_is_answered() -> None:
+async def test_jobs_that_cannot_be_handed_to_the_thread_fail() -> None:
     answers = Answers(Fragile())
     lane = answers.encoder._short  # pyright: ignore[reportPrivateUsage]
 
@@ -212,7 +212,7 @@ async def test_a_job_that_the_thread_does_not_take_is_answered() -> None:
 
 
 @given(st.lists(st.lists(st.sampled_from(["good", "bad", "x" * 9000, "y" * 70_000, "bad" * 4000]), max_size=4)))
-async def test_every_mix_of_jobs_is_answered_once_and_in_order(jobs: list[list[str]]) -> None:
+async def test_every_job_is_answered_once_and_in_order(jobs: list[list[str]]) -> None:
     answers = Answers(Fragile())
     for texts in jobs:
         answers.ask(*map(text, texts))
@@ -247,12 +247,12 @@ asyncio.run(main())
 """
 
 
-def test_work_without_an_end_does_not_keep_the_program_from_exiting() -> None:
+def test_encoding_that_never_ends_does_not_prevent_the_program_from_exiting() -> None:
     ended = subprocess.run([sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=60, check=True)
     assert "the engine was shut down" in ended.stdout
 
 
-async def test_a_job_that_comes_after_the_end_is_answered() -> None:
+async def test_jobs_after_close_fail() -> None:
     answers = Answers(Fragile())
     answers.encoder.close()
     answers.ask(text("late"))

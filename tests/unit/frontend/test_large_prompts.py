@@ -57,7 +57,7 @@ def seen(prompt: Prompt | PromptError) -> Prompt | PromptError:
 
 class TestIds:
     @pytest.mark.parametrize("kind", [list, tuple])
-    def test_many_are_checked_later(self, kind: type[list[int]]) -> None:
+    def test_many_ids_are_checked_after_the_call(self, kind: type[list[int]]) -> None:
         [small] = ask(input_ids=kind(MANY_IDS[:-1])).prompts
         [large] = ask(input_ids=kind(MANY_IDS)).prompts
         assert small == IdsPrompt(MANY_IDS[:-1])
@@ -66,13 +66,13 @@ class TestIds:
         assert large.num_bytes == 8 * len(MANY_IDS)
 
     @pytest.mark.parametrize(("wrong", "kind"), [("x", TypeError), (True, TypeError), (1.0, TypeError)])
-    def test_one_of_them_that_is_wrong(self, wrong: object, kind: type[Exception]) -> None:
+    def test_a_wrong_id_is_an_error_of_the_prompt(self, wrong: object, kind: type[Exception]) -> None:
         [prompt] = ask(input_ids=[*MANY_IDS, wrong]).prompts
         error = seen(prompt)
         assert isinstance(error, kind)
         assert "input_ids entries" in str(error)
 
-    def test_entries_that_break_when_they_are_checked_are_refused_too(self) -> None:
+    def test_entries_that_raise_when_checked_are_refused(self) -> None:
         class Broken:
             def __index__(self) -> int:
                 raise ZeroDivisionError("no number")
@@ -81,13 +81,13 @@ class TestIds:
         assert isinstance(error, ValueError)
         assert str(error) == "input_ids cannot be read: ZeroDivisionError: no number"
 
-    def test_the_vocabulary_is_checked_then_too(self) -> None:
+    def test_ids_outside_the_vocabulary_are_refused_after_the_call(self) -> None:
         [prompt] = ask(input_ids=MANY_IDS).prompts
         error = checked(prompt, below_1000)
         assert isinstance(error, ValueError)
         assert "outside the vocabulary" in str(error)
 
-    def test_rows_of_a_batch_count_together(self) -> None:
+    def test_ids_of_all_rows_of_a_batch_count_together(self) -> None:
         rows = [MANY_IDS[: prompts.MAX_IDS_AT_CALL // 2]] * 3
         found = ask(input_ids=rows).prompts
         assert [isinstance(prompt, IdsPrompt) and prompt.is_checked for prompt in found] == [True, True, False]
@@ -110,7 +110,7 @@ class TestText:
         assert isinstance(ascii_text, TextPrompt)
         assert ascii_text.is_checked
 
-    def test_a_lone_surrogate_at_its_end(self) -> None:
+    def test_a_lone_surrogate_at_the_end_of_a_long_text_is_refused(self) -> None:
         [prompt] = ask(f"{LONG_TEXT}漢漢漢\ud800").prompts
         error = seen(prompt)
         assert isinstance(error, ValueError)
@@ -131,11 +131,11 @@ class TestChats:
         ],
         ids=["messages", "text", "parts"],
     )
-    def test_long_ones_are_checked_later(self, messages: list[dict[str, object]]) -> None:
+    def test_long_chats_are_checked_after_the_call(self, messages: list[dict[str, object]]) -> None:
         [prompt] = chat(messages).prompts
         assert seen(prompt) == ChatPrompt(messages, num_characters(messages))
 
-    def test_short_ones_at_once(self) -> None:
+    def test_short_chats_are_checked_at_the_call(self) -> None:
         messages = MANY_MESSAGES[:-1]
         assert chat(messages).prompts == [ChatPrompt(messages, num_characters(messages))]
 
@@ -157,7 +157,7 @@ class TestChats:
             assert isinstance(error, ValueError)
             assert "nested too deeply" in str(error)
 
-    def test_one_message_that_is_wrong(self) -> None:
+    def test_a_wrong_message_of_a_long_chat_is_an_error_of_the_prompt(self) -> None:
         [prompt] = chat([*MANY_MESSAGES, {"content": "no role"}]).prompts
         error = seen(prompt)
         assert isinstance(error, ValueError)
@@ -178,19 +178,19 @@ class TestLongBatches:
     """The call checks the first rows; of the others the loop checks the kind, and the thread the rest."""
 
     @pytest.mark.parametrize("kind", [list, tuple])
-    def test_texts(self, kind: type[list[str]]) -> None:
+    def test_rows_of_texts_are_made_piece_by_piece(self, kind: type[list[str]]) -> None:
         request = ask(kind(["a"] * (NUM_ROWS - 1) + ["é" * 9]))
         assert (len(request.prompts), request.num_prompts, request.num_rows) == (ROWS_IN_PIECE, NUM_ROWS, NUM_ROWS)
         rows = all_of(request)
         assert rows[-2] == TextPrompt("a", 1)
         assert seen(rows[-1]) == TextPrompt("é" * 9, 18)
 
-    def test_a_later_text_that_is_none_is_refused_alone(self) -> None:
+    def test_a_later_text_with_a_lone_surrogate_is_refused_alone(self) -> None:
         error = seen(all_of(ask(["a"] * (NUM_ROWS - 1) + ["aaaaaaa\ud800"]))[-1])
         assert isinstance(error, ValueError)
         assert f"prompt[{NUM_ROWS - 1}] has a lone surrogate" in str(error)
 
-    def test_ids(self) -> None:
+    def test_rows_of_ids_are_made_piece_by_piece(self) -> None:
         rows = all_of(ask(input_ids=[[number] for number in range(NUM_ROWS - 1)] + [(1, "x")]))
         assert rows[5] == IdsPrompt([5])
         assert seen(rows[NUM_ROWS - 2]) == IdsPrompt([NUM_ROWS - 2])
@@ -198,7 +198,7 @@ class TestLongBatches:
         assert isinstance(error, TypeError)
         assert f"input_ids[{NUM_ROWS - 1}] entries" in str(error)
 
-    def test_chats(self) -> None:
+    def test_rows_of_chats_are_made_piece_by_piece(self) -> None:
         rows = all_of(chat([[MESSAGE]] * (NUM_ROWS - 1) + [[{"content": "no role"}]]))
         assert seen(rows[-2]) == rows[0] == ChatPrompt([MESSAGE], num_characters(MESSAGE))
         error = seen(rows[-1])
@@ -206,7 +206,7 @@ class TestLongBatches:
         assert f"messages[{NUM_ROWS - 1}][0] has no role" in str(error)
 
     @pytest.mark.parametrize("wrong", ["", 7, None, ["a"]])
-    def test_a_later_row_that_is_no_text(self, wrong: object) -> None:
+    def test_a_later_row_that_is_no_text_is_refused(self, wrong: object) -> None:
         request = ask(["a"] * (NUM_ROWS - 1) + [wrong])
         with pytest.raises((TypeError, ValueError), match=rf"prompt\[{NUM_ROWS - 1}\]"):
             all_of(request)
@@ -214,19 +214,19 @@ class TestLongBatches:
         assert isinstance(rows[-1], TypeError | ValueError)
 
     @pytest.mark.parametrize("wrong", [[], 7, None, "a"])
-    def test_a_later_row_that_holds_no_ids(self, wrong: object) -> None:
+    def test_a_later_row_that_holds_no_ids_is_refused(self, wrong: object) -> None:
         request = ask(input_ids=[[1]] * (NUM_ROWS - 1) + [wrong])
         with pytest.raises((TypeError, ValueError), match=rf"input_ids\[{NUM_ROWS - 1}\]"):
             all_of(request)
 
-    def test_a_row_whose_parameters_are_wrong(self) -> None:
+    def test_a_later_row_with_wrong_parameters_is_refused_alone(self) -> None:
         params: list[object] = [None] * (NUM_ROWS - 1) + [{"top_p": 7}]
         options = {"return_exceptions": True}
         rows = all_of(requests.generate_request(["a"] * NUM_ROWS, params, None, stream=False, options=options))
         assert isinstance(rows[-1], ValueError)
         assert rows[-2] == TextPrompt("a", 1)
 
-    def test_parameters_of_another_number_of_samples(self) -> None:
+    def test_rows_with_different_n_are_refused(self) -> None:
         params: list[object] = [{"n": 2}] * (NUM_ROWS - 1) + [{"n": 3}]
         request = requests.generate_request(
             ["a"] * NUM_ROWS, params, None, stream=False, options={"return_exceptions": True}
@@ -260,7 +260,7 @@ class Threads:
     ],
     ids=["text", "long text", "chat", "long chat", "chat of many messages"],
 )
-async def test_long_prompts_keep_out_of_the_way_of_short_ones(prompt: Prompt, lane: str) -> None:
+async def test_long_prompts_are_encoded_on_another_thread_than_short_ones(prompt: Prompt, lane: str) -> None:
     tokenizer = Threads()
     encoder = Encoder(tokenizer)
     done: asyncio.Future[list[Encoded]] = asyncio.get_running_loop().create_future()
@@ -278,7 +278,7 @@ async def test_long_prompts_keep_out_of_the_way_of_short_ones(prompt: Prompt, la
         ([MESSAGE] * 99_000, 0),
     ],
 )
-def test_a_conversation_that_is_not_checked_yet_counts_as_no_more_than_it_has(
+def test_the_size_of_an_unchecked_conversation_is_not_overestimated(
     messages: list[dict[str, object]], num_text: int
 ) -> None:
     """Else all other calls are refused until it is found to be too large."""

@@ -56,7 +56,7 @@ class World:
             pass
 
 
-def test_places_are_given_in_order_and_only_to_whom_they_are_for() -> None:
+def test_places_are_given_in_order_and_only_their_holders_can_use_them() -> None:
     world = World()
     world.fill()
     assert len(world.opened) == RUNNING + QUEUED
@@ -68,7 +68,7 @@ def test_places_are_given_in_order_and_only_to_whom_they_are_for() -> None:
     assert [world.opens(caller) for caller in (2, 1, 1)] == [False, True, False]
 
 
-def test_a_place_that_is_not_used_goes_on() -> None:
+def test_a_place_that_is_not_used_in_time_goes_to_the_next_waiter() -> None:
     world = World()
     for caller in range(RUNNING + QUEUED + 1):
         world.enter(caller)
@@ -96,7 +96,7 @@ def test_a_place_is_not_given_to_a_waiter_that_cannot_be_woken() -> None:
     assert world.opens(4)
 
 
-def test_nobody_waits_for_an_engine_that_takes_nothing() -> None:
+def test_a_closed_engine_wakes_all_waiters_with_the_error() -> None:
     world = World(max_bytes=0)
     place = world.enter(1)
     error = EngineClosedError("closed")
@@ -111,7 +111,7 @@ def test_nobody_waits_for_an_engine_that_takes_nothing() -> None:
 @pytest.mark.parametrize(
     ("bounds", "words"), [({"max_tokens": 50}, "150 prompt|50 prompt"), ({"max_bytes": 7}, "7 bytes")]
 )
-def test_every_bound_refuses_and_gives_way(bounds: dict[str, int], words: str) -> None:
+def test_every_limit_refuses_calls_until_others_end(bounds: dict[str, int], words: str) -> None:
     world = World(**bounds)
     assert world.opens(0, num_bytes=7)
     world.limits.add_row(world.opened[0], 0, 150)
@@ -139,7 +139,7 @@ def test_the_tokens_of_a_prompt_count_once_for_all_its_rows(ends_by_row: bool) -
     assert (world.limits.num_tokens, world.limits.num_calls) == (0, 0)
 
 
-def test_a_call_that_was_released_takes_no_more() -> None:
+def test_rows_of_a_released_call_are_not_counted() -> None:
     """Its opening was interrupted, while the engine's thread was already starting its rows."""
     world = World()
     assert world.opens()
@@ -153,7 +153,7 @@ def test_a_call_that_was_released_takes_no_more() -> None:
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_a_caller_is_woken_although_a_signal_handler_raised_while_it_was(is_refused: bool) -> None:
+def test_a_waiter_is_woken_although_a_signal_handler_raises_meanwhile(is_refused: bool) -> None:
     world = World()
     world.fill()
     place = world.enter(1)
@@ -169,7 +169,7 @@ def test_a_caller_is_woken_although_a_signal_handler_raised_while_it_was(is_refu
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_callers_may_leave_while_another_is_woken(is_refused: bool) -> None:
+def test_a_waiter_may_leave_while_another_is_woken(is_refused: bool) -> None:
     """Their tasks are collected as garbage just then."""
     world = World()
     world.fill()
@@ -192,7 +192,7 @@ def _interrupted() -> bool:
     raise KeyboardInterrupt
 
 
-def test_a_caller_that_waits_again_instead_of_calling_keeps_one_place() -> None:
+def test_a_caller_that_waits_twice_has_one_place() -> None:
     world = World()
     for caller in (1, 2, 1):
         world.enter(caller)
@@ -205,7 +205,7 @@ def test_a_caller_that_waits_again_instead_of_calling_keeps_one_place() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "open", "close", "wait"]), st.integers(0, 7))))
-def test_counts_hold_in_any_order(acts: list[tuple[str, int]]) -> None:
+def test_counts_are_right_after_any_sequence_of_calls(acts: list[tuple[str, int]]) -> None:
     """A caller is in the queue once at a time."""
     world, places = World(), dict[int, Place]()
     for act, caller in acts:

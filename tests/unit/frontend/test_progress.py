@@ -34,7 +34,7 @@ NotebookStream = type("OutStream", (Stream,), {"__module__": "ipykernel.iostream
         (None, {None: False, True: False, False: False}),
     ],
 )
-def test_bars_are_drawn_where_somebody_looks(
+def test_bars_are_drawn_on_terminals_or_where_asked_for(
     stream: Stream | None, expected: dict[bool | None, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
@@ -63,6 +63,6 @@ def test_counts_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0/12 [" in drawn(Progress("capturing CUDA graphs", 0, 12), monkeypatch=monkeypatch)
 
 
-def test_a_start_whose_steps_are_not_known_yet_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_of_one_step_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     text = drawn(Progress("starting the engine", 0, 1, ""), monkeypatch=monkeypatch)
     assert [line.strip() for line in text.split("\r") if line.strip()] == ["starting the engine"]

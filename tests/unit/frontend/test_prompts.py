@@ -22,7 +22,7 @@ class Letter(IntEnum):
     [[97, 98], (97, 98), [np.int64(97), 98], [Letter.A, 98], [Letter.A, np.int32(98)]],
     ids=["list", "tuple", "numpy", "enum", "mixture"],
 )
-def test_all_kinds_of_integers_become_plain_ones(given: list[int] | tuple[int, ...]) -> None:
+def test_ids_of_all_integer_types_become_int(given: list[int] | tuple[int, ...]) -> None:
     prompt = ids_prompt("input_ids", given, CheckBudget())
     assert isinstance(prompt, IdsPrompt)
     assert prompt.token_ids == [97, 98]
@@ -30,7 +30,7 @@ def test_all_kinds_of_integers_become_plain_ones(given: list[int] | tuple[int, .
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, "1", None, [1]])
-def test_what_is_no_integer_is_refused(wrong: object) -> None:
+def test_ids_that_are_no_integers_are_refused(wrong: object) -> None:
     with pytest.raises(TypeError, match="input_ids entries must be an integer"):
         ids_prompt("input_ids", [1, wrong], CheckBudget())
 
@@ -71,7 +71,7 @@ class Word(str, Enum):  # noqa: UP042  # not StrEnum: its str() is "Word.HI"
 
 
 @pytest.mark.parametrize("given", [OtherStr("é"), Word.HI], ids=["subclass", "enum"])
-def test_texts_of_a_subclass_of_str_are_kept_as_plain_ones(given: str) -> None:
+def test_texts_of_a_subclass_of_str_become_str(given: str) -> None:
     request = generate_request(given, None, None, stream=False, options={"tenant": given, "rid": given})
     prompt = request.prompts[0]
     assert isinstance(prompt, TextPrompt)
@@ -88,7 +88,7 @@ def test_texts_of_a_subclass_of_str_are_kept_as_plain_ones(given: str) -> None:
 @pytest.mark.parametrize(
     ("role", "text"), [(OtherStr("user"), OtherStr("é")), (Word.USER, Word.HI)], ids=["subclass", "enum"]
 )
-def test_messages_are_kept_with_plain_strings(role: str, text: str) -> None:
+def test_strings_in_messages_become_str(role: str, text: str) -> None:
     messages = [{"role": role, "content": text}, {"role": role, "content": [{"type": Word.TEXT, "text": text}]}]
     (prompt,) = chat_request(messages, None, stream=False, options={}).prompts
     assert isinstance(prompt, ChatPrompt)
@@ -140,14 +140,14 @@ def test_parameters_that_take_too_long_together_are_refused(params: list[object]
         [{"stop_regex": f"{place}x"} for place in range(300)],
     ],
 )
-def test_parameters_that_are_shared_or_were_checked_before_are_taken(params: list[object]) -> None:
+def test_parameters_that_are_shared_or_already_checked_take_no_time(params: list[object]) -> None:
     request = generate_request(["a"] * len(params), params, None, stream=False, options={})
     while not request.is_checked:
         request.check_more()
     assert len(request.params) == len(params)
 
 
-def test_rows_that_share_their_parameters_share_them_on() -> None:
+def test_rows_that_share_parameters_share_the_parsed_ones() -> None:
     shared: dict[str, object] = {"stop": ["a"]}
     ask = generate_request(["a", "b", "c"], [shared, {"stop": ["a"]}, shared], None, stream=False, options={})
     assert ask.params[0] is ask.params[2]

@@ -22,27 +22,27 @@ def test_pages_are_handed_out_in_order_and_the_last_returned_first() -> None:
     assert pages.num_free == 1
 
 
-def test_more_than_there_are_takes_none() -> None:
+def test_allocating_more_pages_than_are_free_allocates_none() -> None:
     pages = PageAllocator(2)
     with pytest.raises(ValueError, match="3 pages are needed and 2 are free"):
         pages.allocate(3)
     assert pages.num_free == 2
 
 
-def test_no_page_is_asked_for() -> None:
+def test_allocating_no_page_returns_an_empty_list() -> None:
     pages = PageAllocator(2)
     assert pages.allocate(0) == []
     assert pages.num_free == 2
 
 
-def test_pages_given_back_twice_are_noticed() -> None:
+def test_freeing_a_page_twice_is_an_error() -> None:
     pages = PageAllocator(2)
     with pytest.raises(ValueError, match="given back twice"):
         pages.free([0])
 
 
 @given(st.lists(st.integers(-3, 5), max_size=40))
-def test_nobody_shares_a_page_and_none_is_lost(changes: list[int]) -> None:
+def test_no_page_is_allocated_twice_or_lost(changes: list[int]) -> None:
     pages = PageAllocator(8)
     taken: list[int] = []
     for change in changes:

@@ -29,7 +29,7 @@ def num_matched(cache: PrefixCache, token_ids: list[int]) -> int:
     return len(cache.match(token_ids).path) * cache.page_size
 
 
-def test_what_was_computed_is_found_up_to_the_last_token_but_one() -> None:
+def test_a_match_leaves_at_least_the_last_token_to_compute() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     cache.unlock(computed(cache, [1, 2, 3, 4, 5]))
     assert num_matched(cache, [1, 2, 3, 4, 5]) == 4
@@ -40,7 +40,7 @@ def test_what_was_computed_is_found_up_to_the_last_token_but_one() -> None:
     assert num_matched(cache, [9, 2, 3, 4, 5]) == 0
 
 
-def test_pages_are_found_one_by_one_while_their_request_runs() -> None:
+def test_pages_of_a_running_request_can_be_matched_once_they_are_full() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     prompt = [1, 2, 3, 4, 5, 6]
     hold = open_(cache, prompt)
@@ -55,7 +55,7 @@ def test_pages_are_found_one_by_one_while_their_request_runs() -> None:
     assert cache.match([*prompt, 7]).pending is None
 
 
-def test_pending_pages_vanish_with_their_request() -> None:
+def test_pending_pages_are_removed_with_their_request() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     hold = open_(cache, [1, 2, 3, 4, 5])
     cache.insert(hold, [1, 2, 3, 4, 5], 2)
@@ -89,7 +89,7 @@ def test_a_page_computed_twice_is_cached_once_and_leaks_nothing() -> None:
     assert cache.num_cached == 3
 
 
-def test_a_page_that_another_request_computes_is_taken_up_when_it_is_ready() -> None:
+def test_a_page_that_another_request_computed_is_shared_when_it_is_ready() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     hold = open_(cache, [1])
     other = open_(cache, [1, 2, 3])
@@ -104,7 +104,7 @@ def test_a_page_that_another_request_computes_is_taken_up_when_it_is_ready() -> 
     assert cache.num_free == 8
 
 
-def test_locking_more_than_there_is_changes_nothing() -> None:
+def test_locking_more_pages_than_are_available_changes_nothing() -> None:
     cache = PrefixCache(num_pages=4, page_size=2)
     cache.unlock(computed(cache, [1, 2, 3, 4]))
     running = open_(cache, [9, 9, 9])
@@ -118,7 +118,7 @@ def test_locking_more_than_there_is_changes_nothing() -> None:
     cache.check_integrity([running])
 
 
-def test_growing_evicts_what_nobody_uses_and_then_says_no() -> None:
+def test_growing_evicts_unlocked_pages_and_then_returns_none() -> None:
     cache = PrefixCache(num_pages=3, page_size=1)
     cache.unlock(computed(cache, [1, 2]))
     hold = open_(cache, [5])
@@ -138,7 +138,7 @@ def test_a_match_is_never_evicted_for_its_own_request() -> None:
     assert len(set(hold.pages)) == 4
 
 
-def test_switched_off_it_shares_nothing() -> None:
+def test_a_disabled_cache_shares_nothing() -> None:
     cache = PrefixCache(num_pages=4, page_size=2, enabled=False)
     hold = open_(cache, [1, 2, 3])
     assert hold.border == NEVER
@@ -165,7 +165,7 @@ def test_requests_with_different_salts_share_nothing() -> None:
     cache.check_integrity([])
 
 
-def test_what_is_invalid_is_not_kept_unless_others_use_it() -> None:
+def test_invalid_pages_are_removed_unless_others_use_them() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     cache.unlock(computed(cache, [1, 2, 3]))
     invalid = computed(cache, [1, 2, 3, 4, 5, 6, 7, 8])
@@ -179,7 +179,7 @@ def test_what_is_invalid_is_not_kept_unless_others_use_it() -> None:
     assert cache.num_cached == 2
 
 
-def test_what_is_invalid_stays_where_others_have_left_pages_behind_it() -> None:
+def test_invalid_pages_below_which_others_left_pages_are_kept() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     invalid = open_(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     cache.insert(invalid, [1, 2, 3, 4, 5, 6, 7, 8], 6)
@@ -191,7 +191,7 @@ def test_what_is_invalid_stays_where_others_have_left_pages_behind_it() -> None:
     assert cache.evict(8) == 2
 
 
-def test_what_is_invalid_takes_no_page_of_others_along() -> None:
+def test_removing_invalid_pages_keeps_the_equal_page_of_another_request() -> None:
     """The second computed the same page as the first; the node in the tree is the first's."""
     cache = PrefixCache(num_pages=8, page_size=2)
     first, second = open_(cache, [1]), open_(cache, [1])
@@ -203,7 +203,7 @@ def test_what_is_invalid_takes_no_page_of_others_along() -> None:
     assert num_matched(cache, [1, 2, 3]) == 2
 
 
-def test_a_lost_page_is_noticed() -> None:
+def test_the_integrity_check_finds_a_lost_page() -> None:
     cache = PrefixCache(num_pages=4, page_size=2)
     hold = open_(cache, [1, 2, 3])
     with pytest.raises(RuntimeError, match="3, not 4"):
@@ -211,7 +211,7 @@ def test_a_lost_page_is_noticed() -> None:
     cache.check_integrity([hold])
 
 
-def test_long_prompts_are_kept_side_by_side() -> None:
+def test_several_long_prompts_are_cached_together() -> None:
     """100,000 tokens on 6,250 pages, five times over."""
     cache = PrefixCache(num_pages=32_000, page_size=16)
     for number in range(5):

@@ -35,7 +35,7 @@ def test_a_page_has_at_least_one_token() -> None:
         RadixTree(0)
 
 
-def test_keys_are_the_full_pages() -> None:
+def test_keys_are_the_tokens_of_full_pages() -> None:
     tree = RadixTree(2)
     assert list(tree.keys([1, 2, 3, 4, 5])) == [(1, 2), (3, 4)]
     assert list(tree.keys([1, 2, 3, 4, 5, 6], 1)) == [(3, 4), (5, 6)]
@@ -53,7 +53,7 @@ def test_walk_finds_the_longest_known_prefix() -> None:
     assert tree.walk([2, 1], 9) == []
 
 
-def test_the_leaf_unlocked_longest_ago_goes_first() -> None:
+def test_the_leaf_unlocked_longest_ago_is_evicted_first() -> None:
     tree = RadixTree(1)
     grow(tree, [1, 2, 3], 0)
     grow(tree, [1, 7], 10)
@@ -61,7 +61,7 @@ def test_the_leaf_unlocked_longest_ago_goes_first() -> None:
     assert tree.num_nodes == 0
 
 
-def test_use_moves_a_path_to_the_end_of_the_order() -> None:
+def test_unlocking_a_path_moves_it_to_the_end_of_the_eviction_order() -> None:
     tree = RadixTree(1)
     first = grow(tree, [1, 2], 0)
     grow(tree, [5, 6], 10)
@@ -70,7 +70,7 @@ def test_use_moves_a_path_to_the_end_of_the_order() -> None:
     assert evict_all(tree) == [11, 10, 1, 0]
 
 
-def test_locked_pages_stay() -> None:
+def test_locked_pages_are_not_evicted() -> None:
     tree = RadixTree(1)
     path = grow(tree, [1, 2, 3], 0)
     tree.lock(path[:2])
@@ -83,7 +83,7 @@ def test_locked_pages_stay() -> None:
     assert evict_all(tree) == [1, 0]
 
 
-def test_a_removed_node_is_not_pending_for_those_who_wait() -> None:
+def test_a_removed_node_is_no_longer_pending() -> None:
     tree = RadixTree(1)
     node = tree.add(tree.root, (1,), 0)
     node.is_pending = True
@@ -110,7 +110,7 @@ def test_a_hundred_thousand_pages_are_evicted_one_by_one() -> None:
     assert len(evict_all(tree)) == 100_000
 
 
-def test_pages_are_announced_as_far_as_nobody_else_has_them() -> None:
+def test_only_pages_that_are_not_in_the_tree_can_be_announced() -> None:
     tree = RadixTree(1)
     first = tree.announce(tree.root, [(1,), (2,), (3,)], [10, 11, 12])
     assert [(node.key, node.page, node.num_locks, node.is_pending) for node in first] == [

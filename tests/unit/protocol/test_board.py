@@ -13,7 +13,9 @@ rows = st.dictionaries(st.integers(0, 2**40), st.integers(0, 2**20), max_size=8)
 
 
 @given(st.integers(1, 3), st.lists(rows, max_size=12), st.data())
-def test_it_says_what_is_in_flight(num_steps: int, steps: list[dict[int, int]], data: st.DataObject) -> None:
+def test_the_board_lists_the_requests_of_steps_in_flight(
+    num_steps: int, steps: list[dict[int, int]], data: st.DataObject
+) -> None:
     memory = blank_board(num_steps, 8)
     board = CrashBoard(memory)
     flying: list[dict[int, int]] = []
@@ -33,7 +35,7 @@ def test_it_says_what_is_in_flight(num_steps: int, steps: list[dict[int, int]], 
         assert read_board(memory).keys() == expected.keys()
 
 
-def test_requests_that_decode_are_one_further_in_each_step() -> None:
+def test_the_board_has_the_newest_position_of_each_request() -> None:
     for num_steps in (1, 2, 3):
         memory = blank_board(num_steps, 4)
         board = CrashBoard(memory)
@@ -46,7 +48,7 @@ def test_requests_that_decode_are_one_further_in_each_step() -> None:
         assert read_board(memory)[5] == 90
 
 
-def test_rows_beyond_the_most_are_left_out() -> None:
+def test_rows_beyond_the_capacity_are_left_out() -> None:
     memory = blank_board(2, 3)
     board = CrashBoard(memory)
     board.begin([1, 2, 3, 4, 5], lambda: [6, 6, 6, 6, 6])
@@ -54,7 +56,7 @@ def test_rows_beyond_the_most_are_left_out() -> None:
     assert read_board(memory) == {1: 6, 2: 6, 3: 6, 9: 7}
 
 
-def test_a_file_keeps_it(tmp_path: Path) -> None:
+def test_the_board_can_be_read_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "board"
     path.write_bytes(blank_board(1, 4))
     board = CrashBoard.open(path)

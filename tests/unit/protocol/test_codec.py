@@ -76,7 +76,7 @@ MESSAGES: list[Message] = [
 ]
 
 
-def test_every_message_comes_back_equal_and_in_order() -> None:
+def test_messages_are_decoded_equal_and_in_order() -> None:
     encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH)
     assert decoder.decode(encoder.encode(MESSAGES)) == MESSAGES
     assert decoder.decode(encoder.encode([])) == []
@@ -91,7 +91,7 @@ def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
     assert decoder.num_foreign == 1
 
 
-def test_frames_that_come_twice_are_refused_and_the_others_are_not() -> None:
+def test_only_frames_that_come_twice_are_refused() -> None:
     one, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
     frames = [bytes(one.encode([Abort([number])])) for number in range(3)]
     decoder = FrameDecoder(EPOCH)
@@ -103,7 +103,7 @@ def test_frames_that_come_twice_are_refused_and_the_others_are_not() -> None:
     assert decoder.decode(other.encode([Abort([9])])) == [Abort([9])]
 
 
-def test_frames_that_come_out_of_turn_are_refused_and_the_others_are_not() -> None:
+def test_only_frames_out_of_order_are_refused() -> None:
     one, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
     frames = [bytes(one.encode([Abort([number])])) for number in range(4)]
     decoder = FrameDecoder(EPOCH)
@@ -127,7 +127,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_frame_that_came_damaged_is_missed_after_a_while(lost: int) -> None:
+def test_a_damaged_frame_is_reported_missing_after_a_while(lost: int) -> None:
     one, other, clock = FrameEncoder(EPOCH), FrameEncoder(EPOCH), Clock()
     frames = [bytes(one.encode([Abort([number])])) for number in range(5)]
     decoder = FrameDecoder(EPOCH, clock=clock)
@@ -146,7 +146,7 @@ def test_a_frame_that_came_damaged_is_missed_after_a_while(lost: int) -> None:
         decoder.decode(frames[lost + 2])
 
 
-def test_a_frame_that_came_late_is_not_missed() -> None:
+def test_a_late_frame_is_not_reported_missing() -> None:
     """Somebody sent copies of those behind it."""
     encoder, clock = FrameEncoder(EPOCH), Clock()
     frames = [bytes(encoder.encode([Abort([number])])) for number in range(4)]
@@ -159,7 +159,7 @@ def test_a_frame_that_came_late_is_not_missed() -> None:
         clock.now += 1.0
 
 
-def test_nobody_is_missed_in_another_epoch() -> None:
+def test_frames_of_an_earlier_epoch_are_not_reported_missing() -> None:
     encoder, clock = FrameEncoder(EPOCH), Clock()
     decoder = FrameDecoder(EPOCH, clock=clock)
     encoder.encode([])
@@ -172,14 +172,14 @@ def test_nobody_is_missed_in_another_epoch() -> None:
     assert decoder.decode(FrameEncoder(EPOCH).encode([Abort([1])])) == []
 
 
-def test_a_frame_that_was_too_large_leaves_no_gap() -> None:
+def test_a_frame_that_is_too_large_uses_no_number() -> None:
     encoder, decoder = FrameEncoder(EPOCH, max_bytes=100), FrameDecoder(EPOCH)
     with pytest.raises(FrameTooLargeError):
         encoder.encode([Abort(list(range(1000)))])
     assert decoder.decode(encoder.encode([Abort([1])])) == [Abort([1])]
 
 
-def test_senders_without_end_are_refused() -> None:
+def test_the_number_of_senders_is_limited() -> None:
     decoder = FrameDecoder(EPOCH)
     known = FrameEncoder(EPOCH)
     decoder.decode(known.encode([]))
@@ -203,13 +203,13 @@ def test_senders_without_end_are_refused() -> None:
         ["text_chunks", [[1], [5, 6], [1]], ["a"]],
     ],
 )
-def test_columns_that_do_not_match_are_no_message(message: list[object]) -> None:
+def test_messages_with_inconsistent_columns_are_refused(message: list[object]) -> None:
     frame = b"\x01" + msgspec.msgpack.encode([EPOCH, 1, 0, [message]])
     with pytest.raises(BadFrameError, match="uids|Extra|Expected `(int|array)`"):
         FrameDecoder(EPOCH).decode(frame)
 
 
-def test_a_large_frame_does_not_keep_its_buffer() -> None:
+def test_the_buffer_of_a_large_frame_is_freed() -> None:
     encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH)
     large = Submit(1, [70_000] * 500_000, Sampling(seed=1), Limits(7), TextRules())
     assert decoder.decode(encoder.encode([large])) == [large]
@@ -243,7 +243,7 @@ def test_sizes_are_limited_at_both_ends() -> None:
         (b"GET / HTTP/1.1\r\n", r"its version is 71.*47 45 54 20"),
     ],
 )
-def test_bytes_that_are_no_frame_are_one_named_error(data: bytes, reason: str) -> None:
+def test_bytes_that_are_no_frame_raise_bad_frame_error(data: bytes, reason: str) -> None:
     with pytest.raises(BadFrameError, match=reason):
         FrameDecoder(EPOCH).decode(data)
 
@@ -275,7 +275,7 @@ def test_a_damaged_frame_is_decoded_or_refused(data: st.DataObject) -> None:
     assert_decoded_or_refused(FrameDecoder(EPOCH), bytes(frame))
 
 
-def test_the_fingerprint_knows_each_field_of_each_struct(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_changes_with_each_field_of_each_struct(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: dict[str, str] = {}
     codec._describe(codec.Frame, lines)
     names = {type(message).__name__ for message in MESSAGES} | {"Frame", "Sampling", "Limits", "TextRules"}

@@ -41,27 +41,27 @@ def picture(cache: PrefixCache) -> object:
     return of(tree.root), unlocked, list(cache._allocator._free), tree.num_nodes
 
 
-def test_alone_it_needs_only_what_it_has() -> None:
+def test_a_request_alone_needs_only_the_pages_of_its_prompt() -> None:
     cache = PrefixCache(num_pages=3, page_size=PAGE)
     assert ask(cache, request_of(1, [1] * 12), []) == Match([], None)
     assert ask(cache, request_of(2, [1] * 13), []) is Refusal.FULL
 
 
-def test_beside_others_everybody_must_have_pages_for_some_steps() -> None:
+def test_beside_others_pages_for_some_steps_of_each_request_are_reserved() -> None:
     for num_pages, answer in [(9, Refusal.FULL), (10, Match([], None))]:
         cache = PrefixCache(num_pages=num_pages, page_size=PAGE)
         other = running(cache, 1, [1, 2], num_computed=2)
         assert ask(cache, request_of(2, [3] * 4), [other]) == answer
 
 
-def test_who_ends_soon_needs_no_reserve() -> None:
+def test_requests_that_end_soon_need_no_reserve() -> None:
     cache = PrefixCache(num_pages=2, page_size=PAGE)
     other = running(cache, 1, [1, 2], num_computed=2, max_new=2)
     assert ask(cache, request_of(2, [3, 4], max_new=2), [other]) == Match([], None)
     assert ask(cache, request_of(2, [3, 4], max_new=3), [other]) is Refusal.FULL
 
 
-def test_who_comes_back_needs_a_larger_reserve() -> None:
+def test_a_preempted_request_needs_a_larger_reserve() -> None:
     request = request_of(1, [1])
     first = reserve_for(request, 1, 64)
     request.marks.num_preemptions = 1
@@ -86,7 +86,7 @@ def test_a_prefix_that_is_being_computed_is_waited_for_and_then_used() -> None:
     assert request.waits_for is None
 
 
-def test_nobody_waits_for_one_that_is_gone() -> None:
+def test_a_request_does_not_wait_for_a_prefix_whose_request_has_ended() -> None:
     cache = PrefixCache(num_pages=100, page_size=PAGE)
     other = running(cache, 1, list(range(20)), num_computed=8)
     request = request_of(2, [*range(20), 50])
@@ -98,7 +98,7 @@ def test_nobody_waits_for_one_that_is_gone() -> None:
     assert len(answer.path) == 2
 
 
-def test_with_many_prompts_under_way_only_those_that_end_in_this_step_pass() -> None:
+def test_with_many_partial_prompts_only_those_that_fit_this_step_are_admitted() -> None:
     cache = PrefixCache(num_pages=1000, page_size=PAGE)
     admission = Admission(cache, 64)
     assert admission.ask(request_of(1, [1] * 65), [], left=64, num_partial=MAX_PARTIAL) is Refusal.LATER
@@ -111,7 +111,7 @@ def test_with_many_prompts_under_way_only_those_that_end_in_this_step_pass() -> 
     st.integers(1, 24),
     st.data(),
 )
-def test_asking_changes_nothing(
+def test_asking_for_admission_changes_neither_cache_nor_requests(
     prompts: list[list[int]], wanted: list[int], num_pages: int, data: st.DataObject
 ) -> None:
     cache = PrefixCache(num_pages=num_pages, page_size=PAGE)

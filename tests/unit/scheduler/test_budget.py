@@ -13,12 +13,14 @@ from aioengine.scheduler.admission import LEAST_SHARE, TokenBudget
 @pytest.mark.parametrize(
     ("chunk_tokens", "num_decodes", "left"), [(512, 0, 512), (512, 100, 412), (512, 500, 64), (4, 9, 1)]
 )
-def test_prompts_move_on_however_many_decode(chunk_tokens: int, num_decodes: int, left: int) -> None:
+def test_a_part_of_the_budget_is_kept_for_prompts(chunk_tokens: int, num_decodes: int, left: int) -> None:
     assert TokenBudget(chunk_tokens, num_decodes).left == left
 
 
 @given(st.integers(1, 1200), st.integers(0, 1200), st.sampled_from([1, 4]), st.data())
-def test_the_largest_step_is_known(max_running: int, more: int, decode_cost: int, data: st.DataObject) -> None:
+def test_no_step_has_more_than_max_step_tokens(
+    max_running: int, more: int, decode_cost: int, data: st.DataObject
+) -> None:
     settings = SchedulerSettings(
         max_running=max_running,
         chunk_tokens=max_running + more,
@@ -34,7 +36,7 @@ def test_the_largest_step_is_known(max_running: int, more: int, decode_cost: int
     assert settings.chunk_tokens <= settings.max_step_tokens
 
 
-def test_a_long_prompt_leaves_half_to_those_behind_it() -> None:
+def test_a_long_prompt_leaves_half_of_the_budget_to_later_ones() -> None:
     budget = TokenBudget(512, 0)
     assert budget.take_share(10_000) == 256
     assert budget.take_share(100) == 100
@@ -43,7 +45,7 @@ def test_a_long_prompt_leaves_half_to_those_behind_it() -> None:
     assert budget.left == 0
 
 
-def test_what_can_be_finished_is_not_cut() -> None:
+def test_a_prompt_that_fits_the_budget_is_not_split() -> None:
     budget = TokenBudget(100, 0)
     assert budget.take_share(100) == 100
     assert budget.take_share(1) == 0

@@ -28,7 +28,7 @@ def test_each_request_expires_once_by_its_first_deadline() -> None:
     assert expired(deadlines, requests, 4.5) == [(1, "queue"), (2, "total")]
 
 
-def test_the_queue_deadline_ends_with_the_queue_and_the_first_token_one_with_the_token() -> None:
+def test_queue_and_first_token_deadlines_end_with_admission_and_first_token() -> None:
     deadlines, requests = Deadlines(), dict[int, Request]()
     request = add(deadlines, requests, 1, deadline=9.0, queue_deadline=3.0, first_token_deadline=4.0)
     request.marks.admitted_at = 1.0

@@ -42,7 +42,7 @@ def is_refused(submit: Submit, pace: Pace, *, num_ahead: int = 0, num_missing: i
     return refusal_of_late(submit, pace, 10.0, num_ahead=num_ahead, num_missing=num_missing) is not None
 
 
-def test_each_deadline_has_its_part_of_the_way() -> None:
+def test_each_deadline_is_compared_with_the_estimate_of_its_stages() -> None:
     # The queue: 4 others, one let in every 2 s of late, perhaps twice as fast: 4 s. The prompt: 3 full steps.
     slow = pace(admission_s=2.0)
     for kind, needed_s in (("queue_deadline", 4.0), ("first_token_deadline", 7.0), ("deadline", 7.9)):
@@ -51,7 +51,7 @@ def test_each_deadline_has_its_part_of_the_way() -> None:
         assert not is_refused(in_time, slow, num_ahead=4, num_missing=300)
 
 
-def test_an_output_that_may_stop_counts_as_its_least() -> None:
+def test_an_output_that_may_stop_early_counts_as_its_minimum() -> None:
     assert is_refused(submit_of(100, deadline=15.0), pace())
     assert not is_refused(submit_of(100, deadline=15.0, stop_ids=(3,)), pace())
     assert is_refused(submit_of(100, deadline=15.0, stop_ids=(3,), min_new=80), pace())
@@ -64,14 +64,14 @@ def test_a_vector_counts_as_one_token() -> None:
     assert not is_refused(pooled, pace())
 
 
-def test_the_end_says_by_how_much() -> None:
+def test_a_refusal_has_the_estimated_and_the_remaining_time() -> None:
     end = refusal_of_late(submit_of(deadline=10.5), pace(), 10.0, num_ahead=0, num_missing=200)
     assert end is not None
     assert (end.code, end.matched) == (FinishCode.REFUSED, 2400)
     assert end.message == "it would take 2.9 s at least, and its timeout leaves 0.5 s"
 
 
-def test_who_does_not_ask_or_goes_on_after_a_crash_is_not_refused() -> None:
+def test_requests_without_early_refusal_and_continued_ones_are_not_refused() -> None:
     late = submit_of(deadline=10.5)
     patient = msgspec.structs.replace(late, limits=msgspec.structs.replace(late.limits, refuses_late=False))
     going_on = msgspec.structs.replace(late, continuation=Continuation(FirstToken(1, 0, 0.0, 0.0), []))
@@ -79,12 +79,12 @@ def test_who_does_not_ask_or_goes_on_after_a_crash_is_not_refused() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0.001, 1e6))
-def test_who_knows_nothing_refuses_nobody(num_ahead: int, num_missing: int, seconds: float) -> None:
+def test_without_measurements_no_request_is_refused(num_ahead: int, num_missing: int, seconds: float) -> None:
     assert not is_refused(submit_of(deadline=10 + seconds), Pace(CHUNK), num_ahead=num_ahead, num_missing=num_missing)
 
 
 @given(st.lists(st.tuples(st.floats(1e-4, 10), st.integers(0, 2 * CHUNK)), min_size=1, max_size=50))
-def test_no_step_counts_as_longer_than_the_fastest_of_late(steps: list[tuple[float, int]]) -> None:
+def test_the_estimate_of_a_step_is_at_most_the_newest_decode_step(steps: list[tuple[float, int]]) -> None:
     found = Pace(CHUNK)
     for seconds, num_prompt_tokens in steps:
         found.note_step(seconds, num_prompt_tokens)
@@ -93,7 +93,7 @@ def test_no_step_counts_as_longer_than_the_fastest_of_late(steps: list[tuple[flo
 
 
 @pytest.mark.parametrize("is_waited", [True, False])
-def test_pauses_while_nobody_waits_are_not_the_pace_of_the_queue(is_waited: bool) -> None:
+def test_times_without_waiting_requests_do_not_count_for_the_pace_of_the_queue(is_waited: bool) -> None:
     found = Pace(CHUNK)
     for number in range(100):
         found.note_admission(60.0 * number, has_next=is_waited)

@@ -51,7 +51,7 @@ def test_a_preemption_before_the_first_token_is_sent_with_it() -> None:
     assert outbox.totals.num_preemptions == 3
 
 
-def test_an_end_that_the_frontend_knows_is_counted_and_not_sent() -> None:
+def test_an_end_that_the_frontend_decided_is_counted_and_not_sent() -> None:
     outbox = Outbox()
     outbox.end(End(1, FinishCode.STOP), is_known=True)
     outbox.end(End(2, FinishCode.ABORT))

@@ -45,7 +45,9 @@ def test_a_stop_token_beats_the_length_and_waits_for_the_minimum(
         (3, 0, FinishCode.LENGTH, ""),
     ],
 )
-def test_what_cannot_begin_is_refused(num_prompt: int, max_new: int, code: FinishCode | None, words: str) -> None:
+def test_requests_that_cannot_begin_are_refused(
+    num_prompt: int, max_new: int, code: FinishCode | None, words: str
+) -> None:
     submit = Submit(1, [1] * num_prompt, Sampling(seed=0), Limits(max_new_tokens=max_new), TextRules())
     refusal = refusal_of(submit, context_length=16, pool_tokens=8)
     assert (refusal.code if refusal else None) == code

@@ -38,7 +38,7 @@ SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=5)
 @given(
     st.dictionaries(st.sampled_from("abcd"), SIZES, min_size=2), st.lists(st.floats(0.1, 10), min_size=4, max_size=4)
 )
-def test_shares_differ_by_no_more_than_one_request_each(sizes: dict[str, list[int]], weights: list[float]) -> None:
+def test_shares_differ_by_at_most_one_request_of_each_tenant(sizes: dict[str, list[int]], weights: list[float]) -> None:
     weight_of = dict(zip("abcd", weights, strict=True))
     given_to = shares(Tenants(weight_of), sizes, 60)
     for one in sizes:
@@ -47,7 +47,7 @@ def test_shares_differ_by_no_more_than_one_request_each(sizes: dict[str, list[in
             assert abs(given_to[one] / weight_of[one] - given_to[other] / weight_of[other]) <= most + 1e-6
 
 
-def test_a_flood_of_one_does_not_keep_another_waiting() -> None:
+def test_many_requests_of_one_tenant_do_not_delay_another() -> None:
     tenants = Tenants({})
     flood = [request_of(uid, "loud", 100) for uid in range(1000)]
     for _ in flood:
@@ -61,7 +61,7 @@ def test_a_flood_of_one_does_not_keep_another_waiting() -> None:
     assert next(turns).uid == 1000
 
 
-def test_rest_is_not_saved_up_and_debts_are_kept_while_others_wait() -> None:
+def test_idle_tenants_save_no_credit_and_keep_their_debt_while_others_wait() -> None:
     tenants = Tenants({})
     tenants.enter("steady")
     tenants.enter("greedy")
@@ -78,7 +78,7 @@ def test_rest_is_not_saved_up_and_debts_are_kept_while_others_wait() -> None:
     assert list(taken)[:8] == ["rested", "steady"] * 4
 
 
-def test_what_was_not_used_is_given_back() -> None:
+def test_unused_tokens_are_credited() -> None:
     tenants = Tenants({})
     for tenant in "ab":
         tenants.enter(tenant)
@@ -89,7 +89,7 @@ def test_what_was_not_used_is_given_back() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 100)), max_size=60))
-def test_nothing_is_kept_of_those_that_are_gone(visits: list[tuple[str, int]]) -> None:
+def test_tenants_without_requests_and_debt_are_forgotten(visits: list[tuple[str, int]]) -> None:
     tenants = Tenants({})
     tenants.enter("stays")
     for tenant, num_tokens in visits:
@@ -113,7 +113,7 @@ def test_one_tenant_alone_keeps_the_order(tenant: str) -> None:
     assert [request.uid for request in tenants.in_turn(requests)] == [3, 1, 2]
 
 
-def test_of_many_that_come_and_go_beside_one_that_stays_those_furthest_ahead_are_known() -> None:
+def test_of_many_absent_tenants_those_with_the_largest_debt_are_kept() -> None:
     tenants = Tenants({})
     tenants.enter("stays")
     for number in range(3 * MAX_AWAY):

@@ -88,7 +88,7 @@ class World:
         return submit.continuation
 
 
-def test_what_is_open_goes_on_behind_what_was_given_out() -> None:
+def test_open_requests_continue_after_the_tokens_already_received() -> None:
     world = World(1, 2, 3)
     world.hear(1, [7, 8], begins=True)
     world.hear(2, [9], begins=True, ends=True)
@@ -102,14 +102,14 @@ def test_what_is_open_goes_on_behind_what_was_given_out() -> None:
     assert world.continuation(1) == Continuation(FirstToken(1, 0, 1.0, 2.0), [7, 8, 5, 6])
 
 
-def test_a_request_that_began_without_a_chunk_keeps_its_beginning() -> None:
+def test_a_request_with_a_first_token_and_no_text_keeps_its_first_token_times() -> None:
     world = World(1)
     world.hear(1, [], begins=True)
     world.restart()
     assert world.continuation(1) == Continuation(FirstToken(1, 0, 1.0, 2.0), [])
 
 
-def test_preemptions_are_counted_on() -> None:
+def test_preemptions_are_counted_across_restarts() -> None:
     world = World(1)
     world.hear(1, [7], begins=True)
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_preemptions_are_counted_on() -> None:
     assert resumed.num_preemptions == 2
 
 
-def test_what_comes_while_there_is_no_scheduler_waits_for_it() -> None:
+def test_messages_without_a_scheduler_are_sent_to_the_next_one() -> None:
     world = World(1)
     world.crash()
     world.tell(submit_of(2), Control(1, "flush_cache"))
@@ -132,7 +132,7 @@ def test_what_comes_while_there_is_no_scheduler_waits_for_it() -> None:
     assert not world.ledger.holds_back
 
 
-def test_aborts_end_what_has_not_begun_and_follow_the_rest() -> None:
+def test_after_a_crash_aborts_end_requests_not_begun_and_are_sent_again_for_others() -> None:
     world = World(1, 2)
     world.hear(1, [7], begins=True)
     world.crash()
@@ -144,7 +144,7 @@ def test_aborts_end_what_has_not_begun_and_follow_the_rest() -> None:
     assert ends_of(world.ledger) == []
 
 
-def test_an_abort_that_was_not_answered_is_sent_again() -> None:
+def test_an_unanswered_abort_is_sent_again() -> None:
     world = World(1)
     world.tell(Abort([1]))
     assert world.sent[-1] == Abort([1])
@@ -152,7 +152,7 @@ def test_an_abort_that_was_not_answered_is_sent_again() -> None:
     assert world.sent[1] == Abort([1])
 
 
-def test_deadlines_of_what_waits() -> None:
+def test_the_ledger_keeps_deadlines_while_there_is_no_scheduler() -> None:
     ledger = Ledger()
     limits = {
         1: Limits(8, deadline=3.0, queue_deadline=5.0),
@@ -176,7 +176,7 @@ def test_deadlines_of_what_waits() -> None:
     assert ledger.num_open == 2
 
 
-def test_a_pause_outlives_the_scheduler_that_was_paused() -> None:
+def test_a_pause_survives_a_restart_of_the_scheduler() -> None:
     world = World(1)
     world.tell(Control(1, "pause"))
     world.ledger.calls.receive(Reply(1, True))
@@ -189,7 +189,7 @@ def test_a_pause_outlives_the_scheduler_that_was_paused() -> None:
     assert len(world.sent) == 1
 
 
-def test_a_call_that_was_on_its_way_fails_and_is_not_tried_again() -> None:
+def test_control_calls_in_flight_at_a_crash_fail() -> None:
     world = World(1)
     world.tell(Control(1, "pause"), Control(2, "flush_cache"), Control(3, "server_info"))
     world.ledger.calls.receive(Reply(2, True))
@@ -210,7 +210,7 @@ def test_a_call_that_was_on_its_way_fails_and_is_not_tried_again() -> None:
     assert [type(message) for message in world.sent] == [Submit]
 
 
-def test_calls_are_asked_again_where_the_scheduler_lives() -> None:
+def test_control_calls_are_sent_again_if_only_the_detokenizer_was_lost() -> None:
     world = World(1)
     world.tell(Control(1, "pause"), Control(2, "server_info"))
     world.ledger.calls.receive(Reply(2, True))
@@ -222,7 +222,7 @@ def test_calls_are_asked_again_where_the_scheduler_lives() -> None:
     assert world.sent[-2:] == [Control(1, "pause"), Control(3, "flush_cache")]
 
 
-def test_a_continue_that_was_on_its_way_is_done() -> None:
+def test_a_continue_in_flight_at_a_crash_succeeds() -> None:
     world = World(1)
     world.tell(Control(1, "pause"))
     world.ledger.calls.receive(Reply(1, True))
@@ -232,7 +232,7 @@ def test_a_continue_that_was_on_its_way_is_done() -> None:
     assert [type(message) for message in world.sent] == [Submit]
 
 
-def test_an_abort_that_is_not_answered_in_two_processes_is_done_here() -> None:
+def test_an_abort_unanswered_by_two_processes_is_ended_by_the_ledger() -> None:
     """Else what makes them die would do so until all is over: who is aborted is no suspect."""
     world = World(1, 2)
     world.hear(1, [7], begins=True)
@@ -280,7 +280,7 @@ def test_a_suspect_that_was_suspended_is_so_again_when_it_was_tried() -> None:
 # ---------------------------------------------------------------- suspects
 
 
-def test_suspects_go_on_one_by_one_and_what_had_not_begun_behind_them() -> None:
+def test_suspects_are_resubmitted_one_by_one_before_requests_not_begun() -> None:
     world = World(1, 2, 3, 4)
     for uid in (1, 2, 3):
         world.hear(uid, [7], begins=True)
@@ -297,7 +297,7 @@ def test_suspects_go_on_one_by_one_and_what_had_not_begun_behind_them() -> None:
     assert not world.ledger.holds_back
 
 
-def test_a_suspect_tells_of_each_token() -> None:
+def test_a_suspect_reports_every_token() -> None:
     world = World(1)
     world.restart(1)
     (submit,) = world.sent
@@ -341,7 +341,7 @@ def test_a_suspect_that_survives_its_trial_alone_is_cleared() -> None:
     assert ends_of(world.ledger) == []
 
 
-def test_a_crash_without_the_suspect_on_trial_blames_nobody_and_adds_suspects() -> None:
+def test_a_crash_that_the_suspect_on_trial_was_not_in_adds_suspects() -> None:
     world = World(1, 2, 3)
     world.restart(1, 2)
     world.hear(1, [5], begins=True)
@@ -352,7 +352,7 @@ def test_a_crash_without_the_suspect_on_trial_blames_nobody_and_adds_suspects() 
     assert world.uids() == [1, 2]
 
 
-def test_where_everything_crashes_no_request_is_blamed() -> None:
+def test_if_every_process_crashes_no_request_is_blamed() -> None:
     world = World(1, 2, 3)
     blames: list[Blame] = []
     for uid in (1, 1, 1, 2, 2, 2):
@@ -383,7 +383,7 @@ def test_a_suspect_that_is_tried_alone_can_be_aborted() -> None:
         assert world.uids()[-2:] == [2, 3]
 
 
-def test_nothing_is_sent_before_there_is_a_new_scheduler() -> None:
+def test_nothing_is_sent_until_the_new_scheduler_is_ready() -> None:
     world = World(1, 2)
     world.restart(1)
     world.restart(1)
@@ -415,7 +415,7 @@ def test_a_suspect_that_waits_can_be_aborted() -> None:
 # ---------------------------------------------------------------- another replica
 
 
-def test_what_is_handed_over_goes_on_in_another_ledger() -> None:
+def test_requests_can_be_handed_over_to_another_ledger() -> None:
     world = World(1, 2, 3, 4)
     world.hear(1, [7, 8], begins=True)
     world.hear(2, [9], begins=True, ends=True)
@@ -586,7 +586,7 @@ TestNaiveWorld = NaiveWorld.TestCase
 # ---------------------------------------------------------------- restarts
 
 
-def test_restarts_within_a_time_are_limited() -> None:
+def test_restarts_within_the_window_are_limited() -> None:
     window = RestartWindow(2, 10.0)
     assert window.take(0.0)
     assert window.take(5.0)
@@ -597,14 +597,14 @@ def test_restarts_within_a_time_are_limited() -> None:
     assert window.take(14.0)
 
 
-def test_none_at_all() -> None:
+def test_a_limit_of_0_restarts_allows_none() -> None:
     window = RestartWindow(0, 10.0)
     assert not window.take(0.0)
     window.give_back()
     assert not window.take(1.0)
 
 
-def test_totals_never_fall() -> None:
+def test_totals_do_not_fall_across_restarts() -> None:
     totals = RisingTotals()
     stats = Stats(*range(1, 8), 1.0, 1.5, 1, 2, 64, 60, 5)
     assert totals.add(stats) == stats

@@ -42,7 +42,7 @@ def test_a_removed_replica_gets_no_request() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=60))
-def test_load_is_what_is_open(actions: list[tuple[int, bool]]) -> None:
+def test_each_request_goes_to_a_replica_with_the_fewest_open_requests(actions: list[tuple[int, bool]]) -> None:
     routes = Routes(3)
     placed: dict[int, int] = {}
     for uid, begins in actions:

@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def test_it_has_the_bytes_and_the_special_tokens(tokenizer: Tokenizer) -> None:
+def test_the_vocabulary_is_all_bytes_and_the_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.get_vocab_size() == VOCAB_SIZE == 261
     assert tokenizer.token_to_id("<eos>") == EOS_TOKEN_ID == 256
     assert tokenizer.token_to_id("<bos>") == BOS_TOKEN_ID
@@ -43,7 +43,7 @@ def test_special_tokens_are_one_id_and_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a<eos>b"
 
 
-def test_the_folder_has_all_that_a_model_folder_needs(tmp_path: Path) -> None:
+def test_the_folder_is_a_complete_model_folder(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "new" / "folder", context_length=99)
     config = json.loads((folder / "config.json").read_text())
     assert config["max_position_embeddings"] == 99

@@ -36,7 +36,7 @@ def first_token(runner: FakeRunner, prompt: list[int], pages: list[int], samplin
     return give(runner, Row(1, 0, len(prompt), TOKENS, prompt), opened=[opened])[0]
 
 
-def test_it_continues_as_the_reference_says() -> None:
+def test_outputs_equal_the_reference() -> None:
     runner, prompt = runner_with(), [5, 6, 7]
     output = [first_token(runner, prompt, [3])]
     output += give(runner, Row(1, 3, 1, TOKENS))
@@ -44,7 +44,7 @@ def test_it_continues_as_the_reference_says() -> None:
     assert output == reference_output(prompt, GREEDY, Limits(max_new_tokens=3), MODEL)
 
 
-def test_chunks_and_pages_make_no_difference() -> None:
+def test_chunks_and_page_sizes_do_not_change_the_output() -> None:
     prompt = list(range(10))
     runner = runner_with()
     opened = NewRow(1, GREEDY, 10, prompt, [7, 2])
@@ -60,13 +60,13 @@ def test_chunks_and_pages_make_no_difference() -> None:
         Row(1, 1, 1, TOKENS),  # a position computed twice
     ],
 )
-def test_a_wrong_position_changes_what_follows(row: Row) -> None:
+def test_a_wrong_position_changes_the_output(row: Row) -> None:
     runner = runner_with()
     output = [first_token(runner, [5, 6], [3]), *give(runner, row)]
     assert output != reference_output([5, 6], GREEDY, Limits(max_new_tokens=2), MODEL)
 
 
-def test_a_page_in_two_hands_changes_what_follows() -> None:
+def test_a_page_that_two_requests_write_changes_the_output() -> None:
     runner = runner_with()
     first = first_token(runner, [5, 6], [3])
     give(runner, Row(2, 0, 2, TOKENS, [8, 9]), opened=[NewRow(2, GREEDY, 2, [8, 9], [3])])
@@ -90,7 +90,7 @@ def test_an_impossible_plan_is_an_error(row: Row, words: str) -> None:
         runner.launch(Plan([row]))
 
 
-def test_after_a_close_nothing_is_held() -> None:
+def test_closing_a_request_frees_everything() -> None:
     runner = runner_with()
     first_token(runner, [5, 6], [3])
     opened = NewRow(1, GREEDY, 2, [5, 6], [3])
@@ -120,17 +120,17 @@ def test_an_alphabet_beyond_the_vocabulary_is_refused() -> None:
         runner_with(FakeModel(vocab_size=50, alphabet="abc"))
 
 
-def test_a_vocabulary_of_the_end_alone_is_refused() -> None:
+def test_a_vocabulary_of_the_end_token_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="no token beside eos_token_id=0"):
         runner_with(FakeModel(vocab_size=1, eos_token_id=0))
 
 
-def test_where_all_tokens_are_suppressed_one_is_given() -> None:
+def test_if_all_tokens_are_suppressed_one_is_still_sampled() -> None:
     sampling = Sampling(1, 0.0, min_new_tokens=2, suppressed_token_ids=(0, 1))
     assert len(reference_output([1], sampling, Limits(max_new_tokens=3), FakeModel(vocab_size=2))) == 3
 
 
-def test_suppressed_tokens_wait_for_the_minimum() -> None:
+def test_tokens_are_suppressed_until_min_new_tokens() -> None:
     model = FakeModel(vocab_size=4, eos_token_id=3, eos_probability=0.9)
     sampling = Sampling(seed=1, temperature=0.0, min_new_tokens=5, suppressed_token_ids=(3, 2))
     limits = Limits(max_new_tokens=50, min_new_tokens=5, stop_token_ids=(3, 2))
@@ -139,7 +139,7 @@ def test_suppressed_tokens_wait_for_the_minimum() -> None:
     assert output[-1] in {2, 3}
 
 
-def test_the_device_takes_its_time_once_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_takes_step_time_s_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(fake_runner, "time", clock)
     runner = runner_with(FakeModel(vocab_size=100, step_time_s=0.1))
@@ -185,17 +185,17 @@ def test_the_factory_reads_the_settings() -> None:
     runner.close()
 
 
-def test_the_factory_refuses_what_it_does_not_know() -> None:
+def test_the_factory_refuses_unknown_options() -> None:
     with pytest.raises(msgspec.ValidationError, match="step_tim"):
         build(settings_with(step_tim=3), ignore)
 
 
-def test_a_start_can_fail() -> None:
+def test_a_fault_can_fail_the_start() -> None:
     with pytest.raises(InjectedFault, match="no such device"):
         build(settings_with(start_error="no such device"), ignore)
 
 
-def test_steps_fail_where_asked() -> None:
+def test_faults_can_fail_chosen_steps() -> None:
     runner = runner_with(faults=Faults(collect_raise_at=2, raise_times=2, fail_row_at=5, stall_at=4, stall_s=0.03))
     results: list[str] = []
     seconds: list[float] = []
@@ -216,7 +216,7 @@ def test_steps_fail_where_asked() -> None:
 @pytest.mark.parametrize(
     ("fault", "exit_code"), [("exit_at=1, exit_code=7", 7), ("kill_at=1", -9), ("poison_token_id=1", -9)]
 )
-def test_a_process_dies_where_asked(fault: str, exit_code: int) -> None:
+def test_a_fault_can_kill_the_process(fault: str, exit_code: int) -> None:
     program = (
         "from aioengine.testing.fake_runner import *; from aioengine.scheduler.plan import *; "
         "from aioengine.protocol.messages import Sampling; "

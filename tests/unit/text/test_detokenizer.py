@@ -56,7 +56,7 @@ def bytes_of(table: TokenTable, ids: Sequence[int]) -> bytes:
 @by_name(ALL_SAMPLES)
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("text", TEXTS)
-def test_every_split_of_a_text_into_prompt_and_output(sample: Sample, skip: bool, text: str) -> None:
+def test_a_text_split_anywhere_into_prompt_and_output_gives_the_rest(sample: Sample, skip: bool, text: str) -> None:
     ids = sample.encode(text)
     whole = sample.decode(ids, skip_special_tokens=skip)
     table = TABLES.get((sample.name, skip))
@@ -123,7 +123,7 @@ def test_bytes_against_the_reference(sample: Sample, prompt: list[int], output: 
 
 @by_name(TABLE_SAMPLES)
 @given(data=st.data())
-def test_the_end_of_the_prompt_is_context_enough(sample: Sample, data: st.DataObject) -> None:
+def test_the_last_ids_of_a_prompt_are_enough_context(sample: Sample, data: st.DataObject) -> None:
     table = TABLES[sample.name, True]
     visible = [token_id for token_id in range(sample.num_ids) if table.first(token_id) is not None]
     prompt = data.draw(st.lists(st.sampled_from(visible), min_size=20, max_size=24))
@@ -133,7 +133,7 @@ def test_the_end_of_the_prompt_is_context_enough(sample: Sample, data: st.DataOb
 
 
 @pytest.mark.parametrize("name", ["llama", "metaspace first", "metaspace always", "metaspace never", "gemma"])
-def test_the_space_of_a_word_after_a_prompt(name: str) -> None:
+def test_the_first_output_token_keeps_its_leading_space(name: str) -> None:
     sample = next(sample for sample in TABLE_SAMPLES if sample.name == name)
     word = [sample.tokenizer.token_to_id("▁"), sample.tokenizer.token_to_id("H")]
     prompt = [sample.tokenizer.token_to_id("a")]
@@ -146,7 +146,7 @@ def test_the_space_of_a_word_after_a_prompt(name: str) -> None:
     assert text_of(TableDetokenizer(TABLES[name, False], start), singly(word)) == " H"
 
 
-def test_a_character_that_the_prompt_began() -> None:
+def test_a_character_begun_by_the_prompt_belongs_to_the_output_that_completes_it() -> None:
     table = TABLES["byte-level", True]
     smile = "🙂".encode()
     for cut in (1, 2, 3):
@@ -215,7 +215,7 @@ def test_a_long_prompt_without_a_table_is_not_decoded_whole() -> None:
 
 @by_name(BYTE_SAMPLES)
 @given(data=st.data())
-def test_window_is_indifferent_to_pieces_and_loses_nothing(sample: Sample, data: st.DataObject) -> None:
+def test_without_a_table_the_split_into_pushes_does_not_change_the_text(sample: Sample, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, sample.num_ids - 1), max_size=12))
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=5))
     whole = text_of(WindowDetokenizer(sample.decode), singly(ids))
@@ -224,7 +224,7 @@ def test_window_is_indifferent_to_pieces_and_loses_nothing(sample: Sample, data:
         assert whole == sample.decode(ids)
 
 
-def test_window_with_a_prompt_in_mid_character() -> None:
+def test_without_a_table_a_prompt_may_end_within_a_character() -> None:
     sample = TABLE_SAMPLES[0]
     smile = "🙂".encode()
     for cut in (1, 2, 3):
@@ -233,7 +233,7 @@ def test_window_with_a_prompt_in_mid_character() -> None:
         assert text_of(WindowDetokenizer(sample.decode, [65, *smile[:cut]]), singly([])) == ""
 
 
-def test_make_detokenizer_chooses() -> None:
+def test_make_detokenizer_uses_a_table_if_there_is_one() -> None:
     sample = TABLE_SAMPLES[0]
     assert isinstance(make_detokenizer(TABLES["byte-level", True]), TableDetokenizer)
     assert isinstance(make_detokenizer(sample.decode), WindowDetokenizer)
@@ -245,7 +245,7 @@ def letters(ids: Sequence[int]) -> str:
 
 
 @pytest.mark.parametrize("ids", [[200] * 999, [1] + [200] * 999, [1, *[200] * 150, 2, *[300] * 999], [1, 200, 2] * 333])
-def test_ids_that_write_nothing_are_not_kept(ids: list[int]) -> None:
+def test_without_a_table_ids_without_text_are_dropped_from_the_window(ids: list[int]) -> None:
     longest = 0
 
     def decode(window: Sequence[int]) -> str:

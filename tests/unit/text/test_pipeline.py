@@ -68,7 +68,7 @@ def test_ids_end_at_the_token_that_completes_the_stop() -> None:
     assert pipeline(patterns=("[bc]{2}",)).push(list(b"abcd")) == ("a", 3, "[bc]{2}")
 
 
-def test_text_lags_and_ids_do_not() -> None:
+def test_text_may_be_held_back_while_ids_are_not() -> None:
     stages = pipeline("bcd")
     assert stages.push(list(b"ab")) == ("a", 2, None)
     assert stages.push(list(b"c")) == ("", 1, None)
@@ -78,14 +78,14 @@ def test_text_lags_and_ids_do_not() -> None:
     assert stages.flush() == ""
 
 
-def test_without_stops_ids_pass() -> None:
+def test_without_stops_all_ids_belong_to_the_output() -> None:
     stages = TextPipeline(TableDetokenizer(BYTES))
     assert stages.push("é".encode()[:1]) == ("", 1, None)
     assert stages.push("é".encode()[1:]) == ("é", 1, None)
     assert stages.flush() == ""
 
 
-def test_a_stop_that_the_last_flush_completes() -> None:
+def test_a_stop_may_be_completed_by_flush() -> None:
     stages = pipeline("x\ufffd")
     assert stages.push([*b"ax", 0xC3]) == ("a", 3, None)
     assert stages.flush() == ""

@@ -42,7 +42,7 @@ def cut_up(text: str, cuts: list[int]) -> list[str]:
 
 
 @given(text=few_letters, stops=stop_strings, cuts=st.lists(st.integers(0, 12), max_size=6), keeps=st.booleans())
-def test_stops_against_the_reference(text: str, stops: list[str], cuts: list[int], keeps: bool) -> None:
+def test_stop_strings_match_as_in_a_plain_search(text: str, stops: list[str], cuts: list[int], keeps: bool) -> None:
     matcher = StopMatcher(stops, no_stop_trim=keeps)
     pushed = out = ""
     for piece in cut_up(text, cuts):
@@ -76,13 +76,15 @@ def test_stops_against_the_reference(text: str, stops: list[str], cuts: list[int
         (["", "x"], ["axb"], ["a"], "x"),
     ],
 )
-def test_stops_by_example(stops: list[str], pieces: list[str], texts: list[str], matched: str | None) -> None:
+def test_stop_strings_in_example_texts(
+    stops: list[str], pieces: list[str], texts: list[str], matched: str | None
+) -> None:
     matcher = StopMatcher(stops)
     assert [matcher.push(piece) for piece in pieces] == texts
     assert matcher.matched == matched
 
 
-def test_without_stops_text_passes() -> None:
+def test_without_stops_text_is_returned_at_once() -> None:
     for matcher in (StopMatcher(), StopMatcher([""])):
         assert not matcher.has_stops
         assert (matcher.push("text"), matcher.matched, matcher.flush()) == ("text", None, "")
@@ -90,7 +92,7 @@ def test_without_stops_text_passes() -> None:
     assert StopMatcher([], ["x"]).has_stops
 
 
-def test_nothing_comes_behind_a_match() -> None:
+def test_text_after_a_match_is_dropped() -> None:
     for keeps, text in [(False, "a"), (True, "ab")]:
         matcher = StopMatcher(["b"], no_stop_trim=keeps)
         assert matcher.push("abc") == text
@@ -161,13 +163,13 @@ def run(matcher: StopMatcher, pieces: list[str]) -> tuple[list[str], str | None,
         (["^b"], ["a", "b"], ["a", "b"], None, ""),
     ],
 )
-def test_patterns_by_example(
+def test_patterns_in_example_texts(
     patterns: list[str], pieces: list[str], texts: list[str], matched: str | None, rest: str
 ) -> None:
     assert run(StopMatcher([], patterns), pieces) == (texts, matched, rest)
 
 
-def test_a_pattern_may_be_kept() -> None:
+def test_no_stop_trim_keeps_the_match_of_a_pattern() -> None:
     assert run(StopMatcher([], ["[0-9]+"], no_stop_trim=True), ["a", "b12c"]) == (["a", "b12"], "[0-9]+", "")
 
 
@@ -187,7 +189,7 @@ def test_a_pattern_without_operators_is_a_stop_string(text: str, stop: str) -> N
     assert strings.flush() == patterns.flush()
 
 
-def test_a_pattern_that_holds_everything_back_gets_a_window() -> None:
+def test_a_pattern_holds_back_at_most_its_window() -> None:
     matcher = StopMatcher([], [r"[\s\S]+END"])
     out = matcher.push("a" * (2 * REGEX_WINDOW))
     assert len(out) == REGEX_WINDOW
@@ -223,7 +225,7 @@ def test_slow_pieces_that_are_each_within_the_time_end_the_request_together() ->
     assert matcher.search.used_s > 1
 
 
-def test_a_pattern_goes_on_where_it_may_match_though_another_holds_more_back() -> None:
+def test_each_pattern_is_searched_from_its_own_position() -> None:
     matcher = StopMatcher([], [r"[\s\S]+END", "a+b"])
     assert [matcher.push(piece) for piece in ("xa", "aa", "ca", "a", "b")] == ["", "", "", "", "xaaaca"[:5]]
     assert matcher.matched == "a+b"
@@ -237,6 +239,6 @@ def test_compiled_patterns_are_shared_and_bounded_in_bytes() -> None:
     assert [matcher.matched for matcher in matchers] == [f"y{index}" for index in range(300)]
 
 
-def test_what_is_no_pattern_is_refused() -> None:
+def test_invalid_patterns_are_refused() -> None:
     with pytest.raises(ValueError, match=r"stop_regex '\(' is not a valid pattern"):
         StopMatcher([], ["("])

@@ -12,7 +12,7 @@ from tests.unit.text.sample_tokenizers import ALL_SAMPLES, LETTERS, TABLE_SAMPLE
 
 @pytest.mark.parametrize("sample", TABLE_SAMPLES, ids=lambda sample: sample.name)
 @pytest.mark.parametrize("skip", [True, False])
-def test_every_token_behind_another_one(sample: Sample, skip: bool) -> None:
+def test_the_text_of_every_token_after_another_one(sample: Sample, skip: bool) -> None:
     table = read_token_table(sample.file, skip_special_tokens=skip)
     assert table is not None
     anchor = sample.encode("a")
@@ -25,7 +25,7 @@ def test_every_token_behind_another_one(sample: Sample, skip: bool) -> None:
 
 
 @pytest.mark.parametrize("sample", TABLE_SAMPLES, ids=lambda sample: sample.name)
-def test_every_token_at_the_beginning(sample: Sample) -> None:
+def test_the_text_of_every_token_at_the_beginning(sample: Sample) -> None:
     table = read_token_table(sample.file, skip_special_tokens=True)
     assert table is not None
     for token_id in range(sample.num_ids):
@@ -37,7 +37,7 @@ def test_every_token_at_the_beginning(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("sample", TABLE_SAMPLES, ids=lambda sample: sample.name)
-def test_ids_outside_the_vocabulary_write_nothing(sample: Sample) -> None:
+def test_ids_outside_the_vocabulary_have_no_text(sample: Sample) -> None:
     table = read_token_table(sample.file)
     assert table is not None
     assert [table[sample.num_ids], table[10**9], table[-1]] == ["", "", ""]
@@ -86,7 +86,7 @@ UNCOVERED: list[Any] = [
 
 
 @pytest.mark.parametrize("decoder", UNCOVERED, ids=str)
-def test_decoders_that_look_further_have_no_rule(decoder: Any) -> None:
+def test_decoders_that_look_at_other_tokens_have_no_rule(decoder: Any) -> None:
     assert read_decoder(decoder) is None
     assert read_token_table({**TABLE_SAMPLES[0].file, "decoder": decoder}) is None
 
@@ -100,7 +100,7 @@ def test_old_spelling_of_metaspace() -> None:
     assert (always.write("▁a", is_first=True), always.has_first_rule) == ("a", True)
 
 
-def test_strip_of_single_tokens() -> None:
+def test_a_strip_decoder_strips_single_tokens() -> None:
     rule = read_decoder({"type": "Strip", "content": "_", "start": 1, "stop": 2})
     assert rule is not None
     for token, text in [("__a___", "_a_"), ("_", ""), ("___", ""), ("a", "a"), ("", "")]:

@@ -23,7 +23,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_directory_is_private_and_goes_away(base: Path) -> None:
+def test_the_directory_is_private_and_is_removed(base: Path) -> None:
     first, second = PrivateDirectory(), PrivateDirectory()
     assert Path(first.path).parent == base
     assert first.path != second.path
@@ -53,7 +53,7 @@ def test_a_dead_engine_s_directory_is_removed_and_a_living_one_s_kept(base: Path
     assert list(base.iterdir()) == []
 
 
-def test_what_is_not_ours_is_left_alone(base: Path) -> None:
+def test_files_and_folders_of_others_are_kept(base: Path) -> None:
     (base / "aioengine-file").write_text("x")
     (base / "aioengine-open").mkdir(mode=0o755)
     (base / "aioengine-link").symlink_to(base / "aioengine-open")
@@ -68,7 +68,9 @@ def test_what_is_not_ours_is_left_alone(base: Path) -> None:
 
 @pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
 @pytest.mark.parametrize("value", ["x" * 120, "", "not/absolute", "/nowhere/at/all"])
-def test_bad_places_are_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+def test_directories_that_cannot_hold_a_socket_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     if len(value) > 100:
         (tmp_path / value).mkdir()

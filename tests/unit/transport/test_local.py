@@ -21,7 +21,7 @@ async def test_frames_arrive_in_order_as_copies() -> None:
     assert received[0] is not sent[0]
 
 
-async def test_a_waiting_reader_wakes_and_a_cancelled_one_loses_nothing() -> None:
+async def test_a_frame_wakes_a_waiting_reader_and_a_cancelled_one_loses_nothing() -> None:
     channel = LocalChannel(1)
     waiting = asyncio.create_task(channel.receiver.receive())
     await asyncio.sleep(0)

@@ -66,7 +66,7 @@ def receive(receiver: ZmqReceiver, count: int) -> list[Message]:
     return messages
 
 
-def test_frames_of_senders_that_came_before_the_reader_arrive_in_order(channel: Channel) -> None:
+def test_frames_sent_before_the_reader_connects_arrive_in_order(channel: Channel) -> None:
     sender = channel.sender()
     for uid in range(1000):
         sender.send([Abort([uid])])
@@ -98,7 +98,7 @@ def test_a_blocked_reader_wakes_at_once_and_waits_no_longer_than_asked(channel: 
     assert min(delays) < 0.05
 
 
-def test_other_news_end_a_wait(channel: Channel) -> None:
+def test_another_descriptor_can_end_a_wait(channel: Channel) -> None:
     reading, writing = os.pipe()
     receiver = ZmqReceiver(channel.context, channel.listener, EPOCH, wake_fd=reading)
     channel.closing.callback(receiver.close)
@@ -174,7 +174,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
         yield runner
 
 
-def test_async_ends_lose_nothing_under_a_flood(
+def test_asynchronous_senders_and_readers_lose_no_frame_under_load(
     channel: Channel, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "_HIGH_WATER_MARK", 10)
@@ -241,7 +241,7 @@ def test_an_idle_async_reader_sleeps(channel: Channel, runner: asyncio.Runner) -
     assert runner.run(main()) < 0.1  # a loop that spins takes 0.2
 
 
-def test_descriptors_are_given_back(tmp_path: Path) -> None:
+def test_closing_frees_all_descriptors(tmp_path: Path) -> None:
     def num_open() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
