@@ -6,6 +6,7 @@ checks or not at all. ``--hypothesis-profile=long`` looks further: other example
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -30,6 +31,16 @@ settings.load_profile("quick")
 # As in the processes of an engine, read when torch is imported: threads that spin where they wait for each other take
 # most of the time where the cores have other work.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def pytest_collection_finish() -> None:
+    """Keep garbage collections out of what was imported: torch and transformers are a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,7 +24,7 @@ SCRIPTS = {
     "04_async_streaming.py": r"so far: ' Paris.*ended by abort, \d+ tokens",
     "05_batch.py": r'\{"prompt": "The capital of Norway is", "text": " Oslo.*"\}',
 }
-SERVERS = {"fastapi_server.py", "aiohttp_server.py"}
+SERVERS = ("fastapi_server.py", "aiohttp_server.py")
 
 
 def test_every_example_is_run_by_a_test() -> None:
