@@ -104,6 +104,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     delivery: DeliveryConfig = DeliveryConfig()
     supervision: SupervisionConfig = SupervisionConfig()
     stream_interval: int = 1
+    logprobs_mode: str = "raw"
     random_seed: int | None = None
     log_level: str = "error"
     progress: bool | None = None
@@ -171,6 +172,8 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
         fallback_backend: used, with a warning, if ``attention_backend`` does not work on this machine; "": that is an
             error.
         compile_timeout_s: how long kernels may compile at the start.
+        logprobs_mode: "raw" (the model's own distribution) or "processed" (the one that tokens are drawn from, but for
+            top-k, top-p and min-p).
         options: passed on to the factory, which alone reads them.
     """
 
@@ -182,6 +185,7 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
     cuda_graph_max_rows: int = 0
     fallback_backend: str = ""
     compile_timeout_s: float = 540.0
+    logprobs_mode: str = "raw"
     options: dict[str, str | int | float | bool] = {}
 
 

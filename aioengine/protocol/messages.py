@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 
 from aioengine.protocol.columns import BadColumnsError, TokenColumns
+from aioengine.protocol.packed_logprobs import LogprobRules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,6 +58,7 @@ class RequestKind(IntEnum):
 
     GENERATE = 0  # tokens, until a stop or a limit
     POOL = 1  # one vector for its whole prompt, which ends it with STOP; ``max_new_tokens`` does not apply
+    SCORE = 2  # logprobs of its prompt and of what may come next, which end it with LENGTH; it gives no token
 
 
 # ---------------------------------------------------------------- the parts of a request
@@ -130,6 +132,7 @@ class TextRules(Struct, frozen=True, array_like=True, gc=False):
     ``context_token_ids`` are the last few ids of the prompt, so that the first output token is decoded in its
     place. ``stream_interval`` is in tokens; without ``stream`` text leaves in pieces of many tokens.
     The stop that ends the request, a token or a text, is not part of its text unless ``no_stop_trim``.
+    ``logprobs``: where texts are to be appended to them.
     """
 
     context_token_ids: tuple[int, ...] = ()
@@ -139,6 +142,7 @@ class TextRules(Struct, frozen=True, array_like=True, gc=False):
     skip_special_tokens: bool = True
     stream: bool = True
     stream_interval: int = 1
+    logprobs: LogprobRules | None = None
 
 
 # ---------------------------------------------------------------- to the scheduler
@@ -170,6 +174,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
 
     ``continuation``: it goes on where it was when its processes died; its limits still count from the prompt on.
     ``tenant``: whose share of the engine it uses. ``cache_salt``: it shares cached prefixes with no other salt.
+    ``logprobs``: those that it wants.
     """
 
     uid: int
@@ -183,6 +188,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     tenant: str = ""
     kind: RequestKind = RequestKind.GENERATE
     cache_salt: str = ""
+    logprobs: LogprobRules | None = None
 
 
 class Abort(Struct, tag="abort", array_like=True, gc=False):

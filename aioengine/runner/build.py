@@ -87,6 +87,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         context_length=settings.model.context_length,
         max_rows=settings.scheduler.max_running,
         device=device,
+        logprobs_mode=settings.runner.logprobs_mode,
     )
     facts: Facts = {
         "num_pages": num_pages,

@@ -175,8 +175,8 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int
     before = torch.cuda.memory_allocated(device)
     ids = torch.zeros(largest.num_tokens, dtype=torch.int64, device=device)
     hidden = model.forward(model_inputs(model, ids, ids), NoAttention())
-    logits = model.compute_logits(hidden[: largest.num_rows])
-    logits[:SAMPLED_ROWS].float()
+    logits = model.compute_logits(hidden[: max(largest.num_rows, SAMPLED_ROWS)])
+    logits[:SAMPLED_ROWS].to(torch.float32, copy=True)
     del hidden, logits
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before

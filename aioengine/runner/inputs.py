@@ -114,11 +114,14 @@ class InputBuilder:
         wrong = [i for i in row.token_ids if not 0 <= i < self._num_embeddings]
         return f"token id {wrong[0]} is outside the vocabulary of {self._num_embeddings}" if wrong else ""
 
-    def build(self, model: Model, rows: StepRows, *, num_outputs: int) -> tuple[ModelInputs, ForwardBatch]:
+    def build(
+        self, model: Model, rows: StepRows, *, num_outputs: int, others: Ints | None = None
+    ) -> tuple[ModelInputs, ForwardBatch]:
         """What the model and attention read of valid rows, at least one.
 
         The model returns the hidden state of the last token of each row. Where rows have several tokens there are
-        ``num_outputs`` of them, at least one for each row; those beyond are of the first token of the step.
+        ``num_outputs`` of them, at least one for each row; those beyond are of the first token of the step. Behind
+        these come those of the tokens ``others`` [N] of the step.
         """
         upload, page_size = self._table.upload, self._page_size
         kv_lengths = rows.starts + rows.counts
@@ -131,8 +134,10 @@ class InputBuilder:
         else:
             row_of_token = np.repeat(np.arange(len(rows.requests)), rows.counts)
             positions = np.arange(num_tokens) + np.repeat(kv_lengths - rows.token_ends, rows.counts)
+        if num_tokens > len(rows.requests) or others is not None:
             outputs = np.zeros(num_outputs, dtype=np.int64)
             outputs[: len(rows.requests)] = rows.token_ends - 1
+            outputs = outputs if others is None else np.concatenate([outputs, others])
         page_places = positions // page_size
         slot_mapping = positions + (page_table_RP[row_of_token, page_places] - page_places) * page_size
         inputs = model_inputs(

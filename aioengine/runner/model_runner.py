@@ -14,6 +14,7 @@ from torch.nn import functional
 from aioengine.protocol.columns import TokenColumns
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.inputs import InputBuilder
+from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.timing import part
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import LogitsProcessor
+    from aioengine.runner.logprobs import StepLogprobs
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.scheduler.plan import Plan, Row
 
@@ -53,6 +55,7 @@ class DeviceParts:
     context_length: int
     max_rows: int
     device: torch.device
+    logprobs_mode: str = "raw"
 
     @property
     def max_row_pages(self) -> int:
@@ -66,7 +69,7 @@ class Ticket:
 
     wanted: uids of the rows that give anything, in the order of the plan. sampled: those that were computed. silent:
     uids of the computed rows that do not sample. values: a token for each of ``sampled``, then for each of ``silent``
-    0 or, where its numbers are bad, FAILED. failed: rows that were not computed.
+    0 or, where its numbers are bad, FAILED. failed: rows that were not computed. logprobs: those that rows asked for.
     """
 
     wanted: list[int]
@@ -74,6 +77,7 @@ class Ticket:
     silent: list[int]
     values: Readback
     failed: dict[int, str]
+    logprobs: StepLogprobs | None = None
 
 
 class ModelRunner:
@@ -103,6 +107,8 @@ class ModelRunner:
         self._inputs = InputBuilder(self._table, page_size=page_size, num_embeddings=num_embeddings)
         self._vocab_size = min(parts.vocab_size, num_embeddings)
         self._sampler = _sampler(parts, self._table, processors)
+        processes = self._sampler if parts.logprobs_mode == "processed" else None
+        self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processes)
         self._graphs: DecodeGraphs | None = None
         self.piece_graphs: PieceGraphs | None = None
         self._broken: dict[int, str] = {}
@@ -149,7 +155,8 @@ class ModelRunner:
             for request, samples in zip(rows.requests, rows.samples.tolist(), strict=True):
                 (sampled if samples else silent).append(request)
         values = Readback(self._compute(rows, sampled))
-        ticket = Ticket(wanted, [each.uid for each in sampled], [each.uid for each in silent], values, failed)
+        logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
+        ticket = Ticket(wanted, [each.uid for each in sampled], [each.uid for each in silent], values, failed, logprobs)
         self._newest = ticket
         return ticket
 
@@ -158,8 +165,9 @@ class ModelRunner:
         if ticket is self._newest:
             self._newest = None
         values = ticket.values.wait()
-        if FAILED not in values and not ticket.failed:
-            return StepResult(TokenColumns(ticket.wanted, values[: len(ticket.sampled)]))
+        extras = [] if ticket.logprobs is None else ticket.logprobs.extras()
+        if FAILED not in values and len(ticket.wanted) == len(ticket.sampled):
+            return StepResult(TokenColumns(ticket.wanted, values[: len(ticket.sampled)], None, extras))
         value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True))
         bad = [uid for uid, value in value_of.items() if value == FAILED]
         errors = {uid: self._why_bad(uid) for uid in bad}
@@ -167,8 +175,11 @@ class ModelRunner:
             self._break(uid, errors[uid])
             self._poisoned.add(uid)
         failed = {**ticket.failed, **errors}
-        token_ids = [value_of.get(uid, FAILED) for uid in ticket.wanted]
-        return StepResult(TokenColumns(ticket.wanted, token_ids), failed)
+        without_token = set(ticket.silent).difference(bad)
+        tokens = TokenColumns(extras=extras)
+        for uid in ticket.wanted:
+            tokens.add(uid, () if uid in without_token else (value_of.get(uid, FAILED),))
+        return StepResult(tokens, failed)
 
     def _why_bad(self, uid: int) -> str:
         """Why no token could be drawn for a request."""
@@ -245,9 +256,16 @@ class ModelRunner:
         """Forward and sampling of at least one row; returns ``Ticket.values`` [R]."""
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
+        num_rows = len(rows.requests)
+        prompts = self._logprobs.find_prompts(rows) if self._table.num_with_logprobs else None
+        num_outputs = self._num_padded(num_rows)
         with part("prepare"):
-            inputs, batch = self._inputs.build(self._model, rows, num_outputs=self._num_padded(len(rows.requests)))
-        hidden = self._forward(inputs, batch)
+            others = None if prompts is None else prompts.places
+            inputs, batch = self._inputs.build(self._model, rows, num_outputs=num_outputs, others=others)
+        hidden = self._forward(inputs, batch, has_more_outputs=prompts is not None)
+        if prompts is not None:
+            self._logprobs.add_prompts(hidden[num_outputs:], prompts)
+        hidden = hidden[:num_rows]
         if len(sampled) == len(rows.requests):
             return self._sample(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
         # A non-finite number anywhere in a row has reached its last token through attention.
@@ -260,13 +278,14 @@ class ModelRunner:
         token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions))
         return torch.cat([token_ids, silent])
 
-    def _forward(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
-        """Hidden states [R, D] of the last token of each row."""
-        if inputs.outputs is not None and self.piece_graphs is not None and self.piece_graphs.fits(batch):
-            return self.piece_graphs.replay(inputs, batch)
+    def _forward(self, inputs: ModelInputs, batch: ForwardBatch, *, has_more_outputs: bool) -> Tensor:
+        """Hidden states, first [R, D] of the last token of each row; ``has_more_outputs``: then of other tokens."""
+        graphs = self.piece_graphs
+        if inputs.outputs is not None and not has_more_outputs and graphs is not None and graphs.fits(batch):
+            return graphs.replay(inputs, batch)
         with part("prepare"):
             self._attention.prepare(batch)
-        return self._model.forward(inputs, self._attention)[: len(batch.query_lengths)]
+        return self._model.forward(inputs, self._attention)
 
     def _num_padded(self, num_rows: int) -> int:
         """The row count of a captured decode step: for matmuls of a new number of rows CUDA loads kernels, for which it
@@ -280,6 +299,8 @@ class ModelRunner:
         step = graphs.replay(rows, sampled)
         if step.token_ids is None:
             return self._sample(step.hidden, sampled)
+        if self._table.num_with_logprobs:
+            self._logprobs.add_sampled(graphs.logits(step), sampled, step.token_ids, step.order)
         return step.token_ids
 
     def _sample(self, hidden: Tensor, rows: SampledRows) -> Tensor:
@@ -290,6 +311,8 @@ class ModelRunner:
         logits = self._model.compute_logits(padded)[:num_rows]
         with part("sample"):
             token_ids = self._sampler.sample(logits, rows)
+            if self._table.num_with_logprobs:
+                self._logprobs.add_sampled(logits, rows, token_ids)
             self._table.write_tokens(rows, token_ids)
         return token_ids
 
@@ -298,7 +321,11 @@ class _Samples(Protocol):
     """``sampler.Sampler``, or ``device_sampler.DeviceSampler`` on a GPU."""
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """Logits [S, V] -> token ids [S]."""
+        """Logits [S, V], which stay as they are -> token ids [S]."""
+        ...
+
+    def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """See ``logprobs.Processes``: logits [S, V] -> [S, V]."""
         ...
 
 

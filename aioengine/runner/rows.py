@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
+    from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.runner.logits import LogitsProcessor
     from aioengine.scheduler.plan import NewRow
 
@@ -45,6 +46,20 @@ SAMPLING_RECORD = np.dtype(
 
 
 @dataclass(slots=True)
+class RowLogprobs:
+    """The logprobs of an open request.
+
+    rules: those that it wants. gives_next: what stands behind the prompt gets them and is no token. prompt: ids [X] of
+    the prompt if its positions get them, else none. parts: of the prompt, packed, as far as it is computed.
+    """
+
+    rules: LogprobRules
+    gives_next: bool
+    prompt: Ints
+    parts: list[bytes]
+
+
+@dataclass(slots=True)
 class RequestRow:
     """An open request.
 
@@ -58,6 +73,7 @@ class RequestRow:
     num_prompt: int
     history: Tensor | None
     token_ids: list[int]
+    logprobs: RowLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +84,11 @@ class SampledRows:
     row_indices: Ints
     positions: Ints
     records: npt.NDArray[np.void]  # of SAMPLING_RECORD
+
+    def part(self, chosen: Ints) -> SampledRows:
+        """The ``chosen`` [X] of them."""
+        requests = [self.requests[i] for i in chosen.tolist()]
+        return SampledRows(requests, self.row_indices[chosen], self.positions[chosen], self.records[chosen])
 
 
 class RowTable:
@@ -87,6 +108,7 @@ class RowTable:
         last_tokens: [max_rows + 1] int64 on the device; the last entry belongs to no request.
         sampling: [max_rows] of SAMPLING_RECORD.
         num_opened: requests opened so far; while it stays the same, a row belongs to the same request.
+        num_with_logprobs: open requests that want logprobs.
     """
 
     def __init__(
@@ -106,6 +128,7 @@ class RowTable:
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
         self.num_opened = 0
+        self.num_with_logprobs = 0
         self._pool_pages = num_pages
         self._num_embeddings = num_embeddings
         self._processors = processors
@@ -129,6 +152,9 @@ class RowTable:
         if opened.sampling.bad_token_ids or (opened.sampling.has_penalties and not is_on_gpu):
             history = self.upload(np.array([*opened.token_ids, *[0] * 64], dtype=np.int64))
         request = RequestRow(opened.uid, row_index, opened.sampling, opened.num_prompt, history, token_ids)
+        if opened.logprobs is not None:
+            request.logprobs = _row_logprobs(opened, opened.logprobs)
+            self.num_with_logprobs += 1
         self.requests[opened.uid] = request
         self.num_opened += 1
         self.sampling[row_index] = self._record(opened.sampling)
@@ -141,6 +167,7 @@ class RowTable:
         request = self.requests.pop(uid, None)
         if request is not None:
             self._free_indices.append(request.row_index)
+            self.num_with_logprobs -= request.logprobs is not None
 
     def pages(self, uid: int) -> list[int]:
         """Pages of the pool that a request has, in order; empty for one that is not known."""
@@ -185,15 +212,18 @@ class RowTable:
 
     def _check(self, opened: NewRow) -> None:
         sampling = opened.sampling
-        if opened.kind is not RequestKind.GENERATE:
-            message = f"the runner implements requests of kind GENERATE, and this one is {opened.kind.name}"
+        rules = opened.logprobs
+        if opened.kind is RequestKind.POOL or (opened.kind is RequestKind.SCORE and rules is None):
+            message = f"the runner implements requests of kind GENERATE and SCORE, and this one is {opened.kind.name}"
             raise ValueError(message)
         if len(sampling.bias_token_ids) != len(sampling.logit_bias):
             message = f"{len(sampling.bias_token_ids)} bias_token_ids, but {len(sampling.logit_bias)} values"
             raise ValueError(message)
         ids = (*sampling.bias_token_ids, *sampling.suppressed_token_ids, *sampling.allowed_token_ids)
         ids = (*ids, *chain.from_iterable(sampling.bad_token_ids))
-        if sampling.has_penalties:
+        if rules is not None:
+            ids = (*ids, *rules.token_ids)
+        if sampling.has_penalties or (rules is not None and rules.start >= 0):
             ids = (*ids, *opened.token_ids)
         if ids and not (min(ids) >= 0 and max(ids) < self._num_embeddings):
             wrong = next(i for i in ids if not 0 <= i < self._num_embeddings)
@@ -215,6 +245,16 @@ class RowTable:
             sampling.min_p,
             sampling.seed & SEED_MASK,
         )
+
+
+def _row_logprobs(opened: NewRow, rules: LogprobRules) -> RowLogprobs:
+    prompt = np.array(opened.token_ids[: opened.num_prompt] if rules.start >= 0 else (), dtype=np.int64)
+    parts: list[bytes] = []
+    if rules.start == 0:  # position 0 has an id alone
+        first = np.zeros(rules.position_bytes // 4, dtype=np.int32)
+        first[rules.num_values] = prompt[0]
+        parts.append(first.tobytes())
+    return RowLogprobs(rules, opened.kind is RequestKind.SCORE, prompt, parts)
 
 
 def _with_room(history: Tensor, size: int) -> Tensor:

@@ -63,6 +63,13 @@ def upload_to(device: torch.device) -> Upload:
     return cast("Upload", torch.from_numpy) if device.type == "cpu" else PinnedUpload(device)
 
 
+def host_copy(values: Tensor) -> Tensor:
+    """[...] on the device -> [...] on the host, where it is once the work queued so far is done; on a CPU the same."""
+    if not values.is_cuda:
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
 class Readback:
     """Numbers on their way to the host: the copy is queued behind a step, and waited for when the step is collected.
 
@@ -78,10 +85,8 @@ class Readback:
         """values: [S] int64."""
         self.source = values
         self._arrived: torch.cuda.Event | None = None
-        self._values = values
+        self._values = host_copy(values)
         if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 

@@ -62,7 +62,7 @@ class Admission:
         """
         if num_partial >= MAX_PARTIAL and request.num_tokens > left:
             return Refusal.LATER
-        match = self._cache.match(request.token_ids, request.submit.cache_salt)
+        match = self._cache.match(request.ids_to_match, request.submit.cache_salt)
         request.wait_for(match.pending)
         if match.pending is not None:
             return Refusal.LATER
@@ -187,8 +187,8 @@ def refusal_of_late(submit: Submit, pace: Pace, now: float, *, num_ahead: int, n
 
 
 def _least_output(submit: Submit) -> int:
-    """The least number of output tokens; a vector counts as one."""
-    if submit.kind is RequestKind.POOL:
+    """The least number of output tokens; a vector or a distribution counts as one."""
+    if submit.kind is not RequestKind.GENERATE:
         return 1
     text, limits = submit.text, submit.limits
     can_stop = limits.stop_token_ids or text.stop or text.stop_regex

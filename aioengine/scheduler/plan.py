@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from aioengine.protocol.columns import BadColumnsError, TokenColumns
 from aioengine.protocol.messages import RequestKind, Sampling
+from aioengine.protocol.packed_logprobs import LogprobRules
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 NOTHING = 0
 TOKENS = 1
 VECTOR = 2
+DISTRIBUTION = 4
 """Bits of ``Row.gives``; plain integers, for they are read once for each row of each step."""
 
 
@@ -35,7 +37,8 @@ class Row(Struct, array_like=True, gc=False):
     count: positions to compute, at least 1.
     gives: bits. TOKENS: the logits of the last position give a new token, at position ``start + count``; the runner
         may give none, or several from this position on. VECTOR: the hidden states of the request give its pooled
-        vector. NOTHING: the row writes KV only, as a chunk of a prompt.
+        vector. DISTRIBUTION: the logits of the last position give logprobs and no token. NOTHING: the row writes KV
+        only, as a chunk of a prompt.
     new_pages: pages appended to the request's page table since its last row.
     """
 
@@ -53,7 +56,9 @@ class NewRow(Struct, array_like=True, gc=False):
     token_ids: all tokens known so far, prompt then output: for penalties, and for counting output tokens.
     pages: its page table so far, with place for all of ``token_ids``; the first of them may be a prefix hit, which its
         first row then leaves out.
-    kind: a POOL request gets no row with TOKENS, and its last row has VECTOR.
+    kind: a POOL request gets no row with TOKENS, and its last row has VECTOR; that of a SCORE request has DISTRIBUTION.
+    logprobs: those that it still needs, as extras: of each output token with the token, of the prompt with the first
+        output token (or with DISTRIBUTION). Rows of the prompt then begin at ``logprobs.start - 1`` at the latest.
     """
 
     uid: int
@@ -62,6 +67,7 @@ class NewRow(Struct, array_like=True, gc=False):
     token_ids: list[int]
     pages: list[int] = []
     kind: RequestKind = RequestKind.GENERATE
+    logprobs: LogprobRules | None = None
 
 
 class Plan(Struct, array_like=True, gc=False):
@@ -82,9 +88,10 @@ class Plan(Struct, array_like=True, gc=False):
 class StepResult(Struct, array_like=True, gc=False):
     """The result of a step.
 
-    tokens: has a row for each row of the plan that gives TOKENS or VECTOR, in the same order. A row with VECTOR has no
-        tokens and an extra of the kind ``POOLED_VECTOR``. Behind a number of tokens other than one, rows of the
-        request that were launched already do not count, whatever they give; the next one carries all its tokens.
+    tokens: has a row for each row of the plan that gives anything, in the same order. A row with VECTOR has no tokens
+        and an extra of the kind ``POOLED_VECTOR``, one with DISTRIBUTION none and an extra of the kind
+        ``NEXT_LOGPROBS``. Behind a number of tokens other than one, rows of the request that were launched already do
+        not count, whatever they give; the next one carries all its tokens.
     failed: maps the uid of a row that could not be computed or sampled to what happened. Its tokens (one that is -1,
         for example) do not count; that request ends alone, and what stands in its pages is of no use to others.
     """

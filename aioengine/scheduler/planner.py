@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import RequestKind
 from aioengine.scheduler.admission import Admission, Refusal, TokenBudget
-from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
+from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from aioengine.memory.prefix_cache import Hold
     from aioengine.scheduler.request import Request
     from aioengine.scheduler.requests import Requests
+
+GIVES = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.SCORE: DISTRIBUTION}
+"""``Row.gives`` at the end of a prompt."""
 
 MAX_LATER = 64  # requests refused in a step because of a prefix: each costs a look into the cache
 
@@ -179,12 +182,11 @@ def _new_row(request: Request) -> NewRow:
         request.token_ids.copy(),
         request.hold.pages.copy(),
         request.kind,
+        request.logprobs,
     )
 
 
 def _prompt_row(request: Request, count: int) -> Row:
     start = request.num_computed
-    gives = NOTHING
-    if start + count == request.num_tokens:
-        gives = VECTOR if request.kind is RequestKind.POOL else TOKENS
+    gives = GIVES[request.kind] if start + count == request.num_tokens else NOTHING
     return Row(request.uid, start, count, gives, request.token_ids[start : start + count])

@@ -11,6 +11,8 @@ from copy import copy
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from aioengine.memory.prefix_cache import Hold
 from aioengine.protocol.messages import End, FinishCode, RequestKind
 from aioengine.scheduler.gates import ALL_OPEN, Gate
@@ -18,6 +20,7 @@ from aioengine.scheduler.gates import ALL_OPEN, Gate
 if TYPE_CHECKING:
     from aioengine.memory.radix import Node
     from aioengine.protocol.messages import Submit
+    from aioengine.protocol.packed_logprobs import LogprobRules
 
 NOTHING_HELD = Hold()  # of a request that is not running; never changed
 
@@ -57,7 +60,7 @@ class Request:
     max_tokens: prompt and output together.
     token_ids: prompt and output, as far as known here.
     holds_last: whether the runner holds the newest token, so that a row need not carry it.
-    kind: POOL ends when its vector was given, and never has output tokens.
+    kind: POOL ends when its vector was given, SCORE with its logprobs; both never have output tokens.
     gates: the closed gates.
     decodes: whether its next row is a decode: the runner holds the newest token, and all gates are open.
     hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption and each ``fall_behind``,
@@ -115,6 +118,22 @@ class Request:
     def num_missing(self) -> int:
         """Positions to compute before the next token can be sampled (or is, by a step in flight: 0)."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def logprobs(self) -> LogprobRules | None:
+        """The logprobs that it still needs: those of the prompt came with its first token."""
+        rules = self.submit.logprobs
+        if rules is None or rules.start < 0 or not self.marks.is_text_open:
+            return rules
+        return replace(rules, start=-1)
+
+    @property
+    def ids_to_match(self) -> list[int]:
+        """The tokens whose KV may come from the prefix cache, and one more: positions that give logprobs are computed,
+        and so is the last one.
+        """
+        rules = self.logprobs
+        return self.token_ids if rules is None or rules.start < 0 else self.token_ids[: max(rules.start, 1)]
 
     @property
     def waits_for_prefix(self) -> bool:
@@ -188,7 +207,7 @@ def end_of(request: Request) -> End | None:
 
 def num_wanted(submit: Submit) -> int:
     """The most tokens that a request asks for, prompt and output together."""
-    num_output = 0 if submit.kind is RequestKind.POOL else submit.limits.max_new_tokens
+    num_output = submit.limits.max_new_tokens if submit.kind is RequestKind.GENERATE else 0
     return len(submit.prompt_token_ids) + num_output
 
 
@@ -197,10 +216,10 @@ def refusal_of(submit: Submit, *, context_length: int, pool_tokens: int) -> End 
     uid, num_prompt = submit.uid, len(submit.prompt_token_ids)
     if num_prompt == 0:
         return End(uid, FinishCode.FAILED, stage="schedule", message="the prompt has no tokens; give at least one")
-    is_pooled = submit.kind is RequestKind.POOL
-    if submit.limits.max_new_tokens <= 0 and not is_pooled:
+    generates = submit.kind is RequestKind.GENERATE
+    if submit.limits.max_new_tokens <= 0 and generates:
         return End(uid, FinishCode.LENGTH)
-    least = num_prompt if is_pooled else num_prompt + 1
+    least = num_prompt + 1 if generates else num_prompt
     if least > context_length:
         limit, advice = f"the context holds {context_length}", "shorten it"
     elif least > pool_tokens:

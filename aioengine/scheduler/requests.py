@@ -303,7 +303,7 @@ class Requests:
         return refusal_of_late(request.submit, self.pace, now, num_ahead=max(0, num_ahead), num_missing=num_missing)
 
     def _num_cached(self, request: Request) -> int:
-        return len(self.cache.match(request.token_ids, request.submit.cache_salt).path) * self.cache.page_size
+        return len(self.cache.match(request.ids_to_match, request.submit.cache_salt).path) * self.cache.page_size
 
 
 def _check_gate(gate: Gate) -> None:

@@ -14,7 +14,8 @@ from msgspec.structs import asdict
 
 from aioengine.protocol.columns import POOLED_VECTOR
 from aioengine.protocol.messages import End, FinishCode, Stats, StepOutput
-from aioengine.scheduler.plan import TOKENS, VECTOR
+from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS
+from aioengine.scheduler.plan import DISTRIBUTION, TOKENS, VECTOR
 from aioengine.scheduler.planner import Flight, Planner
 from aioengine.scheduler.request import end_of
 from aioengine.scheduler.requests import Requests
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from aioengine.config import SchedulerSettings
     from aioengine.scheduler.plan import Plan, Row, StepResult
     from aioengine.scheduler.request import Request
+
+_GIVEN = {TOKENS: "token", VECTOR: "vector", DISTRIBUTION: "distribution"}
 
 
 class Scheduler:
@@ -104,7 +107,7 @@ class Scheduler:
         """
         error = result.failed.get(row.uid)
         if error is None and new is None and row.gives:
-            error = f"the runner gave no {'vector' if row.gives & VECTOR else 'token'}"
+            error = f"the runner gave no {_GIVEN[row.gives]}"
         if error is not None:
             failed = End(row.uid, FinishCode.FAILED, stage="sample", message=error)
             self.requests.end(request, failed, is_invalid=True)
@@ -114,10 +117,11 @@ class Scheduler:
             self.cache.insert(request.hold, request.token_ids, end)
         if new is None:  # a part of a prompt
             return None
-        if (new or row.gives & VECTOR) and not request.marks.is_text_open:
+        is_last = bool(row.gives & (VECTOR | DISTRIBUTION))
+        if (new or is_last) and not request.marks.is_text_open:
             self._outbox.open_text(request, now)
-        if row.gives & VECTOR:
-            self.requests.end(request, End(row.uid, FinishCode.STOP))
+        if is_last:
+            self.requests.end(request, End(row.uid, FinishCode.STOP if row.gives & VECTOR else FinishCode.LENGTH))
             return None
         for num_taken, token_id in enumerate(new, 1):
             request.token_ids.append(token_id)
@@ -176,19 +180,19 @@ class Scheduler:
 def _by_row(plan: Plan, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
     """For each row of the plan its only token, -1 for any other row; and by uid the tokens of those other rows.
 
-    These have an entry where they gave what they should: none or several tokens, or a vector.
+    These have an entry where they gave what they should: none or several tokens, a vector, or a distribution.
     """
     tokens = result.tokens
     others: dict[int, list[int]] = {}
     single = tokens.token_ids
     if tokens.counts is not None:
-        vectors = {extra.uid for extra in tokens.extras if extra.kind == POOLED_VECTOR}
+        given = {extra.uid for extra in tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
         rows = [row for row in plan.rows if row.gives]
         single = list[int]()
         for row, new in zip(rows, tokens.rows(), strict=True):
             ids = [new] if isinstance(new, int) else new
             single.append(ids[0] if len(ids) == 1 else -1)
-            if len(ids) != 1 and (row.gives & TOKENS or row.uid in vectors):
+            if len(ids) != 1 and (row.gives & TOKENS or row.uid in given):
                 others[row.uid] = ids
     if len(single) < len(plan.rows) or result.failed:
         each = iter(single)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from aioengine.protocol.messages import End, Limits, Sampling, Submit, TextRules
+from aioengine.protocol.columns import Extra
+from aioengine.protocol.messages import End, Limits, RequestKind, Sampling, Submit, TextRules
 from aioengine.runner.build import build
 from aioengine.runner.model_runner import ModelRunner, Ticket
 from aioengine.scheduler.core import SchedulerCore
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aioengine.config import Settings
+    from aioengine.protocol.packed_logprobs import LogprobRules
 
 VOCAB_SIZE = 300
 CONTEXT_LENGTH = 256
@@ -83,6 +85,7 @@ class World:
 
     settings: Settings
     outputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    extras: dict[int, list[Extra]] = field(default_factory=dict[int, list[Extra]])
     ended: dict[int, End] = field(default_factory=dict[int, End])
     num_cached: dict[int, int] = field(default_factory=dict[int, int])
     num_preemptions: int = 0
@@ -95,20 +98,33 @@ class World:
         self.core: SchedulerCore[Ticket] = SchedulerCore(scheduler, self.runner, self.settings.scheduler.depth)
         self._next_uid = 0
 
-    def submit(self, prompt: list[int], sampling: Sampling | None = None, *, max_new_tokens: int = 12) -> int:
+    def submit(
+        self,
+        prompt: list[int],
+        sampling: Sampling | None = None,
+        *,
+        max_new_tokens: int = 12,
+        logprobs: LogprobRules | None = None,
+    ) -> int:
+        """With ``max_new_tokens`` 0 only logprobs are given."""
         uid = self._next_uid
         self._next_uid += 1
         sampling = sampling or Sampling(uid, temperature=0.0)
         self.outputs[uid] = []
-        self.core.requests.submit(Submit(uid, prompt, sampling, Limits(max_new_tokens), TextRules()))
+        self.extras[uid] = []
+        kind = RequestKind.GENERATE if max_new_tokens else RequestKind.SCORE
+        limits = Limits(max_new_tokens)
+        self.core.requests.submit(Submit(uid, prompt, sampling, limits, TextRules(), kind=kind, logprobs=logprobs))
         return uid
 
     def step(self) -> None:
         output = self.core.step(0.0)
         if output is None:
             return
-        for uid, token_id in zip(output.tokens.uids, output.tokens.token_ids, strict=True):
+        for uid, token_id in zip(output.tokens.uid_of_each(), output.tokens.token_ids, strict=True):
             self.outputs[uid].append(token_id)
+        for extra in output.tokens.extras:
+            self.extras[extra.uid].append(extra)
         self.num_cached |= {opened.first_token.uid: opened.first_token.num_cached for opened in output.opened}
         self.num_preemptions += len(output.preempted)
         self.ended |= {ended.uid: ended for ended in output.ended}

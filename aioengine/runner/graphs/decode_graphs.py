@@ -53,20 +53,48 @@ which the table stores the drawn tokens, words of the draws.
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """One captured step of ``num_rows`` rows: hidden [B, D] and token_ids [B] are the memory that it writes."""
+    """One captured step of ``num_rows`` rows: hidden [B, D] and token_ids [B] are the memory that it writes.
+
+    logits: its logits [B, V], in memory that other graphs use too: valid until the next one is replayed.
+    """
 
     num_rows: int
     graph: torch.cuda.CUDAGraph
     attention: FixedDecode
     hidden: Tensor
     token_ids: Tensor
+    logits: LentMemory
 
 
 class _Step(NamedTuple):
-    """A step before it is captured: ``compute`` returns the hidden states [B, D] and writes ``token_ids`` [B]."""
+    """A step before it is captured: ``compute`` returns the hidden states [B, D] and the logits [B, V], and writes
+    ``token_ids`` [B].
+    """
 
-    compute: Callable[[], Tensor]
+    compute: Callable[[], tuple[Tensor, Tensor]]
     token_ids: Tensor
+
+
+class LentMemory:
+    """The place of a tensor [...] whose memory is not kept: a graph writes it, and its pool may give it to others too.
+
+    A tensor per graph would keep memory for the logits of every row count.
+    """
+
+    def __init__(self, of: Tensor) -> None:
+        """of: [...] on the device."""
+        self._dtype = of.dtype
+        self.__cuda_array_interface__ = {
+            "shape": tuple(of.shape),
+            "typestr": f"<i{of.dtype.itemsize}",
+            "data": (of.data_ptr(), False),
+            "strides": tuple(stride * of.dtype.itemsize for stride in of.stride()),
+            "version": 2,
+        }
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """The tensor [...] as it is now."""
+        return torch.as_tensor(self, device=device).view(self._dtype)
 
 
 @dataclass(slots=True)
@@ -85,10 +113,14 @@ class DecodeStep:
     Attributes:
         token_ids: [R] int64, which are in the table already; None where a row needs more than a temperature.
         hidden: [R, D].
+        graph: the graph, for ``DecodeGraphs.logits``.
+        order: [R] int64, the row of the graph that each row had; None: they are in order.
     """
 
     token_ids: Tensor | None
     hidden: Tensor
+    graph: _Graph
+    order: Tensor | None
 
 
 class DecodeGraphs:
@@ -179,9 +211,13 @@ class DecodeGraphs:
         chosen.graph.replay()
         token_ids = chosen.token_ids[:num_rows] if is_simple(sampled) else None
         if cascade is None:
-            return DecodeStep(token_ids, chosen.hidden[:num_rows])
+            return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None)
         inverse = cascade.inverse
-        return DecodeStep(None if token_ids is None else token_ids[inverse], chosen.hidden[inverse])
+        return DecodeStep(None if token_ids is None else token_ids[inverse], chosen.hidden[inverse], chosen, inverse)
+
+    def logits(self, step: DecodeStep) -> Tensor:
+        """Logits [>= R, V] of the step that was replayed last, by rows of its graph (``DecodeStep.order``)."""
+        return step.graph.logits.tensor(self._device)
 
     def _choose(self, num_rows: int, cascade: Cascade | None) -> _Graph:
         if cascade is None:
@@ -261,12 +297,13 @@ class DecodeGraphs:
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None
 
-        def compute() -> Tensor:
-            """Hidden states [B, D]; writes ``token_ids`` [B]."""
+        def compute() -> tuple[Tensor, Tensor]:
+            """Hidden states [B, D] and logits [B, V]; writes ``token_ids`` [B]."""
             last_tokens = self._last_tokens.index_select(0, columns[0])
             hidden = self._model.forward(model_inputs(self._model, last_tokens, columns[1], rows=rows), attention)
-            kernels.sample(self._model.compute_logits(hidden), Draws(columns[5:]), token_ids, remembered)
-            return hidden
+            logits = self._model.compute_logits(hidden)
+            kernels.sample(logits, Draws(columns[5:]), token_ids, remembered)
+            return hidden, logits
 
         return _Step(compute, token_ids)
 
@@ -278,5 +315,5 @@ class DecodeGraphs:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            hidden = step.compute()
-        return _Graph(size, graph, attention, hidden, step.token_ids)
+            hidden, logits = step.compute()
+        return _Graph(size, graph, attention, hidden, step.token_ids, LentMemory(logits))

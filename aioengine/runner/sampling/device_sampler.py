@@ -78,6 +78,10 @@ class DeviceSampler:
             self._kernels.sample(scores, Draws(words[:, part], rules), token_ids[part])
         return token_ids
 
+    def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """Logits [S, >= V] of these rows -> [S, V] fp32 after the processors."""
+        return self._process(logits, rows, 0)[:, : self._vocab_size]
+
     def _rules(
         self, rows: SampledRows, chosen: npt.NDArray[np.int64], start: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
@@ -93,11 +97,11 @@ class DeviceSampler:
         )
 
     def _process(self, logits: Tensor, rows: SampledRows, start: int) -> Tensor:
-        """Logits [S, W] of the rows from ``start`` on after the processors, fp32; changed in place where they are fp32.
+        """Logits [S, W] of the rows from ``start`` on after the processors, fp32, as a copy.
 
         They have their whole width: a request may name tokens that are never drawn.
         """
-        scores = logits.float()
+        scores = logits.to(torch.float32, copy=True)
         bits = rows.records["processors"][start : start + len(logits)]
         for i, processor in enumerate(self._processors):
             users = np.flatnonzero(bits >> i & 1)

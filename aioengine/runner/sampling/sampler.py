@@ -70,6 +70,10 @@ class Sampler:
                 token_ids[self._upload(chunk)] = method(logits, rows, chunk)
         return token_ids
 
+    def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """Logits [S, >= V] of these rows -> [S, V] fp32 after the processors, in the scratch memory."""
+        return self._process(logits[:, : self._vocab_size], rows, np.arange(len(logits)))[:, : self._vocab_size]
+
     def _plain(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
         """Logits [S, V] -> token ids [X] of the ``chunk`` [X] of rows: the largest logits."""
         return greedy(logits[self._upload(chunk)])

@@ -1,0 +1,155 @@
+"""Logprobs on their way from the runner to the caller: what a request asks for, and the bytes that answer it.
+
+They travel as ``Extra``s. The runner writes the numbers of each position, little-endian, one position behind the other:
+
+    float32: the logprobs of the token itself, of the likeliest tokens (best first), of the tokens asked for
+    int32:   the ids of the token itself and of the likeliest tokens
+
+Where the request wants texts, the detokenizer appends those of all these ids, then of the tokens asked for, as one list
+in msgpack. No number becomes a Python object before ``LogprobReader`` makes the lists of an answer.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from struct import Struct as Format
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct, msgpack
+
+from aioengine.protocol.columns import Extra
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+OUTPUT_LOGPROBS: Final = "logprobs"
+"""``Extra.kind`` of an output token."""
+
+PROMPT_LOGPROBS: Final = "prompt_logprobs"
+"""``Extra.kind`` of the prompt from ``LogprobRules.start`` on. Of position 0 only the id has a meaning."""
+
+NEXT_LOGPROBS: Final = "next_logprobs"
+"""``Extra.kind`` of the position behind the prompt of a SCORE request. It has no token: its first logprob and id mean
+nothing.
+"""
+
+_KINDS: Final = frozenset((OUTPUT_LOGPROBS, PROMPT_LOGPROBS, NEXT_LOGPROBS))
+
+Entry = tuple[float | None, int, str | None]
+"""Logprob, token id, text."""
+
+_index = attrgetter("index")
+_texts = msgpack.Decoder(list[str])
+
+
+class LogprobRules(Struct, frozen=True, array_like=True, gc=False):
+    """Which logprobs a request gets for each of its output tokens.
+
+    start: the prompt positions from this one on get them too; -1: none. num_top: how many of the likeliest tokens.
+    token_ids: further tokens. with_text: with the text of each token.
+    """
+
+    start: int = -1
+    num_top: int = 0
+    token_ids: tuple[int, ...] = ()
+    with_text: bool = False
+
+    @property
+    def num_values(self) -> int:
+        """Logprobs of a position."""
+        return 1 + self.num_top + len(self.token_ids)
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of a position, without texts."""
+        return 4 * (self.num_values + 1 + self.num_top)
+
+    def num_prompt_positions(self, num_prompt: int) -> int:
+        """How many positions of a prompt get logprobs."""
+        return 0 if self.start < 0 else num_prompt - self.start
+
+
+class _Lists:
+    """Entries by position: of the token itself, of the likeliest tokens, of the tokens asked for."""
+
+    __slots__ = ("asked", "own", "top")
+
+    def __init__(self) -> None:
+        self.own: list[Entry] = []
+        self.top: list[list[Entry] | None] = []
+        self.asked: list[list[Entry] | None] = []
+
+
+class LogprobReader:
+    """Makes the lists of ``meta_info`` for one request."""
+
+    __slots__ = ("_format", "_num_prompt", "_rules")
+
+    def __init__(self, rules: LogprobRules, num_prompt: int) -> None:
+        self._rules = rules
+        self._num_prompt = num_prompt
+        self._format = Format(f"<{rules.num_values}f{1 + rules.num_top}i")
+
+    def empty(self, side: str) -> dict[str, object]:
+        """The lists of ``side`` ("input" or "output") without any position."""
+        return self._named(side, _Lists())
+
+    def read(self, extras: Iterable[Extra], *, is_first: bool) -> tuple[dict[str, object], list[Extra]]:
+        """The lists that the ``extras`` of a chunk give, and the extras of other kinds.
+
+        ``is_first``: it is the first chunk of the request, which has the lists of the prompt.
+        """
+        output, prompt = _Lists(), _Lists()
+        others: list[Extra] = []
+        for extra in sorted(extras, key=_index):
+            if extra.kind == OUTPUT_LOGPROBS:
+                self._add(extra.data, 1, output)
+            elif extra.kind == PROMPT_LOGPROBS:
+                self._add(extra.data, self._rules.num_prompt_positions(self._num_prompt), prompt)
+                if self._rules.start == 0:
+                    prompt.own[0] = (None, *prompt.own[0][1:])
+                    prompt.top[:1] = prompt.asked[:1] = [None]
+            elif extra.kind == NEXT_LOGPROBS:
+                self._add(extra.data, 1, output)
+                output.own.pop()
+            else:
+                others.append(extra)
+        named = self._named("output", output)
+        return (named | self._named("input", prompt) if is_first else named), others
+
+    def _add(self, data: bytes, num_positions: int, lists: _Lists) -> None:
+        """Append the entries of positions."""
+        rules = self._rules
+        num_top, num_values = rules.num_top, rules.num_values
+        end = num_positions * self._format.size
+        num_ids = len(rules.token_ids)
+        texts: list[str | None] = [None] * (num_positions * (1 + num_top) + num_ids)
+        if rules.with_text:
+            texts[:] = _texts.decode(data[end:])
+        text = iter(texts)
+        asked_texts = texts[len(texts) - num_ids :]
+        for values in self._format.iter_unpack(memoryview(data)[:end]):
+            lists.own.append((values[0], values[num_values], next(text)))
+            # the texts last: zip takes none beyond those that it needs
+            lists.top.append(list(zip(values[1 : 1 + num_top], values[num_values + 1 :], text, strict=False)))
+            lists.asked.append(list(zip(values[1 + num_top : num_values], rules.token_ids, asked_texts, strict=True)))
+
+    def _named(self, side: str, lists: _Lists) -> dict[str, object]:
+        named: dict[str, object] = {f"{side}_token_logprobs": lists.own}
+        if side == "output":
+            named["output_token_logprobs_length"] = len(lists.own)
+        if self._rules.num_top:
+            named[f"{side}_top_logprobs"] = lists.top
+        if self._rules.token_ids:
+            named[f"{side}_token_ids_logprobs"] = lists.asked
+        return named
+
+
+def with_texts(extra: Extra, rules: LogprobRules, text_of: Callable[[int], str]) -> Extra:
+    """The extra with the texts of its tokens appended; one of another kind as it is."""
+    if extra.kind not in _KINDS:
+        return extra
+    id_format = Format(f"<{4 * rules.num_values}x{1 + rules.num_top}i")
+    ids = [token_id for position in id_format.iter_unpack(extra.data) for token_id in position]
+    texts = [text_of(token_id) for token_id in (*ids, *rules.token_ids)]
+    return Extra(extra.uid, extra.index, extra.kind, extra.data + msgpack.encode(texts))
