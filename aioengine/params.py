@@ -40,7 +40,13 @@ ENTRIES_PER_WORD: Final = 16
 _UNCHANGING: Final = frozenset((int, float, bool, str, type(None)))
 """Types of values that make the same parameters each time."""
 
-_COSTLY: Final = frozenset(("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words", "stop_regex"))
+_MAX_ENTRIES: Final = {
+    "stop_token_ids": table.MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": table.MAX_ALLOWED_TOKEN_IDS,
+    "logit_bias": table.MAX_BIASES,
+    "bad_words": table.MAX_BAD_WORDS,
+}
+_COSTLY: Final = frozenset((*_MAX_ENTRIES, "stop_regex"))
 """Parameters whose checks may take long."""
 
 
@@ -451,9 +457,15 @@ class ParamsTogether:
             self._num_ids += len(_parts(entry).limits.stop_token_ids) + len(sampling.logit_bias)
             self._num_ids += len(sampling.allowed_token_ids) + ENTRIES_PER_WORD * len(entry.bad_words or ())
         elif isinstance(entry, Mapping) and not _COSTLY.isdisjoint(given := cast("Mapping[str, object]", entry)):
-            several_ids = map(given.get, ("stop_token_ids", "allowed_token_ids", "logit_bias"))
-            self._num_ids += sum(map(checks.num_items, several_ids))
-            self._num_ids += ENTRIES_PER_WORD * checks.num_items(given.get("bad_words"))
-            regex = given.get("stop_regex")
+            sizes = {name: _num_entries(name, given.get(name)) for name in _MAX_ENTRIES}
+            self._num_ids += sum(sizes.values()) + (ENTRIES_PER_WORD - 1) * sizes["bad_words"]
+            regex = checks.plain(given.get("stop_regex"))
             several = cast("Sequence[object]", regex) if isinstance(regex, list | tuple) else [regex]
-            self._patterns.update((each, None) for each in several if isinstance(each, str))
+            if len(several) <= table.MAX_STOPS:
+                self._patterns.update((each, None) for each in several if isinstance(each, str))
+
+
+def _num_entries(name: str, value: object) -> int:
+    """How many are to be checked: none where there are too many, or it is no list, which is refused for that alone."""
+    size = 0 if isinstance(value, str | bytes) else checks.num_items(value)
+    return size if size <= _MAX_ENTRIES[name] else 0

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from array import array
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from aioengine.errors import (
 )
 from aioengine.frontend.prompts import MAX_IDS_AT_CALL
 from aioengine.frontend.submitter import MAX_ROWS_AT_ONCE
+from aioengine.params import SamplingParams
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import FinishCode, FirstToken, Reply, Stats, TextChunks
 from tests.engine.engine_double import CONTEXT_LENGTH, VOCAB_SIZE, World, expected_text
@@ -211,6 +213,15 @@ class TestWrongRows:
         names = [type(out).__name__ for out in outs]
         assert names == [*["ValueError"] * 2, *["dict"] * 2, *["UnknownParameterError"] * 2, *["ValueError"] * 2]
         assert outs[2]["text"] == outs[3]["text"] == expected_text("b", 6)
+
+    @pytest.mark.parametrize("wrong", ["x" * 100_000, ["x"] * 100_000, {"x": 0} | dict.fromkeys(range(100_000), 1)])
+    async def test_sampling_parameters_of_rows_of_any_size(self, world: World, wrong: object) -> None:
+        params: list[Any] = [{name: wrong} for name in SamplingParams.__table__.fields]
+        outs = await world.engine.async_generate(["b"] * (len(params) + 1), [*params, GREEDY], return_exceptions=True)
+        for out in outs[:-1]:
+            assert isinstance(out, ValueError | TypeError)
+            assert len(str(out)) < 1000
+        assert outs[-1]["text"] == expected_text("b", 6)
 
     async def test_all_of_them(self, world: World) -> None:
         outs = await world.engine.async_generate(["", ""], return_exceptions=True)
