@@ -15,7 +15,7 @@ from aioengine.frontend.outputs import EndOfOutput, Reader, resolve, resolve_els
 if TYPE_CHECKING:
     from collections.abc import Generator
     from types import TracebackType
-    from typing import Self
+    from typing import NoReturn, Self
 
     from aioengine.answers import Chunk
 
@@ -46,6 +46,9 @@ class Generation(Coroutine[object, None, Result]):
         self._is_bound = is_bound
         self._owner = owner
         self._drivers: dict[asyncio.Task[object] | None, Generator[object, None, Result]] = {}
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a request cannot be copied or pickled: it belongs to its engine; copy its answer or chunks")
 
     @property
     def rid(self) -> str:

@@ -22,7 +22,7 @@ from aioengine.portal import Portal
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
-    from typing import Self, Unpack
+    from typing import NoReturn, Self, Unpack
 
     from aioengine.answers import Answer, BatchOutput, Chunk
     from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
@@ -46,6 +46,9 @@ class ChunkIterator(Iterator["Chunk"]):
         """``owner`` is kept alive."""
         self._reader = reader
         self._owner = owner
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a request cannot be copied or pickled: it belongs to its engine; copy its chunks")
 
     @property
     def rid(self) -> str:

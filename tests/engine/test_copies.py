@@ -1,0 +1,43 @@
+"""What belongs to one engine can be neither copied nor pickled."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+
+LONG = {"max_new_tokens": 400, "temperature": 0}
+
+pickles = [lambda value, number=number: pickle.dumps(value, number) for number in range(pickle.HIGHEST_PROTOCOL + 1)]
+copies = pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, *pickles])
+
+
+@copies
+async def test_of_an_async_engine(duplicate: Callable[[object], object]) -> None:
+    async with fake_async_engine(processes=False) as engine:
+        stream = engine.async_generate("a", LONG, stream=True)
+        whole = engine.async_generate("a", LONG)
+        await anext(stream)
+        for value in (engine, stream, whole):
+            with pytest.raises(TypeError, match="copied"):
+                duplicate(value)
+        assert sum([chunk["meta_info"]["completion_tokens"] == 400 async for chunk in stream]) == 1
+        assert len((await whole)["output_ids"]) == 400
+
+
+@copies
+def test_of_an_engine(duplicate: Callable[[object], object]) -> None:
+    with fake_engine(processes=False) as engine:
+        stream = engine.generate("a", LONG, stream=True)
+        first = next(stream)
+        values: list[Any] = [engine, stream]
+        for value in values:
+            with pytest.raises(TypeError, match="copied"):
+                duplicate(value)
+        rest = [chunk["text"] for chunk in stream]
+        assert first["text"] + "".join(rest) == engine.generate("a", LONG)["text"]
