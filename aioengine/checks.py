@@ -62,6 +62,8 @@ def _shown(value: object) -> str:
 
 def num_items(value: object) -> int:
     """Of a list, an array and the like; 0 for all else."""
+    if isinstance(value, list | tuple):
+        return len(_storage(cast("object", value)))
     try:
         return len(value) if isinstance(value, Sized) else 0
     except TypeError:  # an array of no dimension
@@ -78,13 +80,23 @@ def wrong_value(name: str, allowed: str, value: object) -> ValueError:
 
 def plain(value: object) -> object:
     """The number or list that an array of any package holds, the plain string of a subclass of str (as numpy and
-    enumerations have); every other value as it is.
+    enumerations have), the plain list or tuple of a subclass; every other value as it is.
     """
     if type(value) in _PLAIN:  # the usual case, much faster
         return value
     if isinstance(value, str):
         return str.__str__(value)
+    if isinstance(value, list | tuple):
+        return _storage(cast("object", value))
     return value.tolist() if isinstance(value, Array) else value
+
+
+def _storage(value: object) -> Sequence[object]:
+    """The entries of a list or tuple, whatever a subclass says when it is asked for its length or iterated."""
+    if type(value) not in _PLAIN:  # without its methods
+        of: type[object] = list if isinstance(value, list) else tuple
+        value = cast("Callable[[object, slice], object]", vars(of)["__getitem__"])(value, slice(None))
+    return cast("Sequence[object]", value)
 
 
 def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:

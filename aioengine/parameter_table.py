@@ -253,6 +253,7 @@ def token_ids(name: str, value: object, max_items: int = MAX_STOP_TOKEN_IDS) -> 
     size = checks.num_items(value)
     if size > max_items and not isinstance(value, str | bytes):
         raise ValueError(f"{name} must have at most {max_items} entries, got {size}")
+    value = checks.plain(value)
     if isinstance(value, list | tuple):
         with suppress(ValidationError):
             return convert(cast("object", value), _PlainIds)

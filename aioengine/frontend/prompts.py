@@ -210,7 +210,7 @@ def ids_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules
     """Ids of any kind of integer; those outside the vocabulary are found by the engine, which knows it."""
     if rules.add_special_tokens:
         raise ValueError(f"add_special_tokens=True is for text, and {name} has ids; put the special ones among them")
-    if not isinstance(value, list | tuple | checks.Array) or not checks.num_items(value):
+    if isinstance(value, list | tuple) or not isinstance(value, checks.Array) or not checks.num_items(value):
         value = checks.sequence(name, value, allowed=IDS)
         if not value:
             raise ValueError(f"{name} is empty; give at least one token id")
@@ -242,7 +242,7 @@ def _size_of_message(message: object) -> tuple[int, int]:
     """The characters of a message that is text, and the parts of another, in no time."""
     content = cast("Mapping[object, object]", message).get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list | tuple):
-        return 0, len(cast("Sequence[object]", content))
+        return 0, checks.num_items(cast("object", content))
     return str.__len__(content) if isinstance(content, str) else 0, 0
 
 
@@ -260,7 +260,7 @@ def _message(name: str, value: object) -> dict[str, object]:
         if not message.get("tool_calls") and not is_silent:
             raise ValueError(f"{name} has no content, got {checks.shown(message)}")
     elif isinstance(content, list | tuple):
-        parts = cast("Sequence[object]", content)
+        parts = cast("Sequence[object]", checks.plain(cast("object", content)))
         message["content"] = [_part(f"part {place} of {name}", part) for place, part in enumerate(parts)]
     elif isinstance(content, str):
         message["content"] = checks.text(f"the content of {name}", content)

@@ -302,8 +302,8 @@ def generate_request(
         texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
         given = GivenRows("prompt", texts, partial(text_prompt, rules=rules), is_batch=True)
     else:
-        ids = checks.sequence("input_ids", input_ids, allowed=IDS_OR_ROWS)
-        given = _given("input_ids", ids, partial(ids_prompt, rules=rules), options)
+        make = partial(ids_prompt, rules=rules)
+        given = _given("input_ids", input_ids, make, options, allowed=IDS_OR_ROWS)
     return _call_request(given, sampling_params, stream=stream, options=options)
 
 
@@ -316,25 +316,35 @@ def chat_request(
         TypeError, ValueError: what is wrong, with the field and the value.
     """
     _check_names(options, ("messages", "sampling_params", "stream"), ChatOptions.__annotations__)
-    rows = checks.sequence("messages", messages, allowed=MESSAGES)
     make = partial(chat_prompt, options=template_options(options), rules=encode_rules(options))
-    given = _given("messages", rows, make, options)
+    given = _given("messages", messages, make, options, allowed=MESSAGES)
     return _call_request(given, sampling_params, stream=stream, options=options)
 
 
 def _given(
     name: str,
-    value: Sequence[object],
+    value: object,
     make: Callable[[str, object, CheckBudget], Prompt],
     options: Mapping[str, object],
+    *,
+    allowed: str,
 ) -> GivenRows:
     """The rows of a list, or the list itself as one row.
 
     It is a list of rows where its first entry is a list; where a wrong row may stand beside others, any of the first.
     """
-    first = value[: ROWS_IN_PIECE if options.get("return_exceptions") is True else 1]
+    num_dimensions = _num_dimensions(value)
+    given = cast("Sequence[object]", value) if num_dimensions else checks.sequence(name, value, allowed=allowed)
+    first = given[: ROWS_IN_PIECE if options.get("return_exceptions") is True else 1]
     is_batch = any(isinstance(entry, list | tuple) or isinstance(checks.plain(entry), list) for entry in first)
-    return GivenRows(name, list(value) if is_batch else [value], make, is_batch)
+    values = [given] if not is_batch else given if num_dimensions > 1 else list(given)
+    return GivenRows(name, values, make, is_batch)
+
+
+def _num_dimensions(value: object) -> int:
+    """Of an array of numpy or torch, which gives its rows one by one: as lists, all of them could hold the loop."""
+    found: object = getattr(value, "ndim", 0) if isinstance(value, checks.Array) and checks.num_items(value) else 0
+    return found if isinstance(found, int) else 0
 
 
 def _call_request(
@@ -361,7 +371,7 @@ def _params(value: object, given: GivenRows) -> list[SamplingParams]:
         return [SamplingParams.parse(cast("Sampled | None", value))]
     if not given.is_batch:
         raise TypeError("sampling_params is a list, but there is one prompt; give a list of prompts, or one dict")
-    entries = list(cast("Sequence[object]", value))
+    entries = checks.items("sampling_params", value, checks.MAX_COUNT)
     if len(entries) != len(given.values):
         raise ValueError(
             f"sampling_params has {len(entries)} entries for {len(given.values)} prompts; give one for each"
@@ -379,13 +389,13 @@ def _num_samples(params: Sequence[object]) -> int:
 
 
 def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequest:
-    rid: object = options.get("rid")
+    rid = options.get("rid")
     has_list = isinstance(rid, list | tuple)
     priority = options.get("priority")
     request = replace(
         plain,
         rid=None if rid is None or has_list else _rid(rid),
-        rids=_rids(cast("Sequence[object]", rid), plain) if has_list else None,
+        rids=_rids(rid, plain) if has_list else None,
         priority=0 if priority is None else checks.whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY),
         tenant=_tenant(options.get("tenant")),
         timeout_s=_timeout("timeout", options),
@@ -438,18 +448,19 @@ def _rid(value: object) -> str:
     return found
 
 
-def _rids(value: Sequence[object], request: CallRequest) -> list[str]:
+def _rids(value: object, request: CallRequest) -> list[str]:
     """The ids of the rows, each to be checked with its row."""
     return cast("list[str]", _list_for("rid", value, request))
 
 
-def _list_for(name: str, value: Sequence[object], request: CallRequest) -> list[object]:
+def _list_for(name: str, value: object, request: CallRequest) -> list[object]:
     """A list with one entry for each prompt."""
     if not request.is_batch:
         raise TypeError(f"{name} is a list, but there is one prompt; give a list of prompts, or one {name}")
-    if len(value) != request.num_prompts:
-        raise ValueError(f"{name} has {len(value)} entries for {request.num_prompts} prompts; give one for each")
-    return list(value)
+    found = checks.items(name, value, checks.MAX_COUNT)
+    if len(found) != request.num_prompts:
+        raise ValueError(f"{name} has {len(found)} entries for {request.num_prompts} prompts; give one for each")
+    return found
 
 
 def _per_prompt(
@@ -460,7 +471,7 @@ def _per_prompt(
     if value is None:
         return None
     if isinstance(value, list | tuple):
-        values = _list_for(name, cast("Sequence[object]", value), request)
+        values = _list_for(name, cast("object", value), request)
         return PerPrompt(name, check, cast("list[Value]", values), is_list=True)
     return PerPrompt(name, check, [check(value)], is_list=False)
 

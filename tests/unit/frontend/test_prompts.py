@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum, IntEnum
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from aioengine.frontend.prompts import ChatPrompt, CheckBudget, IdsPrompt, TextPrompt, ids_prompt
-from aioengine.frontend.requests import chat_request, generate_request
+from aioengine.frontend.prompts import MAX_IDS_AT_CALL, ChatPrompt, CheckBudget, IdsPrompt, TextPrompt, ids_prompt
+from aioengine.frontend.requests import ROWS_IN_PIECE, chat_request, generate_request
 from aioengine.params import SamplingParams
 
 
@@ -41,6 +43,103 @@ def test_the_callers_list_may_change_afterwards() -> None:
     given[0] = 9
     assert isinstance(prompt, IdsPrompt)
     assert prompt.token_ids == [1, 2, 3]
+
+
+class OtherList(list[Any]):
+    """What it says of itself is not what it holds."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __iter__(self) -> Any:
+        raise RuntimeError
+
+    def __getitem__(self, index: object) -> Any:
+        raise RuntimeError
+
+
+class OtherTuple(tuple[Any, ...]):
+    __slots__ = ()
+
+    __len__ = OtherList.__len__
+    __iter__ = OtherList.__iter__
+    __getitem__ = OtherList.__getitem__
+
+
+MESSAGE = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+OTHER_PARAMS: list[dict[str, Any]] = [
+    {"stop": ["a", "b"]},
+    {"stop_token_ids": [1, 2]},
+    {"stop_token_ids": [1, None]},
+    {"allowed_token_ids": [3]},
+    {"bad_words": ["x"]},
+    {"stop_regex": ["a+"]},
+]
+
+
+@pytest.mark.parametrize("other", [OtherList, OtherTuple])
+def test_lists_whose_methods_do_something_else_are_taken_as_they_are(other: Callable[[Any], Any]) -> None:
+    for params in OTHER_PARAMS:
+        [(name, values)] = params.items()
+        assert SamplingParams(**{name: other(values)}) == SamplingParams(**params)
+        one = generate_request(["a"], [{name: other(values)}], None, stream=False, options={})
+        assert one.params == [SamplingParams(**params)]
+    options = {"rid": other("xy"), "cache_salt": other("vw")}
+    batch = generate_request(other("ab"), other([None, None]), None, stream=False, options=options)
+    assert [prompt.text for prompt in batch.prompts if isinstance(prompt, TextPrompt)] == ["a", "b"]
+    assert (batch.num_rows, batch.rids) == (2, ["x", "y"])
+    for given in (other([1, 2]), other([other([1, 2])]), [other([1, 2])]):
+        ids = generate_request(None, None, given, stream=False, options={})
+        assert ids.num_rows == 1
+        assert [(prompt.num_ids, prompt.given) for prompt in ids.prompts if isinstance(prompt, IdsPrompt)] == [
+            (2, [1, 2])
+        ]
+    for given in (other([MESSAGE]), [other([MESSAGE])], [MESSAGE | {"content": other(MESSAGE["content"])}]):
+        [chat] = chat_request(given, None, stream=False, options={}).prompts
+        assert isinstance(chat, ChatPrompt)
+        assert chat.messages == [MESSAGE]
+
+
+class Rows:
+    """An array of two dimensions, which must not be made a list at once."""
+
+    ndim = 2
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def tolist(self) -> object:
+        raise AssertionError("all of it at once")
+
+
+def test_the_rows_of_an_array_are_read_one_by_one() -> None:
+    rows = np.arange(6 * ROWS_IN_PIECE).reshape(-1, 3)
+    request = generate_request(None, None, Rows(rows), stream=False, options={})
+    assert (request.num_rows, len(request.prompts)) == (len(rows), ROWS_IN_PIECE)
+    while not request.is_checked:
+        request.check_more()
+    prompts = [prompt.checked() for prompt in request.prompts if isinstance(prompt, IdsPrompt)]
+    assert [prompt.token_ids for prompt in prompts] == rows.tolist()
+
+
+def test_a_long_array_is_left_to_the_tokenizer_s_thread() -> None:
+    array = np.arange(MAX_IDS_AT_CALL + 1)
+    [prompt] = generate_request(None, None, array, stream=False, options={}).prompts
+    assert isinstance(prompt, IdsPrompt)
+    assert prompt.given is array
+    assert prompt.checked().token_ids == array.tolist()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 0), (2, 2, 2)])
+def test_arrays_of_no_rows_of_ids_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises((TypeError, ValueError), match="input_ids"):
+        generate_request(None, None, np.zeros(shape, dtype=int), stream=False, options={})
 
 
 class OtherStr(str):
