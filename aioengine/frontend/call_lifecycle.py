@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aioengine.frontend.attachments import Attachments
@@ -188,7 +189,7 @@ class CallLifecycle:
         with self._lock:
             name = self._calls.find(rid)
         if name is None and any(call.number <= num_opened for call in self.submitter.checking):
-            self._loop.call_soon(self.abort_named, rid, num_opened)  # it may still become known
+            self.submitter.after_checks.append(partial(self.abort_named, rid, num_opened))  # it may still become known
         if name is None or name.call.number > num_opened or name.call.output not in self._calls.by_output:
             return
         call, rows, _ = name

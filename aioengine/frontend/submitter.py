@@ -161,6 +161,7 @@ class Submitter:
 
     Attributes:
         checking: calls of which not all rows have been checked.
+        after_checks: done when all rows of any of them have been.
     """
 
     def __init__(
@@ -187,6 +188,13 @@ class Submitter:
         self._num_seeds = 0
         self._ending: deque[Call] = deque()
         self.checking: set[Call] = set()
+        self.after_checks: list[Callable[[], None]] = []
+
+    def _end_checks(self, call: Call) -> None:
+        self.checking.discard(call)
+        for act in self.after_checks:
+            self._loop.call_soon(act)
+        self.after_checks.clear()
 
     def check_rest(self, call: Call) -> None:
         """Check the other rows of a long batch, some in each of the next turns of the loop. A wrong one fails it."""
@@ -204,12 +212,12 @@ class Submitter:
                 if not request.is_checked:
                     self._loop.call_soon(self._check_some, call)
                     return
-            self.checking.discard(call)
+            self._end_checks(call)
         except (TypeError, ValueError) as error:
-            self.checking.discard(call)
+            self._end_checks(call)
             self._fail(call, error)
         except BaseException as error:
-            self.checking.discard(call)
+            self._end_checks(call)
             self._fail(call, RequestError("submit", describe(error)))
             raise
         else:

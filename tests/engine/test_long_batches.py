@@ -172,6 +172,21 @@ class TestLaterRows:
         assert Counter(reasons) == {"length": PLACE, "abort": 1}
         assert reasons[-1] == "abort"
 
+    async def test_unknown_ids_are_looked_up_once_more_when_all_are_known(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks = Counter[str]()
+        plain = Calls.find
+        monkeypatch.setattr(Calls, "find", lambda own, rid: (looks.update([rid]), plain(own, rid))[1])
+        generation = world.engine.async_generate(["a"] * MANY, ONE, rid=[f"r{place}" for place in range(MANY)])
+        for _ in range(3):
+            world.engine.abort_request("unknown")
+        [call] = world.engine._running().calls.by_output.values()  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: call.request.is_checked)
+        await asyncio.sleep(0.01)
+        assert looks["unknown"] == 2 * 3
+        await generation.aclose()
+
     async def test_a_call_that_is_aborted_before_they_were_checked_has_all_its_answers(self, world: World) -> None:
         generation = world.engine.async_generate(TEXTS, ONE, rid=RIDS)
         generation.abort()
