@@ -116,6 +116,21 @@ def _weights(name: str, value: object) -> dict[str, float]:
     }
 
 
+def _classes(name: str, value: object) -> tuple[str, ...]:
+    """Names of classes; on the command line as "a:A,b:B"."""
+    given = [word for word in value.split(",") if word] if isinstance(value, str) else value
+    found = checks.items(name, given, MAX_PROCESSORS, allowed='a list of names such as "package.module:Class"')
+    for entry in found:
+        module, separator, of = checks.text(f"{name} entries", entry, max_bytes=MAX_NAME_BYTES).partition(":")
+        if not (separator and of.isidentifier() and all(map(str.isidentifier, module.split(".")))):
+            raise checks.wrong_value(f"{name} entries", 'names such as "package.module:Class"', entry)
+        if module == "__main__":
+            raise ValueError(
+                f"{name} has {entry!r}: other processes cannot import __main__; put the class into a module"
+            )
+    return tuple(cast("list[str]", found))
+
+
 def _is_number(text: str) -> bool:
     return text.replace(".", "", 1).isdecimal()
 
@@ -141,6 +156,8 @@ def _dtype(name: str, value: object) -> object:
 
 _A_DAY: Final = 86400.0
 MAX_WEIGHT: Final = 1e6
+MAX_PROCESSORS: Final = 64
+MAX_NAME_BYTES: Final = 512
 
 _DEFAULTS: Final = cast("dict[str, dict[str, object]]", to_builtins(EngineConfig()))
 
@@ -178,6 +195,12 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         whole_from(1, 65536),
         "most rows of a CUDA graph",
         f"max_running_requests, {GPU_GRAPH_ROWS} at most",
+    ),
+    "logits_processors": Argument(
+        "device.logits_processors",
+        _classes,
+        "classes of logits processors that requests may name: a list of package.module:Class",
+        "none",
     ),
     "page_size": Argument("memory.page_size", whole_from(1, 1024), "tokens of a page of KV memory"),
     "max_total_tokens": Argument(
@@ -283,7 +306,6 @@ _OFF_BY_FEATURE: Final[dict[str, dict[str, tuple[object, ...]]]] = {
         "speculative_token_map": (),
     },
     "hidden states": {"enable_return_hidden_states": (False,)},
-    "custom logits processors": {"enable_custom_logit_processor": (False,)},
     "releasing memory": {"enable_memory_saver": (False,), "enable_weights_cpu_backup": (False,)},
     "images, audio and video": {"enable_multimodal": (False,)},
     "a KV cache in several tiers": {"enable_hierarchical_cache": (False,), "enable_lmcache": (False,)},
@@ -329,7 +351,7 @@ _IGNORED: Final = frozenset(
     speculative_accept_threshold_acc speculative_accept_threshold_single swa_full_tokens_ratio torch_compile_max_bs
     weight_loader_disable_mmap
     api_key base_gpu_id custom_sigquit_handler decode_log_interval disable_custom_all_reduce
-    disable_tokenizer_batch_decode enable_cache_report enable_metrics
+    disable_tokenizer_batch_decode enable_cache_report enable_custom_logit_processor enable_metrics
     enable_mixed_chunk enable_p2p_check enable_tokenizer_batch_encode fastapi_root_path file_storage_path
     gpu_id_step grammar_backend grpc_mode host incremental_streaming_output log_level_http log_requests
     log_requests_level max_prefill_tokens nccl_port num_continuous_decode_steps port radix_eviction_policy

@@ -30,13 +30,14 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
-    """The device and the implementations that compute."""
+    """The device and the implementations that compute. ``logits_processors``: "module:Class" of those of the user."""
 
     name: str = "auto"
     attention_backend: str = "auto"
     batch_invariant: bool = False
     cuda_graphs: bool = True
     cuda_graph_max_rows: int | None = None
+    logits_processors: tuple[str, ...] = ()
 
 
 class MemoryConfig(Struct, frozen=True, kw_only=True):
@@ -174,6 +175,7 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
         compile_timeout_s: how long kernels may compile at the start.
         logprobs_mode: "raw" (the model's own distribution) or "processed" (the one that tokens are drawn from, but for
             top-k, top-p and min-p).
+        logits_processors: "module:Class" of the user's logits processors, which requests may name.
         options: passed on to the factory, which alone reads them.
     """
 
@@ -186,6 +188,7 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
     fallback_backend: str = ""
     compile_timeout_s: float = 540.0
     logprobs_mode: str = "raw"
+    logits_processors: tuple[str, ...] = ()
     options: dict[str, str | int | float | bool] = {}
 
 

@@ -6,6 +6,7 @@ the defaults, for msgspec and for type checkers, and keeps the rows as the class
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -23,6 +24,7 @@ MAX_STOP_TOKEN_IDS: Final = 1024
 MAX_BAD_WORDS: Final = 256
 MAX_BAD_WORD_BYTES: Final = 256
 MAX_ALLOWED_TOKEN_IDS: Final = 65_536
+MAX_JSON_CHARACTERS: Final = 16_384
 MAX_BIAS: Final = 1e6
 MAX_BIASES: Final = 4096
 """Entries of a ``logit_bias``: each is checked at the call, sent, and added in every step."""
@@ -36,7 +38,6 @@ _LATER: Final = {
     "ebnf": "structured output",
     "structural_tag": "structured output",
     "beam_width": "beam search",
-    "custom_params": "custom logits processors",
     "watermark": "watermarking",
 }
 """Parameters to come: name -> the feature."""
@@ -218,6 +219,25 @@ def patterns(name: str, value: object) -> str | list[str]:
 
         check_patterns([found] if isinstance(found, str) else found)
     return found
+
+
+def json_object(name: str, value: object) -> dict[str, object]:
+    """A new dict, as it is read from its JSON."""
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type(name, "a dict of what JSON can hold", value)
+    given = dict(cast("Mapping[object, object]", value))
+    try:
+        text = json.dumps(given, allow_nan=False)
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} must be what JSON can hold, got {checks.shown(given)}: {error}") from None
+    if len(text) > MAX_JSON_CHARACTERS:
+        raise ValueError(f"{name} must have at most {MAX_JSON_CHARACTERS} characters of JSON, got {len(text)}")
+    return cast("dict[str, object]", found)
+
+
+def json_column(value: object) -> tuple[bytes]:
+    return (json.dumps(value).encode(),)
 
 
 def strings_column(value: object) -> tuple[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import compress
 from operator import is_not
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import astuple, force_setattr, replace
@@ -71,12 +71,14 @@ if TYPE_CHECKING:
     Switch = bool
     TokenIds = Sequence[int | None] | Sequence[int] | Set[int] | checks.Array
     TokenBiases = Mapping[int, float] | Mapping[str, float]
+    Json = Mapping[str, object]
 else:  # what may stand in JSON and other encodings, where null is the default
     Whole = int | None
     Number = float | None
     Switch = bool | None
     TokenIds = list[int | None]
     TokenBiases = dict[int, float]
+    Json = dict[str, Any]
 
 
 class SamplingParams(
@@ -187,6 +189,13 @@ class SamplingParams(
         "words that are not written, up to 256 of 256 bytes each. A word means two sequences of tokens, its own and "
         "that of the word behind a space; the last token of neither can be drawn behind the others, also where these "
         "stand in the prompt. The same letters can still come out of other tokens",
+    )
+    custom_params: Json | None = parameter(
+        None,
+        table.json_object,
+        "parameters of the request's `custom_logit_processor`: a dict, up to 16,384 characters as JSON",
+        wire="sampling",
+        columns=table.json_column,
     )
     sampling_seed: int | None = parameter(
         None,

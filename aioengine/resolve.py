@@ -72,6 +72,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
             cuda_graph_max_rows=_graph_rows(config, scheduler.max_running) if is_on_gpu else 0,
             compile_timeout_s=COMPILE_SHARE * config.supervision.startup_timeout_s,
             logprobs_mode=config.logprobs_mode,
+            logits_processors=config.device.logits_processors,
         ),
         text=TextSettings(tokenizer_path=_tokenizer_path(config, model)),
         random_seed=device.drawn_seed if config.random_seed is None else config.random_seed,

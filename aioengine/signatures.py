@@ -6,7 +6,7 @@ One prompt has one type of result, a list of prompts another, a stream a third: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping  # noqa: TC003  # for typing.get_type_hints(EngineArguments)
+from collections.abc import Mapping, Sequence  # noqa: TC003  # for typing.get_type_hints(EngineArguments)
 from inspect import Parameter, Signature
 from pathlib import PurePath  # noqa: TC003
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypedDict, TypeVar, cast, overload
@@ -77,6 +77,7 @@ class EngineArguments(OtherNames, total=False):
     enable_deterministic_inference: bool | None
     disable_cuda_graph: bool | None
     cuda_graph_max_bs: int | None
+    logits_processors: Sequence[str] | str | None
     page_size: int | None
     max_total_tokens: int | None
     mem_fraction_static: float | None

@@ -293,8 +293,8 @@ class Encoder:
                     found[place] = rendered
         for rules, by_place in texts.items():
             for place, ids in zip(by_place, self._encode_texts(list(by_place.values()), rules), strict=True):
-                cut = rules.keep_last if isinstance(ids, list) else None
-                found[place] = ids if cut is None else ids[-cut:]
+                cut = rules.keep_last
+                found[place] = ids[-cut:] if cut is not None and isinstance(ids, list) else ids
         return found
 
     def _render(self, prompt: TextPrompt | ChatPrompt) -> str | list[int] | ValueError:

@@ -107,6 +107,7 @@ class Frontend:
             stream_interval=parts.stream_interval,
             random_seed=settings.random_seed,
             max_rows_in_flight=2 * settings.scheduler.max_running,
+            logits_processors=settings.runner.logits_processors,
         )
         self._checks = RequestChecks(rules, self._encoder)
         self._lifecycle = CallLifecycle(

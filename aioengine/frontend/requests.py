@@ -80,6 +80,8 @@ class RequestOptions(TypedDict, total=False):
     truncate_prompt_tokens: the last so many tokens of each prompt are kept, special ones among them; None: all.
     cache_salt: requests find cached prefixes of others with the same salt alone; a batch takes one, or a list. None and
         "": the prefixes that have no salt.
+    custom_logit_processor: the name of one of the engine's ``logits_processors``, which changes the logits of the
+        request by its ``custom_params``; a batch takes one, or a list. None: none.
     """
 
     rid: str | Sequence[str] | None
@@ -95,6 +97,7 @@ class RequestOptions(TypedDict, total=False):
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
     cache_salt: str | Sequence[str | None] | None
+    custom_logit_processor: str | Sequence[str | None] | None
 
 
 class ChatOptions(RequestOptions, total=False):
@@ -123,7 +126,6 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
         ("log-probabilities", (0,), "top_logprobs_num"),
         ("log-probabilities", ([],), "token_ids_logprob"),
         ("LoRA adapters", (), "lora_path"),
-        ("custom logits processors", (), "custom_logit_processor"),
         ("grammars that begin after the reasoning", (False,), "require_reasoning"),
         ("hidden states", (False,), "return_hidden_states"),
         ("routed experts", (False,), "return_routed_experts"),
@@ -208,6 +210,7 @@ class CallRequest(Struct, kw_only=True):
     returns_exceptions: bool = False
     shows_prompt: bool = False
     salts: PerPrompt[str] | None = None
+    processors: PerPrompt[str] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -255,8 +258,9 @@ class CallRequest(Struct, kw_only=True):
         last = min(first + ROWS_IN_PIECE, self.num_prompts)
         if given.params is not None:
             given.together.add(given.params[first:last])
-        if self.salts is not None:
-            self.salts.check_rows(first, last)
+        for option in (self.salts, self.processors):
+            if option is not None:
+                option.check_rows(first, last)
         for place in range(first, last):
             if self.rids is not None:
                 self.rids[place] = _rid(self.rids[place])
@@ -406,6 +410,7 @@ def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequ
         returns_exceptions=checks.switch("return_exceptions", options.get("return_exceptions", False)),
         shows_prompt=checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False)),
         salts=_per_prompt("cache_salt", options, _salt, plain),
+        processors=_per_prompt("custom_logit_processor", options, _processor, plain),
     )
     if request.resume_ttl_s is not None and (request.gives_batch or not request.is_stream):
         raise ValueError("resume_ttl is for streams (stream=True) of one prompt and one sample (n=1)")
@@ -478,6 +483,10 @@ def _per_prompt(
 
 def _salt(value: object) -> str:
     return "" if value is None else checks.text("cache_salt", value, max_bytes=MAX_SALT_BYTES)
+
+
+def _processor(value: object) -> str:
+    return "" if value is None else checks.text("custom_logit_processor", value)
 
 
 def _tenant(value: object) -> str:

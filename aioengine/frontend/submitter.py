@@ -58,6 +58,7 @@ class PromptRules(Struct, frozen=True, kw_only=True):
     stream_interval: int
     random_seed: int
     max_rows_in_flight: int
+    logits_processors: tuple[str, ...] = ()
 
 
 class ParamsParts(NamedTuple):
@@ -98,6 +99,8 @@ class RequestChecks:
             try:
                 if request.given.params is not None:
                     self._check_params(request.params[place])
+                if request.processors is not None and (request.processors.is_list or place == 0):
+                    self._check_processor(request.processors.of(place))
                 if isinstance(prompt, IdsPrompt) and prompt.is_checked:
                     self.check_ids(prompt.token_ids)
             except ValueError as error:
@@ -109,6 +112,14 @@ class RequestChecks:
         text = self.parts_of(params).text
         if self.encoder is None and (text.stop or text.stop_regex):
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
+
+    def _check_processor(self, name: str) -> None:
+        known = self.rules.logits_processors
+        if name and name not in known:
+            allowed = (
+                f"allows {', '.join(known)}" if known else "allows none (logits_processors=[...] of the constructor)"
+            )
+            raise ValueError(f"custom_logit_processor {name!r} is not known: this engine {allowed}")
 
     def parts_of(self, params: SamplingParams) -> ParamsParts:
         """As they were made last, if no other parameters came between; rows of one call share theirs.
@@ -360,7 +371,7 @@ class Submitter:
             Submit(
                 uid=row.uid,
                 prompt_token_ids=ids,
-                sampling=replace(parts.sampling, seed=facts.seed),
+                sampling=_sampling(parts.sampling, request, prompt, facts.seed),
                 limits=Limits(
                     max_new_tokens=max_new_tokens,
                     min_new_tokens=min(params.min_new_tokens, max_new_tokens),
@@ -436,6 +447,12 @@ class Submitter:
         else:
             self._settle(call)
         return max(1, call.num_started - first)
+
+
+def _sampling(made: Sampling, request: CallRequest, prompt: int, seed: int) -> Sampling:
+    """The runner's part of a row of this prompt."""
+    processors = request.processors
+    return replace(made, seed=seed, **({} if processors is None else {"custom_processor": processors.of(prompt)}))
 
 
 def _facts_of_unstarted(call: Call, position: int) -> RowFacts:

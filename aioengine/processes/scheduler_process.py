@@ -34,6 +34,7 @@ from aioengine.protocol.messages import (
     Suspend,
 )
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
+from aioengine.runner.time_limit import install_timer_signal
 from aioengine.scheduler.core import RunnerFactory, SchedulerCore
 from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.plan import UnknownOrderError
@@ -334,6 +335,7 @@ def work(child: Child) -> None:
     limit_threads(child.settings.runner.num_threads)
     limit_kernel_cache()
     keep_freed_memory()
+    install_timer_signal()
     service = build_service(child.settings, child.uplink.report, child.board)
     child.serve(service, DETOKENIZER)
 

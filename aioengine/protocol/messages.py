@@ -77,7 +77,8 @@ class Sampling(Struct, frozen=True, array_like=True, gc=False):
     ``seed`` is within ``SEED_MASK``. ``top_k`` -1 is off. ``logit_bias`` is parallel to ``bias_token_ids``.
     ``suppressed_token_ids`` cannot be drawn before ``min_new_tokens`` output tokens exist (the stop tokens).
     ``allowed_token_ids`` alone can be drawn, where there are any. The last id of each of ``bad_token_ids`` cannot be
-    drawn behind the others.
+    drawn behind the others. ``custom_processor``: the name of a logits processor of the user; ``custom_params``: its
+    parameters, in JSON.
     """
 
     seed: int
@@ -94,6 +95,8 @@ class Sampling(Struct, frozen=True, array_like=True, gc=False):
     suppressed_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    custom_processor: str = ""
+    custom_params: bytes = b""
 
     @property
     def is_greedy(self) -> bool:

@@ -88,6 +88,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         max_rows=settings.scheduler.max_running,
         device=device,
         logprobs_mode=settings.runner.logprobs_mode,
+        logits_processors=settings.runner.logits_processors,
     )
     facts: Facts = {
         "num_pages": num_pages,

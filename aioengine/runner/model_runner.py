@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from aioengine.protocol.columns import TokenColumns
 from aioengine.runner import logits as logits_processors
+from aioengine.runner.custom_processors import CustomProcessors
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.rows import RowTable
@@ -56,6 +57,7 @@ class DeviceParts:
     max_rows: int
     device: torch.device
     logprobs_mode: str = "raw"
+    logits_processors: tuple[str, ...] = ()
 
     @property
     def max_row_pages(self) -> int:
@@ -93,7 +95,9 @@ class ModelRunner:
         self._attention = parts.attention
         self._kv_pool = parts.kv_pool
         self._device = parts.device
-        processors = logits_processors.load()
+        vocab_size = min(parts.vocab_size, parts.model.vocab_size)
+        self._custom = CustomProcessors(parts.logits_processors, vocab_size=vocab_size)
+        processors = logits_processors.load(self._custom)
         num_embeddings = parts.model.vocab_size
         page_size = parts.kv_pool.page_size
         self._table = RowTable(
@@ -105,7 +109,7 @@ class ModelRunner:
             max_rows=parts.max_rows,
         )
         self._inputs = InputBuilder(self._table, page_size=page_size, num_embeddings=num_embeddings)
-        self._vocab_size = min(parts.vocab_size, num_embeddings)
+        self._vocab_size = vocab_size
         self._sampler = _sampler(parts, self._table, processors)
         processes = self._sampler if parts.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processes)
@@ -183,7 +187,11 @@ class ModelRunner:
 
     def _why_bad(self, uid: int) -> str:
         """Why no token could be drawn for a request."""
+        if uid in self._custom.errors:
+            return self._custom.errors.pop(uid)
         request = self._table.requests.get(uid)
+        if request is not None and request.sampling.custom_processor:
+            return _NOT_FINITE + f"; or custom_logit_processor {request.sampling.custom_processor!r} returned them"
         is_restricted = request is not None and (request.sampling.allowed_token_ids or request.sampling.bad_token_ids)
         return _NOT_FINITE + _NOTHING_LEFT if is_restricted else _NOT_FINITE
 

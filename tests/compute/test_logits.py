@@ -110,6 +110,11 @@ def test_all_but_the_allowed_tokens_are_ruled_out_of_their_rows(logits: torch.Te
     assert torch.equal(logits, expected)
 
 
+def test_a_custom_processor_comes_before_those_that_rule_tokens_out() -> None:
+    custom = Bias()
+    assert logits_processors.load(custom)[3] is custom
+
+
 def test_what_needs_no_processor() -> None:
     plain = Sampling(0, temperature=0.7, top_p=0.5, min_new_tokens=5)
     assert not any(processor.wants(plain) for processor in logits_processors.load())

@@ -22,6 +22,7 @@ DOCUMENTED = """
     tenant_weights max_queued_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
     startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference
+    logits_processors
 """.split()
 
 WRONG_TYPES = {int: [True, "1", 1.5], float: [True, "1", []], bool: [0, "yes"], str: [5, b"x"]}
@@ -76,6 +77,7 @@ def test_each_argument_changes_one_field() -> None:
         "attention_backend": "torch",
         "schedule_policy": "priority",
         "tenant_weights": "gold=3,free=0.5",
+        "logits_processors": "a.b:C",
         "slow_reader": "pause",
         "log_level": "info",
     }
@@ -108,6 +110,9 @@ def test_a_wrong_type_is_a_type_error_that_names_the_argument(name: str) -> None
         ("stall_timeout", math.inf, "2 to 86400"),
         ("stall_timeout", 1.9, "2 to 86400"),
         ("model_path", "\ud800", "surrogate"),
+        ("logits_processors entries", ["a"], "package.module:Class"),
+        ("logits_processors entries", "a:B,c.:D", "package.module:Class"),
+        ("logits_processors entries", ["a:b c"], "package.module:Class"),
         ("tenant_weights", "gold", "tenant=number"),
         ("tenant_weights", "=3", "tenant=number"),
         ("tenant_weights", "gold=3,free=-1", "tenant=number"),
@@ -115,7 +120,18 @@ def test_a_wrong_type_is_a_type_error_that_names_the_argument(name: str) -> None
 )
 def test_a_value_outside_the_range_is_a_value_error(name: str, value: object, allowed: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be .*{allowed}"):
-        engine_config(None, {name: value})
+        engine_config(None, {name.partition(" ")[0]: value})
+
+
+def test_logits_processors_are_names_of_classes() -> None:
+    for given in (["a:B", "c.d:E"], ("a:B", "c.d:E"), "a:B,c.d:E"):
+        assert engine_config(None, {"logits_processors": given}).device.logits_processors == ("a:B", "c.d:E")
+    with pytest.raises(ValueError, match="logits_processors has '__main__:A': other processes cannot import __main__"):
+        engine_config(None, {"logits_processors": ["__main__:A"]})
+    with pytest.raises(TypeError, match=r"logits_processors entries must be a string, got 5"):
+        engine_config(None, {"logits_processors": [5]})
+    with pytest.warns(UserWarning, match="no effect in aioengine: enable_custom_logit_processor"):
+        engine_config(None, {"enable_custom_logit_processor": True})
 
 
 def test_weights_of_tenants_are_a_dict_or_text() -> None:

@@ -53,6 +53,7 @@ OUTSIDE = {
         dict.fromkeys(range(4097), 1.0),
     ],
     "allowed_token_ids": [[], [None], [-1], [HUGE], [0] * 65_537],
+    "custom_params": [{"a": math.nan}, {"a": 1j}, {"a": {1, 2}}, {"a": "x" * 20_000}, {(1, 2): 3}],
     "bad_words": [[""], ["x"] * 257, ["x" * 257], ["\ud800"]],
 }
 
@@ -88,6 +89,7 @@ WRONG_TYPES = {
     ],
     "logit_bias": [[1], "x", {1: "1"}, {1.5: 1.0}, {"x": 1.0}, {1: True}],
     "allowed_token_ids": [5, "5", ["5"], [True], [1.0]],
+    "custom_params": [5, "{}", [1], [["a", 1]]],
     "bad_words": ["x", 5, [5], [["x"]], [b"x"]],
 }
 
@@ -429,6 +431,14 @@ def test_values_of_other_types_are_kept_as_plain_ones_that_can_be_sent(
     rules = text_rules(made, stream_interval=1)
     assert {*map(type, (*rules.stop, *rules.stop_regex))} <= {str}
     msgspec.msgpack.encode([rules, sampling(made, vocab_size=100, eos_token_ids=())])
+
+
+def test_custom_params_are_what_their_json_is() -> None:
+    given = {"a": (1, 2.5, None), "b": {3: "x"}}
+    params = SamplingParams(custom_params=given)
+    assert params.custom_params == {"a": [1, 2.5, None], "b": {"3": "x"}}
+    assert json.loads(sampling(params, vocab_size=10, eos_token_ids=()).custom_params) == params.custom_params
+    assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams) == params
 
 
 def test_a_bad_word_means_two_sequences_of_tokens() -> None:

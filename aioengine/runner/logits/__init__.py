@@ -25,7 +25,8 @@ ORDER = ("min_new_tokens", "penalties", "bias", "allowed_token_ids", "bad_words"
 class LogitsRow:
     """A row of logits and the request that it belongs to.
 
-    index: its row in the logits. num_tokens: tokens before the one that is sampled now, prompt and output.
+    index: its row in the logits. uid: of the request.
+    num_tokens: tokens before the one that is sampled now, prompt and output.
     history: [at least num_tokens] int64, the tokens, on the device of the logits; only of requests with
         ``bad_token_ids``, and on the CPU of those with penalties.
     """
@@ -35,6 +36,7 @@ class LogitsRow:
     num_prompt: int
     num_tokens: int
     history: Tensor | None
+    uid: int = -1
 
     @property
     def num_output(self) -> int:
@@ -55,6 +57,9 @@ class LogitsProcessor(Protocol):
         ...
 
 
-def load() -> tuple[LogitsProcessor, ...]:
-    """The processors of ``ORDER``."""
-    return tuple(plugins.load("runner/logits", name)() for name in ORDER)
+def load(custom: LogitsProcessor | None = None) -> tuple[LogitsProcessor, ...]:
+    """The processors of ``ORDER``, and ``custom`` before those that rule tokens out."""
+    found: list[LogitsProcessor] = [plugins.load("runner/logits", name)() for name in ORDER]
+    if custom is not None:
+        found.insert(ORDER.index("allowed_token_ids"), custom)
+    return tuple(found)

@@ -116,7 +116,8 @@ class DeviceSampler:
 
 def _logits_row(rows: SampledRows, start: int, index: int) -> LogitsRow:
     request = rows.requests[start + index]
-    return LogitsRow(index, request.sampling, request.num_prompt, int(rows.positions[start + index]), request.history)
+    position = int(rows.positions[start + index])
+    return LogitsRow(index, request.sampling, request.num_prompt, position, request.history, request.uid)
 
 
 def compile_kernels(*, vocab_size: int, num_embeddings: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -157,4 +157,5 @@ def _chunks(indices: Ints) -> list[Ints]:
 
 def _logits_row(rows: SampledRows, row: int, index: int) -> LogitsRow:
     request = rows.requests[row]
-    return LogitsRow(index, request.sampling, request.num_prompt, int(rows.positions[row]), request.history)
+    position = int(rows.positions[row])
+    return LogitsRow(index, request.sampling, request.num_prompt, position, request.history, request.uid)

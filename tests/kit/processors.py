@@ -1,0 +1,72 @@
+"""Logits processors of a user, for tests of ``custom_logit_processor``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NAMES = [f"tests.kit.processors:{name}" for name in ("Force", "Add", "Broken")]
+FORCE, ADD, BROKEN = NAMES
+
+
+class Force:
+    """Only ``token`` of the parameters can be drawn. With a ``file``: kills its process once, at the third step."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+
+    def apply(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        self._num_steps += 1
+        for row, each in zip(logits, params, strict=True):
+            kept = row[each["token"]].clone()
+            row.fill_(-torch.inf)
+            row[each["token"]] = kept
+            if "file" in each and self._num_steps == 3 and not Path(each["file"]).exists():
+                Path(each["file"]).touch()
+                os._exit(1)
+        return logits
+
+
+class Add:
+    """Adds ``bias`` to ``token``, in new memory."""
+
+    def apply(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        made = logits.clone()
+        for row, each in zip(made, params, strict=True):
+            row[each["token"]] += each["bias"]
+        return made
+
+
+class Broken:
+    """Fails as the parameters say, where they say anything."""
+
+    def apply(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> Any:
+        how = next((each["how"] for each in params if each), "")
+        logits[0] = 5.0  # what is left behind counts nowhere
+        match how:
+            case "raise":
+                raise KeyError("missing")
+            case "loop":
+                while True:
+                    pass
+            case "none":
+                return None
+            case "shape":
+                return logits[:, 1:]
+            case "rows":
+                return logits[:0]
+            case "dtype":
+                return logits.double()
+            case "nan":
+                return torch.full_like(logits, torch.nan)
+            case "nothing":
+                return torch.full_like(logits, -torch.inf)
+            case _:
+                return torch.zeros_like(logits).index_fill_(1, torch.tensor([7]), 1.0)
+
+
+class NoProcessor:
+    """Has no ``apply``."""
