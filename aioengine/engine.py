@@ -150,6 +150,32 @@ class EngineFace(ABC):
         reader = frontend.attachments.attach(rid, from_offset, frontend)
         return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
 
+    async def async_open_session(
+        self,
+        capacity_of_str_len: int = 0,
+        session_id: str | None = None,
+        streaming: bool = False,
+        timeout: float | None = None,
+    ) -> str:
+        """Open a session, and return its id: requests with ``session_params`` go on from earlier ones of it.
+
+        ``session_id``: its id; None: one is drawn. ``timeout``: close it when none of its requests has run for so many
+        seconds (found out within a second). ``streaming``: it has one request at a time, each of which goes on from
+        the last that was answered. ``capacity_of_str_len`` has no effect: the context length bounds a session.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or a session with this id is open.
+            EngineOverloadedError: too many are open. EngineDrainingError, EngineClosedError, EngineDeadError.
+        """
+        return self._running().sessions.open(capacity_of_str_len, session_id, streaming, timeout)
+
+    async def async_close_session(self, session_id: str) -> None:
+        """Close a session: its history is forgotten, and its pages are kept no longer; requests that run go on.
+
+        An unknown one is no error. Raises TypeError or ValueError where this is no id.
+        """
+        self._running().sessions.close(session_id)
+
     def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
         """End a live request, or all; they finish with reason ``abort`` and the output so far.
 
@@ -292,6 +318,22 @@ class AsyncEngine(EngineFace):
             ValueError: there is no such stream, or its text is shorter.
         """
         return self._attached(rid, from_offset)
+
+    # ------------------------------------------------------------ sessions
+
+    async def open_session(
+        self,
+        capacity_of_str_len: int = 0,
+        session_id: str | None = None,
+        streaming: bool = False,
+        timeout: float | None = None,
+    ) -> str:
+        """Open a session, and return its id, as ``async_open_session``."""
+        return await self.async_open_session(capacity_of_str_len, session_id, streaming, timeout)
+
+    async def close_session(self, session_id: str) -> None:
+        """Close a session, as ``async_close_session``."""
+        await self.async_close_session(session_id)
 
     # ------------------------------------------------------------ control
 

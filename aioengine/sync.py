@@ -223,6 +223,22 @@ class Engine(EngineFace):
         """As ``attach``, to be iterated on any event loop."""
         return self._attached(rid, from_offset)
 
+    # ------------------------------------------------------------ sessions
+
+    def open_session(
+        self,
+        capacity_of_str_len: int = 0,
+        session_id: str | None = None,
+        streaming: bool = False,
+        timeout: float | None = None,
+    ) -> str:
+        """Open a session, and return its id, as ``async_open_session``."""
+        return self._running().sessions.open(capacity_of_str_len, session_id, streaming, timeout)
+
+    def close_session(self, session_id: str) -> None:
+        """Close a session, as ``async_close_session``."""
+        self._running().sessions.close(session_id)
+
     # ------------------------------------------------------------ control
 
     def admit(self) -> None:

@@ -28,8 +28,8 @@ EXCEPTIONS: dict[tuple[str, str], int] = {
     ("attributes", "signatures.py:EngineArguments"): 40,
     ("fields", "params.py:SamplingParams"): 40,
     # the two engines have the methods of the contract
-    ("methods", "engine.py:AsyncEngine"): 22,
-    ("methods", "sync.py:Engine"): 22,
+    ("methods", "engine.py:AsyncEngine"): 24,
+    ("methods", "sync.py:Engine"): 24,
 }
 """(rule, place) -> the size that is put up with."""
 

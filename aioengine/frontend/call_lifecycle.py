@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls import Call, Calls
     from aioengine.frontend.outputs import CallOutput, Cursor, Place, RowStream
     from aioengine.frontend.overload import QueueLimits
+    from aioengine.frontend.sessions import Sessions
     from aioengine.frontend.submitter import RequestChecks
     from aioengine.protocol.messages import Submit
 
@@ -51,16 +52,20 @@ class CallLifecycle:
         lock: threading.RLock,
         calls: Calls,
         limits: QueueLimits,
+        sessions: Sessions,
         send: Callable[[list[Submit] | list[Abort] | list[Suspend] | list[Resume]], None],
         computed_since: Callable[[float], Collection[int] | None],
     ) -> None:
         """``computed_since`` gives the requests in the scheduler's steps, None where it has ended one since then."""
         self.idle = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self.submitter = Submitter(checks, lock=lock, calls=calls, limits=limits, submit=send, settle=self.settle)
+        self.submitter = Submitter(
+            checks, lock=lock, calls=calls, limits=limits, sessions=sessions, submit=send, settle=self.settle
+        )
         self._lock = lock
         self._calls = calls
         self._limits = limits
+        self._sessions = sessions
         self.attachments = Attachments(calls, lock=lock, settle=self.settle)
         self._send = send
         self._computed_since = computed_since
@@ -127,6 +132,8 @@ class CallLifecycle:
             for uid in uids:
                 self._calls.rows.pop(uid, None)
             output.live.clear()
+            if call.request.sessions is not None:
+                self._sessions.end(output)
             if not self._calls.close(call):
                 post(self._loop, self._free_names, call)
             self._limits.release(call.reservation, time.monotonic())

@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aioengine.frontend.outputs import CallOutput
-from aioengine.frontend.replay import AttachableOutput
+from aioengine.frontend.replay import AttachableOutput, SessionOutput
 
 if TYPE_CHECKING:
     import asyncio
@@ -220,7 +220,8 @@ class Calls:
 def _output_of(request: CallRequest, rid: str) -> CallOutput:
     if request.resume_ttl_s is not None:
         return AttachableOutput(rid)
-    return CallOutput(
+    output = CallOutput if request.sessions is None else SessionOutput
+    return output(
         rid,
         request.num_rows,
         is_stream=request.is_stream,

@@ -103,10 +103,10 @@ class Controls:
         finally:
             del self._waiting[call_id]
 
-    def send(self, name: str) -> None:
-        """Make a control call without arguments, and do not wait for its reply."""
+    def send(self, name: str, arguments: dict[str, Argument] | None = None) -> None:
+        """Make a control call, and do not wait for its reply."""
         self._num_asked += 1
-        self._send([Control(self._num_asked, name)])
+        self._send([Control(self._num_asked, name, arguments or {})])
 
     def answer(self, reply: Reply) -> None:
         waiting = self._waiting.get(reply.call_id)

@@ -14,7 +14,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from aioengine.errors import RequestError, RequestTooLargeError, describe
+from aioengine.errors import EngineError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.prompts import ChatPrompt, EncodeRules, IdsPrompt, Prompt, PromptError, TextPrompt
 from aioengine.supervision.tasks import WorkerThread, post
 
@@ -50,7 +50,7 @@ class PromptTokenizer(Protocol):
     ) -> str | list[int]: ...
 
 
-Encoded = list[int] | ValueError | TypeError | RequestError
+Encoded = list[int] | ValueError | TypeError | EngineError
 """The ids of a prompt, or why it has none."""
 
 

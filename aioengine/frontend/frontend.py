@@ -39,6 +39,7 @@ from aioengine.frontend.encoder import Encoder, TextSizes
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.overload import Overload, QueueLimits, Reservation
 from aioengine.frontend.requests import MAX_TIMEOUT_S
+from aioengine.frontend.sessions import Sessions
 from aioengine.frontend.submitter import PromptRules, RequestChecks
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.supervision.processes import Processes
@@ -95,6 +96,14 @@ class Frontend:
         self.controls = Controls(
             parts.processes.send, abort_all=lambda: self._lifecycle.abort_opened(self.calls.num_opened)
         )
+        self.sessions = Sessions(
+            lock=lock,
+            loop=self.loop,
+            limits=self.limits,
+            bos_token_id=None if parts.tokenizer is None else parts.tokenizer.bos_token_id,
+            abort=parts.processes.send,
+            unpin=lambda number: self.controls.send("close_session", {"session": number}),
+        )
         self._lock = lock
         self._pid = os.getpid()
         self._encoder = None if parts.tokenizer is None else Encoder(parts.tokenizer, _sizes(parts))
@@ -115,6 +124,7 @@ class Frontend:
             lock=lock,
             calls=self.calls,
             limits=self.limits,
+            sessions=self.sessions,
             send=parts.processes.send,
             computed_since=partial(_computed_since, self),
         )
@@ -216,6 +226,7 @@ class Frontend:
             **info.scheduler_counters(self.last_stats),
             "num_streams": sum(output.num_open for output in list(self.calls.by_output)),
             "num_detokenizing": self.router.num_detokenizing,
+            "num_sessions": len(self.sessions),
             "num_restarts": self.parts.processes.num_restarts,
         }
 
@@ -249,6 +260,7 @@ class Frontend:
             self.limits.refuse(error)
         for call in list(self.calls.by_output.values()):
             self._lifecycle.fail(call, error)
+        self.sessions.clear()
         self._slow_readers.stop()
         if not self.loop.is_closed():  # else no task waits there any more
             self.controls.fail(error)

@@ -206,13 +206,15 @@ def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRule
     return prompt.checked() if budget.covers(len(value) // CHARACTERS_PER_ID) else prompt
 
 
-def ids_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> IdsPrompt:
+def ids_prompt(
+    name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL, *, may_be_empty: bool = False
+) -> IdsPrompt:
     """Ids of any kind of integer; those outside the vocabulary are found by the engine, which knows it."""
     if rules.add_special_tokens:
         raise ValueError(f"add_special_tokens=True is for text, and {name} has ids; put the special ones among them")
     if isinstance(value, list | tuple) or not isinstance(value, checks.Array) or not checks.num_items(value):
         value = checks.sequence(name, value, allowed=IDS)
-        if not value:
+        if not value and not may_be_empty:
             raise ValueError(f"{name} is empty; give at least one token id")
     if rules.keep_last is not None:
         value = checks.sequence(name, value, allowed=IDS)[-rules.keep_last :]

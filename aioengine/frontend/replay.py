@@ -1,4 +1,8 @@
-"""The output of an attachable request: a log of it, in which each reader has a cursor, one reader after the other."""
+"""Outputs that keep what was read of them.
+
+That of an attachable request is a log, in which each reader has a cursor, one reader after the other. That of requests
+of sessions keeps the ids of its rows.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +65,31 @@ class Log:
         return first
 
 
+class SessionRow(RowStream):
+    """A row of a session. ``kept_ids``: all its output ids so far."""
+
+    __slots__ = ("kept_ids",)
+
+    def __init__(self, output: CallOutput, position: int, facts: RowFacts) -> None:
+        super().__init__(output, position, facts)
+        self.kept_ids: list[int] = []
+
+    def put(self, text: str, new: int | list[int]) -> bool:
+        self.kept_ids += [new] if isinstance(new, int) else new
+        return super().put(text, new)
+
+
+class SessionOutput(CallOutput):
+    """The output of a call with ``session_params``."""
+
+    __slots__ = ()
+
+    def add_row(self, position: int, facts: RowFacts) -> SessionRow:
+        self.num_held += 1
+        row = self.live[position] = SessionRow(self, position, facts)
+        return row
+
+
 class LoggedRow(RowStream):
     """The row of an attachable request, on the engine's side: it writes its output to a log."""
 
@@ -70,6 +99,11 @@ class LoggedRow(RowStream):
         super().__init__(request, position, facts)
         self.request = request
         self.log = Log()
+
+    @property
+    def kept_ids(self) -> list[int]:
+        """All its output ids so far."""
+        return self.log.token_ids
 
     def put(self, text: str, new: int | list[int]) -> bool:
         self.log.add(text, [new] if isinstance(new, int) else new)
@@ -162,7 +196,7 @@ class AttachableOutput(CallOutput):
         old.is_closed = True
         self.cursor, self.view = cursor, view
 
-    def add_row(self, position: int, facts: RowFacts) -> RowStream:
+    def add_row(self, position: int, facts: RowFacts) -> LoggedRow:
         self.num_held += 1
         row = self.row = self.live[position] = LoggedRow(self, position, facts)
         self.view = LogView(row, 0, 0)
@@ -173,3 +207,7 @@ class AttachableOutput(CallOutput):
         self.wants = Wants.ENDS  # the time in which it can be attached to starts when a reader has come to its end
         if self.row is not None and not self.row.facts.shows_prompt:
             self.row.facts.prompt_token_ids = []
+
+
+KeptRow = SessionRow | LoggedRow
+"""A row whose output ids are kept."""

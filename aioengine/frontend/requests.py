@@ -32,6 +32,7 @@ from aioengine.frontend.prompts import (
     template_options,
     text_prompt,
 )
+from aioengine.frontend.sessions import SessionParams, session_params
 from aioengine.params import ParamsTogether, SamplingParams, is_sampling_parameter
 
 Sampled = SamplingParams | Mapping[str, object]
@@ -82,6 +83,11 @@ class RequestOptions(TypedDict, total=False):
         "": the prefixes that have no salt.
     custom_logit_processor: the name of one of the engine's ``logits_processors``, which changes the logits of the
         request by its ``custom_params``; a batch takes one, or a list. None: none.
+    session_params: go on from earlier requests of a session (``open_session``): a dict with its ``id`` and the ``rid``
+        of the request to go on from, or a list with one for each prompt. The prompt is added to the prompt and the
+        output of that request. ``drop_previous_output`` leaves out its output, ``offset`` keeps so many ids of both;
+        ``replace`` ends it, where it runs, and forgets what went on from it. Without ``rid`` the prompt begins anew
+        (``replace``: and all else is forgotten). A session with ``streaming=True`` goes on from its last answer.
     """
 
     rid: str | Sequence[str] | None
@@ -98,6 +104,7 @@ class RequestOptions(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     cache_salt: str | Sequence[str | None] | None
     custom_logit_processor: str | Sequence[str | None] | None
+    session_params: Mapping[str, object] | Sequence[Mapping[str, object] | None] | None
 
 
 class ChatOptions(RequestOptions, total=False):
@@ -131,7 +138,7 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
         ("routed experts", (False,), "return_routed_experts"),
         ("routed experts", (0,), "routed_experts_start_len"),
         ("embeddings as input", (), "input_embeds"),
-        ("sessions", (), "session_params session_id"),
+        ("sessions", (), "session_id"),
         ("parts of the prefix cache", ("",), "extra_key"),
         ("data parallelism", (0,), "routed_dp_rank data_parallel_rank"),
         ("separate prefill and decode engines", (), "bootstrap_host bootstrap_port bootstrap_room"),
@@ -211,6 +218,7 @@ class CallRequest(Struct, kw_only=True):
     shows_prompt: bool = False
     salts: PerPrompt[str] | None = None
     processors: PerPrompt[str] | None = None
+    sessions: PerPrompt[SessionParams | None] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -258,7 +266,7 @@ class CallRequest(Struct, kw_only=True):
         last = min(first + ROWS_IN_PIECE, self.num_prompts)
         if given.params is not None:
             given.together.add(given.params[first:last])
-        for option in (self.salts, self.processors):
+        for option in (self.salts, self.processors, self.sessions):
             if option is not None:
                 option.check_rows(first, last)
         for place in range(first, last):
@@ -306,7 +314,7 @@ def generate_request(
         texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
         given = GivenRows("prompt", texts, partial(text_prompt, rules=rules), is_batch=True)
     else:
-        make = partial(ids_prompt, rules=rules)
+        make = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
         given = _given("input_ids", input_ids, make, options, allowed=IDS_OR_ROWS)
     return _call_request(given, sampling_params, stream=stream, options=options)
 
@@ -411,6 +419,7 @@ def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequ
         shows_prompt=checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False)),
         salts=_per_prompt("cache_salt", options, _salt, plain),
         processors=_per_prompt("custom_logit_processor", options, _processor, plain),
+        sessions=_per_prompt("session_params", options, session_params, plain),
     )
     if request.resume_ttl_s is not None and (request.gives_batch or not request.is_stream):
         raise ValueError("resume_ttl is for streams (stream=True) of one prompt and one sample (n=1)")

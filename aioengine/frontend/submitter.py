@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from aioengine import params as wire
 from aioengine.answers import RowFacts
-from aioengine.errors import RequestError, RequestTooLargeError, describe
+from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.encoder import Encoder, Job, checked
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, TextPrompt
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.overload import QueueLimits
     from aioengine.frontend.prompts import Prompt, PromptError
     from aioengine.frontend.requests import CallRequest
+    from aioengine.frontend.sessions import Sessions
     from aioengine.params import SamplingParams
     from aioengine.protocol.messages import Sampling, TextRules
 
@@ -182,6 +183,7 @@ class Submitter:
         lock: threading.RLock,
         calls: Calls,
         limits: QueueLimits,
+        sessions: Sessions,
         submit: Callable[[list[Submit]], None],
         settle: Callable[[Call], None],
     ) -> None:
@@ -191,6 +193,7 @@ class Submitter:
         self._encoder = checks.encoder
         self._lock = lock
         self._limits = limits
+        self._sessions = sessions
         self._calls = calls
         self._submit = submit
         self._settle = settle
@@ -328,6 +331,8 @@ class Submitter:
         call.num_started += 1
         prompt, sample = divmod(position, request.num_samples)
         params = request.params_of(prompt)
+        if request.sessions is not None:
+            encoded = self._with_history(call, position, encoded)
         ids = encoded if isinstance(encoded, list) else []
         facts = RowFacts(
             rid=call.row_rid(position),
@@ -348,9 +353,24 @@ class Submitter:
         else:
             self._submit_row(call, row, params, submits)
 
+    def _with_history(self, call: Call, position: int, encoded: Encoded) -> Encoded:
+        """The whole prompt of a row that may be the next turn of a session, or why it can have none."""
+        request = call.request
+        params = None if request.sessions is None else request.sessions.of(position // request.num_samples)
+        if params is None or not isinstance(encoded, list):
+            return encoded
+        try:
+            if encoded:
+                self.checks.check_size(IdsPrompt(encoded))  # only ids of prompts that can fit were checked
+            rid = call.row_rid(position)
+            return self._sessions.begin(params, encoded, output=call.output, position=position, rid=rid)
+        except (ValueError, EngineOverloadedError) as error:
+            return error
+
     def _submit_row(self, call: Call, row: RowStream, params: SamplingParams, submits: list[Submit]) -> None:
         request, facts = call.request, row.facts
         ids = facts.prompt_token_ids
+        session = 0 if request.sessions is None else self._sessions.attach(row)
         try:
             if not ids:
                 raise ValueError("the prompt has no tokens")
@@ -386,6 +406,7 @@ class Submitter:
                 arrived_at=call.called_at,
                 tenant=request.tenant,
                 cache_salt="" if request.salts is None else request.salts.of(prompt),
+                session=session,
             )
         )
 

@@ -7,10 +7,15 @@ A page is free, cached (in the tree), or owned by one request. A request's page 
 
 Two requests may have computed the same page (two greedy answers to one prompt): the second keeps its own page until
 it ends and locks the node of the first, so that its further pages find their place in the tree.
+
+A session pins pages that its requests computed. A pinned page that no request uses is kept while any other page can be
+evicted; then the session idle for longest loses its pins. So pins keep no request waiting, and such a page counts as
+allocatable.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioengine.memory.radix import Node, RadixTree
@@ -103,7 +108,7 @@ class Hold:
 class PrefixCache:
     """Match, lock, insert, unlock: the life of a request's pages. ``enabled`` False: pages without sharing."""
 
-    __slots__ = ("_allocator", "_tree", "enabled", "num_pages", "page_size")
+    __slots__ = ("_allocator", "_pins", "_tree", "enabled", "num_pages", "page_size")
 
     def __init__(self, *, num_pages: int, page_size: int, enabled: bool = True) -> None:
         self.num_pages = num_pages
@@ -111,16 +116,23 @@ class PrefixCache:
         self.enabled = enabled
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(page_size)
+        self._pins: OrderedDict[int, dict[Node, None]] = OrderedDict()
+        """By session, the one idle for longest first: its pinned nodes, parents first."""
 
     @property
     def num_free(self) -> int:
-        """Allocatable pages: free, or cached and unlocked."""
+        """Allocatable pages: free, or cached and unlocked, pinned or not."""
         return self._allocator.num_free + self._tree.num_unlocked
 
     @property
     def num_cached(self) -> int:
         """Pages in the tree, used by a request or not."""
         return self._tree.num_nodes
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages that are kept for sessions, and that no request uses."""
+        return self._tree.num_pinned
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages ``num_tokens`` positions fill."""
@@ -206,11 +218,36 @@ class PrefixCache:
         hold.num_matched = hold.num_ready = hold.room = 0
         hold.border = NEVER
 
+    def pin(self, session: int, hold: Hold) -> None:
+        """Keep the computed pages of a request for a session too, which counts as used just now."""
+        pinned = self._pins.setdefault(session, {})
+        self._pins.move_to_end(session)
+        new = [node for node in hold.path[: hold.num_ready] if node not in pinned]
+        self._tree.pin(new)
+        pinned.update(dict.fromkeys(new))
+
+    def touch(self, session: int) -> None:
+        """The session is used just now."""
+        if session in self._pins:
+            self._pins.move_to_end(session)
+
+    def unpin(self, session: int) -> None:
+        """Keep nothing more for a session. Its pages stay cached, as most recently used; an unknown one is ignored."""
+        self._tree.unpin(reversed(self._pins.pop(session, {})))
+
     def evict(self, num_pages: int) -> int:
-        """Free up to ``num_pages`` cached, unlocked pages, least recently used first; returns how many."""
+        """Free up to ``num_pages`` cached, unlocked pages, least recently used first; returns how many.
+
+        Pinned ones come last, those of the session idle for longest first.
+        """
         evicted: list[int] = []
-        while len(evicted) < num_pages and (page := self._tree.evict()) is not None:
-            evicted.append(page)
+        while len(evicted) < num_pages:
+            if (page := self._tree.evict()) is not None:
+                evicted.append(page)
+            elif self._pins:
+                self.unpin(next(iter(self._pins)))
+            else:
+                break
         self._allocator.free(evicted)
         return len(evicted)
 
@@ -258,7 +295,7 @@ class PrefixCache:
 
 
 def _is_used_by_none_but(hold: Hold, index: int) -> bool:
-    """Whether a node of the path has the request's own page, nobody else locks it, and nobody's page continues it."""
+    """Whether a node of the path has the request's own page, nobody else keeps it, and nobody's page continues it."""
     node = hold.path[index]
-    is_own = node.page == hold.pages[index] and node.num_locks == 1
+    is_own = node.page == hold.pages[index] and node.num_locks == 1 and not node.num_pins
     return is_own and all(child in hold.path[index + 1 : index + 2] for child in node.children.values())

@@ -9,6 +9,7 @@ A node is *pending* while a request is going to compute its page: other requests
 instead of computing it again. A lock keeps a node and all its ancestors. Unlocked nodes are in one list, least recently
 unlocked first. A path is unlocked from its end to the root, and a parent stays locked as long as any child, so in this
 list every node comes after its descendants: the first entry is always a leaf, and evicting a page takes constant time.
+A pin keeps a node out of this list, too. The ancestors of a pinned node are pinned.
 """
 
 from __future__ import annotations
@@ -33,12 +34,17 @@ class Node(Struct, eq=False):
     num_locks: int = 0
     is_pending: bool = False
     children: dict[Key, Node] = {}
+    num_pins: int = 0
 
 
 class RadixTree:
-    """Finds the longest known prefix in pages, and the page to evict next."""
+    """Finds the longest known prefix in pages, and the page to evict next.
 
-    __slots__ = ("_unlocked", "num_nodes", "page_size", "root")
+    Attributes:
+        num_nodes: all of them. num_pinned: those that are pinned and not locked.
+    """
+
+    __slots__ = ("_unlocked", "num_nodes", "num_pinned", "page_size", "root")
 
     def __init__(self, page_size: int) -> None:
         if page_size < 1:
@@ -46,12 +52,13 @@ class RadixTree:
         self.page_size = page_size
         self.root = Node((), -1, None)
         self.num_nodes = 0
+        self.num_pinned = 0
         self._unlocked: OrderedDict[Node, None] = OrderedDict()
 
     @property
     def num_unlocked(self) -> int:
-        """Nodes that can be evicted, one after the other."""
-        return len(self._unlocked)
+        """Nodes that can be evicted, one after the other, once all pins are undone."""
+        return len(self._unlocked) + self.num_pinned
 
     def keys(self, token_ids: list[int], first: int = 0, salt: str = "") -> Iterator[Key]:
         """The full pages of ``token_ids`` from number ``first`` on, each as a tuple; page 0 with its salt."""
@@ -99,7 +106,10 @@ class RadixTree:
         unlocked = self._unlocked
         for node in path:
             if node.num_locks == 0:
-                del unlocked[node]
+                if node.num_pins:
+                    self.num_pinned -= 1
+                else:
+                    del unlocked[node]
             node.num_locks += 1
 
     def unlock(self, path: list[Node]) -> None:
@@ -108,7 +118,26 @@ class RadixTree:
         for node in reversed(path):
             node.num_locks -= 1
             if node.num_locks == 0:
-                unlocked[node] = None
+                if node.num_pins:
+                    self.num_pinned += 1
+                else:
+                    unlocked[node] = None
+
+    def pin(self, nodes: Iterable[Node]) -> None:
+        """Pin nodes, parents first; the parent of the first one is the root, or pinned."""
+        for node in nodes:
+            if not node.num_pins and not node.num_locks:
+                del self._unlocked[node]
+                self.num_pinned += 1
+            node.num_pins += 1
+
+    def unpin(self, nodes: Iterable[Node]) -> None:
+        """Undo one ``pin`` of every node, children first."""
+        for node in nodes:
+            node.num_pins -= 1
+            if not node.num_pins and not node.num_locks:
+                self._unlocked[node] = None
+                self.num_pinned -= 1
 
     def remove(self, node: Node) -> None:
         """Take out a leaf that the caller alone has locked."""
@@ -116,7 +145,7 @@ class RadixTree:
         node.num_locks = 0
 
     def evict(self) -> int | None:
-        """Take out the leaf unlocked longest ago and return its page; None when everything is locked."""
+        """Take out the leaf unlocked longest ago and return its page; None when everything is locked or pinned."""
         if not self._unlocked:
             return None
         node, _ = self._unlocked.popitem(last=False)

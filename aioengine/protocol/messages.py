@@ -178,6 +178,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     ``continuation``: it goes on where it was when its processes died; its limits still count from the prompt on.
     ``tenant``: whose share of the engine it uses. ``cache_salt``: it shares cached prefixes with no other salt.
     ``logprobs``: those that it wants.
+    ``session``: keep its pages, once it is answered, until the control "close_session"; 0: it belongs to none.
     """
 
     uid: int
@@ -192,6 +193,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     kind: RequestKind = RequestKind.GENERATE
     cache_salt: str = ""
     logprobs: LogprobRules | None = None
+    session: int = 0
 
 
 class Abort(Struct, tag="abort", array_like=True, gc=False):
@@ -226,10 +228,10 @@ MAX_PAYLOAD_BYTES = 32 * 1024 * 1024
 class Control(Struct, tag="control", array_like=True, gc=False):
     """A control call to the scheduler process, answered by one ``Reply`` with the same ``call_id``.
 
-    ``name``: "flush_cache", "pause", "continue", "server_info", "freeze_gc", "start_profile" or "stop_profile"; any
-    other is an order to the runner, which carries it out between two steps. ``arguments``: keyword arguments; paths of
-    files are among them. ``payload``: bytes that the order needs, up to ``MAX_PAYLOAD_BYTES``; larger data goes through
-    a file.
+    ``name``: "flush_cache", "close_session", "pause", "continue", "server_info", "freeze_gc", "start_profile" or
+    "stop_profile"; any other is an order to the runner, which carries it out between two steps. ``arguments``: keyword
+    arguments; paths of files are among them. ``payload``: bytes that the order needs, up to ``MAX_PAYLOAD_BYTES``;
+    larger data goes through a file.
     """
 
     call_id: int
@@ -337,7 +339,8 @@ class Stats(Totals, tag="stats", array_like=True, gc=False):
     """The scheduler's totals and present state.
 
     Sent a few times a second while it works, once on going idle, and as a heartbeat. ``num_free_pages``: free, or only
-    held by the prefix cache. Times are absolute; ``step_ended_at``: of the last step, 0: there was none.
+    held by the prefix cache, pinned or not. ``num_pinned_pages``: kept for sessions, and used by no request. Times are
+    absolute; ``step_ended_at``: of the last step, 0: there was none.
     """
 
     sent_at: float = 0.0
@@ -347,6 +350,7 @@ class Stats(Totals, tag="stats", array_like=True, gc=False):
     num_pages: int = 0
     num_free_pages: int = 0
     num_cached_pages: int = 0
+    num_pinned_pages: int = 0
 
 
 class Reply(Struct, tag="reply", array_like=True, gc=False):

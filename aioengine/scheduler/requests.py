@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from aioengine.scheduler.policies._base import Policy
 
 
+ANSWERED_CODES = (FinishCode.STOP, FinishCode.LENGTH)
 FINISHED_CODES = (FinishCode.STOP, FinishCode.LENGTH, FinishCode.DEADLINE)
 
 
@@ -131,6 +132,7 @@ class Requests:
         self._policy: Policy = plugins.load("scheduler/policies", settings.policy)()
         self._deadlines = Deadlines()
         self._requests: dict[int, Request] = {}
+        self._sessions: set[int] = set()  # for which pages are pinned
         self._num_submitted = 0
 
     @property
@@ -166,6 +168,9 @@ class Requests:
         if submit.limits.refuses_late and (late := self._refusal_of_late(request, max(now, submit.arrived_at))):
             self.outbox.end(late)
             return
+        if submit.session:
+            self._sessions.add(submit.session)
+            self.cache.touch(submit.session)
         self._requests[request.uid] = request
         self._tenants.enter(submit.tenant)
         insort(self.waiting, request, key=_order)
@@ -211,6 +216,11 @@ class Requests:
             self.is_stalled = False
             if request.state is State.GATED:
                 self._let_wait(request)
+
+    def close_session(self, session: int) -> None:
+        """Pin nothing for a session any more, unless another request of it is submitted."""
+        self._sessions.discard(session)
+        self.cache.unpin(session)
 
     def expire(self, now: float) -> None:
         """End the requests whose deadline has passed. ``Scheduler.schedule`` does it too."""
@@ -261,6 +271,9 @@ class Requests:
         is_invalid: what it computed is wrong and must not be found by other requests.
         """
         del self._requests[request.uid]
+        session = request.submit.session
+        if session in self._sessions and end is not None and end.code in ANSWERED_CODES and not is_invalid:
+            self.cache.pin(session, request.hold)
         if request.marks.num_charged:
             self._tenants.charge(request.submit.tenant, len(request.token_ids) - request.marks.num_charged)
         self._tenants.leave(request.submit.tenant)

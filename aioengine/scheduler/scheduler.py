@@ -169,6 +169,7 @@ class Scheduler:
             num_pages=cache.num_pages,
             num_free_pages=cache.num_free,
             num_cached_pages=cache.num_cached,
+            num_pinned_pages=cache.num_pinned,
             step_ended_at=self._applied_at,
         )
 

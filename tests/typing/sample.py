@@ -54,6 +54,12 @@ async def with_asyncio(is_stream: bool) -> None:
             async for chunk in stream:
                 print(chunk["text"], end="", flush=True)
 
+        session = await engine.open_session(1000, streaming=True, timeout=60.0)
+        assert_type(session, str)
+        turn = await engine.async_generate("a", session_params={"id": session, "rid": None}, cache_salt="mine")
+        assert_type(turn, Answer)
+        await engine.close_session(session)
+
         either = engine.async_generate("a", stream=is_stream)
         assert_type(either, Generation[Answer] | Generation[BatchOutput] | Stream)
         conversation = [{"role": "user", "content": "Hi"}]

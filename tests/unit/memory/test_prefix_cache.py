@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from aioengine.memory.prefix_cache import NEVER, Hold, Match, PrefixCache
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+SESSIONS = st.integers(1, 3)
 SALTS = st.sampled_from(["", "", "a"])
 Prefix = tuple[int | str, ...]
 
@@ -165,6 +166,67 @@ def test_requests_with_different_salts_share_nothing() -> None:
     cache.check_integrity([])
 
 
+def answered(cache: PrefixCache, session: int, token_ids: list[int]) -> None:
+    """A request of a session comes, is computed and ends."""
+    hold = computed(cache, token_ids)
+    cache.pin(session, hold)
+    cache.unlock(hold)
+
+
+def test_pinned_pages_are_evicted_last_and_those_of_the_session_idle_for_longest_first() -> None:
+    cache = PrefixCache(num_pages=8, page_size=1)
+    answered(cache, 1, [1, 10])
+    answered(cache, 2, [2, 20])
+    cache.touch(1)
+    cache.unlock(computed(cache, [3, 30]))
+    assert (cache.num_free, cache.num_cached, cache.num_pinned) == (8, 6, 4)
+    assert cache.evict(2) == 2
+    assert [num_matched(cache, [number, number * 10, 0]) for number in (1, 2, 3)] == [2, 2, 0]
+    assert cache.evict(1) == 1
+    assert [num_matched(cache, [number, number * 10, 0]) for number in (1, 2)] == [2, 1]
+    assert cache.num_pinned == 2
+    assert cache.clear()
+    assert (cache.num_free, cache.num_cached, cache.num_pinned) == (8, 0, 0)
+
+
+def test_a_request_gets_the_pinned_pages_that_it_needs() -> None:
+    cache = PrefixCache(num_pages=4, page_size=1)
+    answered(cache, 1, [1, 2, 3, 4])
+    hold = open_(cache, [5, 6, 7])
+    assert cache.num_free == 1
+    assert cache.grow(hold) is not None
+    assert cache.grow(hold) is None
+    cache.check_integrity([hold])
+
+
+def test_turns_and_branches_of_a_session_share_their_pins() -> None:
+    cache = PrefixCache(num_pages=16, page_size=1)
+    answered(cache, 1, [1, 2])
+    answered(cache, 1, [1, 2, 3])
+    answered(cache, 1, [1, 2, 4])
+    answered(cache, 2, [1, 2])
+    assert cache.num_pinned == 4
+    cache.unpin(1)
+    assert cache.num_pinned == 2
+    assert cache.evict(16) == 4
+    cache.unpin(2)
+    cache.unpin(3)
+    assert (cache.num_free, cache.num_pinned) == (16, 0)
+
+
+def test_what_is_invalid_stays_where_a_session_has_pinned_it() -> None:
+    cache = PrefixCache(num_pages=8, page_size=2)
+    first, second = open_(cache, [1]), open_(cache, [1])
+    cache.insert(first, [1, 2], 2)
+    cache.insert(second, [1, 2], 2)
+    cache.pin(1, second)
+    cache.unlock(second)
+    cache.unlock(first, is_invalid=True)
+    assert num_matched(cache, [1, 2, 3]) == 2
+    cache.unpin(1)
+    assert cache.clear()
+
+
 def test_invalid_pages_are_removed_unless_others_use_them() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     cache.unlock(computed(cache, [1, 2, 3]))
@@ -243,6 +305,7 @@ class Known:
 
     num_locks: int = 0
     given_up: int = 0
+    num_pins: int = 0
 
 
 @dataclass
@@ -251,9 +314,23 @@ class Naive:
 
     known: dict[Prefix, Known] = field(default_factory=dict[Prefix, Known])
     time: int = 0
+    pins: dict[int, list[Prefix]] = field(default_factory=dict[int, list[Prefix]])  # the session used last stands last
+
+    def touch(self, session: int) -> None:
+        if session in self.pins:
+            self.pins[session] = self.pins.pop(session)
+
+    def unpin(self, session: int) -> None:
+        for prefix in reversed(self.pins.pop(session, [])):
+            self.time += 1
+            self.known[prefix].num_pins -= 1
+            self.known[prefix].given_up = self.time
 
     def leaf_to_evict(self) -> Prefix | None:
-        free = [prefix for prefix, entry in self.known.items() if entry.num_locks == 0]
+        while not (free := [one for one, entry in self.known.items() if not entry.num_locks and not entry.num_pins]):
+            if not self.pins:
+                return None
+            self.unpin(next(iter(self.pins)))
         leaves = [one for one in free if not any(len(other) > len(one) and other[: len(one)] == one for other in free)]
         return min(leaves, key=lambda one: (self.known[one].given_up, -len(one)), default=None)
 
@@ -343,6 +420,28 @@ class CacheMachine(RuleBasedStateMachine):
             entry.given_up = self.naive.time
         self.cache.unlock(sharer.hold)
 
+    @precondition(lambda self: self.sharers)
+    @rule(data=st.data(), session=SESSIONS)
+    def pin(self, data: st.DataObject, session: int) -> None:
+        sharer = data.draw(st.sampled_from(self.sharers))
+        pinned = self.naive.pins.setdefault(session, [])
+        self.naive.touch(session)
+        for index in range(sharer.hold.num_ready):
+            if (prefix := sharer.prefix((index + 1) * self.page_size)) not in pinned:
+                pinned.append(prefix)
+                self.naive.known[prefix].num_pins += 1
+        self.cache.pin(session, sharer.hold)
+
+    @rule(session=SESSIONS)
+    def touch(self, session: int) -> None:
+        self.naive.touch(session)
+        self.cache.touch(session)
+
+    @rule(session=SESSIONS)
+    def unpin(self, session: int) -> None:
+        self.naive.unpin(session)
+        self.cache.unpin(session)
+
     @rule(count=st.integers(1, 4))
     def evict(self, count: int) -> None:
         evicted = self.cache.evict(count)
@@ -361,6 +460,8 @@ class CacheMachine(RuleBasedStateMachine):
         num_unready = sum(len(hold.path) - hold.num_ready for hold in holds)
         assert self.cache.num_cached == len(self.naive.known) + num_unready
         num_used = sum(entry.num_locks > 0 for entry in self.naive.known.values())
+        num_pinned = sum(not entry.num_locks and entry.num_pins > 0 for entry in self.naive.known.values())
+        assert self.cache.num_pinned == num_pinned
         num_owned = sum(hold.num_owned for hold in holds)
         assert self.cache.num_free == self.cache.num_pages - num_used - num_unready - num_owned
 
