@@ -3,8 +3,9 @@
 python examples/aiohttp_server.py --port 8000
 curl -N localhost:8000/generate -d '{"prompt": "The capital of France is"}'
 
-POST /generate  answers with server-sent events, one for each chunk. A wrong request gets status 400, one that finds
-                the engine full gets 503 with Retry-After. A client that goes away aborts its request.
+POST /generate  answers with server-sent events, one for each chunk; a list of prompts and several samples give chunks
+                with an index. A wrong request gets status 400, one that finds the engine full gets 503 with
+                Retry-After. A client that goes away aborts its request.
 GET /health     status 200 while the engine lives.
 
 A client that gives `rid` and `resume_ttl` may lose its connection: when it sends the same request again, with the id
@@ -67,16 +68,20 @@ async def open_stream(engine: AsyncEngine, body: Any, last_event_id: str | None)
         raise TypeError(f"the body is a {type(body).__name__}, and must be a dictionary")
     if unknown := sorted(body.keys() - FIELDS):
         raise ValueError(f"unknown: {', '.join(unknown)[:200]}; there are {', '.join(sorted(FIELDS))}")
-    if last_event_id is not None and "rid" in body:
+    if last_event_id is not None and isinstance(body.get("rid"), str):
         return await engine.attach(body["rid"], int(last_event_id))
     return await engine.async_generate(**body, stream=True)
 
 
 async def events(stream: Stream) -> AsyncIterator[str]:
-    """Server-sent events of the chunks; the id of an event is the number of characters up to its end."""
+    """Server-sent events of the chunks; the id of an event is the number of characters up to its end.
+
+    Those of several answers, which nobody can come back to, have an index and no id.
+    """
     try:
         async for chunk in stream:
-            yield f"id: {chunk['text_offset'] + len(chunk['text'])}\ndata: {json.dumps(chunk)}\n\n"
+            event_id = "" if "index" in chunk else f"id: {chunk['text_offset'] + len(chunk['text'])}\n"
+            yield f"{event_id}data: {json.dumps(chunk)}\n\n"
     except EngineError as error:  # the status was sent long ago
         yield f"event: error\ndata: {json.dumps({'message': str(error)})}\n\n"
 

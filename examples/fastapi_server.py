@@ -3,8 +3,9 @@
 python examples/fastapi_server.py --port 8000
 curl -N localhost:8000/generate -H 'content-type: application/json' -d '{"prompt": "The capital of France is"}'
 
-POST /generate  answers with server-sent events, one for each chunk. A wrong request gets status 400, one that finds
-                the engine full gets 503 with Retry-After. A client that goes away aborts its request.
+POST /generate  answers with server-sent events, one for each chunk; a list of prompts and several samples give chunks
+                with an index. A wrong request gets status 400, one that finds the engine full gets 503 with
+                Retry-After. A client that goes away aborts its request.
 GET /health     status 200 while the engine lives.
 
 A client that gives `rid` and `resume_ttl` may lose its connection: when it sends the same request again, with the id
@@ -36,11 +37,11 @@ LastEventId = Annotated[int | None, Header()]
 
 
 class GenerateRequest(BaseModel, extra="forbid"):
-    prompt: str | None = None
-    input_ids: list[int] | None = None
-    sampling_params: dict[str, Any] | None = None
+    prompt: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
     timeout: float | None = None
-    rid: str | None = None
+    rid: str | list[str] | None = None
     resume_ttl: float | None = None
 
 
@@ -65,7 +66,7 @@ def make_app(engine: AsyncEngine, stop: Callable[[], None]) -> FastAPI:
     @app.post("/generate")
     async def generate(request: GenerateRequest, last_event_id: LastEventId = None) -> StreamingResponse:
         try:
-            if last_event_id is not None and request.rid is not None:
+            if last_event_id is not None and isinstance(request.rid, str):
                 stream = await engine.attach(request.rid, last_event_id)
             else:
                 stream = await engine.async_generate(**request.model_dump(), stream=True)
@@ -86,11 +87,15 @@ def make_app(engine: AsyncEngine, stop: Callable[[], None]) -> FastAPI:
 
 
 async def events(stream: Stream) -> AsyncIterator[str]:
-    """Server-sent events of the chunks; the id of an event is the number of characters up to its end."""
+    """Server-sent events of the chunks; the id of an event is the number of characters up to its end.
+
+    Those of several answers, which nobody can come back to, have an index and no id.
+    """
     async with stream:  # a client that goes away leaves this block, which aborts its request, or detaches it
         try:
             async for chunk in stream:
-                yield f"id: {chunk['text_offset'] + len(chunk['text'])}\ndata: {json.dumps(chunk)}\n\n"
+                event_id = "" if "index" in chunk else f"id: {chunk['text_offset'] + len(chunk['text'])}\n"
+                yield f"{event_id}data: {json.dumps(chunk)}\n\n"
         except EngineError as error:  # the status was sent long ago
             yield f"event: error\ndata: {json.dumps({'message': str(error)})}\n\n"
 

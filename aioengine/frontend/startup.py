@@ -253,7 +253,8 @@ def _log_start(settings: Settings, facts: Mapping[str, object], took_s: float) -
 
 def _lines(settings: Settings, facts: Mapping[str, object]) -> list[str]:
     size, pages = facts.get("weights_bytes"), facts.get("num_pages", "unknown number of")
-    threads = f", {facts['num_threads']} threads" if "num_threads" in facts and facts.get("device") == "cpu" else ""
+    count = facts.get("num_threads") if facts.get("device") == "cpu" else None
+    threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
     return [
         f"model: {settings.model.path}" + (f", {_megabytes(size)} of weights" if size is not None else ""),
         f"device: {facts.get('device_name', settings.runner.device)}{threads}",

@@ -327,6 +327,24 @@ async def test_a_request_that_fails_in_its_midst_ends_in_an_event_that_says_why(
     assert "failed" in json.loads(last[1].removeprefix("data: "))["message"]
 
 
+SEVERAL: list[dict[str, Any]] = [
+    {"prompt": ["Hi", "Hello"]},
+    {"prompt": ["Hi", "Hello"], "sampling_params": [{"max_new_tokens": 3}, None], "rid": ["a", "b"]},
+    {"input_ids": [[70], [71, 72]], "rid": "c"},
+    {"prompt": "Hi", "sampling_params": {"n": 2, "max_new_tokens": 3}},
+]
+
+
+@pytest.mark.parametrize("body", SEVERAL)
+def test_several_answers_come_in_events_without_ids(server: Server, body: dict[str, Any]) -> None:
+    response = server.client.post("/generate", json=body)
+    assert response.status_code == 200
+    lines = [line for line in response.text.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert {chunk["index"] for chunk in chunks if chunk["meta_info"]["finish_reason"]} == {0, 1}
+
+
 def errors_with_a_status() -> dict[str, str]:
     rows = table((GUIDES / "errors.md").read_text(encoding="utf-8"), "error")
     return {name: cells[-1] for name, cells in rows.items() if cells[-1][:1].isdigit()}
@@ -353,6 +371,7 @@ def test_the_server_of_the_readme() -> None:
     wrong: list[dict[str, object]] = [
         {},
         {"prompt": ""},
+        {"prompt": "Hi", "max_tokens": 5},
         ask("Hi", {"temprature": 1}),
         ask("Hi", {"temperature": 9}),
         ask("Hi " * 5000),
@@ -362,3 +381,5 @@ def test_the_server_of_the_readme() -> None:
         chunks = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line]
         assert "".join(chunk["text"] for chunk in chunks).startswith(" Paris.")
         assert [client.post("/generate", json=body).status_code for body in wrong] == [400] * len(wrong)
+    refused = TestClient(names["app"]).post("/generate", json=ask("Hi"))  # the engine was drained and shut down
+    assert (refused.status_code, "shut down" in refused.text) == (503, True)

@@ -33,7 +33,7 @@ with fake_engine(processes=True, max_restarts=int(sys.argv[1])) as engine:
 """
 START = [
     "model: .*/aioengine/demo, (9|17) MB of weights",
-    r"device: cpu, \d+ threads",
+    r"device: cpu, (1 thread|\d\d+ threads|[2-9] threads)",
     "dtype: (bfloat16|float32), attention: fused",
     r"KV pool: \d+ tokens in \d+ pages, \d+ MB",
     "CUDA graphs: none",
