@@ -126,7 +126,7 @@ class SchedulerService:
             self._refused = []
         output = self._core.step(now)
         if output is not None:
-            to_peer.append(output)
+            to_peer += output.parts()
         to_frontend = self._replies
         self._replies = []
         if stats := self._due_stats(now, has_tokens=output is not None):

@@ -21,6 +21,12 @@ POOLED_VECTOR: Final = "vector"
 """``Extra.kind`` of the vector of a pooled request."""
 
 
+HIDDEN_STATES: Final = "hidden_states"
+"""``Extra.kind`` of the hidden states, fp32, of the position that gave a token; of the first token also those of all
+positions before, where the request wants all.
+"""
+
+
 class BadColumnsError(ValueError):
     """The columns of a message or of a step's result contradict each other, or what was asked for."""
 

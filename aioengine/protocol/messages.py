@@ -71,6 +71,11 @@ GREEDY_BELOW = 1e-5
 """A temperature below this means the likeliest token: divided by less, logits could overflow."""
 
 
+LAST_STATES = "last"
+ALL_STATES = "all"
+"""Values of ``Sampling.hidden_states``."""
+
+
 class Sampling(Struct, frozen=True, array_like=True, gc=False):
     """How the next token is drawn; the runner's part of a request.
 
@@ -78,7 +83,8 @@ class Sampling(Struct, frozen=True, array_like=True, gc=False):
     ``suppressed_token_ids`` cannot be drawn before ``min_new_tokens`` output tokens exist (the stop tokens).
     ``allowed_token_ids`` alone can be drawn, where there are any. The last id of each of ``bad_token_ids`` cannot be
     drawn behind the others. ``custom_processor``: the name of a logits processor of the user; ``custom_params``: its
-    parameters, in JSON.
+    parameters, in JSON. ``hidden_states``: those that come with tokens: LAST_STATES (of the position that gave each) or
+    ALL_STATES (with the first token those of the whole prompt); empty: none.
     """
 
     seed: int
@@ -97,6 +103,7 @@ class Sampling(Struct, frozen=True, array_like=True, gc=False):
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     custom_processor: str = ""
     custom_params: bytes = b""
+    hidden_states: str = ""
 
     @property
     def is_greedy(self) -> bool:
@@ -293,6 +300,23 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
     opened: list[TextOpened] = []
     preempted: list[int] = []
     ended: list[End] = []
+
+    def parts(self) -> list[StepOutput]:
+        """The same in several messages where its extras are large: each fits into a frame, as long as one extra does.
+
+        Requests are opened first, and extras come before their tokens.
+        """
+        extras, tokens = self.tokens.extras, self.tokens
+        found: list[StepOutput] = []
+        size = sum(len(extra.data) for extra in extras) if extras else 0
+        while size > MAX_PAYLOAD_BYTES and len(extras) > 1:
+            size -= len(extras[0].data)
+            found.append(StepOutput(TokenColumns(extras=extras[:1]), [] if found else self.opened))
+            extras = extras[1:]
+        if not found:
+            return [self]
+        last = TokenColumns(tokens.uids, tokens.token_ids, tokens.counts, extras)
+        return [*found, StepOutput(last, [], self.preempted, self.ended)]
 
 
 # ---------------------------------------------------------------- to the frontend

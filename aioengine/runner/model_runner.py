@@ -14,6 +14,7 @@ from torch.nn import functional
 from aioengine.protocol.columns import TokenColumns
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.custom_processors import CustomProcessors
+from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.rows import RowTable
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Control, Reply
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
+    from aioengine.runner.hidden_states import StepStates
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import LogitsProcessor
@@ -71,7 +73,8 @@ class Ticket:
 
     wanted: uids of the rows that give anything, in the order of the plan. sampled: those that were computed. silent:
     uids of the computed rows that do not sample. values: a token for each of ``sampled``, then for each of ``silent``
-    0 or, where its numbers are bad, FAILED. failed: rows that were not computed. logprobs: those that rows asked for.
+    0 or, where its numbers are bad, FAILED. failed: rows that were not computed. logprobs, states (hidden states):
+    those that rows asked for.
     """
 
     wanted: list[int]
@@ -80,6 +83,7 @@ class Ticket:
     values: Readback
     failed: dict[int, str]
     logprobs: StepLogprobs | None = None
+    states: StepStates | None = None
 
 
 class ModelRunner:
@@ -113,6 +117,7 @@ class ModelRunner:
         self._sampler = _sampler(parts, self._table, processors)
         processes = self._sampler if parts.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processes)
+        self._states = HiddenStates(self._table.upload)
         self._graphs: DecodeGraphs | None = None
         self.piece_graphs: PieceGraphs | None = None
         self._broken: dict[int, str] = {}
@@ -160,7 +165,9 @@ class ModelRunner:
                 (sampled if samples else silent).append(request)
         values = Readback(self._compute(rows, sampled))
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
-        ticket = Ticket(wanted, [each.uid for each in sampled], [each.uid for each in silent], values, failed, logprobs)
+        states = self._states.take() if self._table.num_with_states else None
+        uids = [each.uid for each in sampled], [each.uid for each in silent]
+        ticket = Ticket(wanted, *uids, values, failed, logprobs, states)
         self._newest = ticket
         return ticket
 
@@ -170,6 +177,8 @@ class ModelRunner:
             self._newest = None
         values = ticket.values.wait()
         extras = [] if ticket.logprobs is None else ticket.logprobs.extras()
+        if ticket.states is not None:
+            extras += ticket.states.extras()
         if FAILED not in values and len(ticket.wanted) == len(ticket.sampled):
             return StepResult(TokenColumns(ticket.wanted, values[: len(ticket.sampled)], None, extras))
         value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True))
@@ -266,13 +275,18 @@ class ModelRunner:
             return self._replay(self._graphs, rows)
         num_rows = len(rows.requests)
         prompts = self._logprobs.find_prompts(rows) if self._table.num_with_logprobs else None
+        states = self._states.find_prompts(rows) if self._table.num_with_states else None
         num_outputs = self._num_padded(num_rows)
         with part("prepare"):
-            others = None if prompts is None else prompts.places
-            inputs, batch = self._inputs.build(self._model, rows, num_outputs=num_outputs, others=others)
-        hidden = self._forward(inputs, batch, has_more_outputs=prompts is not None)
+            others = [each.places for each in (states, prompts) if each is not None]
+            more = np.concatenate(others) if others else None
+            inputs, batch = self._inputs.build(self._model, rows, num_outputs=num_outputs, others=more)
+        hidden = self._forward(inputs, batch, has_more_outputs=more is not None)
+        num_states = 0 if states is None else len(states.places)
+        if states is not None:
+            self._states.add_prompts(hidden[num_outputs : num_outputs + num_states], states)
         if prompts is not None:
-            self._logprobs.add_prompts(hidden[num_outputs:], prompts)
+            self._logprobs.add_prompts(hidden[num_outputs + num_states :], prompts)
         hidden = hidden[:num_rows]
         if len(sampled) == len(rows.requests):
             return self._sample(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
@@ -309,12 +323,16 @@ class ModelRunner:
             return self._sample(step.hidden, sampled)
         if self._table.num_with_logprobs:
             self._logprobs.add_sampled(graphs.logits(step), sampled, step.token_ids, step.order)
+        if self._table.num_with_states:
+            self._states.add_sampled(step.hidden, sampled)
         return step.token_ids
 
     def _sample(self, hidden: Tensor, rows: SampledRows) -> Tensor:
         """Hidden states [S, D] -> token ids [S], which the table stores as last tokens."""
         num_rows = len(hidden)
         num_missing = self._num_padded(num_rows) - num_rows
+        if self._table.num_with_states:
+            self._states.add_sampled(hidden, rows)
         padded = functional.pad(hidden, (0, 0, 0, num_missing)) if num_missing else hidden
         logits = self._model.compute_logits(padded)[:num_rows]
         with part("sample"):

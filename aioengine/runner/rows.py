@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.protocol.messages import SEED_MASK, RequestKind
+from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
 from aioengine.runner.sampling.truncation import TOP_K_OFF
 from aioengine.runner.transfer import upload_to
@@ -65,6 +65,7 @@ class RequestRow:
 
     history: its tokens, [more than there are] int64 on the device, where a processor reads them. token_ids: on a GPU,
     where ``runner.sampling.token_counts`` counts them for penalties, those that it was opened with; else empty.
+    prompt_states: hidden states of its prompt, as far as it is computed; None where they are not wanted (any more).
     """
 
     uid: int
@@ -74,6 +75,7 @@ class RequestRow:
     history: Tensor | None
     token_ids: list[int]
     logprobs: RowLogprobs | None = None
+    prompt_states: list[bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class RowTable:
         last_tokens: [max_rows + 1] int64 on the device; the last entry belongs to no request.
         sampling: [max_rows] of SAMPLING_RECORD.
         num_opened: requests opened so far; while it stays the same, a row belongs to the same request.
-        num_with_logprobs: open requests that want logprobs.
+        num_with_logprobs: open requests that want logprobs. num_with_states: those that want hidden states.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class RowTable:
         self.upload = upload_to(device)
         self.num_opened = 0
         self.num_with_logprobs = 0
+        self.num_with_states = 0
         self._pool_pages = num_pages
         self._num_embeddings = num_embeddings
         self._processors = processors
@@ -155,6 +158,10 @@ class RowTable:
         if opened.logprobs is not None:
             request.logprobs = _row_logprobs(opened, opened.logprobs)
             self.num_with_logprobs += 1
+        if opened.sampling.hidden_states:
+            self.num_with_states += 1
+            if opened.sampling.hidden_states == ALL_STATES and len(opened.token_ids) == opened.num_prompt:
+                request.prompt_states = []
         self.requests[opened.uid] = request
         self.num_opened += 1
         self.sampling[row_index] = self._record(opened.sampling)
@@ -168,6 +175,7 @@ class RowTable:
         if request is not None:
             self._free_indices.append(request.row_index)
             self.num_with_logprobs -= request.logprobs is not None
+            self.num_with_states -= bool(request.sampling.hidden_states)
 
     def pages(self, uid: int) -> list[int]:
         """Pages of the pool that a request has, in order; empty for one that is not known."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from aioengine.memory.prefix_cache import Hold
-from aioengine.protocol.messages import End, FinishCode, RequestKind
+from aioengine.protocol.messages import ALL_STATES, End, FinishCode, RequestKind
 from aioengine.scheduler.gates import ALL_OPEN, Gate
 
 if TYPE_CHECKING:
@@ -129,10 +129,12 @@ class Request:
 
     @property
     def ids_to_match(self) -> list[int]:
-        """The tokens whose KV may come from the prefix cache, and one more: positions that give logprobs are computed,
-        and so is the last one.
+        """The tokens whose KV may come from the prefix cache, and one more: positions that give logprobs or hidden
+        states are computed, and so is the last one.
         """
         rules = self.logprobs
+        if self.submit.sampling.hidden_states == ALL_STATES and not self.num_output:
+            return self.token_ids[:1]
         return self.token_ids if rules is None or rules.start < 0 else self.token_ids[: max(rules.start, 1)]
 
     @property

@@ -1,0 +1,98 @@
+"""Hidden states of the runner: those of a forward of transformers, whatever the chunks, the batch and the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from aioengine.protocol.columns import HIDDEN_STATES, Extra, TokenColumns
+from aioengine.protocol.messages import ALL_STATES, LAST_STATES, MAX_PAYLOAD_BYTES, Sampling, StepOutput
+from aioengine.protocol.packed_logprobs import LogprobRules
+from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
+
+PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(41)]
+PLAIN = Sampling(3, temperature=0.0)
+ALL = Sampling(4, temperature=0.8, hidden_states=ALL_STATES)
+LAST = Sampling(5, temperature=0.0, hidden_states=LAST_STATES)
+
+
+class Saved(NamedTuple):
+    """A model in fp32: its folder, and transformers' own."""
+
+    folder: Path
+    theirs: torch.nn.Module
+
+    def expected(self, token_ids: list[int]) -> torch.Tensor:
+        """[T, D] after the last norm."""
+        with torch.inference_mode():
+            return self.theirs.model(torch.tensor([token_ids])).last_hidden_state[0]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Saved(folder, save_model(request.param, folder))
+
+
+def check(saved: Saved, world: World, uid: int, prompt: list[int], *, gives_all: bool) -> None:
+    """Each token has its extra once, and they are the model's numbers."""
+    output = world.outputs[uid]
+    by_index = {extra.index: extra for extra in world.extras[uid]}
+    assert [extra.kind for extra in world.extras[uid]] == [HIDDEN_STATES] * len(output)
+    assert sorted(by_index) == list(range(len(output)))
+    expected = saved.expected(prompt + output)
+    for index, extra in by_index.items():
+        found = torch.from_numpy(np.frombuffer(extra.data, np.float32).reshape(-1, expected.shape[1]).copy())
+        end = len(prompt) + index
+        start = 0 if gives_all and index == 0 else end - 1
+        torch.testing.assert_close(found, expected[start:end], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("chunk_tokens", "depth"), [(512, 0), (7, 0), (16, 1)])
+def test_they_are_those_of_transformers_beside_rows_without(saved: Saved, chunk_tokens: int, depth: int) -> None:
+    world = World(make_settings(saved.folder, chunk_tokens=chunk_tokens, depth=depth))
+    plain = world.answers([PROMPT, [5, 6]], [PLAIN, Sampling(9)])
+    prompts = [PROMPT, [8], PROMPT[:20], PROMPT]
+    uids = [world.submit(prompt, sampling) for prompt, sampling in zip(prompts, [ALL, ALL, LAST, LAST], strict=True)]
+    assert world.answers([PROMPT, [5, 6]], [PLAIN, Sampling(9)]) == plain
+    for uid, prompt, gives_all in zip(uids, prompts, [True, True, False, False], strict=True):
+        check(saved, world, uid, prompt, gives_all=gives_all)
+    assert (world.num_cached[uids[0]], world.num_cached[uids[3]]) == (0, 40)
+    assert all(world.extras[uid] == [] for uid in world.extras.keys() - set(uids))
+    assert world.runner._table.num_with_states == 0 or world.core.requests.closed  # type: ignore[attr-defined]
+
+
+def test_they_survive_preemption(saved: Saved) -> None:
+    world = World(make_settings(saved.folder, num_pages=34, chunk_tokens=24))
+    prompts = [PROMPT[:30], PROMPT[5:35], PROMPT[9:30]]
+    uids = [world.submit(prompt, ALL, max_new_tokens=40) for prompt in prompts]
+    world.run()
+    assert world.num_preemptions > 0
+    for uid, prompt in zip(uids, prompts, strict=True):
+        assert len(world.outputs[uid]) == 40
+        check(saved, world, uid, prompt, gives_all=True)
+
+
+def test_they_come_beside_logprobs_of_the_same_prompt(saved: Saved) -> None:
+    world = World(make_settings(saved.folder, chunk_tokens=16))
+    both = world.submit(PROMPT, ALL, logprobs=LogprobRules(start=0, num_top=2))
+    alone = world.submit(PROMPT, ALL)
+    world.run()
+    states = [extra.data for extra in world.extras[both] if extra.kind == HIDDEN_STATES]
+    assert states == [extra.data for extra in world.extras[alone]]
+    assert len(world.extras[both]) == len(world.extras[alone]) * 2 + 1
+
+
+def test_a_message_with_large_extras_is_sent_in_parts() -> None:
+    size = MAX_PAYLOAD_BYTES // 2 + 1
+    extras = [Extra(uid, 0, HIDDEN_STATES, bytes(size)) for uid in range(4)]
+    output = StepOutput(TokenColumns([0, 1, 2, 3], [7, 7, 7, 7], None, extras), preempted=[1])
+    parts = output.parts()
+    assert [len(part.tokens.extras) for part in parts] == [1, 1, 1, 1]
+    assert [part.tokens.token_ids for part in parts] == [[], [], [], [7] * 4]
+    assert [part.preempted for part in parts] == [[], [], [], [1]]
+    assert StepOutput(TokenColumns([1], [7], None, extras[:1])).parts()[0].tokens.extras == extras[:1]
