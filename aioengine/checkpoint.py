@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from aioengine import checks, folder_files
 
@@ -33,12 +34,15 @@ _MAX_PROBLEMS: Final = 8
 
 
 class Entry(Struct, frozen=True):
-    """A tensor of a checkpoint, as the header of its file describes it."""
+    """A tensor of a checkpoint, as the header of its file describes it. ``name``: with the prefix of the base model,
+    which ``stored_name`` may lack.
+    """
 
     name: str
     path: Path
     shape: tuple[int, ...]
     dtype: str
+    stored_name: str
 
     @property
     def num_bytes(self) -> int:
@@ -67,6 +71,7 @@ def check_folder(
     make_shapes: Callable[[], Mapping[str, tuple[int, ...]]],
     *,
     num_layers: int,
+    prefix: str,
     is_ignored: Callable[[str], bool] = lambda _: False,
 ) -> None:
     """Check that the folder has the tensors of a model, and no others but those that may be ignored.
@@ -77,7 +82,7 @@ def check_folder(
     Raises:
         ValueError: a file is missing or damaged, or the tensors are not those of the model.
     """
-    found = read_headers(folder)
+    found = read_headers(folder, prefix)
     if num_layers > len(found):
         raise ValueError(
             f"the weights in {folder} do not fit the model (config.json): they are {len(found)} tensors, for "
@@ -117,8 +122,11 @@ def check_entries(
         raise ValueError(f"the weights in {folder} do not fit the model (config.json): {listed}{more}")
 
 
-def read_headers(folder: Path) -> list[Entry]:
+def read_headers(folder: Path, prefix: str) -> list[Entry]:
     """All tensors of the checkpoint in a folder, file by file.
+
+    ``prefix``: of the names of the base model's tensors. Where it was saved without a head no name has it, and it is
+    added to all.
 
     Raises:
         ValueError: the folder has no safetensors files, a file is missing or damaged, or two files hold one tensor.
@@ -134,7 +142,9 @@ def read_headers(folder: Path) -> list[Entry]:
                     f"tensor {entry.name!r} is in {entries[entry.name].path.name} and in {path.name} of {folder}"
                 )
             entries[entry.name] = entry
-    return list(entries.values())
+    if any(name.startswith(prefix) for name in entries):
+        return list(entries.values())
+    return [replace(entry, name=prefix + name) for name, entry in entries.items()]
 
 
 def _paths(folder: Path) -> list[Path]:
@@ -186,7 +196,7 @@ def _read_header(path: Path) -> list[Entry]:
             raise ValueError(f"cannot read {path}: its header is damaged: {error}") from error
         except _DamagedError as error:
             raise ValueError(f"cannot read {path}: {error}") from error
-    return [Entry(name, path, tensor.shape, tensor.dtype) for name, tensor in described]
+    return [Entry(name, path, tensor.shape, tensor.dtype, name) for name, tensor in described]
 
 
 def _described(file: BinaryIO) -> list[tuple[str, _Described]]:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from aioengine.config import ModelConfig
-    from aioengine.families._config import DecoderConfig
+    from aioengine.families._config import TransformerConfig
 
-    ReadConfig = Callable[[Mapping[str, object]], DecoderConfig]
+    ReadConfig = Callable[[Mapping[str, object]], TransformerConfig]
 
 DEMO_MODEL: Final = Path(__file__).parent / "demo"
 
@@ -221,6 +221,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
             folder,
             partial(tensor_shapes, decoder),
             num_layers=decoder.num_layers,
+            prefix=decoder.prefix,
             is_ignored=partial(is_ignored, decoder),
         )
     eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id)))
@@ -248,7 +249,7 @@ def supported_model_types() -> list[str]:
     return plugins.names("families")
 
 
-def _read_config(folder: Path) -> tuple[_Config, DecoderConfig]:
+def _read_config(folder: Path) -> tuple[_Config, TransformerConfig]:
     """The facts of config.json. Raises ValueError for a value that is missing or not implemented; it is named."""
     file = folder / "config.json"
     raw = folder_files.read_json(file, dict[str, object])
@@ -257,7 +258,7 @@ def _read_config(folder: Path) -> tuple[_Config, DecoderConfig]:
     try:
         config = msgspec.convert(raw, _Config)
         _check_supported(config)
-        read: ReadConfig = plugins.load("families", config.model_type or "")
+        read: ReadConfig = plugins.load("families", plugins.file_name(config.model_type or ""))
         return config, read(raw)
     except ValueError as error:
         raise ValueError(f"{str(file)!r}: {error}") from error
@@ -273,18 +274,19 @@ def _what_instead(folder: Path) -> str:
 
 
 def _check_supported(config: _Config) -> None:
-    if config.model_type not in supported_model_types() or not config.architectures:
+    known = supported_model_types()
+    if plugins.file_name(config.model_type or "") not in known or not config.architectures:
         architecture = (config.architectures or ["no architecture"])[0]
         raise ValueError(
             f"a model of type {checks.shown(config.model_type)} ({architecture:.80}), which is not supported; "
-            f"what works are causal language models of the types {', '.join(supported_model_types())}"
+            f"what works are models of the types {', '.join(known)}"
         )
     if config.quantization_config is not None:
         method = config.quantization_config.quant_method
         raise ValueError(f"quantized weights ({method:.80}), which are not read; give the original model")
 
 
-def _context_length(decoder: DecoderConfig, folder: Path) -> int:
+def _context_length(decoder: TransformerConfig, folder: Path) -> int:
     """Positions with rope scaling: llama3 has stretched max_position_embeddings itself, the others name a factor."""
     given, rope = decoder.max_position_embeddings, decoder.rope
     length: float = given

@@ -20,6 +20,11 @@ def names(folder: str) -> list[str]:
     return sorted(found.name for found in pkgutil.iter_modules(package.__path__) if not found.name.startswith("_"))
 
 
+def file_name(name: str) -> str:
+    """The name of the file for a public name that has dashes, as some types of models do."""
+    return name.replace("-", "_")
+
+
 def load(folder: str, name: str) -> Any:
     """Import the plug-in ``name`` of ``folder`` and return its ``PLUGIN``.
 

@@ -47,8 +47,10 @@ class AttentionShape:
 
     Attributes:
         scale: multiplies the dot products of queries and keys.
-        is_causal: a token attends to no later position. Otherwise it attends to all positions that have K and V once
-            the step has written its own, so a row must be computed in one step.
+        is_causal: a token attends to no later position. Otherwise it attends to all of its row, which is computed in
+            one step and keeps no K and V.
+        windows: where not causal, for each layer, how far a token attends to either side; None: to all of its row.
+            Empty: so in all layers.
     """
 
     num_layers: int
@@ -57,25 +59,21 @@ class AttentionShape:
     head_size: int
     scale: float
     is_causal: bool = True
+    windows: tuple[int | None, ...] = ()
 
-
-def require_causal(shape: AttentionShape, name: str) -> None:
-    """Check that a causal backend can compute the model.
-
-    Raises:
-        ValueError: the model's tokens attend to later positions; the message names the backend.
-    """
-    if not shape.is_causal:
-        message = f"attention_backend {name!r} is causal, and this model attends in both directions; 'torch' works"
-        raise ValueError(message)
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that keep K and V for later steps."""
+        return self.num_layers if self.is_causal else 0
 
 
 def kv_pool_shape(shape: AttentionShape, *, num_pages: int, page_size: int) -> tuple[int, int, int, int, int, int]:
-    """The pool is one tensor [L, 2, N, K, S, E], keys at index 0 of the second axis and values at 1.
+    """The pool is one tensor [L, 2, N, K, S, E], keys at index 0 of the second axis and values at 1. L is
+    ``num_kv_layers``.
 
     It must start as zeros: unwritten slots of a page are multiplied by zero and so have to be finite.
     """
-    return (shape.num_layers, 2, num_pages, shape.num_kv_heads, page_size, shape.head_size)
+    return (shape.num_kv_layers, 2, num_pages, shape.num_kv_heads, page_size, shape.head_size)
 
 
 WriteKV = Callable[["Tensor", "Tensor"], None]

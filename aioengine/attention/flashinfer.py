@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import require_causal
 from aioengine.attention._flashinfer import FixedFlashInferCascade, PrefillRows, Shared, sharable
 from aioengine.attention._gpu_rows import FixedDecodeRows, decode_rows, flat_pages, page_columns, run_once
 from aioengine.kernels.rotate_and_write import KVTarget
@@ -41,7 +40,6 @@ class FlashInferAttention:
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 2, N, K, S, E]."""
-        require_causal(shape, "flashinfer")
         self._shared = Shared.make(shape, kv_pool)
         self._prefill = PrefillRows(self._shared)
         self._decode: DecodeRows | None = None

@@ -163,7 +163,6 @@ class FusedAttention:
         self._group = shape.num_heads // num_kv_heads
         self._head_size = head_size
         self._scale = shape.scale
-        self._is_causal = shape.is_causal
         self._padding = -self._group % limits.rows
         self._paging = Paging(
             num_kv_heads=num_kv_heads,
@@ -268,8 +267,6 @@ class FusedAttention:
             size = min(BLOCK_TOKENS, count - offset)
             position = first + offset
             last = position + torch.arange(size + -size % self._limits.rows)
-            if not self._is_causal:
-                last.fill_(kv_length - 1)
             blocks.append(_Block(start + offset, start + offset + size, self._chunks(last, size)))
         return _PrefillRow(pages=self._both(self._paging.pairs(table[0]), self._num_pairs), blocks=blocks)
 

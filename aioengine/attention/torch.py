@@ -86,7 +86,7 @@ class TorchAttention:
         for row in self._rows:
             keys, values = self._pool[layer].flatten(1, 2)[:, row.pairs].flatten(2, 3).float()  # [K, P * S, E]
             for begin in range(row.start // BLOCK * BLOCK, row.stop, BLOCK):
-                num_seen = begin + BLOCK if self._shape.is_causal else _round_up(row.stop)
+                num_seen = begin + BLOCK
                 self._attend_block(row, begin, q, seen=(keys[:, :num_seen], values[:, :num_seen]), out=out)
         return out.flatten(1)
 
@@ -102,9 +102,7 @@ class TorchAttention:
         queries[:, :, inside] = grouped.float() * self._shape.scale
         scores = torch.bmm(queries.flatten(1, 2), keys.transpose(1, 2)).view(*queries.shape[:3], num_seen)
         positions = torch.arange(num_seen, device=q.device)
-        last_seen = positions.new_tensor(row.stop - 1)
-        if self._shape.is_causal:
-            last_seen = torch.arange(begin, begin + BLOCK, device=q.device).unsqueeze(1)
+        last_seen = torch.arange(begin, begin + BLOCK, device=q.device).unsqueeze(1)
         scores.masked_fill_(positions > last_seen, float("-inf"))
         attended = torch.bmm(torch.softmax(scores, -1).flatten(1, 2), values).view(queries.shape)
         out[tokens] = attended[:, :, inside].permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)

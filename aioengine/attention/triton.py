@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import require_causal
 from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, run_once, starts_of
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.attention import (
@@ -109,7 +108,6 @@ class TritonAttention:
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 2, N, K, S, E]."""
-        require_causal(shape, "triton")
         self._shared = _Shared(shape, [(layer[0], layer[1]) for layer in kv_pool])
         self._device = kv_pool.device
         self._step: _Step | None = None

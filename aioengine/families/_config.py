@@ -96,15 +96,16 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
                 not_implemented(f"rope_parameters.{field}", value, f"0 to {_MAX_POSITIVE:g}")
 
 
-class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder: sizes, norms, biases and rotary embedding.
+class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts about any model: its task and its sizes.
 
     Attributes:
         epsilon: of the norms.
-        tied: whether the output head is the embedding.
-        head_norm: epsilon of the norm over query and key heads; None: they have no norm.
-        sliding_window: the number of positions that a token attends to; None: all.
+        max_position_embeddings: positions that the model was made for, before any rope scaling.
+        num_labels: scores of a model that classifies.
         is_causal: a token attends to no later position.
+        sliding_window: the number of positions that a token attends to, where longer texts need more; None: all.
+        prefix: of the names of the tensors of the blocks and the embedding, which some checkpoints leave out.
     """
 
     task: Task
@@ -116,15 +117,34 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_size: int
     epsilon: float
-    tied: bool
     max_position_embeddings: int
-    rope: RopeConfig
+    num_labels: int = 0
+    is_causal: bool = True
+    sliding_window: int | None = None
+    prefix: str = "model."
+    rope: RopeConfig = RopeConfig()
+
+
+class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
+    """A decoder: norms, biases and rotary embedding.
+
+    Attributes:
+        tied: whether the output head is the embedding.
+        head_norm: epsilon of the norm over query and key heads; None: they have no norm.
+    """
+
+    tied: bool
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     head_norm: float | None = None
-    sliding_window: int | None = None
-    is_causal: bool = True
+
+    @property
+    def head(self) -> dict[str, int]:
+        """The output layer of its own, if it has one: its name in the checkpoint, and the size of its output."""
+        if self.task is Task.CLASSIFY:
+            return {"score": self.num_labels}
+        return {} if self.tied or self.task is Task.EMBED else {"lm_head": self.vocab_size}
 
 
 class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +156,11 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
         tasks: the end of a name in ``architectures`` -> the task of such a model.
     """
 
-    tasks: ClassVar[Mapping[str, Task]] = {"ForCausalLM": Task.GENERATE}
+    tasks: ClassVar[Mapping[str, Task]] = {
+        "ForCausalLM": Task.GENERATE,
+        "ForSequenceClassification": Task.CLASSIFY,
+        "Model": Task.EMBED,
+    }
 
     architectures: list[str] | None = None
     vocab_size: int
@@ -152,11 +176,10 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden_act: Literal["silu"] = "silu"
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     partial_rotary_factor: float = 1.0
+    id2label: dict[int | str, object] | None = None
 
     def __post_init__(self) -> None:
-        if self.task is None:
-            not_implemented("architectures", self.architectures, ", ".join(f"...{end}" for end in self.tasks))
-        self._check_sizes()
+        check_sizes(self)
         if self.partial_rotary_factor != 1.0:
             not_implemented("partial_rotary_factor", self.partial_rotary_factor, "1.0")
         if not 0 < self.rms_norm_eps <= 1:
@@ -176,12 +199,6 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.window is None and "sliding_attention" in (self.layer_types or ()):
             not_implemented("layer_types", self.layer_types, "full_attention alone, where there is no sliding window")
 
-    def _check_sizes(self) -> None:
-        given = msgspec.structs.asdict(self)
-        for name, most in MAX_SIZES.items():
-            if given[name] is not None and not 1 <= given[name] <= most:
-                not_implemented(name, given[name], f"1 to {most}")
-
     @property
     def num_kv_heads(self) -> int:
         return self.num_key_value_heads or self.num_attention_heads
@@ -196,16 +213,13 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     @property
-    def task(self) -> Task | None:
-        """The task of the first architecture; without one, that of the family. None: it is not implemented."""
-        if not self.architectures:
-            return next(iter(self.tasks.values()))
-        return next((task for end, task in self.tasks.items() if self.architectures[0].endswith(end)), None)
+    def task(self) -> Task:
+        return task_of(self.architectures, self.tasks)
 
     def decoder(self, rope: RopeConfig) -> DecoderConfig:
-        assert self.task is not None, "__post_init__ refuses it"
         return DecoderConfig(
             task=self.task,
+            num_labels=num_labels(self.id2label) if self.task is Task.CLASSIFY else 0,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -219,6 +233,38 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
             rope=rope,
             sliding_window=self.window,
         )
+
+
+def task_of(architectures: list[str] | None, tasks: Mapping[str, Task]) -> Task:
+    """The task of the first architecture; without one, that of the family.
+
+    Raises:
+        ValueError: the architecture is not implemented.
+    """
+    if not architectures:
+        return next(iter(tasks.values()))
+    task = next((task for end, task in tasks.items() if architectures[0].endswith(end)), None)
+    if task is None:
+        not_implemented("architectures", architectures, ", ".join(f"...{end}" for end in tasks))
+    return task
+
+
+def num_labels(id2label: Mapping[int | str, object] | None) -> int:
+    """The scores of a classifier: transformers writes no other number, and has two where there are no names."""
+    return 2 if id2label is None else len(id2label)
+
+
+def check_sizes(config: msgspec.Struct) -> None:
+    """Raise ValueError for a size beyond ``MAX_SIZES``."""
+    given = msgspec.structs.asdict(config)
+    for name, most in MAX_SIZES.items():
+        if given.get(name) is not None and not 1 <= given[name] <= most:
+            not_implemented(name, given[name], f"1 to {most}")
+
+
+def as_embedder(raw: Mapping[str, object]) -> dict[str, object]:
+    """config.json of a model of any task, read as that of the same model without its head."""
+    return {**raw, "architectures": ["Model"]}
 
 
 def not_implemented(field: str, value: object, implemented: str) -> NoReturn:

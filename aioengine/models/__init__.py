@@ -1,4 +1,4 @@
-"""Decoder models, one file for each ``model_type`` of config.json; a file's ``PLUGIN`` is the model's class."""
+"""Models, one file for each ``model_type`` of config.json; a file's ``PLUGIN`` is the model's class."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def build(config: Mapping[str, object], options: ModelOptions) -> Model:
         ValueError: the model type or a value of its config is not implemented; the message names it.
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in names():
+    if not isinstance(model_type, str) or plugins.file_name(model_type) not in names():
         message = f"model_type {model_type!r} in config.json is not implemented; what works: {', '.join(names())}"
         raise ValueError(message)
-    model_class: ModelClass = plugins.load("models", model_type)
+    model_class: ModelClass = plugins.load("models", plugins.file_name(model_type))
     return model_class(config, options)

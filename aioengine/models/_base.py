@@ -41,11 +41,13 @@ class InputSpec:
         embeddings: embeddings, which ``Model.embed`` makes of token ids; otherwise token ids.
         position_axes: 1 for positions [T], 3 for [3, T].
         rows: the row of each token.
+        token_types: whether a token belongs to the first or to the second text of a pair.
     """
 
     embeddings: bool = False
     position_axes: int = 1
     rows: bool = False
+    token_types: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,7 @@ class ModelInputs:
         token_ids: [T] int64; None for a model that reads embeddings.
         embeddings: [T, D] in the model's dtype, in place of the token ids.
         rows: [T] int64, the row of the step that each token belongs to; None for a model that does not read it.
+        token_types: [T] int64, 1 in the second text of a pair, else 0; None: 0 for all.
         outputs: [S] int64, indices into T of the tokens whose hidden states are returned, in this order; None: all T.
     """
 
@@ -64,6 +67,7 @@ class ModelInputs:
     token_ids: Tensor | None = None
     embeddings: Tensor | None = None
     rows: Tensor | None = None
+    token_types: Tensor | None = None
     outputs: Tensor | None = None
 
 
@@ -76,6 +80,8 @@ class Model(Protocol):
     dtype: torch.dtype
     vocab_size: int
     hidden_size: int
+    prefix: str
+    """Of the names of the tensors that a checkpoint without a head has too."""
 
     def weights(self) -> dict[str, Target]:
         """Name in the checkpoint -> where it goes: a tensor, often a part of a fused one.
@@ -116,7 +122,11 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[S, D] hidden states -> [S, V] logits in the model's dtype."""
+        """[S, D] hidden states -> [S, V] logits in the model's dtype.
+
+        A classifier takes pooled hidden states and returns a score for each class; a model without a head returns what
+        it is given.
+        """
         ...
 
 

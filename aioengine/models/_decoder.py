@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.attention._base import AttentionShape
-from aioengine.families._config import not_implemented
+from aioengine.families._config import Task, not_implemented
 from aioengine.families._tensors import is_ignored
 from aioengine.layers.attention import SelfAttention
 from aioengine.layers.embedding import Embedding
@@ -118,6 +118,7 @@ class Decoder:
         self.dtype = options.dtype
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
+        self.prefix = config.prefix
         self._embedding = Embedding(config.vocab_size, config.hidden_size, placement)
         self._rotary = RotaryEmbedding(
             config.rope,
@@ -128,7 +129,7 @@ class Decoder:
         )
         self._blocks = [_Block(config, self.attention_shape, placement) for _ in range(config.num_layers)]
         self._norm = RMSNorm(config.hidden_size, config.epsilon, placement)
-        self._head = None if config.tied else Linear(config.hidden_size, {"lm_head": config.vocab_size}, placement)
+        self._head = Linear(config.hidden_size, config.head, placement) if config.head else None
         self._logits: Matmul | None = self._head
 
     def weights(self) -> dict[str, Target]:
@@ -143,10 +144,10 @@ class Decoder:
     def finish_loading(self) -> None:
         for block in self._blocks:
             block.finish_loading()
-        if self._head is None:
-            self._logits = self._embedding.as_head()
-        else:
+        if self._head is not None:
             self._head.finish_loading()
+        elif self.task is Task.GENERATE:
+            self._logits = self._embedding.as_head()
 
     def open_for_loading(self) -> None:
         for block in self._blocks:
@@ -178,6 +179,8 @@ class Decoder:
         self._blocks[0](x, None, _Step(self._rotary.tables(positions), attention), 0, outputs=None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[S, D] -> [S, V]."""
+        """[S, D] -> [S, V]; of a classifier, its scores; without a head, what is given."""
+        if self.task is Task.EMBED:
+            return hidden
         assert self._logits is not None, "finish_loading was not called"
         return self._logits(hidden)

@@ -248,7 +248,7 @@ def format_bytes(num_bytes: int) -> str:
 
 def kv_bytes_per_token(shape: AttentionShape, dtype: torch.dtype) -> int:
     """Keys and values of one token in all layers."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * dtype.itemsize
+    return 2 * shape.num_kv_layers * shape.num_kv_heads * shape.head_size * dtype.itemsize
 
 
 def fit_pages(demand: Demand, budget: PoolBudget) -> int:
@@ -259,7 +259,8 @@ def fit_pages(demand: Demand, budget: PoolBudget) -> int:
     """
     if demand.num_pages is not None:
         return _check_given(demand, demand.num_pages, budget)
-    num_pages = min(budget.usable_bytes // demand.page_bytes, _pages_for(demand.max_tokens, demand))
+    most = _pages_for(demand.max_tokens, demand)
+    num_pages = min(budget.usable_bytes // demand.page_bytes, most) if demand.page_bytes else most
     if num_pages * demand.page_size < demand.context_length:
         need = _pages_for(demand.context_length, demand) * demand.page_bytes
         message = (

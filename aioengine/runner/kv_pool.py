@@ -35,6 +35,8 @@ class KVPool:
     It starts as zeros. On a CPU these come from the operating system, page by page as they are written: a pool costs
     time and memory only as far as it is used.
 
+    A model that attends in both directions keeps no keys and values: its pages are numbers without memory.
+
     Attributes:
         num_pages: pages that requests can have; the tensor has the padding page before them.
     """
@@ -47,7 +49,7 @@ class KVPool:
         self.page_size = page_size
         self.num_bytes = math.prod(size) * dtype.itemsize
         self._memory: mmap.mmap | None = None
-        if device.type == "cpu":
+        if device.type == "cpu" and self.num_bytes:
             self._memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(size)
         else:

@@ -68,7 +68,11 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
     if load_format == "dummy":
         fill_dummy(targets, seed=seed)
     else:
-        entries = [entry for entry in read_headers(folder) if entry.name in targets or not model.is_ignored(entry.name)]
+        entries = [
+            entry
+            for entry in read_headers(folder, model.prefix)
+            if entry.name in targets or not model.is_ignored(entry.name)
+        ]
         shapes = {name: target.shape for name, target in targets.items()}
         check_entries(entries, shapes, folder, types=_exact_types(targets))
         _copy(entries, targets, report)
@@ -125,7 +129,7 @@ def _copy(entries: list[Entry], targets: dict[str, Target], report: Report) -> N
         with _opened(part[0].path) as file:
             for entry in part:
                 target = targets[entry.name]
-                target.tensor.copy_(_read(file, entry.name, target))
+                target.tensor.copy_(_read(file, entry.stored_name, target))
                 done += entry.num_bytes
                 report(done, total)
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from msgspec import structs
-from transformers import LlamaConfig, LlamaModel
+from transformers import LlamaConfig
 
 from aioengine import models
-from aioengine.attention._base import kv_pool_shape, require_causal
-from aioengine.attention.fused import FusedAttention
-from aioengine.attention.torch import TorchAttention
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.build import build
 from tests.compute.model_plugins import three_axes_llama
 from tests.compute.runner_world import SIZES, World, make_settings, save_model
-from tests.compute.stepping import make_batch, make_inputs, options
+from tests.compute.stepping import make_inputs, options
 
 PLUGINS = Path(__file__).parent / "model_plugins"
 PROMPTS = [[5, 9, 200, 31, 7, 8, 150], [3] * 40, [77], [250, 11, 12]]
@@ -77,44 +73,6 @@ def test_a_model_can_read_the_row_of_each_token(folder: Path) -> None:
         rows.append(getattr(model, "rows"))  # noqa: B009
     assert rows == [[0, 0, 0, 1, 1, 1, 1, 1, 2], [0, 1, 2]]
     world.run()
-
-
-@pytest.mark.parametrize("backend", [TorchAttention, FusedAttention])
-@pytest.mark.parametrize("lengths", [[1, 7, 33], [300], [700, 1, 20]])
-def test_bidirectional_hidden_states_are_those_of_transformers(
-    backend: type[TorchAttention | FusedAttention], lengths: list[int]
-) -> None:
-    torch.manual_seed(3)
-    config = LlamaConfig(**{**SIZES, "max_position_embeddings": 1024, "attn_implementation": "eager"})
-    theirs = LlamaModel(config).eval()
-    ours = models.build({**config.to_dict(), "model_type": "bidirectional_llama"}, options(max_positions=1024))
-    assert ours.task == "embed"
-    for name, target in ours.weights().items():
-        target.tensor.copy_(theirs.state_dict()[name])
-    ours.finish_loading()
-    page_size = 16
-    pages = iter(range(1, 200))
-    tables = [[next(pages) for _ in range(-(-length // page_size))] for length in lengths]
-    attention = backend(
-        ours.attention_shape, torch.zeros(kv_pool_shape(ours.attention_shape, num_pages=99, page_size=page_size))
-    )
-    rows = [(0, length) for length in lengths]
-    inputs = make_inputs(ours, rows)
-    attention.prepare(make_batch(rows, tables, page_size))
-    hidden = ours.forward(replace(inputs, outputs=None), attention)
-    assert inputs.token_ids is not None
-    for token_ids, found in zip(inputs.token_ids.split(lengths), hidden.split(lengths), strict=True):
-        sees_all = torch.zeros(1, 1, len(token_ids), len(token_ids))
-        expected = theirs(token_ids.unsqueeze(0), attention_mask=sees_all).last_hidden_state[0]
-        torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
-        torch.testing.assert_close(found.mean(0), expected.mean(0), atol=3e-5, rtol=1e-4)
-
-
-def test_a_backend_that_is_causal_says_so(folder: Path) -> None:
-    config = {**json.loads((folder / "config.json").read_bytes()), "model_type": "bidirectional_llama"}
-    shape = models.build(config, options()).attention_shape
-    with pytest.raises(ValueError, match="attention_backend 'flashinfer' is causal"):
-        require_causal(shape, "flashinfer")
 
 
 def test_a_runner_refuses_a_model_that_does_not_generate(folder: Path) -> None:

@@ -1,0 +1,103 @@
+"""Attention in both directions: every row is whole in one step, so nothing is kept for later steps.
+
+On a GPU in 16 bits one kernel (torch's flash attention) computes all rows of a step. Elsewhere rows of one length that
+stand together are one call of torch's attention; a row's numbers are the same bits in any such call.
+
+Shape letters: T packed tokens, H query heads, K kv heads, E head size, B rows of one length, L tokens of such a row.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionShape, ForwardBatch, WriteKV
+
+
+class _Rows(NamedTuple):
+    """``number`` adjacent rows of ``length`` tokens each, of which the first is the token ``start`` of the step."""
+
+    start: int
+    number: int
+    length: int
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.start, self.start + self.number * self.length)
+
+
+def _nothing(k: Tensor, v: Tensor) -> None:
+    """k and v [T, K, E] are not kept."""
+
+
+class PackedAttention:
+    """Implements ``AttentionBackend``; its pool has no layers."""
+
+    def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
+        """kv_pool: [0, 2, N, K, S, E], for its dtype and device alone."""
+        self._shape = shape
+        self._has_kernel = kv_pool.is_cuda and kv_pool.dtype != torch.float32
+        self._rows: list[_Rows] = []
+        self._starts = torch.empty(0, dtype=torch.int32, device=kv_pool.device)
+        self._longest = 0
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        lengths = batch.query_lengths
+        assert lengths == batch.kv_lengths, "a row that attends in both directions is computed in one step"
+        self._longest = max(lengths)
+        if self._has_kernel:
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            self._starts = ends.pin_memory().to(self._starts.device, non_blocking=True)
+            return
+        self._rows, start = [], 0
+        for length, same in groupby(lengths):
+            rows = _Rows(start, len(list(same)), length)
+            self._rows.append(rows)
+            start = rows.tokens.stop
+
+    def target(self, layer: int) -> WriteKV:
+        return _nothing
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
+        window = self._shape.windows[layer] if self._shape.windows else None
+        if window is not None and window >= self._longest:
+            window = None
+        if self._has_kernel:
+            return self._attend_packed(q, k, v, window).flatten(1)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for rows in self._rows:
+            self._attend_rows(rows, (q, k, v), window, out)
+        return out.flatten(1)
+
+    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q [T, H, E], k and v [T, K, E] -> [T, H, E]."""
+        reach = -1 if window is None else window
+        found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward.default(
+            *(q, k, v, self._starts, self._starts, self._longest, self._longest, 0.0, False, False),
+            scale=self._shape.scale,
+            window_size_left=reach,
+            window_size_right=reach,
+        )
+        return found[0]
+
+    def _attend_rows(self, rows: _Rows, heads: tuple[Tensor, ...], window: int | None, out: Tensor) -> None:
+        """q [T, H, E], k and v [T, K, E], of which these rows are computed to out [T, H, E]."""
+        q, k, v = (part[rows.tokens].unflatten(0, (rows.number, rows.length)).transpose(1, 2) for part in heads)
+        seen: Tensor | None = None
+        if window is not None and window < rows.length:
+            positions = torch.arange(rows.length, device=out.device)
+            seen = (positions - positions.unsqueeze(1)).abs() <= window
+        attended = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=self._shape.scale, enable_gqa=k.shape[1] != q.shape[1]
+        )
+        out[rows.tokens] = attended.transpose(1, 2).flatten(0, 1)
+
+
+PLUGIN = PackedAttention

@@ -1,0 +1,179 @@
+"""Encoders: every token attends to all of its text. What their families make of config.json. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from msgspec import Struct
+
+from aioengine.families._config import (
+    RopeConfig,
+    Task,
+    TransformerConfig,
+    check_sizes,
+    not_implemented,
+    num_labels,
+    task_of,
+)
+
+Gelu = Literal["none", "tanh"]
+"""How GELU is approximated."""
+
+GELU: dict[str, Gelu] = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+"""The activations of config.json that are implemented."""
+
+
+class LinearShape(Struct, frozen=True):
+    """A linear layer of a block: its name in the checkpoint and its sizes."""
+
+    name: str
+    outputs: int
+    inputs: int
+    has_bias: bool
+
+
+class HeadConfig(Struct, frozen=True, kw_only=True):
+    """The head of a classifier: scores(norm(activation(dense(pooled)))), by their names in the checkpoint.
+
+    ``norm`` "": there is none.
+    """
+
+    dense: str
+    scores: str
+    activation: Literal["tanh", "gelu"] = "tanh"
+    dense_bias: bool = True
+    norm: str = ""
+
+
+class EncoderConfig(TransformerConfig, frozen=True, kw_only=True):
+    """An encoder, with the names of its tensors in the checkpoint.
+
+    Attributes:
+        is_pre_norm: the norms stand before attention and MLP, and one at the end; else after each of the two.
+        is_gated: the MLP is output(gelu(a) * b), where a and b are the halves of its first matmul.
+        gelu: how it is approximated.
+        position_offset: of the learned position of the first token; None: positions are rotary.
+        ropes: of the layers that attend to all, and of those with a window.
+        windows: for each layer, how far its tokens attend to either side; None: to all. Empty: all layers to all.
+        embeddings: names -> rows, of tokens first. norms: behind the embeddings, and the last one of a pre-norm model.
+        blocks: name of the list of blocks. linears: of a block, qkv (fused or three), output, first and second of the
+            MLP. block_norms: of a block, that of attention first. first_without: the norm that block 0 has not.
+        head: of a classifier. ignored: prefixes of tensors that are not loaded.
+    """
+
+    is_causal: bool = False
+    is_pre_norm: bool = False
+    is_gated: bool = False
+    gelu: Gelu = "none"
+    norm_bias: bool = True
+    position_offset: int | None = None
+    ropes: tuple[RopeConfig, RopeConfig] = (RopeConfig(), RopeConfig())
+    windows: tuple[int | None, ...] = ()
+    embeddings: dict[str, int]
+    norms: tuple[str, ...]
+    blocks: str
+    linears: tuple[LinearShape, ...]
+    block_norms: tuple[str, str]
+    first_without: str = ""
+    head: HeadConfig | None = None
+    classifier_pooling: Literal["cls", "mean"] = "cls"
+    ignored: tuple[str, ...] = ()
+
+
+class EncoderFamily(Struct, frozen=True, kw_only=True):
+    """The fields of config.json that all encoders have. Fields that are not here do not change the results.
+
+    Raises ValueError for a value that is not implemented.
+    """
+
+    tasks: ClassVar[Mapping[str, Task]] = {
+        "Model": Task.EMBED,
+        "ForMaskedLM": Task.EMBED,
+        "ForSequenceClassification": Task.CLASSIFY,
+    }
+
+    architectures: list[str] | None = None
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    id2label: dict[int | str, object] | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if self.hidden_size % self.num_attention_heads or self.head_size % 2:
+            not_implemented(
+                "num_attention_heads", self.num_attention_heads, f"a divisor of {self.hidden_size}, with even heads"
+            )
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def task(self) -> Task:
+        return task_of(self.architectures, self.tasks)
+
+    @property
+    def num_labels(self) -> int:
+        return num_labels(self.id2label) if self.task is Task.CLASSIFY else 0
+
+
+class BertFamily(EncoderFamily, frozen=True, kw_only=True):
+    """BERT, RoBERTa and XLM-R."""
+
+    hidden_act: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
+    layer_norm_eps: float = 1e-12
+    type_vocab_size: int = 2
+    pad_token_id: int = 0
+    position_embedding_type: Literal["absolute"] = "absolute"
+    is_decoder: Literal[False] = False
+
+
+def bert_config(found: BertFamily, *, name: str, position_offset: int, head: HeadConfig) -> EncoderConfig:
+    """The encoder of a ``found`` config.json. ``name``: of the base model in the checkpoint.
+
+    Raises:
+        ValueError: there are no positions but the padding's.
+    """
+    outer, inner = found.hidden_size, found.intermediate_size
+    num_positions = found.max_position_embeddings - position_offset
+    if num_positions < 1:
+        not_implemented("max_position_embeddings", found.max_position_embeddings, f"more than {position_offset}")
+    is_classifier = found.task is Task.CLASSIFY
+    return EncoderConfig(
+        task=found.task,
+        vocab_size=found.vocab_size,
+        hidden_size=outer,
+        intermediate_size=inner,
+        num_layers=found.num_hidden_layers,
+        num_heads=found.num_attention_heads,
+        num_kv_heads=found.num_attention_heads,
+        head_size=found.head_size,
+        epsilon=found.layer_norm_eps,
+        max_position_embeddings=num_positions,
+        num_labels=found.num_labels,
+        prefix=f"{name}.",
+        gelu=GELU[found.hidden_act],
+        position_offset=position_offset,
+        embeddings={
+            "embeddings.word_embeddings": found.vocab_size,
+            "embeddings.position_embeddings": found.max_position_embeddings,
+            "embeddings.token_type_embeddings": found.type_vocab_size,
+        },
+        norms=("embeddings.LayerNorm",),
+        blocks="encoder.layer",
+        linears=(
+            *(LinearShape(f"attention.self.{part}", outer, outer, True) for part in ("query", "key", "value")),
+            LinearShape("attention.output.dense", outer, outer, True),
+            LinearShape("intermediate.dense", inner, outer, True),
+            LinearShape("output.dense", outer, inner, True),
+        ),
+        block_norms=("attention.output.LayerNorm", "output.LayerNorm"),
+        head=head if is_classifier else None,
+        # of a model of masked words; and the pooler, which only BERT's classifier reads
+        ignored=("cls.", "lm_head.", *(() if is_classifier and name == "bert" else (f"{name}.pooler.",))),
+    )

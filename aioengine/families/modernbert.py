@@ -1,0 +1,97 @@
+"""ModernBERT: norms before attention and MLP, a gated MLP, rotary positions, and windows in two of three layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from aioengine.families._config import Task, decode_config, not_implemented, read_rope
+from aioengine.families._encoders import GELU, EncoderConfig, EncoderFamily, HeadConfig, LinearShape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import RopeConfig
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+class Config(EncoderFamily, frozen=True, kw_only=True):
+    hidden_activation: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
+    norm_eps: float = 1e-5
+    norm_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    local_attention: int = 128
+    global_every: int = msgspec.field(default=3, name="global_attn_every_n_layers")
+    layer_types: list[LayerType] | None = None
+    global_rope_theta: float = 160_000.0
+    local_rope_theta: float | None = 10_000.0
+    rope_parameters: dict[LayerType, dict[str, object]] | None = None
+    classifier_pooling: Literal["cls", "mean"] = "cls"
+    classifier_bias: bool = False
+    classifier_activation: Literal["gelu"] = "gelu"
+
+    def types(self) -> list[LayerType]:
+        """Of each layer."""
+        found = self.layer_types or [
+            "sliding_attention" if layer % self.global_every else "full_attention"
+            for layer in range(self.num_hidden_layers)
+        ]
+        if len(found) != self.num_hidden_layers:
+            not_implemented("layer_types", f"of {len(found)} layers", f"one for each of {self.num_hidden_layers}")
+        return found
+
+    def rope(self, kind: LayerType, theta: float) -> RopeConfig:
+        """Of the layers of this type; ``theta`` where older files name it."""
+        return read_rope({"rope_theta": theta, "rope_parameters": (self.rope_parameters or {}).get(kind)})
+
+
+def read(config: Mapping[str, object]) -> EncoderConfig:
+    found = decode_config(config, Config)
+    outer, inner = found.hidden_size, found.intermediate_size
+    head = HeadConfig(
+        dense="head.dense", scores="classifier", activation="gelu", dense_bias=found.classifier_bias, norm="head.norm"
+    )
+    is_classifier = found.task is Task.CLASSIFY
+    local_theta = found.global_rope_theta if found.local_rope_theta is None else found.local_rope_theta
+    return EncoderConfig(
+        task=found.task,
+        vocab_size=found.vocab_size,
+        hidden_size=outer,
+        intermediate_size=inner,
+        num_layers=found.num_hidden_layers,
+        num_heads=found.num_attention_heads,
+        num_kv_heads=found.num_attention_heads,
+        head_size=found.head_size,
+        epsilon=found.norm_eps,
+        max_position_embeddings=found.max_position_embeddings,
+        num_labels=found.num_labels,
+        is_pre_norm=True,
+        is_gated=True,
+        gelu=GELU[found.hidden_activation],
+        norm_bias=found.norm_bias,
+        ropes=(
+            found.rope("full_attention", found.global_rope_theta),
+            found.rope("sliding_attention", local_theta),
+        ),
+        windows=tuple(None if kind == "full_attention" else found.local_attention // 2 for kind in found.types()),
+        embeddings={"embeddings.tok_embeddings": found.vocab_size},
+        norms=("embeddings.norm", "final_norm"),
+        blocks="layers",
+        linears=(
+            LinearShape("attn.Wqkv", 3 * outer, outer, found.attention_bias),
+            LinearShape("attn.Wo", outer, outer, found.attention_bias),
+            LinearShape("mlp.Wi", 2 * inner, outer, found.mlp_bias),
+            LinearShape("mlp.Wo", outer, inner, found.mlp_bias),
+        ),
+        block_norms=("attn_norm", "mlp_norm"),
+        first_without="attn_norm",
+        head=head if is_classifier else None,
+        classifier_pooling=found.classifier_pooling,
+        ignored=("decoder.",) if is_classifier else ("decoder.", "head.", "classifier."),
+    )
+
+
+PLUGIN = read

@@ -1,0 +1,5 @@
+"""XLM-RoBERTa: as RoBERTa, with another vocabulary."""
+
+from aioengine.families.roberta import read
+
+PLUGIN = read

@@ -1,0 +1,263 @@
+"""The encoder that BERT, RoBERTa, XLM-R and ModernBERT are: blocks of attention in both directions and an MLP.
+
+A family's file in ``families`` reads its config.json.
+T tokens, D model size, S rows, C scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.attention._base import AttentionShape
+from aioengine.families._tensors import is_ignored
+from aioengine.kernels.gelu import gelu
+from aioengine.kernels.rotate_heads import as_parts, rotate_heads
+from aioengine.layers.embedding import Embedding
+from aioengine.layers.linear import Linear
+from aioengine.layers.norm import LayerNorm
+from aioengine.layers.placement import Placement
+from aioengine.layers.rope import RotaryEmbedding
+from aioengine.models._base import InputSpec, ModelInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.attention._base import StepAttention
+    from aioengine.families._encoders import EncoderConfig, Gelu, HeadConfig
+    from aioengine.layers.placement import Target
+    from aioengine.models._base import ModelOptions
+
+    Tables = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The arguments that all blocks of a step share. ``tables``: rotary ones, of full and of local attention."""
+
+    tables: tuple[Tables, Tables] | None
+    attention: StepAttention
+
+
+class _Block:
+    """[T, D] -> [T, D], or [S, D] of chosen tokens."""
+
+    def __init__(self, config: EncoderConfig, placement: Placement, layer: int) -> None:
+        *qkv, output, first, second = config.linears
+        self._layer = layer
+        self._num_heads, self._head_size = config.num_heads, config.head_size
+        self._is_local = bool(config.windows) and config.windows[layer] is not None
+        self._gelu: Gelu = config.gelu
+        self._is_pre_norm, self._is_gated = config.is_pre_norm, config.is_gated
+        sizes = {part.name: part.outputs for part in qkv}
+        self._qkv = Linear(qkv[0].inputs, sizes, placement, bias=qkv[0].has_bias)
+        others = (
+            Linear(part.inputs, {part.name: part.outputs}, placement, bias=part.has_bias)
+            for part in (output, first, second)
+        )
+        self._output, self._first, self._second = others
+        self._norms = {
+            name: LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias)
+            for name in config.block_norms
+            if layer or name != config.first_without
+        }
+        norms = [self._norms.get(name) for name in config.block_norms]
+        self._attention_norm, self._mlp_norm = norms
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        found: dict[str, Target] = {}
+        for linear in self._linears():
+            found |= linear.weights(prefix)
+        for name, norm in self._norms.items():
+            found |= norm.weights(f"{prefix}{name}")
+        return found
+
+    def finish_loading(self) -> None:
+        for linear in self._linears():
+            linear.finish_loading()
+
+    def open_for_loading(self) -> None:
+        for linear in self._linears():
+            linear.open_for_loading()
+
+    def _linears(self) -> tuple[Linear, ...]:
+        return self._qkv, self._output, self._first, self._second
+
+    def __call__(self, x: Tensor, step: _Step, *, outputs: Tensor | None) -> Tensor:
+        """x [T, D] -> [T, D], or [S, D] of the tokens ``outputs`` [S] int64."""
+        normed = x if self._attention_norm is None or not self._is_pre_norm else self._attention_norm(x)
+        attended = self._attend(normed, step)
+        if outputs is not None:
+            x, attended = x.index_select(0, outputs), attended.index_select(0, outputs)
+        delta = self._output(attended)
+        assert self._mlp_norm is not None, "only the norm of attention may be missing"
+        if self._is_pre_norm:
+            x = x + delta
+            return x + self._mlp(self._mlp_norm(x))
+        assert self._attention_norm is not None, "a norm behind attention is never missing"
+        x = self._attention_norm(x + delta)
+        return self._mlp_norm(x + self._mlp(x))
+
+    def _attend(self, x: Tensor, step: _Step) -> Tensor:
+        """[T, D] -> [T, D]."""
+        heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
+        if step.tables is None:
+            q, k, v = as_parts(heads, self._num_heads)
+        else:
+            q, k, v = rotate_heads(heads, self._num_heads, step.tables[self._is_local], None)
+        return step.attention.attend(q, k, v, self._layer)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, D]."""
+        inner = self._first(x)
+        if not self._is_gated:
+            return self._second(gelu(inner, approximate=self._gelu))
+        activated, others = inner.chunk(2, dim=-1)
+        return self._second(gelu(activated, approximate=self._gelu).mul_(others))
+
+
+class _Head:
+    """The scores of a classifier, [S, D] -> [S, C]."""
+
+    def __init__(self, head: HeadConfig, config: EncoderConfig, placement: Placement) -> None:
+        size = config.hidden_size
+        self._dense = Linear(size, {head.dense: size}, placement, bias=head.dense_bias)
+        self._scores = Linear(size, {head.scores: config.num_labels}, placement, bias=True)
+        self._is_tanh, self._name = head.activation == "tanh", head.norm
+        self._norm = LayerNorm(size, config.epsilon, placement, bias=config.norm_bias) if head.norm else None
+
+    def weights(self) -> dict[str, Target]:
+        found = self._dense.weights("") | self._scores.weights("")
+        return found if self._norm is None else found | self._norm.weights(self._name)
+
+    def finish_loading(self) -> None:
+        self._dense.finish_loading()
+        self._scores.finish_loading()
+
+    def open_for_loading(self) -> None:
+        self._dense.open_for_loading()
+        self._scores.open_for_loading()
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        """[S, D] -> [S, C]."""
+        x = self._dense(pooled)
+        x = torch.tanh(x) if self._is_tanh else gelu(x)
+        return self._scores(x if self._norm is None else self._norm(x))
+
+
+class Encoder:
+    """See ``models._base.Model``; families subclass it only to read their config."""
+
+    def __init__(self, config: EncoderConfig, options: ModelOptions) -> None:
+        self._config = config
+        placement = Placement(
+            dtype=options.dtype,
+            device=options.device,
+            linear_format=options.linear_format,
+            batch_invariant=options.batch_invariant,
+        )
+        self.attention_shape = AttentionShape(
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            scale=config.head_size**-0.5,
+            is_causal=False,
+            windows=config.windows,
+        )
+        self.task = config.task
+        self.dtype = options.dtype
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.prefix = config.prefix
+        tables = [Embedding(rows, config.hidden_size, placement) for rows in config.embeddings.values()]
+        self._embeddings = dict(zip(config.embeddings, tables, strict=True))
+        self._tokens, self._learned = tables[0], tables[1:]
+        self.input_spec = InputSpec(token_types=len(tables) > 2 and tables[2].weight.shape[0] > 1)
+        self._norms = {
+            name: LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias)
+            for name in config.norms
+        }
+        self._first_norm, *self._last_norm = self._norms.values()
+        self._ropes: list[RotaryEmbedding] = []
+        if config.position_offset is None:
+            self._ropes = [
+                RotaryEmbedding(
+                    rope,
+                    config.head_size,
+                    max_position_embeddings=config.max_position_embeddings,
+                    num_positions=options.max_positions,
+                    device=options.device,
+                )
+                for rope in config.ropes
+            ]
+        self._blocks = [_Block(config, placement, layer) for layer in range(config.num_layers)]
+        self._head = None if config.head is None else _Head(config.head, config, placement)
+
+    def weights(self) -> dict[str, Target]:
+        prefix = self._config.prefix
+        found: dict[str, Target] = {}
+        for name, part in (self._embeddings | self._norms).items():
+            found |= part.weights(f"{prefix}{name}")
+        for layer, block in enumerate(self._blocks):
+            found |= block.weights(f"{prefix}{self._config.blocks}.{layer}.")
+        return found if self._head is None else found | self._head.weights()
+
+    def is_ignored(self, name: str) -> bool:
+        return is_ignored(self._config, name)
+
+    def finish_loading(self) -> None:
+        for block in self._blocks:
+            block.finish_loading()
+        if self._head is not None:
+            self._head.finish_loading()
+
+    def open_for_loading(self) -> None:
+        for block in self._blocks:
+            block.open_for_loading()
+        if self._head is not None:
+            self._head.open_for_loading()
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] ids -> [T, D], without positions and token types."""
+        return self._tokens(token_ids)
+
+    def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
+        """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
+        if inputs.embeddings is not None:
+            x = inputs.embeddings
+        else:
+            assert inputs.token_ids is not None, "neither token ids nor embeddings"
+            x = self._tokens(inputs.token_ids)
+        if self._learned:
+            x = x + self._position_embeddings(inputs)
+        x = self._first_norm(x)
+        step = _Step(self._tables(inputs.positions), attention)
+        for layer, block in enumerate(self._blocks):
+            x = block(x, step, outputs=inputs.outputs if layer == len(self._blocks) - 1 else None)
+        return self._last_norm[0](x) if self._last_norm else x
+
+    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
+        x = self._tokens.weight.new_zeros(num_tokens, self.hidden_size)
+        positions = torch.zeros(num_tokens, dtype=torch.int64, device=x.device)
+        self._blocks[-1](x, _Step(self._tables(positions), attention), outputs=None)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Of a classifier: pooled [S, D] -> scores [S, C]. Else what is given."""
+        return hidden if self._head is None else self._head(hidden)
+
+    def _position_embeddings(self, inputs: ModelInputs) -> Tensor:
+        """Those of positions and token types: [T, D]."""
+        positions, types = self._learned
+        offset = self._config.position_offset or 0
+        found = positions(inputs.positions + offset if offset else inputs.positions)
+        return found + (types.weight[0] if inputs.token_types is None else types(inputs.token_types))
+
+    def _tables(self, positions: Tensor) -> tuple[Tables, Tables] | None:
+        """[T] -> the rotary tables of full and of local attention; None: positions are learned."""
+        if not self._ropes:
+            return None
+        full, local = self._ropes
+        return full.tables(positions), local.tables(positions)
