@@ -180,6 +180,12 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "chat_template": Argument(
         "model.chat_template", _template, "text or file of a chat template in place of the model's own", "the model's"
     ),
+    "is_embedding": Argument(
+        "model.is_embedding",
+        checks.switch,
+        "vectors alone from a model that could generate",
+        "where the folder is one of sentence-transformers",
+    ),
     "device": Argument("device.name", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
     "attention_backend": Argument(
         "device.attention_backend",
@@ -292,7 +298,6 @@ _OFF_BY_FEATURE: Final[dict[str, dict[str, tuple[object, ...]]]] = {
     "data parallelism": {"dp_size": (1,), "data_parallel_size": (1,), "enable_dp_attention": (False,)},
     "expert parallelism": {"ep_size": (1,)},
     "several machines": {"nnodes": (1,), "node_rank": (0,)},
-    "embedding models": {"is_embedding": (False,)},
     "quantized weights": {"quantization": ()},
     "a KV cache of another type than the weights": {"kv_cache_dtype": ("auto",)},
     "LoRA adapters": {"enable_lora": (False,), "lora_paths": ([], {}), "max_lora_rank": (), "lora_target_modules": ()},

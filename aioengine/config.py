@@ -14,7 +14,8 @@ from msgspec import Struct
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Which model, and how to read it. ``path``: a folder or a hub id; None is the demo model of the package.
 
-    ``chat_template``: text or a path; None: the model's own.
+    ``chat_template``: text or a path; None: the model's own. ``is_embedding``: whether a model that generates gives
+    vectors alone; None: where its folder is one of sentence-transformers.
     """
 
     path: str | None = None
@@ -27,6 +28,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     trust_remote_code: bool = False
     tokenizer: bool = True
     chat_template: str | None = None
+    is_embedding: bool | None = None
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
@@ -114,8 +116,32 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- the resolved settings
 
 
+class PoolingSettings(Struct, frozen=True, kw_only=True):
+    """How the hidden states of a text become one vector, and what is done with it.
+
+    Attributes:
+        kind: "last" or "cls" (the first token), or "mean" of all.
+        is_normalized: vectors have the length 1 unless a call says otherwise.
+        max_tokens: of a text; None: the context.
+        lowers_text: texts are made lower case.
+        prompts: texts that can stand before a text, by name. default_prompt: the name of the usual one; "": none.
+        num_labels: scores of a classifier. has_sigmoid: whether ``rerank`` gives sigmoid(score).
+    """
+
+    kind: str = "last"
+    is_normalized: bool = True
+    max_tokens: int | None = None
+    lowers_text: bool = False
+    prompts: dict[str, str] = {}
+    default_prompt: str = ""
+    num_labels: int = 0
+    has_sigmoid: bool = False
+
+
 class ModelSettings(Struct, frozen=True, kw_only=True):
-    """The model folder and how to read it. ``dtype``: "bfloat16", "float16" or "float32"."""
+    """The model folder and how to read it. ``dtype``: "bfloat16", "float16" or "float32". ``task``: "generate", "embed"
+    or "classify".
+    """
 
     path: str
     dtype: str
@@ -123,6 +149,8 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
     context_length: int
     vocab_size: int
     trust_remote_code: bool = False
+    task: str = "generate"
+    pooling: PoolingSettings = PoolingSettings()
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):
@@ -144,6 +172,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
         depth: steps that may be in flight beside the one just launched; 0: no overlap.
         stats_interval_s: the time between two snapshots of the statistics.
         tenant_weights: the share of each tenant; a tenant that is not named has 1.
+        splits_prompts: False: a prompt is computed in one step, and nothing of it is cached, since its tokens attend in
+            both directions, or all of them are pooled. A longer one than ``chunk_tokens`` is alone in its step.
         decode_cost: what a decoding row takes from the token budget, since it takes as long as so many prompt tokens.
     """
 
@@ -156,11 +186,13 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     stats_interval_s: float = 0.1
     tenant_weights: dict[str, float] = {}
     decode_cost: int = 1
+    splits_prompts: bool = True
 
     @property
     def max_step_tokens(self) -> int:
         """Tokens of the largest step. Prompts get an eighth of ``chunk_tokens`` even where all rows decode."""
-        return max(self.chunk_tokens, self.max_running + self.chunk_tokens // 8)
+        longest = 0 if self.splits_prompts else self.context_length
+        return max(self.chunk_tokens, self.max_running + self.chunk_tokens // 8, longest)
 
 
 class RunnerSettings(Struct, frozen=True, kw_only=True):

@@ -15,7 +15,9 @@ import msgspec
 from msgspec import Struct
 
 from aioengine import checkpoint, checks, folder_files, plugins
-from aioengine.families._config import MAX_SIZES
+from aioengine.config import PoolingSettings
+from aioengine.embedder_files import is_embedder, read_pooling
+from aioengine.families._config import MAX_SIZES, Task, as_embedder
 from aioengine.families._tensors import is_ignored, tensor_shapes
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         tokenizer_path: the folder with tokenizer.json; None: there is no such file.
         missing_weights: why the folder has no weights to load; None: it has.
         sliding_window: the number of positions that a token attends to; None: all.
+        task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
     """
 
     path: str
@@ -62,6 +65,9 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     tokenizer_path: str | None = None
     missing_weights: str | None = None
     sliding_window: int | None = None
+    task: str = "generate"
+    is_causal: bool = True
+    pooling: PoolingSettings = PoolingSettings()
 
 
 # ---------------------------------------------------------------- finding the folder
@@ -213,7 +219,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
                 wanted.tokenizer_path, download_dir=wanted.download_dir, progress=progress, argument="tokenizer_path"
             )
         )
-    config, decoder = _read_config(folder)
+    config, decoder, pooling = _read_config(folder, wanted.is_embedding)
     generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
     missing_weights = checkpoint.missing_weights(folder)
     if wanted.load_format != "dummy" and not missing_weights:
@@ -241,6 +247,9 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
         eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < decoder.vocab_size),
         tokenizer_path=str(tokenizer) if folder_files.is_file(tokenizer / folder_files.TOKENIZER) else None,
         sliding_window=decoder.sliding_window,
+        task=decoder.task.value,
+        is_causal=decoder.is_causal,
+        pooling=pooling,
     )
 
 
@@ -249,8 +258,11 @@ def supported_model_types() -> list[str]:
     return plugins.names("families")
 
 
-def _read_config(folder: Path) -> tuple[_Config, TransformerConfig]:
-    """The facts of config.json. Raises ValueError for a value that is missing or not implemented; it is named."""
+def _read_config(folder: Path, is_embedding: bool | None) -> tuple[_Config, TransformerConfig, PoolingSettings]:
+    """The facts of config.json, and how the model pools. ``is_embedding``: as asked for.
+
+    Raises ValueError for a value that is missing or not implemented; it is named.
+    """
     file = folder / "config.json"
     raw = folder_files.read_json(file, dict[str, object])
     if raw is None:
@@ -259,7 +271,12 @@ def _read_config(folder: Path) -> tuple[_Config, TransformerConfig]:
         config = msgspec.convert(raw, _Config)
         _check_supported(config)
         read: ReadConfig = plugins.load("families", plugins.file_name(config.model_type or ""))
-        return config, read(raw)
+        found = read(raw)
+        if found.task is Task.GENERATE and (is_embedder(folder) if is_embedding is None else is_embedding):
+            found = read(as_embedder(raw))
+        if is_embedding is False and found.task is not Task.GENERATE:
+            raise ValueError(f"is_embedding=False, but its architecture ({config.architectures}) does not generate")
+        return config, found, read_pooling(folder, found, raw)
     except ValueError as error:
         raise ValueError(f"{str(file)!r}: {error}") from error
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from aioengine.model_folder import ModelFacts
 
 RUNNER_FACTORY: Final = "aioengine.runner.build:build"
+PACKED: Final = "packed"
+"""The one attention backend for models that attend in both directions."""
+
 CPU_LIMITS: Final = 512, 64
 """Tokens of a step, running requests."""
 
@@ -56,7 +59,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
     place = _device(config, device)
     is_on_gpu = place == "cuda"
     dtype = _dtype(config, model, device, is_on_gpu=is_on_gpu)
-    backend = _attention_backend(config, dtype, is_on_gpu=is_on_gpu)
+    backend = _attention_backend(config, dtype, is_on_gpu=is_on_gpu) if model.is_causal else PACKED
     scheduler = _scheduler_settings(config, model, is_on_gpu=is_on_gpu)
     return Settings(
         model=_model_settings(config, model, dtype),
@@ -69,7 +72,9 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
             fallback_backend="triton" if config.device.attention_backend == "auto" else "",
             num_threads=_num_threads(model, device),
             batch_invariant=config.device.batch_invariant,
-            cuda_graph_max_rows=_graph_rows(config, scheduler.max_running) if is_on_gpu else 0,
+            cuda_graph_max_rows=(
+                _graph_rows(config, scheduler.max_running) if is_on_gpu and model.task == "generate" else 0
+            ),
             compile_timeout_s=COMPILE_SHARE * config.supervision.startup_timeout_s,
             logprobs_mode=config.logprobs_mode,
             logits_processors=config.device.logits_processors,
@@ -89,7 +94,7 @@ def context_length(config: EngineConfig, model: ModelFacts) -> int:
             f"context_length={min(window, model.context_length)} works, and is the most that does"
         )
     if wanted is None:
-        return model.context_length
+        return min(model.context_length, model.pooling.max_tokens or model.context_length)
     if wanted > model.context_length:
         raise ValueError(
             f"context_length must be at most {model.context_length}, which this model was made for, got {wanted}"
@@ -156,6 +161,8 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
         load_format="safetensors" if config.model.load_format == "auto" else config.model.load_format,
         context_length=context_length(config, model),
         vocab_size=model.vocab_size,
+        task=model.task,
+        pooling=model.pooling,
         trust_remote_code=config.model.trust_remote_code,
     )
 
@@ -188,13 +195,15 @@ def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: b
     chunk = default_chunk if wanted.chunk_tokens is None else wanted.chunk_tokens
     if wanted.chunk_tokens == -1:
         chunk = length
+    splits_prompts = model.is_causal and (model.task == "generate" or model.pooling.kind == "last")
     max_running = min(default_running, chunk) if wanted.max_running is None else wanted.max_running
     return SchedulerSettings(
         max_running=max_running,
         chunk_tokens=max(chunk, max_running),
         context_length=length,
         policy=wanted.policy,
-        prefix_cache=config.memory.prefix_cache,
+        prefix_cache=config.memory.prefix_cache and splits_prompts,
+        splits_prompts=splits_prompts,
         depth=1 if is_on_gpu and wanted.overlap else 0,
         tenant_weights=wanted.tenant_weights,
         decode_cost=GPU_DECODE_COST if is_on_gpu else 1,

@@ -72,6 +72,7 @@ class EngineArguments(OtherNames, total=False):
     trust_remote_code: bool | None
     skip_tokenizer_init: bool | None
     chat_template: str | PurePath | None
+    is_embedding: bool | None
     device: str | None
     attention_backend: str | None
     enable_deterministic_inference: bool | None

@@ -26,7 +26,7 @@ CLOCK_AND_LOOP = "asyncio time threading multiprocessing subprocess socket selec
 FLOORS = {
     "0": Floor(
         (
-            "resolve > model_folder > checkpoint, families > machine > config",
+            "resolve > model_folder > embedder_files > checkpoint, families > machine > config",
             "params > parameter_table > patterns, protocol",
             "plugins",
             "metrics",

@@ -186,6 +186,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     ``tenant``: whose share of the engine it uses. ``cache_salt``: it shares cached prefixes with no other salt.
     ``logprobs``: those that it wants.
     ``session``: keep its pages, once it is answered, until the control "close_session"; 0: it belongs to none.
+    ``second_text``: where the second text of a pair begins in the prompt of a POOL request; 0: there is none.
     """
 
     uid: int
@@ -201,6 +202,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     cache_salt: str = ""
     logprobs: LogprobRules | None = None
     session: int = 0
+    second_text: int = 0
 
 
 class Abort(Struct, tag="abort", array_like=True, gc=False):

@@ -14,7 +14,7 @@ import torch
 from aioengine import folder_files, models, plugins
 from aioengine.attention import fused
 from aioengine.attention._base import BackendUnavailableError
-from aioengine.families._config import Task
+from aioengine.families._config import Task, as_embedder
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
@@ -89,6 +89,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         device=device,
         logprobs_mode=settings.runner.logprobs_mode,
         logits_processors=settings.runner.logits_processors,
+        pooling=settings.model.pooling.kind,
     )
     facts: Facts = {
         "num_pages": num_pages,
@@ -165,13 +166,10 @@ def load_model(
     if dtype == torch.float32:
         advice += "; dtype='bfloat16' takes half"
     outline = _model(settings, dtype, torch.device("meta"))
-    if outline.task is not Task.GENERATE:
-        message = f"the task of this model is '{outline.task}', which is not implemented; what works: '{Task.GENERATE}'"
-        raise ValueError(message)
     need = sum(target.tensor.nbytes for target in outline.weights().values())
     with memory.take("the weights", advice=advice, need=need), torch.no_grad():
         model = _model(settings, dtype, memory.device)
-        if memory.device.type == "cuda" and is_installed():
+        if memory.device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
             _compile_sampling(model, vocab_size, memory.device)
         times.end("device")
         shape, device = model.attention_shape, memory.device
@@ -202,7 +200,8 @@ def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Mode
         max_positions=settings.model.context_length,
         batch_invariant=settings.runner.batch_invariant,
     )
-    return models.build(_config(Path(settings.model.path)), options)
+    config = _config(Path(settings.model.path))
+    return models.build(as_embedder(config) if settings.model.task == Task.EMBED else config, options)
 
 
 def _config(folder: Path) -> dict[str, object]:
@@ -242,6 +241,8 @@ def choose_attention(
         CompilationTimeoutError: its kernels did not compile in time.
     """
     name, known = settings.attention_backend, plugins.names("attention")
+    if not shape.is_causal:
+        return AttentionChoice("packed")
     if name not in known:
         message = f"attention_backend {name!r} is not known; what works: {', '.join(known)}"
         raise ValueError(message)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.models._base import Model
+    from aioengine.runner.pooler import Pooler
     from aioengine.runner.rows import RequestRow, RowTable
     from aioengine.scheduler.plan import Row
 
@@ -50,15 +51,17 @@ def model_inputs(
     positions: Tensor,
     *,
     rows: Tensor | None = None,
+    token_types: Tensor | None = None,
     outputs: Tensor | None = None,
 ) -> ModelInputs:
-    """What this model reads of [T] token ids and positions. ``rows`` and ``outputs``: as in ``ModelInputs``."""
+    """What this model reads of [T] token ids and positions. The other arguments are as in ``ModelInputs``."""
     spec = model.input_spec
     return ModelInputs(
         positions=positions if spec.position_axes == 1 else positions.expand(spec.position_axes, -1),
         token_ids=None if spec.embeddings else token_ids,
         embeddings=model.embed(token_ids) if spec.embeddings else None,
         rows=rows,
+        token_types=token_types,
         outputs=outputs,
     )
 
@@ -115,13 +118,13 @@ class InputBuilder:
         return f"token id {wrong[0]} is outside the vocabulary of {self._num_embeddings}" if wrong else ""
 
     def build(
-        self, model: Model, rows: StepRows, *, num_outputs: int, others: Ints | None = None
+        self, model: Model, rows: StepRows, pooler: Pooler, *, num_outputs: int, others: Ints | None = None
     ) -> tuple[ModelInputs, ForwardBatch]:
         """What the model and attention read of valid rows, at least one.
 
-        The model returns the hidden state of the last token of each row. Where rows have several tokens there are
-        ``num_outputs`` of them, at least one for each row; those beyond are of the first token of the step. Behind
-        these come those of the tokens ``others`` [N] of the step.
+        The model returns the hidden states that ``pooler`` wants: of one token of each row, or of all. Where they are
+        those of one token and rows have several, ``num_outputs`` is how many there are, at least one for each row;
+        those beyond are of the first token of the step. Behind these come those of the tokens ``others`` [N].
         """
         upload, page_size = self._table.upload, self._page_size
         kv_lengths = rows.starts + rows.counts
@@ -134,9 +137,10 @@ class InputBuilder:
         else:
             row_of_token = np.repeat(np.arange(len(rows.requests)), rows.counts)
             positions = np.arange(num_tokens) + np.repeat(kv_lengths - rows.token_ends, rows.counts)
-        if num_tokens > len(rows.requests) or others is not None:
+        wanted = pooler.outputs(rows)
+        if wanted is not None and (num_tokens > len(rows.requests) or others is not None):
             outputs = np.zeros(num_outputs, dtype=np.int64)
-            outputs[: len(rows.requests)] = rows.token_ends - 1
+            outputs[: len(rows.requests)] = wanted
             outputs = outputs if others is None else np.concatenate([outputs, others])
         page_places = positions // page_size
         slot_mapping = positions + (page_table_RP[row_of_token, page_places] - page_places) * page_size
@@ -145,6 +149,7 @@ class InputBuilder:
             self._token_ids(rows, num_tokens),
             upload(positions),
             rows=upload(row_of_token) if model.input_spec.rows else None,
+            token_types=self._token_types(rows, row_of_token, positions) if model.input_spec.token_types else None,
             outputs=None if outputs is None else upload(outputs),
         )
         batch = ForwardBatch(
@@ -154,6 +159,14 @@ class InputBuilder:
             kv_lengths=kv_lengths.tolist(),
         )
         return inputs, batch
+
+    def _token_types(self, rows: StepRows, row_of_token: Ints, positions: Ints) -> Tensor | None:
+        """[T] int64 from the row and the position of each token; None where no row is a pair."""
+        starts = np.array([request.second_text for request in rows.requests])
+        if not starts.any():
+            return None
+        starts[starts == 0] = np.iinfo(np.int64).max
+        return self._table.upload((positions >= starts[row_of_token]).astype(np.int64))
 
     def _token_ids(self, rows: StepRows, num_tokens: int) -> Tensor:
         """[T] int64 on the device: the ids that the plan names, and last tokens where only the device knows them."""

@@ -17,6 +17,7 @@ from aioengine.runner.custom_processors import CustomProcessors
 from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.logprobs import Logprobs
+from aioengine.runner.pooler import Pooler
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.timing import part
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.logprobs import StepLogprobs
+    from aioengine.runner.pooler import PooledRows, PooledVectors
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.scheduler.plan import Plan, Row
 
@@ -49,7 +51,7 @@ _NOTHING_LEFT = "; or its allowed_token_ids and bad_words leave no token to draw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceParts:
-    """What is on the device once the weights are loaded."""
+    """What is on the device once the weights are loaded. ``pooling``: as ``PoolingSettings.kind``."""
 
     model: Model
     attention: AttentionBackend
@@ -60,6 +62,7 @@ class DeviceParts:
     device: torch.device
     logprobs_mode: str = "raw"
     logits_processors: tuple[str, ...] = ()
+    pooling: str = "last"
 
     @property
     def max_row_pages(self) -> int:
@@ -73,8 +76,8 @@ class Ticket:
 
     wanted: uids of the rows that give anything, in the order of the plan. sampled: those that were computed. silent:
     uids of the computed rows that do not sample. values: a token for each of ``sampled``, then for each of ``silent``
-    0 or, where its numbers are bad, FAILED. failed: rows that were not computed. logprobs, states (hidden states):
-    those that rows asked for.
+    0 or, where its numbers are bad, FAILED. failed: rows that were not computed. logprobs, states (hidden states),
+    pooled (vectors): those that rows asked for.
     """
 
     wanted: list[int]
@@ -84,6 +87,7 @@ class Ticket:
     failed: dict[int, str]
     logprobs: StepLogprobs | None = None
     states: StepStates | None = None
+    pooled: PooledVectors | None = None
 
 
 class ModelRunner:
@@ -118,6 +122,7 @@ class ModelRunner:
         processes = self._sampler if parts.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processes)
         self._states = HiddenStates(self._table.upload)
+        self._pooler = Pooler(parts.model, parts.pooling, self._table.upload)
         self._graphs: DecodeGraphs | None = None
         self.piece_graphs: PieceGraphs | None = None
         self._broken: dict[int, str] = {}
@@ -159,15 +164,18 @@ class ModelRunner:
             return Ticket(wanted, [], [], Readback(torch.empty(0, dtype=torch.int64)), failed)
         sampled = rows.requests
         silent: list[RequestRow] = []
+        pooled: PooledRows | None = None
         if not rows.samples.all():
             sampled, silent = [], []
             for request, samples in zip(rows.requests, rows.samples.tolist(), strict=True):
                 (sampled if samples else silent).append(request)
-        values = Readback(self._compute(rows, sampled))
+            pooled = self._pooler.rows(plan, rows.requests)
+        values = Readback(self._compute(rows, sampled, pooled))
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
         states = self._states.take() if self._table.num_with_states else None
+        vectors = None if pooled is None else pooled.vectors()
         uids = [each.uid for each in sampled], [each.uid for each in silent]
-        ticket = Ticket(wanted, *uids, values, failed, logprobs, states)
+        ticket = Ticket(wanted, *uids, values, failed, logprobs, states, vectors)
         self._newest = ticket
         return ticket
 
@@ -179,6 +187,8 @@ class ModelRunner:
         extras = [] if ticket.logprobs is None else ticket.logprobs.extras()
         if ticket.states is not None:
             extras += ticket.states.extras()
+        if ticket.pooled is not None:
+            extras += ticket.pooled.extras()
         if FAILED not in values and len(ticket.wanted) == len(ticket.sampled):
             return StepResult(TokenColumns(ticket.wanted, values[: len(ticket.sampled)], None, extras))
         value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True))
@@ -269,8 +279,8 @@ class ModelRunner:
             self._break(uid, error)
         return self._inputs.read([row for row in live if row.uid not in self._broken])
 
-    def _compute(self, rows: StepRows, sampled: list[RequestRow]) -> Tensor:
-        """Forward and sampling of at least one row; returns ``Ticket.values`` [R]."""
+    def _compute(self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None = None) -> Tensor:
+        """Forward and sampling of at least one row; returns ``Ticket.values`` [R]. ``pooled`` gets its states."""
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
         num_rows = len(rows.requests)
@@ -280,14 +290,18 @@ class ModelRunner:
         with part("prepare"):
             others = [each.places for each in (states, prompts) if each is not None]
             more = np.concatenate(others) if others else None
-            inputs, batch = self._inputs.build(self._model, rows, num_outputs=num_outputs, others=more)
+            inputs, batch = self._inputs.build(
+                self._model, rows, self._pooler.outputs(rows), num_outputs=num_outputs, others=more
+            )
         hidden = self._forward(inputs, batch, has_more_outputs=more is not None)
         num_states = 0 if states is None else len(states.places)
         if states is not None:
             self._states.add_prompts(hidden[num_outputs : num_outputs + num_states], states)
         if prompts is not None:
             self._logprobs.add_prompts(hidden[num_outputs + num_states :], prompts)
-        hidden = hidden[:num_rows]
+        hidden = self._pooler.states(hidden, rows)
+        if pooled is not None:
+            pooled.take(hidden)
         if len(sampled) == len(rows.requests):
             return self._sample(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
         # A non-finite number anywhere in a row has reached its last token through attention.
@@ -301,7 +315,9 @@ class ModelRunner:
         return torch.cat([token_ids, silent])
 
     def _forward(self, inputs: ModelInputs, batch: ForwardBatch, *, has_more_outputs: bool) -> Tensor:
-        """Hidden states, first [R, D] of the last token of each row; ``has_more_outputs``: then of other tokens."""
+        """Hidden states: of all tokens [T, D], or first [R, D] of one token of each row; ``has_more_outputs``: then of
+        other tokens.
+        """
         graphs = self.piece_graphs
         if inputs.outputs is not None and not has_more_outputs and graphs is not None and graphs.fits(batch):
             return graphs.replay(inputs, batch)

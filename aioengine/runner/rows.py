@@ -66,6 +66,7 @@ class RequestRow:
     history: its tokens, [more than there are] int64 on the device, where a processor reads them. token_ids: on a GPU,
     where ``runner.sampling.token_counts`` counts them for penalties, those that it was opened with; else empty.
     prompt_states: hidden states of its prompt, as far as it is computed; None where they are not wanted (any more).
+    second_text: where the second text of a pair begins; 0: there is none.
     """
 
     uid: int
@@ -76,6 +77,7 @@ class RequestRow:
     token_ids: list[int]
     logprobs: RowLogprobs | None = None
     prompt_states: list[bytes] | None = None
+    second_text: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ class RowTable:
         if opened.sampling.bad_token_ids or (opened.sampling.has_penalties and not is_on_gpu):
             history = self.upload(np.array([*opened.token_ids, *[0] * 64], dtype=np.int64))
         request = RequestRow(opened.uid, row_index, opened.sampling, opened.num_prompt, history, token_ids)
+        request.second_text = opened.second_text
         if opened.logprobs is not None:
             request.logprobs = _row_logprobs(opened, opened.logprobs)
             self.num_with_logprobs += 1
@@ -221,8 +224,8 @@ class RowTable:
     def _check(self, opened: NewRow) -> None:
         sampling = opened.sampling
         rules = opened.logprobs
-        if opened.kind is RequestKind.POOL or (opened.kind is RequestKind.SCORE and rules is None):
-            message = f"the runner implements requests of kind GENERATE and SCORE, and this one is {opened.kind.name}"
+        if opened.kind is RequestKind.SCORE and rules is None:
+            message = "a request of kind SCORE has logprobs"
             raise ValueError(message)
         if len(sampling.bias_token_ids) != len(sampling.logit_bias):
             message = f"{len(sampling.bias_token_ids)} bias_token_ids, but {len(sampling.logit_bias)} values"

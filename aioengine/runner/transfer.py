@@ -76,13 +76,13 @@ class Readback:
     On the CPU they are there already.
 
     Attributes:
-        source: [S] on the device; the next step may overwrite it.
+        source: [S, ...] on the device; the next step may overwrite it.
     """
 
     __slots__ = ("_arrived", "_values", "source")
 
     def __init__(self, values: Tensor) -> None:
-        """values: [S] int64."""
+        """values: [S, ...]."""
         self.source = values
         self._arrived: torch.cuda.Event | None = None
         self._values = host_copy(values)
@@ -92,7 +92,11 @@ class Readback:
 
     def wait(self) -> list[int]:
         """Wait for the device and return the numbers [S]."""
+        values: list[int] = self.array().tolist()
+        return values
+
+    def array(self) -> npt.NDArray[np.generic]:
+        """Wait for the device and return the numbers [S, ...] as an array."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        values: list[int] = self._values.tolist()
-        return values
+        return self._values.numpy()

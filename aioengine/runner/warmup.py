@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from aioengine.attention._base import CapturableAttention, PiecewiseAttention
+from aioengine.families._config import Task
 from aioengine.protocol.messages import Progress, Sampling
 from aioengine.runner.device_memory import NoAttention
 from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_piece
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
-from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -90,7 +91,9 @@ def warm_up_device(
     longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype) if runner.piece_graphs else 0
     load_kernels(parts.model, token_counts(limits.max_step_tokens, longest))
     pages = parts.kv_pool.num_pages
-    run_warmup_steps(runner, WarmupLimits(limits.max_running, limits.chunk_tokens, parts.context_length, pages), report)
+    samples = parts.model.task is Task.GENERATE
+    bounds = WarmupLimits(limits.max_running, limits.chunk_tokens, parts.context_length, pages, samples)
+    run_warmup_steps(runner, bounds, report)
     times.end("warmup")
 
 
@@ -130,12 +133,15 @@ def _weights_bytes(runner: ModelRunner) -> int:
 
 
 class WarmupLimits(NamedTuple):
-    """Bounds of warm-up steps: rows and tokens of a step, positions of a request, pages of the pool."""
+    """Bounds of warm-up steps: rows and tokens of a step, positions of a request, pages of the pool. ``samples``: False
+    for a model that gives vectors alone.
+    """
 
     max_rows: int
     max_tokens: int
     context_length: int
     num_pages: int
+    samples: bool = True
 
 
 def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable[[Progress], None]) -> None:
@@ -147,15 +153,16 @@ def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable
     sizes = [size for size in SIZES if size <= most]
     total = len(sizes) + 1
     report(Progress("warming up", 0, total))
+    gives = TOKENS if limits.samples else VECTOR
     for num_done, size in enumerate(sizes, 1):
-        plans = [*_many_rows(size, page_size)]
+        plans = [*_many_rows(size, page_size)] if limits.samples else []
         if size < limits.context_length and -(-(size + 1) // page_size) <= limits.num_pages:
-            plans += _one_prompt(size, page_size)
+            plans += _one_prompt(size, page_size, gives)
         for plan in plans:
             if plan.num_tokens <= limits.max_tokens:
                 runner.collect(runner.launch(plan))
         report(Progress("warming up", num_done, total))
-    for plan in _full_step(limits, page_size):
+    for plan in _full_step(limits, page_size, gives):
         runner.collect(runner.launch(plan))
     report(Progress("warming up", total, total))
 
@@ -180,13 +187,13 @@ def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
         yield Plan([], closed=uids)
 
 
-def _one_prompt(size: int, page_size: int) -> Iterator[Plan]:
+def _one_prompt(size: int, page_size: int, gives: int) -> Iterator[Plan]:
     ids = [_TOKEN] * size
-    yield Plan([Row(0, 0, size, TOKENS, ids)], [NewRow(0, _PLAIN[0], size, ids, [*range(-(-(size + 1) // page_size))])])
+    yield Plan([Row(0, 0, size, gives, ids)], [NewRow(0, _PLAIN[0], size, ids, [*range(-(-(size + 1) // page_size))])])
     yield Plan([], closed=[0])
 
 
-def _full_step(limits: WarmupLimits, page_size: int) -> Iterator[Plan]:
+def _full_step(limits: WarmupLimits, page_size: int, gives: int) -> Iterator[Plan]:
     """The most rows that a step can have, with about as many tokens as fit in a step."""
     num_rows = min(limits.max_rows, limits.max_tokens // 2, limits.num_pages)
     if not num_rows:
@@ -195,5 +202,5 @@ def _full_step(limits: WarmupLimits, page_size: int) -> Iterator[Plan]:
     ids, num_pages = [_TOKEN] * size, -(-size // page_size)
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in range(num_rows)]
     opened = [NewRow(uid, _PLAIN[0], size, ids, pages[uid]) for uid in range(num_rows)]
-    yield Plan([Row(uid, 0, size, TOKENS, ids) for uid in range(num_rows)], opened)
+    yield Plan([Row(uid, 0, size, gives, ids) for uid in range(num_rows)], opened)
     yield Plan([], closed=list(range(num_rows)))

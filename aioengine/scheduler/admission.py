@@ -94,6 +94,11 @@ class TokenBudget:
         """Take ``wanted`` tokens if they are left, else half of what is left; returns how many."""
         return self._take(wanted if wanted <= self.left else max(self.left // 2, LEAST_SHARE))
 
+    def take_whole(self, wanted: int) -> int:
+        """Take ``wanted`` tokens, also if fewer are left; returns how many."""
+        self.left = max(0, self.left - wanted)
+        return wanted
+
     def take_rest(self, wanted: int) -> int:
         """Take up to ``wanted`` of the tokens that are left; returns how many."""
         return self._take(wanted)

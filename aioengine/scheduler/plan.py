@@ -59,6 +59,7 @@ class NewRow(Struct, array_like=True, gc=False):
     kind: a POOL request gets no row with TOKENS, and its last row has VECTOR; that of a SCORE request has DISTRIBUTION.
     logprobs: those that it still needs, as extras: of each output token with the token, of the prompt with the first
         output token (or with DISTRIBUTION). Rows of the prompt then begin at ``logprobs.start - 1`` at the latest.
+    second_text: where the second text of a pair begins; 0: there is none.
     """
 
     uid: int
@@ -68,6 +69,7 @@ class NewRow(Struct, array_like=True, gc=False):
     pages: list[int] = []
     kind: RequestKind = RequestKind.GENERATE
     logprobs: LogprobRules | None = None
+    second_text: int = 0
 
 
 class Plan(Struct, array_like=True, gc=False):

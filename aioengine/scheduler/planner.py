@@ -55,7 +55,7 @@ class Flight:
 class Planner:
     """Fills flights with rows; nothing else admits and preempts."""
 
-    __slots__ = ("_admission", "_chunk_tokens", "_decode_cost", "_max_running", "_requests")
+    __slots__ = ("_admission", "_chunk_tokens", "_decode_cost", "_max_running", "_requests", "_splits_prompts")
 
     def __init__(self, settings: SchedulerSettings, requests: Requests) -> None:
         if settings.max_running < 1 or settings.chunk_tokens < 1:
@@ -65,6 +65,7 @@ class Planner:
         self._max_running = settings.max_running
         self._chunk_tokens = settings.chunk_tokens
         self._decode_cost = settings.decode_cost
+        self._splits_prompts = settings.splits_prompts
         self._requests = requests
         self._admission = Admission(requests.cache, settings.chunk_tokens)
 
@@ -142,7 +143,8 @@ class Planner:
             num_partial = sum(share < request.num_missing for request, share in shares)
             for request in self._admit(budget, num_partial, now):
                 flight.plan.new_rows.append(_new_row(request))
-                shares.append((request, budget.take_share(request.num_missing)))
+                take = budget.take_share if self._splits_prompts else budget.take_whole
+                shares.append((request, take(request.num_missing)))
         for request, share in shares:
             count = share + budget.take_rest(request.num_missing - share)
             if count:
@@ -157,6 +159,8 @@ class Planner:
         for request in self._requests.candidates():
             if request.gates and request.waits_for_prefix:  # any other gate has taken it out of the queue
                 continue
+            if not self._splits_prompts and request.num_tokens > budget.left < self._chunk_tokens:
+                return  # it goes into the next step, where it is the first
             answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial)
             if answer is Refusal.LATER:
                 num_later += request.waits_for_prefix
@@ -183,6 +187,7 @@ def _new_row(request: Request) -> NewRow:
         request.hold.pages.copy(),
         request.kind,
         request.logprobs,
+        request.submit.second_text,
     )
 
 

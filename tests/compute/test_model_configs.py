@@ -107,13 +107,15 @@ def test_missing_size_is_named() -> None:
 
 
 def test_unknown_model_names_those_that_work() -> None:
-    with pytest.raises(ValueError, match="'mamba'.*llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        ValueError, match="'mamba'.*bert, llama, mistral, modernbert, qwen2, qwen3, roberta, xlm_roberta"
+    ):
         models.build({"model_type": "mamba"}, options())
 
 
-def test_model_without_a_language_head_is_refused() -> None:
-    with pytest.raises(ValueError, match="LlamaForSequenceClassification"):
-        models.build(config_of("llama", architectures=["LlamaForSequenceClassification"]), options())
+def test_a_model_with_another_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="LlamaForQuestionAnswering"):
+        models.build(config_of("llama", architectures=["LlamaForQuestionAnswering"]), options())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

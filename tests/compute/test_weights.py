@@ -26,6 +26,7 @@ PROMPT = [5, 9, 200, 31, 7]
 
 
 class FakeModel:
+    prefix = ""
     """Two parameters, one of which is a part of a larger one."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
