@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from aioengine import checks, folder_files
 from aioengine.config import PoolingSettings
@@ -47,7 +47,7 @@ class _Module(Struct):
 class _Text(Struct):
     """sentence_bert_config.json."""
 
-    max_seq_length: int | None = None
+    max_tokens: int | None = field(default=None, name="max_seq_length")
     do_lower_case: bool = False
 
 
@@ -84,13 +84,13 @@ def read_pooling(folder: Path, config: TransformerConfig, raw: Mapping[str, obje
     default = prompts.default_prompt_name or ""
     if default and default not in prompts.prompts:
         raise ValueError(f"{str(folder)!r}: default_prompt_name {default!r} is none of its prompts")
-    if text.max_seq_length is not None and text.max_seq_length < 1:
-        not_implemented("max_seq_length", text.max_seq_length, "at least 1")
+    if text.max_tokens is not None and text.max_tokens < 1:
+        not_implemented("max_seq_length", text.max_tokens, "at least 1")
     kind, is_normalized = _modules(folder, config)
     return PoolingSettings(
         kind=kind,
         is_normalized=is_normalized,
-        max_tokens=text.max_seq_length,
+        max_tokens=text.max_tokens,
         lowers_text=text.do_lower_case,
         prompts=prompts.prompts,
         default_prompt=default,

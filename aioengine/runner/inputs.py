@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.models._base import Model
-    from aioengine.runner.pooler import Pooler
     from aioengine.runner.rows import RequestRow, RowTable
     from aioengine.scheduler.plan import Row
 
@@ -118,11 +117,11 @@ class InputBuilder:
         return f"token id {wrong[0]} is outside the vocabulary of {self._num_embeddings}" if wrong else ""
 
     def build(
-        self, model: Model, rows: StepRows, pooler: Pooler, *, num_outputs: int, others: Ints | None = None
+        self, model: Model, rows: StepRows, wanted: Ints | None, *, num_outputs: int, others: Ints | None = None
     ) -> tuple[ModelInputs, ForwardBatch]:
         """What the model and attention read of valid rows, at least one.
 
-        The model returns the hidden states that ``pooler`` wants: of one token of each row, or of all. Where they are
+        The model returns the hidden states of the tokens ``wanted`` [R], one of each row; None: of all. Where they are
         those of one token and rows have several, ``num_outputs`` is how many there are, at least one for each row;
         those beyond are of the first token of the step. Behind these come those of the tokens ``others`` [N].
         """
@@ -137,7 +136,6 @@ class InputBuilder:
         else:
             row_of_token = np.repeat(np.arange(len(rows.requests)), rows.counts)
             positions = np.arange(num_tokens) + np.repeat(kv_lengths - rows.token_ends, rows.counts)
-        wanted = pooler.outputs(rows)
         if wanted is not None and (num_tokens > len(rows.requests) or others is not None):
             outputs = np.zeros(num_outputs, dtype=np.int64)
             outputs[: len(rows.requests)] = wanted

@@ -110,7 +110,9 @@ def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(ValueError, match="attention_backend 'x' is not known; what works: flashinfer, fused, torch"):
+    with pytest.raises(
+        ValueError, match="attention_backend 'x' is not known; what works: flashinfer, fused, packed, torch"
+    ):
         choose(msgspec.structs.replace(EXPLICIT, attention_backend="x"))
 
 

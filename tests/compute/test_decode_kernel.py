@@ -52,7 +52,7 @@ for uid, (begin, length) in enumerate(zip(beginnings, lengths)):
 rows = inputs.read([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
 num_rows = len(lengths)
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
-_, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, num_outputs=num_rows)
+_, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=num_rows)
 heads = torch.randn(num_rows, HEADS + 2 * KV_HEADS, HEAD_SIZE)
 q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
 reference = TorchAttention(shape, pool)

@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 
 from aioengine import models
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.build import build
 from tests.compute.model_plugins import three_axes_llama
 from tests.compute.runner_world import SIZES, World, make_settings, save_model
 from tests.compute.stepping import make_inputs, options
@@ -73,12 +72,6 @@ def test_a_model_can_read_the_row_of_each_token(folder: Path) -> None:
         rows.append(getattr(model, "rows"))  # noqa: B009
     assert rows == [[0, 0, 0, 1, 1, 1, 1, 1, 2], [0, 1, 2]]
     world.run()
-
-
-def test_a_runner_refuses_a_model_that_does_not_generate(folder: Path) -> None:
-    set_model_type(folder, "bidirectional_llama")
-    with pytest.raises(ValueError, match="'embed'.* what works: 'generate'"):
-        build(make_settings(folder), lambda _: None)
 
 
 def test_an_architecture_without_a_known_task_is_refused() -> None:

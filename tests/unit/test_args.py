@@ -21,7 +21,7 @@ DOCUMENTED = """
     chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule disable_cuda_graph
     tenant_weights max_queued_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
-    startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference
+    startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference is_embedding
     logits_processors
 """.split()
 
@@ -173,7 +173,6 @@ def test_the_model_may_be_given_once() -> None:
         ("tp_size", 2, "tensor parallelism"),
         ("quantization", "fp8", "quantized weights"),
         ("lora_paths", ["a"], "LoRA"),
-        ("is_embedding", True, "embedding models"),
         ("speculative_algorithm", "EAGLE", "speculative"),
         ("enable_lora", 1, "LoRA"),
     ],
@@ -184,7 +183,7 @@ def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, 
 
 
 def test_features_to_come_may_be_turned_off() -> None:
-    off = {"tp_size": 1, "quantization": None, "lora_paths": [], "is_embedding": False}
+    off = {"tp_size": 1, "quantization": None, "lora_paths": []}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine_config(None, off) == EngineConfig()

@@ -1,0 +1,147 @@
+"""The files of sentence-transformers: what they make of a model, and what is not implemented."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aioengine.config import PoolingSettings
+from aioengine.embedder_files import is_embedder, read_pooling
+from aioengine.families import bert, qwen3
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 130,
+}
+POOLING = "1_Pooling/config.json"
+
+
+def modules(*names: str) -> list[dict[str, object]]:
+    paths = {"Transformer": "", "Pooling": "1_Pooling"}
+    return [
+        {"idx": i, "name": str(i), "path": paths.get(name, name), "type": f"sentence_transformers.models.{name}"}
+        for i, name in enumerate(names)
+    ]
+
+
+def write(folder: Path, **files: object) -> Path:
+    """Files by their names, with __ for a slash and without ".json"."""
+    for name, value in files.items():
+        file = folder / f"{name.replace('__', '/')}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(value))
+    return folder
+
+
+def pooling_of(folder: Path, family: object = bert, **raw: object) -> PoolingSettings:
+    config = {**SIZES, "num_key_value_heads": 2, "architectures": ["Model"], **raw}
+    return read_pooling(folder, family.PLUGIN(config), config)
+
+
+@pytest.mark.parametrize(
+    ("switches", "kind"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_mean_tokens": True, "include_prompt": True}, "mean"),
+        ({"pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode": "mean"}, "mean"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+    ],
+)
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_modules_say_how_texts_are_pooled(
+    switches: dict[str, object], kind: str, is_normalized: bool, tmp_path: Path
+) -> None:
+    assert not is_embedder(tmp_path)
+    names = ("Transformer", "Pooling", "Normalize")[: 3 if is_normalized else 2]
+    write(tmp_path, modules=modules(*names), **{"1_Pooling__config": switches})
+    assert is_embedder(tmp_path)
+    found = pooling_of(tmp_path)
+    assert (found.kind, found.is_normalized) == (kind, is_normalized)
+
+
+def test_prompts_and_the_longest_text(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        sentence_bert_config={"max_seq_length": 64, "do_lower_case": True},
+        config_sentence_transformers={"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": "query"},
+    )
+    found = pooling_of(tmp_path)
+    assert (found.max_tokens, found.lowers_text) == (64, True)
+    assert (found.prompts, found.default_prompt) == ({"query": "q: ", "document": ""}, "query")
+
+
+def test_without_these_files_encoders_give_the_mean_and_decoders_the_last_token(tmp_path: Path) -> None:
+    assert pooling_of(tmp_path) == PoolingSettings(kind="mean", is_normalized=False)
+    assert pooling_of(tmp_path, qwen3) == PoolingSettings(kind="last", is_normalized=True)
+    assert pooling_of(tmp_path, qwen3, architectures=["Qwen3ForCausalLM"]) == PoolingSettings()
+
+
+@pytest.mark.parametrize(
+    ("raw", "has_sigmoid", "num_labels"),
+    [
+        ({"id2label": {"0": "a"}}, True, 1),
+        ({}, False, 2),
+        (
+            {"id2label": {"0": "a"}, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+            False,
+            1,
+        ),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, True, 2),
+    ],
+)
+def test_the_activation_of_a_cross_encoder(
+    raw: dict[str, object], has_sigmoid: bool, num_labels: int, tmp_path: Path
+) -> None:
+    found = pooling_of(tmp_path, architectures=["BertForSequenceClassification"], **raw)
+    assert (found.kind, found.is_normalized) == ("cls", False)
+    assert (found.has_sigmoid, found.num_labels) == (has_sigmoid, num_labels)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"modules": modules("Transformer", "Pooling", "Dense")}, "modules.json .*Dense.* what works: Transformer"),
+        ({"modules": modules("Transformer", "Pooling")}, "the pooling .* what works: one of"),
+        (
+            {"modules": modules("Transformer", "Pooling"), "1_Pooling__config": {"pooling_mode_max_tokens": True}},
+            "pooling_mode_max_tokens",
+        ),
+        (
+            {
+                "modules": modules("Transformer", "Pooling"),
+                "1_Pooling__config": {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
+            },
+            "the pooling",
+        ),
+        (
+            {"modules": modules("Transformer", "Pooling"), "1_Pooling__config": {"include_prompt": False}},
+            "include_prompt",
+        ),
+        ({"config_sentence_transformers": {"default_prompt_name": "x"}}, "default_prompt_name 'x'"),
+        ({"sentence_bert_config": {"max_seq_length": 0}}, "max_seq_length 0"),
+        ({"modules": {}}, "modules.json"),
+    ],
+)
+def test_what_is_not_implemented_is_named(files: dict[str, object], message: str, tmp_path: Path) -> None:
+    write(tmp_path, **files)
+    with pytest.raises(ValueError, match=message):
+        pooling_of(tmp_path)
+
+
+def test_another_activation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"activation_fn 'torch.Tanh' is not implemented"):
+        pooling_of(
+            tmp_path,
+            architectures=["BertForSequenceClassification"],
+            sentence_transformers={"activation_fn": "torch.Tanh"},
+        )
