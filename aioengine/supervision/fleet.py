@@ -171,11 +171,15 @@ class Fleet:
         reason = str(error).partition(";")[0]
         warn(logger, "replica %d has failed, its requests go on in %d others: %s", number, len(self._living), reason)
         self._stops.append(EngineTask(replica.stop(_STOP_TIMEOUT_S), name="aioengine-stop", on_failure=_ignore))
-        reports, requests = replica.hand_over(error)
+        reports, requests, suspects = replica.hand_over(error)
         if number in self._stats:  # of which the totals remain
             reports.append(Stats(*msgspec.structs.astuple(self._stats[number])[:_NUM_TOTALS]))
         self._num_open[number] = 0
         self._on_messages(number, reports)
+        for request in requests:
+            if isinstance(request, Submit) and request.uid in suspects:
+                replica = self._replicas[self._routes.choose(request)]
+                replica.adopt({request.uid: suspects[request.uid]})
         self.send(requests)
 
 

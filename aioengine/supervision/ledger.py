@@ -235,7 +235,8 @@ class Ledger:
                     self._token_ids[uid] = request.token_ids
                     request.is_sent = self.is_connected and self._trials.admits(uid, has_begun=request.has_begun)
                     if request.is_sent:
-                        due.append(message)
+                        on_trial = self._trials.on_trial
+                        due += [message] if on_trial is None else request.messages(is_suspect=uid == on_trial)
                 case Abort():
                     due += self._abort(message, now)
                 case Suspend() | Resume():
@@ -367,24 +368,35 @@ class Ledger:
         blame = self._trials.crash(rows)
         is_believed = self._has_progress
         if blame is Blame.GUILTY and self._trials.on_trial is not None:
-            text = f"{how} each time it computed this request, at last with no other beside it; all others go on"
-            uid = self._trials.on_trial
-            self._end(End(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=text, ended_at=now))
+            self._end_guilty(self._trials.on_trial, how, now, ", at last with no other beside it")
             self._has_progress = False
         return blame if is_believed else Blame.NOBODY
 
-    def hand_over(self, how: str, now: float) -> list[ToScheduler]:
+    def hand_over(self, how: str, now: float) -> tuple[list[ToScheduler], dict[int, int]]:
         """The processes are lost and not replaced: all open requests, from where they are, for another replica.
 
-        Controls without a reply are lost.
+        Returns the messages, and the suspects among them for its ``adopt``. A suspect that killed this replica in its
+        trial would kill the other ones, too: it ends with an error. Controls without a reply are lost.
         """
         self.calls.take()
         self.crash({}, how, now)
-        self._trials = Trials()
+        if self._trials.is_alone and self._trials.on_trial in self._trials.suspects:
+            self._end_guilty(self._trials.on_trial, how, now)
+        suspects, self._trials = self._trials.suspects, Trials()
         messages = self._release()
         self._requests.clear()
         self._token_ids.clear()
-        return messages
+        return messages, suspects
+
+    def adopt(self, suspects: Mapping[int, int]) -> None:
+        """Requests that come next are suspects of another replica: they go on one at a time."""
+        self._trials.suspects |= suspects
+        if self.is_connected:
+            self._trials.settle()
+
+    def _end_guilty(self, uid: int, how: str, now: float, circumstance: str = "") -> None:
+        text = f"{how} each time it computed this request{circumstance}; all others go on"
+        self._end(End(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=text, ended_at=now))
 
     def _end(self, end: End) -> None:
         """End a request here; the end is reported later."""

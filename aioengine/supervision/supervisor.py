@@ -26,7 +26,7 @@ from aioengine.supervision.ledger import Blame, Ledger
 from aioengine.supervision.tasks import EngineTask
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from aioengine.config import Settings, SupervisionConfig
     from aioengine.protocol.messages import Role, ToFrontend, ToScheduler
@@ -142,10 +142,17 @@ class Supervisor:
             self._recovery.cancel()
         self._incarnation.kill_now()
 
-    def hand_over(self, error: EngineError) -> tuple[list[ToFrontend], list[ToScheduler]]:
-        """After ``on_failure`` with this error: last messages, and the open requests, for another replica."""
-        requests = self._ledger.hand_over(_describe(error), time.monotonic())
-        return self._ledger.take_reports(), requests
+    def hand_over(self, error: EngineError) -> tuple[list[ToFrontend], list[ToScheduler], dict[int, int]]:
+        """After ``on_failure`` with this error: last messages, and the open requests, for another replica.
+
+        Then the suspects among them, for its ``adopt``.
+        """
+        requests, suspects = self._ledger.hand_over(_describe(error), time.monotonic())
+        return self._ledger.take_reports(), requests, suspects
+
+    def adopt(self, suspects: Mapping[int, int]) -> None:
+        """Requests that are sent next are suspects of another replica."""
+        self._ledger.adopt(suspects)
 
     def processes(self) -> list[ProcessState]:
         """Every child as it is now."""
@@ -220,10 +227,10 @@ class Supervisor:
 
     def _may_recover(self, loss: Loss) -> bool:
         """Whether the loss is one of ``max_restarts``, or caused by a request and so not counted."""
-        if loss.is_final or not self._limits.max_restarts:
-            return False
         now = time.monotonic()
         blame = self._ledger.crash(loss.rows, _describe(loss.error), now, is_scheduler_lost=not loss.is_mendable)
+        if loss.is_final or not self._limits.max_restarts:
+            return False
         if blame is Blame.GUILTY:
             self._window.give_back()
         return blame is not Blame.NOBODY or self._window.take(now)

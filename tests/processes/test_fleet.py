@@ -91,6 +91,19 @@ async def test_requests_of_a_replica_that_is_killed_in_a_step_are_answered_exact
 
 
 @process
+async def test_a_request_that_kills_replicas_does_not_kill_all() -> None:
+    setup = FakeSetup(answers={"": "x" * 50}, faults=Faults(poison_token_id=ord("~")), step_time_s=0.002)
+    async with fleet_engine(*[setup] * 4) as engine:
+        others = [engine.async_generate(f"number {number}", {"max_new_tokens": 40}) for number in range(12)]
+        await until(lambda: engine.stats()["output_tokens"] > 0)
+        with pytest.raises(RequestError, match="was killed by signal 9 each time it computed this request"):
+            await engine.async_generate("~")
+        assert [(await one)["text"] for one in others] == ["x" * 40] * 12
+        assert len(engine.health()["processes"]) == 4
+        await until_idle(engine)
+
+
+@process
 async def test_a_replica_with_restarts_left_is_replaced_and_stays() -> None:
     expected = await undisturbed(has_answers=False)
     setup = FakeSetup(step_time_s=0.002)

@@ -422,7 +422,8 @@ def test_requests_can_be_handed_over_to_another_ledger() -> None:
     world.tell(Suspend([1]), Abort([3], FinishCode.SHUTDOWN))
     world.restart(1)
     assert world.uids() == [1, 3]  # the others wait for the trial of 1
-    messages = world.ledger.hand_over("it died again", 9.0)
+    messages, suspects = world.ledger.hand_over("it died again", 9.0)
+    assert list(suspects) == [1]
     other = World()
     other.tell(*messages)
     assert other.uids() == [1, 4]
@@ -435,12 +436,32 @@ def test_requests_can_be_handed_over_to_another_ledger() -> None:
     assert other.continuation(1) == Continuation(FirstToken(1, 0, 1.0, 2.0), [7, 8, 5])
 
 
+def test_suspects_are_tried_by_another_ledger_too_and_not_by_a_third() -> None:
+    world = World(1, 2, 3)
+    world.hear(1, [7], begins=True)
+    world.crash(1, 2)
+    messages, suspects = world.ledger.hand_over("it died", 9.0)
+    assert ends_of(world.ledger) == []
+    other = World(4)
+    other.hear(4, [7], begins=True)
+    other.ledger.adopt(suspects)
+    other.tell(*messages)
+    assert other.uids() == [4, 1]  # 2 and 3 wait
+    other.crash(1, 4)
+    messages, suspects = other.ledger.hand_over("it died", 10.0)
+    [end] = ends_of(other.ledger)
+    assert (end.uid, end.stage) == (1, "crash")
+    assert end.message == "it died each time it computed this request; all others go on"
+    assert [message.uid for message in messages if isinstance(message, Submit)] == [4, 2, 3]
+    assert set(suspects) == {2, 4}
+
+
 def test_calls_are_not_handed_over() -> None:
     world = World()
     world.tell(Control(1, "flush_cache"), Control(2, "continue"))
     world.crash()
     world.tell(Control(3, "server_info"))
-    assert world.ledger.hand_over("it died", 9.0) == []
+    assert world.ledger.hand_over("it died", 9.0) == ([], {})
     assert [(lost.call_id, lost.success) for lost in lost_calls_of(world.ledger)] == [(1, False), (2, True), (3, False)]
 
 
