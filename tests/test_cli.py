@@ -16,27 +16,57 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from aioengine import machine
 from aioengine.args import ARGUMENTS
-from aioengine.cli import flags, main
+from aioengine.cli import benchmark, commands, flags, main
 from aioengine.cli.benchmark import Workload, percentile
 from aioengine.engine import AsyncEngine
 from aioengine.params import SamplingParams
 from aioengine.sync import Engine
+from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.source import PACKAGE, ROOT
 
 COMMANDS = ("generate", "chat", "bench", "info")
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def run(*argv: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
     """The program in a process of its own, as a shell starts it."""
     command = [sys.executable, "-m", "aioengine", *argv]
     return subprocess.run(command, cwd=ROOT, input=given or "", capture_output=True, text=True, timeout=55, check=False)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def run_here(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the program in this process, on an engine that tests share; its arguments must not configure the engine."""
+    shared = type("", (), {"from_config": staticmethod(lambda _: contextlib.nullcontext(engine))})
+    monkeypatch.setattr(commands, "Engine", shared)
+
+    def run_here(*argv: str, given: str = "") -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
+        status = main(argv)
+        return subprocess.CompletedProcess(argv, status, *capsys.readouterr())
+
+    return run_here
+
+
+@pytest.fixture
+def fake_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``aioengine bench``, run in this process, measures the fake model."""
+    faked = type("", (), {"from_config": staticmethod(lambda _: fake_async_engine())})
+    monkeypatch.setattr(benchmark, "AsyncEngine", faked)
 
 
 # ---------------------------------------------------------------- flags
@@ -238,17 +268,16 @@ def test_info_tells_versions_machine_model_and_settings(capsys: pytest.CaptureFi
 
 
 @pytest.mark.process
-def test_generate_prints_the_answer_alone() -> None:
-    with Engine() as engine:
-        expected = engine.generate("The capital of France is", {"temperature": 0, "max_new_tokens": 12})["text"]
+def test_generate_prints_the_answer_alone(engine: Engine) -> None:
+    expected = engine.generate("The capital of France is", {"temperature": 0, "max_new_tokens": 12})["text"]
     done = run("generate", "The capital of France is", "--max-new-tokens", "12")
     assert (done.returncode, done.stdout, done.stderr) == (0, expected + "\n", "")
     assert "Paris" in done.stdout
 
 
 @pytest.mark.process
-def test_several_answers_are_printed_one_below_the_other() -> None:
-    done = run("generate", "The capital of France is", "--max-new-tokens", "3", "--n", "2", "--ignore-eos")
+def test_several_answers_are_printed_one_below_the_other(run_here: Run) -> None:
+    done = run_here("generate", "The capital of France is", "--max-new-tokens", "3", "--n", "2", "--ignore-eos")
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.removesuffix("\n").split("\n\n")
     assert first == second
@@ -257,15 +286,15 @@ def test_several_answers_are_printed_one_below_the_other() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("prompt", [[], ["-"]])
-def test_a_prompt_may_come_from_standard_input(prompt: list[str]) -> None:
-    done = run("generate", *prompt, "--max-new-tokens", "12", given="The capital of France is")
+def test_a_prompt_may_come_from_standard_input(prompt: list[str], run_here: Run) -> None:
+    done = run_here("generate", *prompt, "--max-new-tokens", "12", given="The capital of France is")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Paris" in done.stdout
 
 
 @pytest.mark.process
-def test_errors_of_the_request_are_one_line_too() -> None:
-    done = run("generate", "x", "--max-new-tokens", "999999")
+def test_errors_of_the_request_are_one_line_too(run_here: Run) -> None:
+    done = run_here("generate", "x", "--max-new-tokens", "999999")
     assert (done.returncode, done.stdout) == (1, "")
     assert "max_new_tokens=999999" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -289,8 +318,8 @@ def test_an_error_of_a_process_is_shown_without_its_traceback() -> None:
 
 
 @pytest.mark.process
-def test_chat_answers_each_line_of_its_input() -> None:
-    done = run("chat", "--max-new-tokens", "16", "--system", "Be brief.", given="Hello!\n\nWhat is your name?\n")
+def test_chat_answers_each_line_of_its_input(run_here: Run) -> None:
+    done = run_here("chat", "--max-new-tokens", "16", "--system", "Be brief.", given="Hello!\n\nWhat is your name?\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") >= 2
     assert done.stdout.strip()
@@ -319,20 +348,17 @@ def test_bench_prints_a_table_or_json() -> None:
     assert re.search(r"^milliseconds +p50 +p90 +p99$", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.process
+@pytest.mark.usefixtures("fake_model")
 def test_a_bench_has_no_more_tasks_than_prompts() -> None:
-    done = run("bench", "--concurrency", "2147483647", "--num-prompts", "2", "--output-tokens", "2")
-    assert done.returncode == 0, done.stderr
+    assert main(["bench", "--concurrency", "2147483647", "--num-prompts", "2", "--output-tokens", "2"]) == 0
 
 
-@pytest.mark.process
-def test_a_bench_of_prompts_that_do_not_fit_is_one_line_and_status_1() -> None:
-    done = run("bench", "--prompt-tokens", "5000", "--num-prompts", "3")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "the prompt has 5000 tokens" in done.stderr
+@pytest.mark.usefixtures("fake_model")
+def test_a_bench_of_prompts_that_do_not_fit_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_fails(["bench", "--prompt-tokens", "5000", "--num-prompts", "3"], 1, "the prompt has 5000 tokens", capsys)
 
 
-@pytest.mark.process
+@pytest.mark.usefixtures("fake_model")
 def test_prompts_of_a_bench_that_do_not_fit_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.cli.benchmark._prompt", pytest.fail)
     assert main(["bench", "--prompt-tokens", "999999"]) == 1
@@ -347,21 +373,21 @@ ENDLESS = ("--max-new-tokens", "1500", "--temperature", "1", "--seed", "1")
 
 
 ODD = "caf\u00e9 \u6771\u4eac \U0001f956"
+FAKED = f"""
+import sys
+from aioengine import cli
+from aioengine.cli import commands
+from aioengine.testing.fake_engine import fake_engine
+commands.Engine = type("", (), {{"from_config": staticmethod(lambda config: fake_engine({{"": {ODD!a}}}))}})
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""The program with a fake model, which repeats this text."""
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
 def test_an_answer_in_letters_that_the_output_has_not_is_printed(encoding: str) -> None:
-    """The model repeats what it is told, with what it has no letters for."""
-    program = f"""
-import sys
-from aioengine import cli
-from aioengine.cli import commands
-from aioengine.testing.fake_engine import fake_engine
-commands.Engine = type("", (), {{"from_config": staticmethod(lambda config: fake_engine({{"": {ODD!r}}}))}})
-sys.exit(cli.main(sys.argv[1:]))
-"""
-    command = [sys.executable, "-c", program, "generate", "x", "--max-new-tokens", "90"]
+    command = [sys.executable, "-c", FAKED, "generate", "x", "--max-new-tokens", "90"]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=50, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -380,7 +406,7 @@ sys.exit(cli.main(sys.argv[1:]))
     ],
 )
 def test_input_that_is_not_utf_8_is_named(command: str, settings: dict[str, str]) -> None:
-    line = [sys.executable, "-m", "aioengine", command, "--no-progress"]
+    line = [sys.executable, "-c", FAKED, command, "--no-progress"]
     environment = {**os.environ, **settings}
     done = subprocess.run(
         line,
