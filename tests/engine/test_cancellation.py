@@ -117,8 +117,8 @@ async def closed(engine: AsyncEngine) -> None:
 
 async def preempting(engine: AsyncEngine) -> None:
     """More than the pool holds: some wait, some are preempted."""
-    params = {"max_new_tokens": 50, "temperature": 0}
-    prompts = [[number] * 500 for number in range(5)]
+    params = {"max_new_tokens": 18, "temperature": 0}
+    prompts = [[number] * 180 for number in range(11)]
     await asyncio.gather(*(engine.async_generate(input_ids=prompt, sampling_params=params) for prompt in prompts))
 
 
@@ -207,6 +207,7 @@ def test_at_every_step(program: Program, way: Callable[..., Awaitable[None]]) ->
                 if not was_interrupted:
                     break
             assert step > 5 or program is timed  # which may be over before it begins
+            assert (engine.stats()["num_preemptions"] > 0) is (program is preempting)
             assert (await engine.async_generate("afterwards", SHORT))["text"] == expected["text"]
         gc.collect()
         gc.collect()  # of garbage with finalizers, also of other tests, some is freed in the second pass only
