@@ -15,7 +15,7 @@ from aioengine.chat_template import MAX_VALUES, ChatTemplates
 from aioengine.frontend.encoder import Encoded, Encoder, Job
 from aioengine.frontend.prompts import ChatPrompt, TemplateOptions, TextPrompt
 from aioengine.template_language import MAX_MESSAGE, Template
-from aioengine.template_limits import MAX_SECONDS, MAX_SIZE
+from aioengine.template_limits import MAX_BUILT, MAX_SECONDS, MAX_SIZE
 
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 GENEROUS_S = 20 * MAX_SECONDS
@@ -78,22 +78,7 @@ LARGE = {
     "wordwrap": "{{ ('a ' * 400000)|wordwrap(1) }}",
     "repetition": "{{ ('a' * 999999999)|length }}",
     "repetition of a list": "{{ (999999999 * [1])|length }}",
-    "doubled lists": doubled("[1]", "n.x + n.x"),
-    "nested lists": doubled("[1]", "[n.x, n.x]"),
-    "nested tuples": doubled("(1,)", "(n.x, n.x)"),
-    "nested dicts": doubled("{}", "{1: n.x, 2: n.x}"),
-    "nested calls": doubled("{}", "dict(a=n.x, b=n.x)"),
-    "nested views": doubled("{}", "dict(a=n.x, b=n.x).values()").replace("|length", ""),
-    "nested items": doubled("{}", "dict(a=n.x, b=n.x).items()").replace("|length", ""),
     "nested cyclers": doubled("{}", "cycler(n.x, n.x).items").replace("|length", "|string"),
-    "nested arguments": (
-        "{% set n = namespace(x=[1]) %}{% macro f() %}{% set n.x = varargs %}{% endmacro %}"
-        "{% for i in range(40) %}{{ f(n.x, n.x) }}{% endfor %}{{ n.x }}"
-    ),
-    "nested named arguments": (
-        "{% set n = namespace(x=[1]) %}{% macro f() %}{% set n.x = kwargs %}{% endmacro %}"
-        "{% for i in range(40) %}{{ f(a=n.x, b=n.x) }}{% endfor %}{{ n.x }}"
-    ),
     "a chain of generators": doubled("[1]", "[n.x]|batch(1)").replace("range(99)", "range(99999)"),
     "kept texts": "{% set n = namespace(x=()) %}{% for i in range(9999) %}{% set n.x = (n.x, '\U0001f600' * 1000000) %}"
     "{% endfor %}",
@@ -110,9 +95,29 @@ LARGE = {
     "strip": "{{ ('a' * 2000000).strip('b' * 1000000 ~ 'a')|length }}",
     "trim": "{{ ('a' * 2000000)|trim('b' * 1000000 ~ 'a')|length }}",
     "deep nesting": "{{ " + "(" * 9999 + ")" * 9999 + " }}",
+    "digits": "{{ 1" + "0" * 99999 + " }}",
+}
+NESTED = {
+    "doubled lists": doubled("[1]", "n.x + n.x"),
+    "nested lists": doubled("[1]", "[n.x, n.x]"),
+    "nested tuples": doubled("(1,)", "(n.x, n.x)"),
+    "nested dicts": doubled("{}", "{1: n.x, 2: n.x}"),
+    "nested calls": doubled("{}", "dict(a=n.x, b=n.x)"),
+    "nested views": doubled("{}", "dict(a=n.x, b=n.x).values()").replace("|length", ""),
+    "nested items": doubled("{}", "dict(a=n.x, b=n.x).items()").replace("|length", ""),
+    "nested arguments": (
+        "{% set n = namespace(x=[1]) %}{% macro f() %}{% set n.x = varargs %}{% endmacro %}"
+        "{% for i in range(40) %}{{ f(n.x, n.x) }}{% endfor %}{{ n.x }}"
+    ),
+    "nested named arguments": (
+        "{% set n = namespace(x=[1]) %}{% macro f() %}{% set n.x = kwargs %}{% endmacro %}"
+        "{% for i in range(40) %}{{ f(a=n.x, b=n.x) }}{% endfor %}{{ n.x }}"
+    ),
+}
+LONG = {
     "constants": "{{ 'a'|center(9999) }}" * 9999,
     "macros": "".join(f"{{% macro a{i}() %}}x{{% endmacro %}}" for i in range(8000)),
-    "digits": "{{ 1" + "0" * 99999 + " }}",
+    "conditions": "{% if a %}{{ b }}{% endif %}" * 30_000,
 }
 
 
@@ -142,9 +147,18 @@ def test_a_template_that_builds_large_values_is_stopped(source: str) -> None:
     refused(source)
 
 
-def test_large_templates_are_compiled_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", NESTED.values(), ids=NESTED)
+def test_a_template_that_nests_values_is_stopped_by_their_size(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With smaller limits, which are reached before the CPU time is used up: the notes on memory slow this down."""
+    monkeypatch.setattr(template_limits, "MAX_SIZE", MAX_SIZE // 64)
+    monkeypatch.setattr(template_limits, "MAX_BUILT", MAX_BUILT // 64)
+    assert "characters" in refused(source)
+
+
+@pytest.mark.parametrize("source", LONG.values(), ids=LONG)
+def test_large_templates_are_compiled_within_the_time(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.1)
-    refused("{% if a %}{{ b }}{% endif %}" * 30_000)
+    assert "CPU time" in refused(source)
 
 
 def test_messages_of_errors_are_short() -> None:
