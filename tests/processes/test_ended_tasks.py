@@ -270,15 +270,16 @@ def test_a_loop_that_is_closed_without_an_end_of_its_tasks_leaves_no_process(mom
 
 def close_loop(moment: str) -> None:
     engine, loop = fake_async_engine(ANSWERS, processes=True), asyncio.new_event_loop()
+    others = set(psutil.Process().children())
     if moment == "start":
         starting = loop.create_task(engine.start())
-        loop.run_until_complete(until(lambda: len(psutil.Process().children()) >= 2))
+        loop.run_until_complete(until(lambda: len({*psutil.Process().children()} - others) >= 2))
         assert not starting.done()
     else:
         loop.run_until_complete(engine.start())
         kill_scheduler(engine)
         loop.run_until_complete(until(lambda: engine.health()["state"] == "recovering"))
-    children = psutil.Process().children()
+    children = list({*psutil.Process().children()} - others)
     loop.close()
     asyncio.run(engine.shutdown())
     _, alive = psutil.wait_procs(children, timeout=5)

@@ -246,7 +246,8 @@ def test_a_template_in_a_file(llama: Sample, tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(MESSAGES, chat_template=file) == "Hi <b>é"
     file.write_bytes(b"\xff{{ 1 }}")
     for wrong in (file, tmp_path / "missing.jinja", tmp_path):
-        with pytest.raises(ValueError, match=f"chat_template(=|: )'{wrong}' (cannot be read|is a folder, not a file)"):
+        shown = str(wrong)[:40]  # of long paths only the beginning
+        with pytest.raises(ValueError, match=f"chat_template(=|: )'{shown}.* (cannot be read|is a folder, not a file)"):
             tokenizer.apply_chat_template(MESSAGES, chat_template=wrong)
     with pytest.raises(ValueError, match=r"neither the text of a template .*\(default\); a file is given as a pathlib"):
         tokenizer.apply_chat_template(MESSAGES, chat_template=str(file))
