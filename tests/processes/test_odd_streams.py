@@ -49,10 +49,11 @@ for is_shown in (None, True, False):
 """
 ENGINE = """
 from aioengine import Engine
+from aioengine.testing.fake_engine import fake_engine
 
-with Engine(progress=PROGRESS, tp_size=1, api_key="x", log_level="info") as engine:
+with START as engine:
     os.kill(engine.get_all_child_pids()[1], 9)
-    text = engine.generate("The capital of France is", {"max_new_tokens": 4, "temperature": 0})["text"]
+    text = engine.generate("The capital of France is", {"max_new_tokens": 8, "temperature": 0})["text"]
     engine.generate("x", {"max_new_tokens": 1})
 assert "Paris" in text, text
 """
@@ -112,5 +113,7 @@ def test_logging_does_no_harm(stream: str) -> None:
 
 @pytest.mark.parametrize("stream", STREAMS)
 def test_an_engine_works(stream: str) -> None:
-    progress = "True" if stream in {"closed", "failing terminal"} else "None"
-    run(ENGINE.replace("PROGRESS", progress), stream)
+    """Where a real model has most to write, and with the processes of a fake one elsewhere."""
+    shows_progress = stream in {"closed", "failing terminal"}
+    real = 'Engine(progress=True, tp_size=1, api_key="x", log_level="info")'
+    run(ENGINE.replace("START", real if shows_progress else 'fake_engine({"": " Paris."}, processes=True)'), stream)

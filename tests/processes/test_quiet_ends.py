@@ -22,7 +22,7 @@ from tests.kit.waiting import until
 
 pytestmark = pytest.mark.process
 
-NUM_CYCLES = 30
+NUM_CYCLES = 12
 
 HEAD = """
 import asyncio, os, sys, threading, time
@@ -200,7 +200,7 @@ def is_open(fd: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_thirty_starts_and_stops_leave_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_and_stops_leave_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
     async def cycle(number: int) -> None:
