@@ -33,14 +33,15 @@ settings.load_profile("quick")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def pytest_collection_finish() -> None:
-    """Keep garbage collections out of what was imported: torch and transformers are a million objects."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_objects_are_not_collected() -> None:
+    """Garbage collections look at the objects of this module's tests: torch and transformers are a million others."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
