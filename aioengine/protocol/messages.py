@@ -185,6 +185,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     ``continuation``: it goes on where it was when its processes died; its limits still count from the prompt on.
     ``tenant``: whose share of the engine it uses. ``cache_salt``: it shares cached prefixes with no other salt.
     ``logprobs``: those that it wants.
+    ``embeds``: the embeddings of the prompt, [tokens, D] fp32, in place of those of its ids, which then mean nothing.
     ``session``: keep its pages, once it is answered, until the control "close_session"; 0: it belongs to none.
     ``second_text``: where the second text of a pair begins in the prompt of a POOL request; 0: there is none.
     """
@@ -203,6 +204,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     logprobs: LogprobRules | None = None
     session: int = 0
     second_text: int = 0
+    embeds: bytes = b""
 
 
 class Abort(Struct, tag="abort", array_like=True, gc=False):

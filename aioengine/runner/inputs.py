@@ -5,7 +5,7 @@ Shape letters: T packed tokens of the step, R rows, P pages of the longest row, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -150,6 +150,8 @@ class InputBuilder:
             token_types=self._token_types(rows, row_of_token, positions) if model.input_spec.token_types else None,
             outputs=None if outputs is None else upload(outputs),
         )
+        if self._table.num_with_embeds:
+            inputs = self._with_embeds(model, rows, inputs)
         batch = ForwardBatch(
             slot_mapping=upload(slot_mapping),
             page_table=upload(page_table_RP),
@@ -165,6 +167,31 @@ class InputBuilder:
             return None
         starts[starts == 0] = np.iinfo(np.int64).max
         return self._table.upload((positions >= starts[row_of_token]).astype(np.int64))
+
+    def _with_embeds(self, model: Model, rows: StepRows, inputs: ModelInputs) -> ModelInputs:
+        """With the embeddings [T, D] of all tokens, where some of these rows are of prompts that are embeddings."""
+        places: list[Ints] = []
+        parts: list[npt.NDArray[np.float32]] = []
+        for i, request in enumerate(rows.requests):
+            if request.embeds is None:
+                continue
+            start, end, first = int(rows.starts[i]), int(rows.starts[i] + rows.counts[i]), rows.token_ends[i]
+            part = request.embeds[start:end]
+            first -= end - start
+            places.append(np.arange(first, first + len(part)))
+            parts.append(part)
+            if end >= request.num_prompt:
+                self._table.drop_embeds(request)
+        if not places:
+            return inputs
+        upload = self._table.upload
+        embeddings = inputs.embeddings
+        if embeddings is None:
+            assert inputs.token_ids is not None, "neither token ids nor embeddings"
+            embeddings = model.embed(inputs.token_ids)
+        given = upload(np.concatenate(parts)).to(model.dtype)
+        embeddings = embeddings.index_copy(0, upload(np.concatenate(places)), given)
+        return replace(inputs, token_ids=None, embeddings=embeddings)
 
     def _token_ids(self, rows: StepRows, num_tokens: int) -> Tensor:
         """[T] int64 on the device: the ids that the plan names, and last tokens where only the device knows them."""

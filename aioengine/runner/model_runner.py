@@ -319,7 +319,9 @@ class ModelRunner:
         other tokens.
         """
         graphs = self.piece_graphs
-        if inputs.outputs is not None and not has_more_outputs and graphs is not None and graphs.fits(batch):
+        has_given_embeds = inputs.token_ids is None and not self._model.input_spec.embeddings
+        is_usual = inputs.outputs is not None and not has_more_outputs and not has_given_embeds
+        if is_usual and graphs is not None and graphs.fits(batch):
             return graphs.replay(inputs, batch)
         with part("prepare"):
             self._attention.prepare(batch)

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from aioengine.protocol.columns import NO_TOKEN
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
+from aioengine.runner.logits import LogitsRow
 from aioengine.runner.sampling.truncation import TOP_K_OFF
 from aioengine.runner.transfer import upload_to
 
@@ -67,6 +69,7 @@ class RequestRow:
     where ``runner.sampling.token_counts`` counts them for penalties, those that it was opened with; else empty.
     prompt_states: hidden states of its prompt, as far as it is computed; None where they are not wanted (any more).
     second_text: where the second text of a pair begins; 0: there is none.
+    embeds: [num_prompt, D] of a prompt that is embeddings, until it is computed; ids then begin at ``first_id``.
     """
 
     uid: int
@@ -78,6 +81,8 @@ class RequestRow:
     logprobs: RowLogprobs | None = None
     prompt_states: list[bytes] | None = None
     second_text: int = 0
+    embeds: npt.NDArray[np.float32] | None = None
+    first_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,7 @@ class RowTable:
         sampling: [max_rows] of SAMPLING_RECORD.
         num_opened: requests opened so far; while it stays the same, a row belongs to the same request.
         num_with_logprobs: open requests that want logprobs. num_with_states: those that want hidden states.
+        num_with_embeds: those whose embeddings were not all computed.
     """
 
     def __init__(
@@ -134,6 +140,7 @@ class RowTable:
         self.num_opened = 0
         self.num_with_logprobs = 0
         self.num_with_states = 0
+        self.num_with_embeds = 0
         self._pool_pages = num_pages
         self._num_embeddings = num_embeddings
         self._processors = processors
@@ -154,10 +161,16 @@ class RowTable:
         is_on_gpu = self.last_tokens.is_cuda
         if is_on_gpu and opened.sampling.has_penalties:
             token_ids = opened.token_ids
+        first_id = opened.num_prompt if opened.embeds else 0
         if opened.sampling.bad_token_ids or (opened.sampling.has_penalties and not is_on_gpu):
-            history = self.upload(np.array([*opened.token_ids, *[0] * 64], dtype=np.int64))
+            known = [*[NO_TOKEN] * first_id, *opened.token_ids[first_id:]]
+            history = self.upload(np.array([*known, *[0] * 64], dtype=np.int64))
         request = RequestRow(opened.uid, row_index, opened.sampling, opened.num_prompt, history, token_ids)
         request.second_text = opened.second_text
+        if opened.embeds:
+            request.embeds = np.frombuffer(opened.embeds, np.float32).reshape(opened.num_prompt, -1)
+            request.first_id = first_id
+            self.num_with_embeds += 1
         if opened.logprobs is not None:
             request.logprobs = _row_logprobs(opened, opened.logprobs)
             self.num_with_logprobs += 1
@@ -179,6 +192,13 @@ class RowTable:
             self._free_indices.append(request.row_index)
             self.num_with_logprobs -= request.logprobs is not None
             self.num_with_states -= bool(request.sampling.hidden_states)
+            self.num_with_embeds -= request.embeds is not None
+
+    def drop_embeds(self, request: RequestRow) -> None:
+        """Its prompt is computed."""
+        if request.embeds is not None:
+            request.embeds = None
+            self.num_with_embeds -= 1
 
     def pages(self, uid: int) -> list[int]:
         """Pages of the pool that a request has, in order; empty for one that is not known."""
@@ -266,6 +286,13 @@ def _row_logprobs(opened: NewRow, rules: LogprobRules) -> RowLogprobs:
         first[rules.num_values] = prompt[0]
         parts.append(first.tobytes())
     return RowLogprobs(rules, opened.kind is RequestKind.SCORE, prompt, parts)
+
+
+def logits_row(index: int, request: RequestRow, position: int) -> LogitsRow:
+    """The ``index``-th row of the logits, which give the token at ``position`` of the request."""
+    return LogitsRow(
+        index, request.sampling, request.num_prompt, position, request.history, request.uid, request.first_id
+    )
 
 
 def _with_room(history: Tensor, size: int) -> Tensor:

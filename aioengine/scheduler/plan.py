@@ -60,6 +60,7 @@ class NewRow(Struct, array_like=True, gc=False):
     logprobs: those that it still needs, as extras: of each output token with the token, of the prompt with the first
         output token (or with DISTRIBUTION). Rows of the prompt then begin at ``logprobs.start - 1`` at the latest.
     second_text: where the second text of a pair begins; 0: there is none.
+    embeds: as in ``Submit``.
     """
 
     uid: int
@@ -70,6 +71,7 @@ class NewRow(Struct, array_like=True, gc=False):
     kind: RequestKind = RequestKind.GENERATE
     logprobs: LogprobRules | None = None
     second_text: int = 0
+    embeds: bytes = b""
 
 
 class Plan(Struct, array_like=True, gc=False):

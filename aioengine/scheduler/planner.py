@@ -188,6 +188,7 @@ def _new_row(request: Request) -> NewRow:
         request.kind,
         request.logprobs,
         request.submit.second_text,
+        request.submit.embeds,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
@@ -105,8 +106,9 @@ class World:
         *,
         max_new_tokens: int = 12,
         logprobs: LogprobRules | None = None,
+        embeds: bytes = b"",
     ) -> int:
-        """With ``max_new_tokens`` 0 only logprobs are given."""
+        """With ``max_new_tokens`` 0 only logprobs are given. ``embeds``: of the prompt, whose ids mean nothing."""
         uid = self._next_uid
         self._next_uid += 1
         sampling = sampling or Sampling(uid, temperature=0.0)
@@ -114,7 +116,8 @@ class World:
         self.extras[uid] = []
         kind = RequestKind.GENERATE if max_new_tokens else RequestKind.SCORE
         limits = Limits(max_new_tokens)
-        self.core.requests.submit(Submit(uid, prompt, sampling, limits, TextRules(), kind=kind, logprobs=logprobs))
+        submit = Submit(uid, prompt, sampling, limits, TextRules(), kind=kind, logprobs=logprobs, embeds=embeds)
+        self.core.requests.submit(msgspec.structs.replace(submit, cache_salt=str(uid) if embeds else ""))
         return uid
 
     def step(self) -> None:

@@ -28,7 +28,8 @@ class LogitsRow:
     index: its row in the logits. uid: of the request.
     num_tokens: tokens before the one that is sampled now, prompt and output.
     history: [at least num_tokens] int64, the tokens, on the device of the logits; only of requests with
-        ``bad_token_ids``, and on the CPU of those with penalties.
+        ``bad_token_ids``, and on the CPU of those with penalties. It holds -1 for a prompt of embeddings.
+    first_id: where the ids begin in it: behind a prompt of embeddings.
     """
 
     index: int
@@ -37,6 +38,7 @@ class LogitsRow:
     num_tokens: int
     history: Tensor | None
     uid: int = -1
+    first_id: int = 0
 
     @property
     def num_output(self) -> int:

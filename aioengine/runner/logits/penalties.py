@@ -57,7 +57,7 @@ class Penalties:
 
 def _penalize_repetition(logits: Tensor, rows: list[LogitsRow]) -> None:
     """On rows of logits [S, W]."""
-    pairs, lengths = _pairs(rows, [0] * len(rows))
+    pairs, lengths = _pairs(rows, [row.first_id for row in rows])
     penalty = _spread([row.sampling.repetition_penalty for row in rows], lengths)
     values = logits[pairs]
     logits.index_put_(pairs, torch.where(values < 0, values * penalty, values / penalty))

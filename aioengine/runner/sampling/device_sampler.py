@@ -15,15 +15,15 @@ import torch
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.device_memory import SAMPLED_ROWS
-from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.penalties import Penalties
+from aioengine.runner.rows import logits_row
 from aioengine.runner.sampling.token_counts import TokenCounts
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.runner.logits import LogitsProcessor
+    from aioengine.runner.logits import LogitsProcessor, LogitsRow
     from aioengine.runner.rows import RowTable, SampledRows
 
 _LOW_WORD = np.uint64(0xFFFFFFFF)
@@ -115,9 +115,7 @@ class DeviceSampler:
 
 
 def _logits_row(rows: SampledRows, start: int, index: int) -> LogitsRow:
-    request = rows.requests[start + index]
-    position = int(rows.positions[start + index])
-    return LogitsRow(index, request.sampling, request.num_prompt, position, request.history, request.uid)
+    return logits_row(index, rows.requests[start + index], int(rows.positions[start + index]))
 
 
 def compile_kernels(*, vocab_size: int, num_embeddings: int, dtype: torch.dtype, device: torch.device) -> None:

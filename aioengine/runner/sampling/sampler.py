@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.runner.logits import LogitsRow
+from aioengine.runner.rows import logits_row
 from aioengine.runner.sampling.philox import UniformTable
 from aioengine.runner.sampling.truncation import BLOCK, Truncation, draw, draw_truncated
 from aioengine.runner.transfer import upload_to
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.runner.logits import LogitsProcessor
+    from aioengine.runner.logits import LogitsProcessor, LogitsRow
     from aioengine.runner.rows import SampledRows
 
     Ints = npt.NDArray[np.int64]
@@ -156,6 +156,4 @@ def _chunks(indices: Ints) -> list[Ints]:
 
 
 def _logits_row(rows: SampledRows, row: int, index: int) -> LogitsRow:
-    request = rows.requests[row]
-    position = int(rows.positions[row])
-    return LogitsRow(index, request.sampling, request.num_prompt, position, request.history, request.uid)
+    return logits_row(index, rows.requests[row], int(rows.positions[row]))

@@ -75,7 +75,7 @@ class TokenCounts:
         row = self._counts[index]
         row.zero_()
         ids = np.array(request.token_ids, dtype=np.int64)
-        row.index_fill_(0, self._table.upload(ids[: request.num_prompt]), IN_PROMPT)
+        row.index_fill_(0, self._table.upload(ids[request.first_id : request.num_prompt]), IN_PROMPT)
         output = self._table.upload(ids[request.num_prompt :])
         row.index_add_(0, output, self._one.expand(len(output)))
         return place
