@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 JOIN_TIMEOUT_S = 5.0
+_SLICE_S = 0.5
 _FOR_THE_LOOP = 8
 
 
@@ -46,8 +49,11 @@ class _Outcome:
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait for the outcome, for ``timeout_s`` seconds at most; None: without limit."""
-        if not self.is_done:
-            self.gate.acquire(timeout=-1 if timeout_s is None else timeout_s)
+        # In slices: while the main thread starts a thread it blocks signals, and Ctrl-C may reach another thread. That
+        # does not interrupt the main thread's wait, and the handler runs only when the wait is over.
+        ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self.is_done and (left_s := ends_at - time.monotonic()) > 0:
+            self.gate.acquire(timeout=min(left_s, _SLICE_S))
 
 
 class Portal:

@@ -405,6 +405,16 @@ class TestLife:
 
 
 class TestPortal:
+    def test_ctrl_c_that_reaches_another_thread_ends_a_call(self) -> None:
+        portal = Portal("test")
+        portal.start()
+        timer = threading.Timer(0.05, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            portal.call(asyncio.sleep(600))
+        timer.join()
+        portal.close()
+
     def test_a_call_from_its_own_thread_is_refused(self) -> None:
         portal = Portal("test")
         portal.start()
