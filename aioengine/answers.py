@@ -12,6 +12,7 @@ from msgspec import Struct
 from aioengine import checks
 from aioengine.errors import EngineError, EngineOverloadedError, RequestError, RequestTooLargeError
 from aioengine.protocol.messages import End, FinishCode
+from aioengine.protocol.packed_logprobs import Entry, LogprobReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -77,7 +78,12 @@ class Timings(TypedDict):
 
 
 class CommonInfo(TypedDict):
-    """The facts about a request at any time."""
+    """The facts about a request at any time.
+
+    With ``return_logprob`` it has logprobs, as (logprob, token id, text or None): ``output_...`` of the tokens in
+    ``output_ids``, ``input_...`` of the prompt, in a stream with the first chunk alone. Only position 0 of a prompt has
+    no logprob.
+    """
 
     id: str
     prompt_tokens: int
@@ -89,6 +95,13 @@ class CommonInfo(TypedDict):
     cached_tokens: int
     num_preemptions: int
     num_retractions: int
+    output_token_logprobs: NotRequired[list[Entry]]
+    output_token_logprobs_length: NotRequired[int]
+    output_top_logprobs: NotRequired[list[list[Entry]]]
+    output_token_ids_logprobs: NotRequired[list[list[Entry]]]
+    input_token_logprobs: NotRequired[list[Entry]]
+    input_top_logprobs: NotRequired[list[list[Entry] | None]]
+    input_token_ids_logprobs: NotRequired[list[list[Entry] | None]]
 
 
 class MetaInfo(CommonInfo):
@@ -206,7 +219,7 @@ class RowFacts(Struct, gc=False):
     """The facts about a row, for its dicts. ``index`` None: the only row of its call.
 
     ``called_at`` is the time of the call, ``tokenize_s`` how long its prompt took to become ids. ``shows_prompt``:
-    its dicts carry ``prompt_token_ids``.
+    its dicts carry ``prompt_token_ids``. ``logprobs``: reads those that it asked for.
     """
 
     rid: str
@@ -216,6 +229,7 @@ class RowFacts(Struct, gc=False):
     tokenize_s: float = 0.0
     prompt_token_ids: list[int] = []
     shows_prompt: bool = False
+    logprobs: LogprobReader | None = None
     common_info: ChunkInfo = {}  # type: ignore[typeddict-item]  # made below
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -234,6 +248,8 @@ class RowFacts(Struct, gc=False):
             "num_preemptions": 0,
             "num_retractions": 0,
         }
+        if self.logprobs is not None:
+            self.common_info |= cast("ChunkInfo", self.logprobs.empty("output"))
 
     def begin(self, first_token: FirstToken) -> None:
         """Its prompt is computed."""
@@ -294,11 +310,22 @@ def answer(facts: RowFacts, piece: Piece) -> Answer:
     return made
 
 
+def add_extras(made: Answer | Chunk, facts: RowFacts, extras: list[Extra], *, is_first: bool) -> None:
+    """Add what came beside the tokens. ``is_first``: this is the beginning of the output."""
+    if facts.logprobs is not None:
+        lists, extras = facts.logprobs.read(extras, is_first=is_first)
+        cast("dict[str, object]", made["meta_info"]).update(lists)
+    if extras:
+        made["extras"] = extras
+
+
 def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: End) -> None:
     """Add the facts about a finished request.
 
     Where the frontend or the supervisor ended it, ``finished`` lacks how it began, which ``facts`` has.
     """
+    if facts.logprobs is not None and piece.token_offset == 0:  # it may have ended before its prompt was computed
+        info |= cast("ChunkInfo", facts.logprobs.empty("input"))
     info["finish_reason"] = finish_reason(finished, info["completion_tokens"])
     num_cached = info["cached_tokens"] = max(finished.num_cached, info["cached_tokens"])
     info["cached_tokens_details"] = {"device": num_cached, "host": 0}

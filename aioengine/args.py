@@ -268,6 +268,11 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "supervision.startup_timeout_s", number_from(0, _A_DAY, above=True), "seconds that starting may take"
     ),
     "stream_interval": Argument("stream_interval", whole_from(1), "output tokens between two chunks of a stream"),
+    "logprobs_mode": Argument(
+        "logprobs_mode",
+        _words("raw", "processed"),
+        "raw: of the model's own distribution; processed: after temperature, penalties and biases",
+    ),
     "random_seed": Argument(
         "random_seed", whole_from(0, 2**63 - 1), "seed from which the seeds of requests are drawn", "drawn"
     ),

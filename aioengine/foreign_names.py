@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 _ENGINES: Final = "Engine is the engine for synchronous code, AsyncEngine the one for asyncio"
-_LOGPROBS: Final = "log-probabilities (return_logprob and top_logprobs_num of a call) are not available yet"
+_LOGPROBS: Final = "use return_logprob=True of a call, with top_logprobs_num or logprob_start_len"
 _GRAMMARS: Final = "structured output (json_schema, regex or ebnf in sampling_params) is not available yet"
 
 OUR_WAY: Final[dict[str, str]] = {

@@ -98,6 +98,7 @@ class EngineArguments(OtherNames, total=False):
     stall_timeout: float | None
     startup_timeout: float | None
     stream_interval: int | None
+    logprobs_mode: str | None
     random_seed: int | None
     log_level: str | None
     progress: bool | None

@@ -63,7 +63,7 @@ class Call:
         self.rid = request.rid or os.urandom(16).hex()
         self.number = 0
         self.called_at = called_at
-        self.deadlines = {which: called_at + seconds for which, seconds in request.timeouts().items()}
+        self.deadlines = {which: called_at + seconds for which, seconds in request.timeouts.items()}
         self.output = _output_of(request, self.rid)
         self.num_started = 0
         self.reservation = reservation

@@ -159,7 +159,7 @@ class RowStream:
             self.join()
         made = answers.chunk(self.facts, self)
         if self.extras and (extras := self.take_extras()):
-            made["extras"] = extras
+            answers.add_extras(made, self.facts, extras, is_first=self.token_offset == 0)
         self.text_offset += len(self.text)
         self.token_offset += len(self.token_ids)
         self.is_queued = False
@@ -172,7 +172,7 @@ class RowStream:
         self.join()
         made = answers.answer(self.facts, self)
         if self.extras:
-            made["extras"] = self.take_extras()
+            answers.add_extras(made, self.facts, self.take_extras(), is_first=True)
         return made
 
     def join(self) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import os  # noqa: TC003  # for the annotations of the options
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, Generic, TypedDict, TypeVar, cast
+from typing import Final, TypedDict, cast
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -32,6 +32,7 @@ from aioengine.frontend.prompts import (
     template_options,
     text_prompt,
 )
+from aioengine.frontend.row_options import LogprobOptions, PerPrompt, list_for, logprob_options, per_prompt
 from aioengine.frontend.sessions import SessionParams, session_params
 from aioengine.params import ParamsTogether, SamplingParams, is_sampling_parameter
 
@@ -45,8 +46,6 @@ Texts = list[str] | tuple[str, ...]
 TokenIds = list[int] | tuple[int, ...] | checks.Array
 BatchIds = list[list[int]] | list[tuple[int, ...]] | tuple[list[int], ...]
 Chats = list[list[dict[str, object]]] | list[list[dict[str, str]]] | list[Messages] | tuple[Messages, ...]
-
-Value = TypeVar("Value")
 
 MAX_TIMEOUT_S: Final = 1e9
 MAX_RID_BYTES: Final = 512
@@ -88,6 +87,12 @@ class RequestOptions(TypedDict, total=False):
         output of that request. ``drop_previous_output`` leaves out its output, ``offset`` keeps so many ids of both;
         ``replace`` ends it, where it runs, and forgets what went on from it. Without ``rid`` the prompt begins anew
         (``replace``: and all else is forgotten). A session with ``streaming=True`` goes on from its last answer.
+    return_logprob: ``meta_info`` gets the logprobs of the output tokens, of the distribution that ``logprobs_mode`` of
+        the engine names. This and the next four are one value for all prompts of a batch, or a list with one for each.
+    logprob_start_len: prompt tokens from this position on get logprobs too; -1: none.
+    top_logprobs_num: how many of the likeliest tokens at each position get logprobs too, up to the vocabulary.
+    token_ids_logprob: further tokens that get logprobs at each position: ids, for a batch also a list of such lists.
+    return_text_in_logprobs: logprobs come with the text of each token.
     """
 
     rid: str | Sequence[str] | None
@@ -105,6 +110,11 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str | Sequence[str | None] | None
     custom_logit_processor: str | Sequence[str | None] | None
     session_params: Mapping[str, object] | Sequence[Mapping[str, object] | None] | None
+    return_logprob: bool | Sequence[bool | None] | None
+    logprob_start_len: int | Sequence[int | None] | None
+    top_logprobs_num: int | Sequence[int | None] | None
+    token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | checks.Array | None
+    return_text_in_logprobs: bool | Sequence[bool | None] | None
 
 
 class ChatOptions(RequestOptions, total=False):
@@ -128,10 +138,6 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     name: (allowed, feature)
     for feature, allowed, names in (
         ("images, audio and video", ([],), "image_data audio_data video_data mm_hashes mm_content_hashes"),
-        ("log-probabilities", (False,), "return_logprob return_text_in_logprobs"),
-        ("log-probabilities", (-1,), "logprob_start_len"),
-        ("log-probabilities", (0,), "top_logprobs_num"),
-        ("log-probabilities", ([],), "token_ids_logprob"),
         ("LoRA adapters", (), "lora_path"),
         ("grammars that begin after the reasoning", (False,), "require_reasoning"),
         ("hidden states", (False,), "return_hidden_states"),
@@ -148,6 +154,10 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     for name in names.split()
 }
 """Arguments of calls to come: name -> (values that mean "off", beside None; what it is)."""
+
+
+_TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_token", "first_token_timeout"))
+"""Words of a finish reason, and the options that they belong to."""
 
 
 class GivenRows(Struct):
@@ -168,27 +178,6 @@ class GivenRows(Struct):
     together: ParamsTogether = field(default_factory=ParamsTogether)
 
 
-class PerPrompt(Struct, Generic[Value]):
-    """An option of a call: one value for all prompts, or a list with one for each.
-
-    Attributes:
-        values: of the prompts checked so far, behind them as the caller gave them.
-    """
-
-    name: str
-    check: Callable[[object], Value]
-    values: list[Value]
-    is_list: bool
-
-    def check_rows(self, first: int, last: int) -> None:
-        """Check the values of these prompts. Raises TypeError or ValueError."""
-        if self.is_list:
-            self.values[first:last] = map(self.check, self.values[first:last])
-
-    def of(self, prompt: int) -> Value:
-        return self.values[prompt if self.is_list else 0]
-
-
 class CallRequest(Struct, kw_only=True):
     """A call whose arguments were checked; of a long batch only the first rows, the others by ``check_more``.
 
@@ -196,7 +185,7 @@ class CallRequest(Struct, kw_only=True):
         prompts: of the rows checked so far; an exception stands for one that fails alone.
         params: one for all prompts, or one for each of those checked so far. num_samples: of each prompt.
         rid: of the whole call where the caller gave one. rids: of the prompts where it gave a list.
-        timeout_s, queue_timeout_s, first_token_timeout_s: from the call.
+        timeouts: in seconds from the call, by the words that name them in a finish reason.
     """
 
     given: GivenRows
@@ -209,9 +198,7 @@ class CallRequest(Struct, kw_only=True):
     rids: list[str] | None = None
     priority: int = 0
     tenant: str = ""
-    timeout_s: float | None = None
-    queue_timeout_s: float | None = None
-    first_token_timeout_s: float | None = None
+    timeouts: dict[str, float] = {}
     refuses_late: bool = False
     resume_ttl_s: float | None = None
     returns_exceptions: bool = False
@@ -219,6 +206,7 @@ class CallRequest(Struct, kw_only=True):
     salts: PerPrompt[str] | None = None
     processors: PerPrompt[str] | None = None
     sessions: PerPrompt[SessionParams | None] | None = None
+    logprobs: LogprobOptions | None = None
 
     @property
     def num_rows(self) -> int:
@@ -247,11 +235,6 @@ class CallRequest(Struct, kw_only=True):
         """Whether a row that is wrong gives its exception in its place, instead of ending the call."""
         return self.returns_exceptions and self.is_batch
 
-    def timeouts(self) -> dict[str, float]:
-        """In seconds, by the words that name them in a finish reason."""
-        given = {"total": self.timeout_s, "queue": self.queue_timeout_s, "first_token": self.first_token_timeout_s}
-        return {which: seconds for which, seconds in given.items() if seconds is not None}
-
     def params_of(self, prompt: int) -> SamplingParams:
         return self.params[0 if self.given.params is None else prompt]
 
@@ -266,7 +249,7 @@ class CallRequest(Struct, kw_only=True):
         last = min(first + ROWS_IN_PIECE, self.num_prompts)
         if given.params is not None:
             given.together.add(given.params[first:last])
-        for option in (self.salts, self.processors, self.sessions):
+        for option in (self.salts, self.processors, self.sessions, self.logprobs):
             if option is not None:
                 option.check_rows(first, last)
         for place in range(first, last):
@@ -410,16 +393,15 @@ def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequ
         rids=_rids(rid, plain) if has_list else None,
         priority=0 if priority is None else checks.whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY),
         tenant=_tenant(options.get("tenant")),
-        timeout_s=_timeout("timeout", options),
-        queue_timeout_s=_timeout("queue_timeout", options),
-        first_token_timeout_s=_timeout("first_token_timeout", options),
+        timeouts={which: found for which, name in _TIMEOUTS if (found := _timeout(name, options)) is not None},
         refuses_late=checks.switch("refuse_late", options.get("refuse_late", False)),
         resume_ttl_s=_timeout("resume_ttl", options),
         returns_exceptions=checks.switch("return_exceptions", options.get("return_exceptions", False)),
         shows_prompt=checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False)),
-        salts=_per_prompt("cache_salt", options, _salt, plain),
-        processors=_per_prompt("custom_logit_processor", options, _processor, plain),
-        sessions=_per_prompt("session_params", options, session_params, plain),
+        salts=per_prompt("cache_salt", options, _salt, plain),
+        processors=per_prompt("custom_logit_processor", options, _processor, plain),
+        sessions=per_prompt("session_params", options, session_params, plain),
+        logprobs=logprob_options(options, plain),
     )
     if request.resume_ttl_s is not None and (request.gives_batch or not request.is_stream):
         raise ValueError("resume_ttl is for streams (stream=True) of one prompt and one sample (n=1)")
@@ -464,30 +446,7 @@ def _rid(value: object) -> str:
 
 def _rids(value: object, request: CallRequest) -> list[str]:
     """The ids of the rows, each to be checked with its row."""
-    return cast("list[str]", _list_for("rid", value, request))
-
-
-def _list_for(name: str, value: object, request: CallRequest) -> list[object]:
-    """A list with one entry for each prompt."""
-    if not request.is_batch:
-        raise TypeError(f"{name} is a list, but there is one prompt; give a list of prompts, or one {name}")
-    found = checks.items(name, value, checks.MAX_COUNT)
-    if len(found) != request.num_prompts:
-        raise ValueError(f"{name} has {len(found)} entries for {request.num_prompts} prompts; give one for each")
-    return found
-
-
-def _per_prompt(
-    name: str, options: Mapping[str, object], check: Callable[[object], Value], request: CallRequest
-) -> PerPrompt[Value] | None:
-    """An option for all prompts, or, to be checked with its prompts, a list of them; None where it is not given."""
-    value = options.get(name)
-    if value is None:
-        return None
-    if isinstance(value, list | tuple):
-        values = _list_for(name, cast("object", value), request)
-        return PerPrompt(name, check, cast("list[Value]", values), is_list=True)
-    return PerPrompt(name, check, [check(value)], is_list=False)
+    return cast("list[str]", list_for("rid", value, request))
 
 
 def _salt(value: object) -> str:

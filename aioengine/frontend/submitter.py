@@ -17,7 +17,9 @@ from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLarg
 from aioengine.frontend.encoder import Encoder, Job, checked
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, TextPrompt
-from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, Submit
+from aioengine.frontend.row_options import check_lengths, check_vocabulary
+from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, RequestKind, Submit
+from aioengine.protocol.packed_logprobs import LogprobReader
 from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.sessions import Sessions
     from aioengine.params import SamplingParams
     from aioengine.protocol.messages import Sampling, TextRules
+    from aioengine.protocol.packed_logprobs import LogprobRules
 
 MAX_ROWS_AT_ONCE: Final = 64
 """Rows of a batch that are started in one turn of the loop."""
@@ -98,6 +101,8 @@ class RequestChecks:
             if self.encoder is None and isinstance(prompt, TextPrompt | ChatPrompt):
                 raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
             try:
+                if request.logprobs is not None and (place == 0 or request.logprobs.differ):
+                    self._check_logprobs(request.logprobs.of(place))
                 if request.given.params is not None:
                     self._check_params(request.params[place])
                 if request.processors is not None and (request.processors.is_list or place == 0):
@@ -121,6 +126,13 @@ class RequestChecks:
                 f"allows {', '.join(known)}" if known else "allows none (logits_processors=[...] of the constructor)"
             )
             raise ValueError(f"custom_logit_processor {name!r} is not known: this engine {allowed}")
+
+    def _check_logprobs(self, rules: LogprobRules | None) -> None:
+        if rules is None:
+            return
+        check_vocabulary(rules, self.rules.vocab_size)
+        if self.encoder is None and rules.with_text:
+            raise ValueError("return_text_in_logprobs needs a tokenizer, and this engine has none; leave it out")
 
     def parts_of(self, params: SamplingParams) -> ParamsParts:
         """As they were made last, if no other parameters came between; rows of one call share theirs.
@@ -334,6 +346,7 @@ class Submitter:
         if request.sessions is not None:
             encoded = self._with_history(call, position, encoded)
         ids = encoded if isinstance(encoded, list) else []
+        rules = None if request.logprobs is None else request.logprobs.of(prompt)
         facts = RowFacts(
             rid=call.row_rid(position),
             index=position if request.gives_batch else None,
@@ -342,6 +355,7 @@ class Submitter:
             tokenize_s=tokenize_s,
             prompt_token_ids=ids,
             shows_prompt=request.shows_prompt,
+            logprobs=None if rules is None else LogprobReader(rules, len(ids)),
         )
         row = call.output.add_row(position, facts)
         if not isinstance(encoded, list):
@@ -369,46 +383,27 @@ class Submitter:
 
     def _submit_row(self, call: Call, row: RowStream, params: SamplingParams, submits: list[Submit]) -> None:
         request, facts = call.request, row.facts
+        rules = None if facts.logprobs is None else facts.logprobs.rules
         ids = facts.prompt_token_ids
         session = 0 if request.sessions is None else self._sessions.attach(row)
         try:
             if not ids:
                 raise ValueError("the prompt has no tokens")
             max_new_tokens = self.checks.output_limit(params, len(ids))
+            if rules is not None:
+                check_lengths(rules, num_prompt=len(ids), num_output=max_new_tokens)
         except ValueError as error:
             _refuse(row, error)
             return
-        if max_new_tokens == 0:
+        if max_new_tokens == 0 and rules is None:
             _end(row, FinishCode.LENGTH)
             return
         parts = self.checks.parts_of(params)
         row.uid = self._num_uids
         self._num_uids += 1
-        prompt = row.position // request.num_samples
-        self._limits.add_row(call.reservation, prompt, len(ids))
+        self._limits.add_row(call.reservation, row.position // request.num_samples, len(ids))
         self._calls.rows[row.uid] = row
-        submits.append(
-            Submit(
-                uid=row.uid,
-                prompt_token_ids=ids,
-                sampling=_sampling(parts.sampling, request, prompt, facts.seed),
-                limits=Limits(
-                    max_new_tokens=max_new_tokens,
-                    min_new_tokens=min(params.min_new_tokens, max_new_tokens),
-                    stop_token_ids=parts.stop_ids,
-                    deadline=call.deadlines.get("total"),
-                    queue_deadline=call.deadlines.get("queue"),
-                    first_token_deadline=call.deadlines.get("first_token"),
-                    refuses_late=request.refuses_late,
-                ),
-                text=replace(parts.text, context_token_ids=tuple(ids[-NUM_CONTEXT_TOKENS:]), stream=request.is_stream),
-                priority=request.priority,
-                arrived_at=call.called_at,
-                tenant=request.tenant,
-                cache_salt="" if request.salts is None else request.salts.of(prompt),
-                session=session,
-            )
-        )
+        submits.append(_submit_of(call, row, parts, max_new_tokens, session=session))
 
     def _seed(self, params: SamplingParams, sample: int) -> int:
         """The caller's seed, or one drawn from the engine's seed and a counter; sample i has i more."""
@@ -476,13 +471,52 @@ def _sampling(made: Sampling, request: CallRequest, prompt: int, seed: int) -> S
     return replace(made, seed=seed, **({} if processors is None else {"custom_processor": processors.of(prompt)}))
 
 
+def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: int, *, session: int) -> Submit:
+    """The message that starts a row."""
+    request, facts = call.request, row.facts
+    ids, prompt = facts.prompt_token_ids, row.position // request.num_samples
+    rules = None if facts.logprobs is None else facts.logprobs.rules
+    return Submit(
+        uid=row.uid,
+        prompt_token_ids=ids,
+        sampling=_sampling(parts.sampling, request, prompt, facts.seed),
+        limits=Limits(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min(parts.params.min_new_tokens, max_new_tokens),
+            stop_token_ids=parts.stop_ids,
+            deadline=call.deadlines.get("total"),
+            queue_deadline=call.deadlines.get("queue"),
+            first_token_deadline=call.deadlines.get("first_token"),
+            refuses_late=request.refuses_late,
+        ),
+        text=replace(
+            parts.text,
+            context_token_ids=tuple(ids[-NUM_CONTEXT_TOKENS:]),
+            stream=request.is_stream,
+            logprobs=rules if rules is not None and rules.with_text else None,
+        ),
+        priority=request.priority,
+        arrived_at=call.called_at,
+        tenant=request.tenant,
+        kind=RequestKind.GENERATE if max_new_tokens else RequestKind.SCORE,
+        cache_salt="" if request.salts is None else request.salts.of(prompt),
+        session=session,
+        logprobs=rules,
+    )
+
+
 def _facts_of_unstarted(call: Call, position: int) -> RowFacts:
+    request = call.request
+    prompt = position // request.num_samples
+    options = request.logprobs if prompt < len(request.prompts) else None  # else they are not checked
+    rules = None if options is None else options.of(prompt)
     return RowFacts(
         rid=call.row_rid(position),
-        index=position if call.request.gives_batch else None,
+        index=position if request.gives_batch else None,
         seed=0,
         called_at=call.called_at,
-        shows_prompt=call.request.shows_prompt,
+        shows_prompt=request.shows_prompt,
+        logprobs=None if rules is None else LogprobReader(rules, 0),
     )
 
 

@@ -27,12 +27,14 @@ from aioengine.protocol.messages import (
     TextChunks,
     TextOpened,
 )
+from aioengine.protocol.packed_logprobs import with_texts
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from aioengine.config import Settings
+    from aioengine.protocol.columns import Extra
 
 
 STEP_BUDGET_S: Final = 0.01
@@ -206,7 +208,7 @@ class DetokenizerService:
             self._begin(opened, chunks, now)
         tokens, requests = output.tokens, self._open
         if tokens.extras:
-            chunks.tokens.extras = [extra for extra in tokens.extras if extra.uid in requests]
+            self._pass_on(tokens.extras, chunks, now)
         for uid, token_id, end in zip(tokens.uid_of_each(), tokens.token_ids, _ends(output), strict=False):
             request = requests.get(uid)
             if request is None:
@@ -226,6 +228,18 @@ class DetokenizerService:
         for end in output.ended:
             self._end(end, chunks, now)
         return chunks
+
+    def _pass_on(self, extras: list[Extra], chunks: TextChunks, now: float) -> None:
+        """Add the extras of open requests to ``chunks``: logprobs with texts, where these are wanted."""
+        for extra in extras:
+            request = self._open.get(extra.uid)
+            if request is not None and request.logprobs is not None:
+                try:
+                    chunks.tokens.extras.append(with_texts(extra, request.logprobs, self._source.token_text))
+                except Exception as error:
+                    self._fail(request, error, chunks, now)
+            elif request is not None:
+                chunks.tokens.extras.append(extra)
 
     def _keep(self, chunks: TextChunks) -> None:
         """Send them with the next ``step``, if they have any news."""

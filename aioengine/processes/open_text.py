@@ -60,6 +60,14 @@ class TextSource:
             )
         return TextPipeline(make_detokenizer(source, rules.context_token_ids), stops)
 
+    def token_text(self, token_id: int) -> str:
+        """The text of a token by itself; U+FFFD stands for bytes that are no whole character."""
+        if self._tokenizer is None:
+            return ""
+        source = self._source(self._tokenizer, skip_special_tokens=False)
+        text = source[token_id] if isinstance(source, TokenTable) else source([token_id])
+        return text if isinstance(text, str) else text.decode(errors="replace")
+
     def _source(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TokenTable | Decode:
         """What decodes, with special tokens or without: a table, or the tokenizer where a table is too little."""
         source = self._sources.get(skip_special_tokens)
@@ -77,6 +85,9 @@ class OpenText:
     Ids and text wait here until ``stream_interval`` ids are together (the first id does not wait), or many where the
     request does not stream. Waiting ids are decoded together, unless each could complete a stop. What text has left
     is a function of the ids that have left, so a request goes on behind any chunk of it.
+
+    Attributes:
+        logprobs: those to which texts are appended; None: none are.
     """
 
     __slots__ = (
@@ -91,6 +102,7 @@ class OpenText:
         "_texts",
         "_token_ids",
         "has_patterns",
+        "logprobs",
         "num_preemptions",
         "uid",
     )
@@ -102,6 +114,7 @@ class OpenText:
         self._opened = opened
         self._search: RegexSearch | None = None
         self.has_patterns = False
+        self.logprobs = rules.logprobs
         self._pipeline: TextPipeline | None = None
         self._has_stops = bool(rules.stop or rules.stop_regex)
         self._gives_each = rules.stream and rules.stream_interval <= 1 and not self._has_stops

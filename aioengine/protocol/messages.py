@@ -305,22 +305,38 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
     preempted: list[int] = []
     ended: list[End] = []
 
-    def parts(self) -> list[StepOutput]:
-        """The same in several messages where its extras are large: each fits into a frame, as long as one extra does.
+    def parts(self, max_bytes: int = MAX_PAYLOAD_BYTES) -> list[StepOutput]:
+        """Itself, or where its extras are larger than ``max_bytes`` several that are not, unless one request's are.
 
-        Requests are opened first, and extras come before their tokens.
+        All of a request is in one part, so that it arrives as a whole or not at all.
         """
-        extras, tokens = self.tokens.extras, self.tokens
-        found: list[StepOutput] = []
-        size = sum(len(extra.data) for extra in extras) if extras else 0
-        while size > MAX_PAYLOAD_BYTES and len(extras) > 1:
-            size -= len(extras[0].data)
-            found.append(StepOutput(TokenColumns(extras=extras[:1]), [] if found else self.opened))
-            extras = extras[1:]
-        if not found:
+        tokens = self.tokens
+        if not tokens.extras or sum(len(extra.data) for extra in tokens.extras) <= max_bytes:
             return [self]
-        last = TokenColumns(tokens.uids, tokens.token_ids, tokens.counts, extras)
-        return [*found, StepOutput(last, [], self.preempted, self.ended)]
+        sizes: dict[int, int] = {}
+        for extra in tokens.extras:
+            sizes[extra.uid] = sizes.get(extra.uid, 0) + len(extra.data)
+        found = [StepOutput()]
+        part_of: dict[int, StepOutput] = {}
+        room = max_bytes
+        for uid in dict.fromkeys((*tokens.uids, *sizes)):
+            size = sizes.get(uid, 0)
+            if size > room and room < max_bytes:
+                found.append(StepOutput())
+                room = max_bytes
+            room -= size
+            part_of[uid] = found[-1]
+        for uid, new in zip(tokens.uids, tokens.rows(), strict=True):
+            part_of[uid].tokens.add(uid, [new] if isinstance(new, int) else new)
+        for extra in tokens.extras:
+            part_of[extra.uid].tokens.extras.append(extra)
+        for opened in self.opened:
+            part_of.get(opened.first_token.uid, found[0]).opened.append(opened)
+        for uid in self.preempted:
+            part_of.get(uid, found[-1]).preempted.append(uid)
+        for end in self.ended:
+            part_of.get(end.uid, found[-1]).ended.append(end)
+        return found
 
 
 # ---------------------------------------------------------------- to the frontend

@@ -81,12 +81,12 @@ class _Lists:
 
 
 class LogprobReader:
-    """Makes the lists of ``meta_info`` for one request."""
+    """Makes the lists of ``meta_info`` for one request, by its ``rules``."""
 
-    __slots__ = ("_format", "_num_prompt", "_rules")
+    __slots__ = ("_format", "_num_prompt", "rules")
 
     def __init__(self, rules: LogprobRules, num_prompt: int) -> None:
-        self._rules = rules
+        self.rules = rules
         self._num_prompt = num_prompt
         self._format = Format(f"<{rules.num_values}f{1 + rules.num_top}i")
 
@@ -105,8 +105,8 @@ class LogprobReader:
             if extra.kind == OUTPUT_LOGPROBS:
                 self._add(extra.data, 1, output)
             elif extra.kind == PROMPT_LOGPROBS:
-                self._add(extra.data, self._rules.num_prompt_positions(self._num_prompt), prompt)
-                if self._rules.start == 0:
+                self._add(extra.data, self.rules.num_prompt_positions(self._num_prompt), prompt)
+                if self.rules.start == 0:
                     prompt.own[0] = (None, *prompt.own[0][1:])
                     prompt.top[:1] = prompt.asked[:1] = [None]
             elif extra.kind == NEXT_LOGPROBS:
@@ -119,7 +119,7 @@ class LogprobReader:
 
     def _add(self, data: bytes, num_positions: int, lists: _Lists) -> None:
         """Append the entries of positions."""
-        rules = self._rules
+        rules = self.rules
         num_top, num_values = rules.num_top, rules.num_values
         end = num_positions * self._format.size
         num_ids = len(rules.token_ids)
@@ -138,9 +138,9 @@ class LogprobReader:
         named: dict[str, object] = {f"{side}_token_logprobs": lists.own}
         if side == "output":
             named["output_token_logprobs_length"] = len(lists.own)
-        if self._rules.num_top:
+        if self.rules.num_top:
             named[f"{side}_top_logprobs"] = lists.top
-        if self._rules.token_ids:
+        if self.rules.token_ids:
             named[f"{side}_token_ids_logprobs"] = lists.asked
         return named
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from array import array
+from struct import pack
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +18,9 @@ from msgspec import Struct
 
 from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns
 from aioengine.protocol.messages import Reply, RequestKind
-from aioengine.scheduler.plan import TOKENS, VECTOR, StepResult, UnknownOrderError
+from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
+from aioengine.scheduler.plan import StepResult, UnknownOrderError
+from aioengine.scheduler.planner import GIVES
 from aioengine.testing.faults import Faults
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     from aioengine.config import Settings
     from aioengine.protocol.messages import Control, Limits, Progress, Sampling
+    from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.scheduler.plan import NewRow, Plan, Row
 
 MASK = (1 << 64) - 1
@@ -121,13 +125,32 @@ def extra_of(uid: int, index: int, token_id: int) -> Extra:
     return Extra(uid, index, FAKE_EXTRA, token_id.to_bytes(4, "little"))
 
 
+def fake_logprobs(rules: LogprobRules, token_id: int, vocab_size: int) -> bytes:
+    """The packed logprobs of a position with this token, which is the likeliest; then come the next ids in turn."""
+    ids = [(token_id + i) % vocab_size for i in range(rules.num_top)]
+    values = [-0.5 * (1 + (each - token_id) % vocab_size) for each in (token_id, *ids, *rules.token_ids)]
+    return pack(f"<{rules.num_values}f{1 + rules.num_top}i", *values, token_id, *ids)
+
+
 class _FakeRow:
     """What the runner keeps of a request between steps."""
 
-    __slots__ = ("is_behind", "kind", "last_token", "num_prompt", "num_steps", "pages", "sampling")
+    __slots__ = (
+        "is_behind",
+        "kind",
+        "last_token",
+        "logprobs",
+        "num_prompt",
+        "num_steps",
+        "pages",
+        "prompt",
+        "sampling",
+    )
 
     def __init__(self, opened: NewRow) -> None:
         self.sampling = opened.sampling
+        self.logprobs = opened.logprobs
+        self.prompt = opened.token_ids[: opened.num_prompt]
         self.kind = opened.kind
         self.num_prompt = opened.num_prompt
         self.pages = list(opened.pages)
@@ -234,14 +257,14 @@ class FakeRunner:
         self._write(row, held)
         if not row.gives:
             return
-        is_pooled = held.kind is RequestKind.POOL
-        if row.gives != (VECTOR if is_pooled else TOKENS):
+        if row.gives != GIVES[held.kind]:
             raise RuntimeError(f"request {row.uid} of kind {held.kind.name} has a row that gives {row.gives}")
         end = row.start + row.count
         checksum = self._checksum(held.pages, end)
-        if is_pooled:
+        self._add_prompt_logprobs(row, held, tokens)
+        if held.kind is not RequestKind.GENERATE:
             tokens.add(row.uid, ())
-            tokens.extras.append(Extra(row.uid, NO_TOKEN, POOLED_VECTOR, checksum.to_bytes(4, "little")))
+            tokens.extras.append(self._last_extra(row, held, checksum))
             return
         digit = self._tokens_per_step[held.num_steps % len(self._tokens_per_step)]
         held.num_steps += 1
@@ -252,9 +275,29 @@ class FakeRunner:
                 checksum = zlib.crc32(array("q", new[-1:]), checksum)
             held.last_token = self._next_token(checksum, position, held.num_prompt, held.sampling)
             new.append(held.last_token)
+            if held.logprobs is not None:
+                numbers = fake_logprobs(held.logprobs, held.last_token, self._model.vocab_size)
+                tokens.extras.append(Extra(row.uid, position - held.num_prompt, OUTPUT_LOGPROBS, numbers))
             if self._model.gives_extras:
                 tokens.extras.append(extra_of(row.uid, position - held.num_prompt, held.last_token))
         tokens.add(row.uid, new)
+
+    def _add_prompt_logprobs(self, row: Row, held: _FakeRow, tokens: TokenColumns) -> None:
+        """Add the logprobs of the prompt, with the row that ends it."""
+        rules, vocab_size = held.logprobs, self._model.vocab_size
+        if rules is not None and 0 <= rules.start < held.num_prompt and row.start < held.num_prompt:
+            numbers = [fake_logprobs(rules, token_id, vocab_size) for token_id in held.prompt[rules.start :]]
+            tokens.extras.append(Extra(row.uid, NO_TOKEN, PROMPT_LOGPROBS, b"".join(numbers)))
+
+    def _last_extra(self, row: Row, held: _FakeRow, checksum: int) -> Extra:
+        """What a request without output tokens gives at the end of its prompt."""
+        if held.kind is RequestKind.POOL:
+            return Extra(row.uid, NO_TOKEN, POOLED_VECTOR, checksum.to_bytes(4, "little"))
+        if held.logprobs is None:
+            raise RuntimeError(f"request {row.uid} of kind SCORE asks for no logprobs")
+        likeliest = self._next_token(checksum, row.start + row.count, held.num_prompt, held.sampling)
+        numbers = fake_logprobs(held.logprobs, likeliest, self._model.vocab_size)
+        return Extra(row.uid, NO_TOKEN, NEXT_LOGPROBS, numbers)
 
     def _write(self, row: Row, held: _FakeRow) -> None:
         token_ids = row.token_ids

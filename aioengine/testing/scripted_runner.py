@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aioengine.protocol.columns import TokenColumns
+from aioengine.protocol.columns import Extra, TokenColumns
+from aioengine.protocol.packed_logprobs import OUTPUT_LOGPROBS
 from aioengine.scheduler.plan import TOKENS
 from aioengine.testing import fake_runner
-from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, NUM_BYTES
+from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, NUM_BYTES, VOCAB_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ class ScriptedRunner:
     def __init__(self, inner: FakeRunner, answers: Mapping[str, str]) -> None:
         self._inner = inner
         self._answers = sorted(answers.items(), key=lambda entry: -len(entry[0]))
-        self._rows: dict[int, tuple[int, bytes]] = {}
+        self._rows: dict[int, tuple[NewRow, bytes]] = {}
 
     @property
     def facts(self) -> Mapping[str, str | int | float | bool]:
@@ -45,16 +46,17 @@ class ScriptedRunner:
         for uid in plan.closed:
             self._rows.pop(uid, None)
         for opened in plan.new_rows:
-            self._rows[opened.uid] = (opened.num_prompt, self._answer(opened))
+            self._rows[opened.uid] = opened, self._answer(opened)
         ticket = self._inner.launch(plan)
-        sampling = [row for row in plan.rows if row.gives & TOKENS]
-        token_ids = [
-            token_id if row.uid in ticket.result.failed else self._token(row)
-            for row, token_id in zip(sampling, ticket.result.tokens.token_ids, strict=True)
-        ]
-        ticket.result = msgspec.structs.replace(
-            ticket.result, tokens=TokenColumns([row.uid for row in sampling], token_ids)
-        )
+        inner = ticket.result.tokens
+        tokens = TokenColumns(extras=[extra for extra in inner.extras if extra.kind != OUTPUT_LOGPROBS])
+        rows = [row for row in plan.rows if row.gives]
+        for row, new in zip(rows, inner.rows(), strict=True):
+            if not row.gives & TOKENS or row.uid in ticket.result.failed:
+                tokens.add(row.uid, [new] if isinstance(new, int) else new)
+            else:
+                self._add(row, tokens)
+        ticket.result = msgspec.structs.replace(ticket.result, tokens=tokens)
         return ticket
 
     def collect(self, ticket: FakeTicket) -> StepResult:
@@ -74,11 +76,15 @@ class ScriptedRunner:
         text = prompt.decode(errors="replace")
         return next((answer.encode() for key, answer in self._answers if key in text), b"")
 
-    def _token(self, row: Row) -> int:
-        """The token at the position behind the row's last."""
-        num_prompt, answer = self._rows[row.uid]
-        position = row.start + row.count - num_prompt
-        return answer[position] if position < len(answer) else EOS_TOKEN_ID
+    def _add(self, row: Row, tokens: TokenColumns) -> None:
+        """Add the token at the position behind the row's last, with its logprobs."""
+        opened, answer = self._rows[row.uid]
+        position = row.start + row.count - opened.num_prompt
+        token_id = answer[position] if position < len(answer) else EOS_TOKEN_ID
+        tokens.add(row.uid, (token_id,))
+        if opened.logprobs is not None:
+            numbers = fake_runner.fake_logprobs(opened.logprobs, token_id, VOCAB_SIZE)
+            tokens.extras.append(Extra(row.uid, position, OUTPUT_LOGPROBS, numbers))
 
 
 def build(settings: Settings, report: Callable[[Progress], None]) -> ScriptedRunner:

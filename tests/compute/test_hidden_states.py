@@ -93,6 +93,6 @@ def test_a_message_with_large_extras_is_sent_in_parts() -> None:
     output = StepOutput(TokenColumns([0, 1, 2, 3], [7, 7, 7, 7], None, extras), preempted=[1])
     parts = output.parts()
     assert [len(part.tokens.extras) for part in parts] == [1, 1, 1, 1]
-    assert [part.tokens.token_ids for part in parts] == [[], [], [], [7] * 4]
-    assert [part.preempted for part in parts] == [[], [], [], [1]]
+    assert [part.tokens.token_ids for part in parts] == [[7], [7], [7], [7]]
+    assert [part.preempted for part in parts] == [[], [1], [], []]
     assert StepOutput(TokenColumns([1], [7], None, extras[:1])).parts()[0].tokens.extras == extras[:1]

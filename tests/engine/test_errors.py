@@ -75,8 +75,7 @@ WRONG_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"prompt": "a", "return_exceptions": None}, TypeError, "return_exceptions"),
     ({"prompt": "a", "image_data": "x.png"}, ValueError, "image_data='x.png': images, audio and video: not available"),
     ({"prompt": ["a"], "image_data": [None, "x.png"]}, ValueError, "image_data='x.png': images, audio and video"),
-    ({"prompt": "a", "return_logprob": True}, ValueError, "return_logprob=True: log-probabilities: not available yet"),
-    ({"prompt": "a", "return_logprob": 0}, ValueError, "only False or None is accepted"),
+    ({"prompt": "a", "return_hidden_states": 0}, ValueError, "only False or None is accepted"),
     ({"prompt": "a", "return_logprobs": False}, TypeError, "did you mean 'return_logprob'"),
     ({"prompts": ["a"]}, TypeError, r"unexpected argument 'prompts' \(did you mean 'prompt'\?\); there are prompt, "),
     ({"prompt": 5, "sampling_parms": {}}, TypeError, "did you mean 'sampling_params'"),
@@ -111,8 +110,7 @@ async def test_wrong_arguments_raise_at_the_call(
 
 async def test_what_does_not_exist_yet_may_be_switched_off(world: World) -> None:
     off = {
-        "image_data": None, "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0,
-        "token_ids_logprob": [], "lora_path": [None], "return_hidden_states": False, "session_params": None,
+        "image_data": None, "lora_path": [None], "return_hidden_states": False, "session_params": None,
     }  # fmt: skip
     params = {"max_new_tokens": 2, "json_schema": None, "regex": "", "custom_params": {}}
     out = await world.engine.async_generate(["a"], params, **off)  # type: ignore[call-overload]

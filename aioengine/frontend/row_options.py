@@ -1,0 +1,209 @@
+"""Options of a call that may differ between its prompts: one value for all of them, or a list with one for each.
+
+What is said of the whole call is checked at the call, a list in pieces with its prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar, cast
+
+from msgspec import Struct
+
+from aioengine import checks
+from aioengine.errors import RequestTooLargeError
+from aioengine.protocol.packed_logprobs import LogprobRules
+
+Value = TypeVar("Value")
+Checked = TypeVar("Checked", covariant=True)
+
+MAX_TOKEN_IDS: Final = 65_536
+"""Of ``token_ids_logprob`` for one prompt."""
+
+MAX_PROMPT_VALUES: Final = 1 << 23
+"""Logprobs of one prompt, which are sent in one piece."""
+
+MAX_OUTPUT_VALUES: Final = 1 << 25
+"""Logprobs of the output tokens of one request, which its reader may leave unread."""
+
+
+class PerPrompt(Struct, Generic[Value]):
+    """An option of a call: one value for all prompts, or a list with one for each.
+
+    Attributes:
+        values: of the prompts checked so far, behind them as the caller gave them.
+    """
+
+    name: str
+    check: Callable[[object], Value]
+    values: list[Value]
+    is_list: bool
+
+    def check_rows(self, first: int, last: int) -> None:
+        """Check the values of these prompts. Raises TypeError or ValueError."""
+        if self.is_list:
+            self.values[first:last] = map(self.check, self.values[first:last])
+
+    def of(self, prompt: int) -> Value:
+        return self.values[prompt if self.is_list else 0]
+
+
+class Rows(Protocol):
+    """The prompts of a call."""
+
+    @property
+    def is_batch(self) -> bool: ...
+
+    @property
+    def num_prompts(self) -> int: ...
+
+    @property
+    def num_samples(self) -> int: ...
+
+
+def list_for(name: str, value: object, rows: Rows) -> list[object]:
+    """A list with one entry for each prompt."""
+    if not rows.is_batch:
+        raise TypeError(f"{name} is a list, but there is one prompt; give a list of prompts, or one {name}")
+    found = checks.items(name, value, checks.MAX_COUNT)
+    if len(found) != rows.num_prompts:
+        raise ValueError(f"{name} has {len(found)} entries for {rows.num_prompts} prompts; give one for each")
+    return found
+
+
+def per_prompt(
+    name: str, options: Mapping[str, object], check: Callable[[object], Value], rows: Rows
+) -> PerPrompt[Value] | None:
+    """An option for all prompts, or, to be checked with its prompts, a list of them; None where it is not given."""
+    value = options.get(name)
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        values = list_for(name, cast("object", value), rows)
+        return PerPrompt(name, check, cast("list[Value]", values), is_list=True)
+    return PerPrompt(name, check, [check(value)], is_list=False)
+
+
+# ---------------------------------------------------------------- logprobs
+
+
+class LogprobOptions(NamedTuple):
+    """The options of a call that say which logprobs its prompts get."""
+
+    wanted: PerPrompt[bool]
+    start: PerPrompt[int]
+    num_top: PerPrompt[int]
+    token_ids: PerPrompt[tuple[int, ...]]
+    with_text: PerPrompt[bool]
+
+    @property
+    def differ(self) -> bool:
+        """Whether they may differ between the prompts."""
+        return any(option.is_list for option in self)
+
+    def check_rows(self, first: int, last: int) -> None:
+        """Check the values of these prompts. Raises TypeError or ValueError."""
+        for option in self:
+            option.check_rows(first, last)
+
+    def of(self, prompt: int) -> LogprobRules | None:
+        """What a prompt gets; None: no logprobs."""
+        if not self.wanted.of(prompt):
+            return None
+        return _rules(*(option.of(prompt) for option in self[1:]))
+
+
+_rules = lru_cache(maxsize=64)(LogprobRules)
+"""The same object for the same rules: most rows of a call share theirs."""
+
+
+def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions | None:
+    """The options that are there, checked; None: no prompt gets logprobs.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value; also a list together with ``n`` above 1.
+    """
+    found = LogprobOptions(
+        _option("return_logprob", options, checks.switch, rows, default=False),
+        _option("logprob_start_len", options, partial(checks.whole, low=-1), rows, default=-1),
+        _option("top_logprobs_num", options, partial(checks.whole, low=0), rows, default=0),
+        _token_ids_option(options, rows),
+        _option("return_text_in_logprobs", options, checks.switch, rows, default=False),
+    )
+    is_off = not found.wanted.is_list and not found.wanted.of(0)
+    return None if is_off else found
+
+
+class _Check(Protocol[Checked]):
+    def __call__(self, name: str, value: object, /) -> Checked: ...
+
+
+def _option(
+    name: str, options: Mapping[str, object], check: _Check[Value], rows: Rows, *, default: Value
+) -> PerPrompt[Value]:
+    def check_entry(value: object) -> Value:
+        return default if value is None else check(name, value)
+
+    if isinstance(options.get(name), list | tuple):
+        _refuse_with_samples(name, rows)
+    found = per_prompt(name, options, check_entry, rows)
+    return PerPrompt(name, check_entry, [default], is_list=False) if found is None else found
+
+
+def _token_ids_option(options: Mapping[str, object], rows: Rows) -> PerPrompt[tuple[int, ...]]:
+    """Token ids for all prompts, or a list of such lists (or None)."""
+    name = "token_ids_logprob"
+    value = options.get(name)
+    entries = () if value is None else checks.sequence(name, value, allowed="a list of token ids, or of such lists")
+    if any(entry is None or isinstance(entry, list | tuple | checks.Array) for entry in entries[:1]):
+        _refuse_with_samples(name, rows)
+        values = cast("list[tuple[int, ...]]", list_for(name, entries, rows))
+        return PerPrompt(name, _token_ids, values, is_list=True)
+    return PerPrompt(name, _token_ids, [_token_ids(entries)], is_list=False)
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    name = "token_ids_logprob"
+    if value is None:
+        return ()
+    entries = checks.sequence(name, value, MAX_TOKEN_IDS, allowed="a list of token ids")
+    if set(map(type, entries)) <= {int} and min(cast("Sequence[int]", entries), default=0) >= 0:
+        return tuple(cast("Sequence[int]", entries))
+    return tuple(checks.whole(name, entry, 0) for entry in entries)
+
+
+def _refuse_with_samples(name: str, rows: Rows) -> None:
+    if rows.num_samples > 1:
+        raise ValueError(
+            f"{name} is a list, and n is {rows.num_samples}; with n above 1 give one value for all prompts"
+        )
+
+
+def check_vocabulary(rules: LogprobRules, vocab_size: int) -> None:
+    """Raise ValueError where rules go beyond the vocabulary."""
+    if rules.num_top > vocab_size:
+        raise checks.wrong_value("top_logprobs_num", f"at most {vocab_size}, the vocabulary", rules.num_top)
+    if rules.token_ids and max(rules.token_ids) >= vocab_size:
+        wrong = next(token_id for token_id in rules.token_ids if token_id >= vocab_size)
+        raise checks.wrong_value("token_ids_logprob", f"token ids from 0 to {vocab_size - 1}", wrong)
+
+
+def check_lengths(rules: LogprobRules, *, num_prompt: int, num_output: int) -> None:
+    """Check rules once the length of the prompt is known.
+
+    Raises:
+        ValueError: the logprobs of the prompt begin behind its end.
+        RequestTooLargeError: there would be too many logprobs.
+    """
+    if rules.start > num_prompt:
+        raise checks.wrong_value("logprob_start_len", f"at most {num_prompt}, the tokens of the prompt", rules.start)
+    for what, num_positions, most in (
+        ("prompt", rules.num_prompt_positions(num_prompt), MAX_PROMPT_VALUES),
+        ("output", num_output, MAX_OUTPUT_VALUES),
+    ):
+        if num_positions * rules.num_values > most:
+            raise RequestTooLargeError(
+                f"{rules.num_values} logprobs at each of {num_positions} {what} tokens are more than {most:,}; lower "
+                "top_logprobs_num, or " + ("raise logprob_start_len" if what == "prompt" else "max_new_tokens")
+            )

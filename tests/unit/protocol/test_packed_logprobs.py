@@ -1,0 +1,121 @@
+"""Logprobs from bytes to the lists of an answer, with and without texts; and messages with very many of them."""
+
+from __future__ import annotations
+
+import random
+from struct import pack
+
+import pytest
+
+from aioengine.protocol.columns import NO_TOKEN, Extra, TokenColumns
+from aioengine.protocol.messages import End, FinishCode, FirstToken, StepOutput, TextOpened, TextRules
+from aioengine.protocol.packed_logprobs import (
+    NEXT_LOGPROBS,
+    OUTPUT_LOGPROBS,
+    PROMPT_LOGPROBS,
+    LogprobReader,
+    LogprobRules,
+    with_texts,
+)
+
+
+def position(rules: LogprobRules, token_id: int) -> bytes:
+    """A position whose values are all different: that of the token is minus its id, and each further one is lower."""
+    values = [-float(token_id + i) for i in range(rules.num_values)]
+    return pack(f"<{rules.num_values}f{1 + rules.num_top}i", *values, *range(token_id, token_id + 1 + rules.num_top))
+
+
+RULES = LogprobRules(start=1, num_top=2, token_ids=(7, 3))
+OUTPUTS = [Extra(5, index, OUTPUT_LOGPROBS, position(RULES, 10 * index)) for index in (1, 0)]
+PROMPT = Extra(5, NO_TOKEN, PROMPT_LOGPROBS, position(RULES, 40) + position(RULES, 50))
+
+
+def test_each_position_has_its_entries_in_order() -> None:
+    lists, others = LogprobReader(RULES, 3).read([*OUTPUTS, PROMPT, Extra(5, 0, "other", b"")], is_first=True)
+    assert lists == {
+        "output_token_logprobs": [(0.0, 0, None), (-10.0, 10, None)],
+        "output_token_logprobs_length": 2,
+        "output_top_logprobs": [[(-1.0, 1, None), (-2.0, 2, None)], [(-11.0, 11, None), (-12.0, 12, None)]],
+        "output_token_ids_logprobs": [[(-3.0, 7, None), (-4.0, 3, None)], [(-13.0, 7, None), (-14.0, 3, None)]],
+        "input_token_logprobs": [(-40.0, 40, None), (-50.0, 50, None)],
+        "input_top_logprobs": [[(-41.0, 41, None), (-42.0, 42, None)], [(-51.0, 51, None), (-52.0, 52, None)]],
+        "input_token_ids_logprobs": [[(-43.0, 7, None), (-44.0, 3, None)], [(-53.0, 7, None), (-54.0, 3, None)]],
+    }
+    assert [extra.kind for extra in others] == ["other"]
+
+
+def test_later_chunks_have_no_lists_of_the_prompt() -> None:
+    lists, _ = LogprobReader(RULES, 3).read(OUTPUTS, is_first=False)
+    assert not any(name.startswith("input") for name in lists)
+
+
+def test_only_the_first_token_of_a_prompt_has_no_logprob() -> None:
+    rules = LogprobRules(start=0, num_top=1, token_ids=(7,))
+    extra = Extra(5, NO_TOKEN, PROMPT_LOGPROBS, position(rules, 40) + position(rules, 50))
+    lists, _ = LogprobReader(rules, 2).read([extra], is_first=True)
+    assert lists["input_token_logprobs"] == [(None, 40, None), (-50.0, 50, None)]
+    assert lists["input_top_logprobs"] == [None, [(-51.0, 51, None)]]
+    assert lists["input_token_ids_logprobs"] == [None, [(-52.0, 7, None)]]
+
+
+def test_the_position_behind_a_prompt_has_no_token() -> None:
+    lists, _ = LogprobReader(RULES, 1).read([Extra(5, NO_TOKEN, NEXT_LOGPROBS, position(RULES, 0))], is_first=True)
+    assert (lists["output_token_logprobs"], lists["output_token_logprobs_length"]) == ([], 0)
+    assert lists["output_top_logprobs"] == [[(-1.0, 1, None), (-2.0, 2, None)]]
+    assert lists["output_token_ids_logprobs"] == [[(-3.0, 7, None), (-4.0, 3, None)]]
+
+
+@pytest.mark.parametrize("rules", [RULES, LogprobRules(start=0), LogprobRules(start=0, num_top=4)])
+def test_texts_stand_beside_their_ids(rules: LogprobRules) -> None:
+    extras = [
+        *(Extra(5, index, OUTPUT_LOGPROBS, position(rules, 10 * index)) for index in range(3)),
+        Extra(5, NO_TOKEN, PROMPT_LOGPROBS, position(rules, 40) * (2 - rules.start)),
+    ]
+    plain, _ = LogprobReader(rules, 2).read(extras, is_first=True)
+    wanting = LogprobRules(rules.start, rules.num_top, rules.token_ids, with_text=True)
+    lists, _ = LogprobReader(wanting, 2).read(
+        [with_texts(each, wanting, "<{}>".format) for each in extras], is_first=True
+    )
+    assert lists == {name: shown(entries) for name, entries in plain.items()}
+
+
+def shown(entries: object) -> object:
+    """The same entries with their texts."""
+    if isinstance(entries, list):
+        return [shown(entry) for entry in entries]
+    return (entries[0], entries[1], f"<{entries[1]}>") if isinstance(entries, tuple) else entries
+
+
+def test_extras_of_other_kinds_get_no_texts() -> None:
+    extra = Extra(5, 0, "other", b"abc")
+    assert with_texts(extra, RULES, str) is extra
+
+
+@pytest.mark.parametrize("max_bytes", [1, 30, 100, 10_000])
+def test_a_step_with_large_extras_is_several_messages_each_with_whole_requests(max_bytes: int) -> None:
+    draw = random.Random(max_bytes)
+    uids = list(range(20))
+    tokens = TokenColumns()
+    for uid in uids:
+        tokens.add(uid, list(range(draw.choice([0, 1, 1, 2]))))
+    tokens.extras = [Extra(uid, i, "some", b"x" * draw.randrange(1, 40)) for uid in uids[::2] for i in range(2)]
+    opened = [TextOpened(FirstToken(uid, 0, 0.0, 0.0), TextRules()) for uid in uids[:6]]
+    ended = [End(uid, FinishCode.LENGTH) for uid in (3, 4, 90)]
+    whole = StepOutput(tokens, opened, [2, 4, 91], ended)
+    parts = whole.parts(max_bytes)
+    assert (len(parts) == 1) is (max_bytes == 10_000)
+    found: dict[int, list[int]] = {}
+    for part in parts:
+        own = {extra.uid for extra in part.tokens.extras}
+        assert sum(len(extra.data) for extra in part.tokens.extras) <= max_bytes or len(own) == 1
+        for uid, new in zip(part.tokens.uids, part.tokens.rows(), strict=True):
+            assert uid not in found
+            found[uid] = [new] if isinstance(new, int) else list(new)
+        mentioned = {each.first_token.uid for each in part.opened} | {end.uid for end in part.ended} | {*part.preempted}
+        assert (mentioned - {90, 91}) | own <= {*part.tokens.uids}
+    assert found == dict(
+        zip(uids, ([new] if isinstance(new, int) else list(new) for new in tokens.rows()), strict=True)
+    )
+    for name in ("opened", "preempted", "ended"):
+        assert sum(len(getattr(part, name)) for part in parts) == len(getattr(whole, name))
+    assert [extra for part in parts for extra in part.tokens.extras] == tokens.extras
