@@ -102,7 +102,7 @@ class Frontend:
             limits=self.limits,
             bos_token_id=None if parts.tokenizer is None else parts.tokenizer.bos_token_id,
             abort=parts.processes.send,
-            unpin=lambda number: self.controls.send("close_session", {"session": number}),
+            unpin=lambda numbers: self.controls.send("close_sessions", {"sessions": list(map(str, numbers))}),
         )
         self._lock = lock
         self._pid = os.getpid()

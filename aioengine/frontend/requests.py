@@ -144,7 +144,7 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
         ("routed experts", (False,), "return_routed_experts"),
         ("routed experts", (0,), "routed_experts_start_len"),
         ("embeddings as input", (), "input_embeds"),
-        ("sessions", (), "session_id"),
+        ("routing by session (session_params goes on from earlier requests)", (), "session_id"),
         ("parts of the prefix cache", ("",), "extra_key"),
         ("data parallelism", (0,), "routed_dp_rank data_parallel_rank"),
         ("separate prefill and decode engines", (), "bootstrap_host bootstrap_port bootstrap_room"),

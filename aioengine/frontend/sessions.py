@@ -7,7 +7,7 @@ goes on with new ones; its answer stands behind it. The first turns are children
                                └── "c": + prompt, answer
 
 To the scheduler a turn is a plain request with the ids of its whole history, and the number of its session: the pages
-of answered requests stay pinned until the control "close_session". So what a lost process had is computed again, and
+of answered requests stay pinned until the control "close_sessions". So what a lost process had is computed again, and
 nothing of a session can be lost with it. The pins of a session end when it is closed and has no open turn.
 """
 
@@ -137,9 +137,11 @@ class Turn:
 
     @property
     def has_failed(self) -> bool:
-        """Of one with a row: whether there is no answer to go on from."""
+        """Of one that is over: whether there is no answer to go on from."""
         row = self.row
-        if row is None or row.finished is None or row.error is not None:
+        if row is None:  # else it would be dropped
+            return False
+        if row.finished is None or row.error is not None:
             return True
         return self.session.is_streaming and row.finished.code not in ANSWERED
 
@@ -217,7 +219,7 @@ class Session:
         if params.rid is None:
             return self.root
         parent = self.turns.get(params.rid)
-        if parent is None:
+        if parent is None or (parent.is_over and parent.has_failed):
             raise ValueError(
                 f"invalid request: session {self.id!r} has no request {checks.shown(params.rid)}, or it failed; give "
                 'the meta_info["id"] of an answer'
@@ -241,9 +243,9 @@ class Sessions:
         limits: QueueLimits,
         bos_token_id: int | None,
         abort: Callable[[list[Abort]], None],
-        unpin: Callable[[int], None],
+        unpin: Callable[[list[int]], None],
     ) -> None:
-        """``unpin`` ends the pins of the session with this number. It and ``abort`` are called on the loop."""
+        """``unpin`` ends the pins of the sessions with these numbers. It and ``abort`` are called on the loop."""
         self._lock = lock
         self._loop = loop
         self._limits = limits
@@ -255,6 +257,7 @@ class Sessions:
         self._num_opened = 0
         self._num_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._unpinned: list[int] = []  # of which the scheduler is told in the next turn of the loop
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -315,29 +318,41 @@ class Sessions:
 
     # ------------------------------------------------------------ turns, on the loop
 
-    def begin(self, params: SessionParams, ids: list[int], *, output: CallOutput, position: int, rid: str) -> list[int]:
+    def begin(
+        self,
+        params: SessionParams,
+        ids: list[int],
+        *,
+        check: Callable[[int], object],
+        output: CallOutput,
+        position: int,
+        rid: str,
+    ) -> list[int]:
         """Begin a turn with new ``ids``, of a row that is going to be added to ``output``; returns its whole prompt.
 
         Raises:
-            ValueError: there is no such session, or it does not allow this turn.
+            ValueError: there is no such session, or it does not allow this turn; or from ``check`` of its length.
             EngineOverloadedError: the sessions have too many tokens.
         """
         session = self._by_id.get(params.id)
         if session is None:
             raise ValueError(f"invalid request: session {checks.shown(params.id)} does not exist; open it first")
-        if self._num_tokens + len(ids) + TOKENS_PER_TURN > MAX_SESSION_TOKENS:
-            raise EngineOverloadedError(
-                f"the open sessions have {self._num_tokens} tokens, and {MAX_SESSION_TOKENS} are kept at most; close "
-                "some of them, or open them with a timeout"
-            )
         parent = session.parent_of(params)
-        if params.replace:
-            self._replace(parent)
         num_kept = parent.num_prompt if params.drop_previous_output else parent.num_ids
         if params.offset:
             num_kept = min(num_kept, params.offset)
         if num_kept and ids[:1] == self._bos:
             ids = ids[1:]
+        if not num_kept and not ids:
+            raise ValueError(f"the prompt has no tokens, and no history in session {session.id!r}; give at least one")
+        check(num_kept + len(ids))
+        if self._num_tokens + len(ids) + TOKENS_PER_TURN > MAX_SESSION_TOKENS:
+            raise EngineOverloadedError(
+                f"the open sessions have {self._num_tokens} tokens, and {MAX_SESSION_TOKENS} are kept at most; close "
+                "some of them, or open them with a timeout"
+            )
+        if params.replace:
+            self._replace(parent)
         turn = Turn(session, rid, parent)
         turn.num_kept, turn.num_prompt = num_kept, num_kept + len(ids)
         turn.ids.extend(ids)
@@ -371,7 +386,7 @@ class Sessions:
 
     def _end_turn(self, turn: Turn) -> None:
         session, row = turn.session, turn.row
-        has_failed = turn.has_failed
+        has_failed = row is None or turn.has_failed
         if row is not None:
             turn.ids.extend(row.kept_ids)
             turn.row = None
@@ -379,7 +394,7 @@ class Sessions:
         session.used_at = time.monotonic()
         is_last, session.current = session.current is turn, None if session.current is turn else session.current
         if session.is_closed:
-            self._unpin_closed(session)
+            self._unpin_later(session)
         elif has_failed and not turn.children:
             self._drop(turn)
         elif not turn.is_dropped:
@@ -397,7 +412,7 @@ class Sessions:
         uids = [turn.row.uid for turn in replaced if turn.row is not None and not turn.is_over]
         if uids:
             self._abort([Abort(uids)])
-        self._unpin(parent.session.number)
+        self._unpin([parent.session.number])  # now: this turn is not submitted yet
 
     def _drop(self, turn: Turn) -> None:
         """Forget a turn, from which no other goes on."""
@@ -426,11 +441,19 @@ class Sessions:
         session.turns.clear()
         session.last = session.root
         if session.is_used:
-            post(self._loop, self._unpin_closed, session)
+            self._unpin_later(session)
 
-    def _unpin_closed(self, session: Session) -> None:
+    def _unpin_later(self, session: Session) -> None:
+        """End the pins of a closed session, unless a turn of it still runs; many sessions in one message."""
         if not session.num_open:
-            self._unpin(session.number)
+            self._unpinned.append(session.number)
+            if len(self._unpinned) == 1:
+                post(self._loop, self._unpin_now)
+
+    def _unpin_now(self) -> None:
+        with self._lock:
+            unpinned, self._unpinned = self._unpinned, []
+        self._unpin(unpinned)
 
     def _watch(self) -> None:
         """Look for idle sessions now and then, while any session has a timeout. On the loop."""

@@ -373,11 +373,10 @@ class Submitter:
         params = None if request.sessions is None else request.sessions.of(position // request.num_samples)
         if params is None or not isinstance(encoded, list):
             return encoded
+        check = partial(self.checks.output_limit, request.params_of(position // request.num_samples))
+        rid = call.row_rid(position)
         try:
-            if encoded:
-                self.checks.check_size(IdsPrompt(encoded))  # only ids of prompts that can fit were checked
-            rid = call.row_rid(position)
-            return self._sessions.begin(params, encoded, output=call.output, position=position, rid=rid)
+            return self._sessions.begin(params, encoded, check=check, output=call.output, position=position, rid=rid)
         except (ValueError, EngineOverloadedError) as error:
             return error
 

@@ -86,7 +86,7 @@ class SchedulerService:
         self._has_replied = False
         self._controls: dict[str, Callable[..., tuple[bool, str, str]]] = {
             "flush_cache": self._flush_cache,
-            "close_session": self._close_session,
+            "close_sessions": self._close_sessions,
             "pause": partial(self._set_paused, True),
             "continue": partial(self._set_paused, False),
             "server_info": self._server_info,
@@ -226,8 +226,9 @@ class SchedulerService:
         is_empty = self._core.scheduler.cache.clear()
         return is_empty, "" if is_empty else "some cached pages are still in use", ""
 
-    def _close_session(self, session: int) -> tuple[bool, str, str]:
-        self._core.requests.close_session(session)
+    def _close_sessions(self, sessions: list[str]) -> tuple[bool, str, str]:
+        for session in sessions:
+            self._core.requests.close_session(int(session))
         return True, "", ""
 
     def _set_paused(self, is_paused: bool) -> tuple[bool, str, str]:

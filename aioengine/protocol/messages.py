@@ -186,7 +186,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     ``tenant``: whose share of the engine it uses. ``cache_salt``: it shares cached prefixes with no other salt.
     ``logprobs``: those that it wants.
     ``embeds``: the embeddings of the prompt, [tokens, D] fp32, in place of those of its ids, which then mean nothing.
-    ``session``: keep its pages, once it is answered, until the control "close_session"; 0: it belongs to none.
+    ``session``: keep its pages, once it is answered, until the control "close_sessions"; 0: it belongs to none.
     ``second_text``: where the second text of a pair begins in the prompt of a POOL request; 0: there is none.
     """
 
@@ -239,7 +239,7 @@ MAX_PAYLOAD_BYTES = 32 * 1024 * 1024
 class Control(Struct, tag="control", array_like=True, gc=False):
     """A control call to the scheduler process, answered by one ``Reply`` with the same ``call_id``.
 
-    ``name``: "flush_cache", "close_session", "pause", "continue", "server_info", "freeze_gc", "start_profile" or
+    ``name``: "flush_cache", "close_sessions", "pause", "continue", "server_info", "freeze_gc", "start_profile" or
     "stop_profile"; any other is an order to the runner, which carries it out between two steps. ``arguments``: keyword
     arguments; paths of files are among them. ``payload``: bytes that the order needs, up to ``MAX_PAYLOAD_BYTES``;
     larger data goes through a file.

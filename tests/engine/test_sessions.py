@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from aioengine import BatchOutput, EngineClosedError, EngineDrainingError, EngineOverloadedError
+from aioengine import EngineClosedError, EngineDrainingError, EngineOverloadedError
 from aioengine.frontend import sessions
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.kit.waiting import until
@@ -17,7 +17,7 @@ from tests.kit.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aioengine import Answer, AsyncEngine, Engine
+    from aioengine import Answer, AsyncEngine, BatchOutput, Engine
 
 PARAMS: dict[str, object] = {"temperature": 0, "max_new_tokens": 20}
 UNTIL_LEFT: dict[str, object] = {"temperature": 0, "max_new_tokens": None, "ignore_eos": True}
@@ -126,8 +126,7 @@ async def test_replace_aborts_a_request_that_runs() -> None:
 
 def test_samples_batches_and_streams(llm: Engine, sid: str) -> None:
     begin = encoded(llm, TEXTS[0], is_first=True)
-    samples: object = llm.generate(TEXTS[0], {**PARAMS, "n": 2}, rid="s", session_params={"id": sid})
-    assert isinstance(samples, BatchOutput)
+    samples = cast("BatchOutput", llm.generate(TEXTS[0], {**PARAMS, "n": 2}, rid="s", session_params={"id": sid}))
     other = llm.open_session(0, "other")
     params = [{"id": sid, "rid": "s_0"}, None, {"id": other}, {"id": sid, "rid": "s_1"}]
     answers = llm.generate([TEXTS[1]] * 4, PARAMS, session_params=params)
@@ -309,6 +308,13 @@ def test_a_history_that_does_not_fit_is_refused_by_name(llm: Engine, sid: str) -
     first = llm.generate("x" * 1500, PARAMS, session_params={"id": sid})
     with pytest.raises(ValueError, match="2048"):
         llm.generate("y" * 600, PARAMS, session_params={"id": sid, "rid": rid_of(first)})
+    kept = {"id": sid, "rid": rid_of(first)}
+    for wrong in ({"max_new_tokens": 600}, {"max_new_tokens": 2}):  # it is refused before anything is replaced
+        with pytest.raises(ValueError, match="2048"):
+            llm.generate(
+                "y" * (10 if wrong["max_new_tokens"] > 2 else 600), wrong, session_params={**kept, "replace": True}
+            )
+    assert llm.generate("y", PARAMS, session_params=kept)["output_ids"]
     with pytest.raises(ValueError, match="2048"):  # ids that are not looked at, being too many
         llm.generate(input_ids=[2**40] * 3000, session_params={"id": sid, "rid": rid_of(first)})
 

@@ -171,6 +171,20 @@ def test_repetition_penalty_counts_the_prompt(engine: Engine) -> None:
         assert engine.generate(input_ids=prompt, sampling_params={**plain, penalty: 2.0})["output_ids"] == [likely]
 
 
+def test_turns_of_a_session_are_the_plain_requests_of_all_their_ids(engine: Engine) -> None:
+    sampling: dict[str, object] = {"temperature": 0, "max_new_tokens": 24}
+    sid = engine.open_session()
+    rid, history = None, list[int]()
+    for text in ("Once upon a time", " One day", " Then", " At last"):
+        turn = engine.generate(text, sampling, session_params={"id": sid, "rid": rid})
+        history += engine.tokenizer.encode(text)
+        assert (turn["meta_info"]["cached_tokens"] > 0) is (rid is not None)
+        assert engine.flush_cache()  # pins yield; the plain request computes everything
+        assert essence(engine.generate(input_ids=history, sampling_params=sampling)) == essence(turn)
+        rid, history = turn["meta_info"]["id"], history + turn["output_ids"]
+    engine.close_session(sid)
+
+
 def test_timings_add_up_to_the_wall_time(engine: Engine) -> None:
     timings = engine.generate(PROMPTS[5], {"max_new_tokens": 8, "temperature": 0})["meta_info"]["timings"]
     stages = [timings[name] for name in ("tokenize_s", "queue_s", "prefill_s", "decode_s", "deliver_s")]  # type: ignore[literal-required]
