@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MAX_EXIT_S: Final = 0.5
+"""A download takes longer than any exit should, and reading a tokenizer ends with the program without harm."""
+
 _QUIET_S: Final = 0.3
 """A start that takes longer is announced before its processes report what they do: they import for seconds."""
 
@@ -197,7 +200,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
     hold_standard_descriptors()
     began_at = time.monotonic()
     inbox = _Inbox()
-    thread = WorkerThread[Any]("aioengine-start")
+    thread = WorkerThread[Any]("aioengine-start", max_exit_s=_MAX_EXIT_S)
     processes: Processes | None = None
     try:
         blueprint: Blueprint = await asyncio.wrap_future(thread.submit(prepare))

@@ -182,11 +182,14 @@ class WorkerThread(Generic[Found]):
     their work takes, and take no work after the main thread has ended.
     """
 
-    def __init__(self, name: str) -> None:
-        """Raises EngineStartupError: the system allows no more threads."""
+    def __init__(self, name: str, *, max_exit_s: float | None = None) -> None:
+        """``max_exit_s``: how long the exit of the program waits for work that has begun; None: ``MAX_EXIT_S``.
+
+        Raises EngineStartupError: the system allows no more threads.
+        """
         self._work: SimpleQueue[_Work[Found] | None] = SimpleQueue()
         self._is_closed = False
-        _threads[start_thread(_run, self._work, name=name)] = self._work
+        _threads[start_thread(_run, self._work, name=name)] = self._work, max_exit_s
         weakref.finalize(self, self._work.put, None).atexit = False
 
     def submit(self, work: Callable[[], Found]) -> Future[Found]:
@@ -204,8 +207,9 @@ class WorkerThread(Generic[Found]):
 
 
 _Work = tuple["Callable[[], Found]", Future[Found]]
-_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Any]] = weakref.WeakKeyDictionary()
-"""Those that run, and their work."""
+_threads: weakref.WeakKeyDictionary[threading.Thread, tuple[SimpleQueue[Any], float | None]]
+_threads = weakref.WeakKeyDictionary()
+"""Those that run, with their work, and how long the exit waits for them."""
 
 
 def _end(work: SimpleQueue[_Work[Found] | None]) -> None:
@@ -239,7 +243,8 @@ def _run(work: SimpleQueue[_Work[Found] | None]) -> None:
 @atexit.register
 def _join_threads() -> None:
     """Compiled code may break when the interpreter ends while it runs: let it finish, but not for long."""
-    until = time.monotonic() + MAX_EXIT_S
-    for thread, work in list(_threads.items()):
+    began_at = time.monotonic()
+    for thread, (work, max_exit_s) in list(_threads.items()):
         _end(work)
+        until = began_at + (MAX_EXIT_S if max_exit_s is None else max_exit_s)
         thread.join(max(0.0, until - time.monotonic()))
