@@ -34,11 +34,11 @@ weights = [torch.randn(shape).to(dtype) for shape in ((64, 64), (192, 64), (64, 
 before = resident()
 matmuls = [(weight.shape[1], linear.prepare(weight, None)) for weight in weights]
 with torch.inference_mode():
-    for num_rows in range(1, 600):
+    for num_rows in range(1, 300):
         for size, matmul in matmuls:
             matmul(torch.ones(num_rows, size, dtype=dtype))
     print(resident() - before)
-    for num_rows in range(1, 600):
+    for num_rows in range(1, 300):
         torch.ones(num_rows, 2, 64, dtype=dtype) @ torch.ones(num_rows, 64, 8, dtype=dtype)
     print(resident() - before)
 """
