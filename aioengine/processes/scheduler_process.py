@@ -86,13 +86,13 @@ class SchedulerService:
         self._has_replied = False
         self._controls: dict[str, Callable[..., tuple[bool, str, str]]] = {
             "flush_cache": self._flush_cache,
-            "close_sessions": self._close_sessions,
             "pause": partial(self._set_paused, True),
             "continue": partial(self._set_paused, False),
             "server_info": self._server_info,
             "freeze_gc": self._freeze_gc,
             "start_profile": profile.start,
             "stop_profile": profile.stop,
+            "close_sessions": self._close_sessions,
         }
 
     @property
