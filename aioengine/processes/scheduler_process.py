@@ -90,9 +90,9 @@ class SchedulerService:
             "continue": partial(self._set_paused, False),
             "server_info": self._server_info,
             "freeze_gc": self._freeze_gc,
+            "close_sessions": self._close_sessions,
             "start_profile": profile.start,
             "stop_profile": profile.stop,
-            "close_sessions": self._close_sessions,
         }
 
     @property
