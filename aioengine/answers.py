@@ -5,19 +5,23 @@ Pure functions of the facts about a row and its output.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NotRequired, Protocol, SupportsIndex, TypedDict, cast, overload
 
 from msgspec import Struct
 
 from aioengine import checks
 from aioengine.errors import EngineError, EngineOverloadedError, RequestError, RequestTooLargeError
-from aioengine.protocol.messages import End, FinishCode
+from aioengine.protocol.columns import HIDDEN_STATES, Extra
+from aioengine.protocol.messages import ALL_STATES, End, FinishCode
 from aioengine.protocol.packed_logprobs import Entry, LogprobReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aioengine.protocol.columns import Extra
+    import numpy as np
+    import numpy.typing as npt
+
     from aioengine.protocol.messages import FirstToken
 
 WEIGHT_VERSION = "default"
@@ -102,6 +106,7 @@ class CommonInfo(TypedDict):
     input_token_logprobs: NotRequired[list[Entry]]
     input_top_logprobs: NotRequired[list[list[Entry] | None]]
     input_token_ids_logprobs: NotRequired[list[list[Entry] | None]]
+    hidden_states: NotRequired[list[npt.NDArray[np.float32]]]
 
 
 class MetaInfo(CommonInfo):
@@ -220,6 +225,8 @@ class RowFacts(Struct, gc=False):
 
     ``called_at`` is the time of the call, ``tokenize_s`` how long its prompt took to become ids. ``shows_prompt``:
     its dicts carry ``prompt_token_ids``. ``logprobs``: reads those that it asked for.
+    ``states``: which hidden states they carry (``Sampling.hidden_states``);
+    ``newest_state``: that of the newest token, where they carry the last one alone.
     """
 
     rid: str
@@ -230,6 +237,9 @@ class RowFacts(Struct, gc=False):
     prompt_token_ids: list[int] = []
     shows_prompt: bool = False
     logprobs: LogprobReader | None = None
+    states: str = ""
+    hidden_size: int = 0
+    newest_state: Extra | None = None
     common_info: ChunkInfo = {}  # type: ignore[typeddict-item]  # made below
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -250,6 +260,8 @@ class RowFacts(Struct, gc=False):
         }
         if self.logprobs is not None:
             self.common_info |= cast("ChunkInfo", self.logprobs.empty("output"))
+        if self.states:
+            self.common_info["hidden_states"] = []
 
     def begin(self, first_token: FirstToken) -> None:
         """Its prompt is computed."""
@@ -315,8 +327,29 @@ def add_extras(made: Answer | Chunk, facts: RowFacts, extras: list[Extra], *, is
     if facts.logprobs is not None:
         lists, extras = facts.logprobs.read(extras, is_first=is_first)
         cast("dict[str, object]", made["meta_info"]).update(lists)
+    if facts.states:
+        states = sorted((extra for extra in extras if extra.kind == HIDDEN_STATES), key=_index)
+        extras = [extra for extra in extras if extra.kind != HIDDEN_STATES]
+        if facts.states == ALL_STATES:
+            made["meta_info"]["hidden_states"] = [_state(facts, extra) for extra in states]
+        elif states:
+            facts.newest_state = states[-1]
+            if made["meta_info"]["finish_reason"] is not None:
+                made["meta_info"]["hidden_states"] = [_state(facts, states[-1])]
     if extras:
         made["extras"] = extras
+
+
+_index = attrgetter("index")
+
+
+def _state(facts: RowFacts, extra: Extra) -> npt.NDArray[np.float32]:
+    """[D] of one position, or [tokens, D] of the whole prompt."""
+    from numpy import float32, frombuffer  # slow to import, and most programs ask for no arrays
+
+    numbers = frombuffer(extra.data, float32).copy()  # which can be written to
+    is_prompt = extra.index == 0 and facts.states == ALL_STATES
+    return numbers.reshape(-1, facts.hidden_size) if is_prompt else numbers
 
 
 def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: End) -> None:
@@ -326,6 +359,8 @@ def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: End) -> N
     """
     if facts.logprobs is not None and piece.token_offset == 0:  # it may have ended before its prompt was computed
         info |= cast("ChunkInfo", facts.logprobs.empty("input"))
+    if facts.newest_state is not None:
+        info["hidden_states"] = [_state(facts, facts.newest_state)]
     info["finish_reason"] = finish_reason(finished, info["completion_tokens"])
     num_cached = info["cached_tokens"] = max(finished.num_cached, info["cached_tokens"])
     info["cached_tokens_details"] = {"device": num_cached, "host": 0}

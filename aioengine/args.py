@@ -156,6 +156,8 @@ def _dtype(name: str, value: object) -> object:
 
 _A_DAY: Final = 86400.0
 MAX_WEIGHT: Final = 1e6
+MAX_HIDDEN_STATE_BYTES: Final = 192 * 1024 * 1024
+"""With all else they must fit into a frame."""
 MAX_PROCESSORS: Final = 64
 MAX_NAME_BYTES: Final = 512
 
@@ -253,6 +255,11 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "slow_reader_timeout": Argument(
         "delivery.slow_reader_timeout_s", number_from(0, _A_DAY, above=True), "seconds after which slow_reader applies"
     ),
+    "max_hidden_state_bytes": Argument(
+        "delivery.max_hidden_state_bytes",
+        whole_from(0, MAX_HIDDEN_STATE_BYTES),
+        "the most bytes of hidden states for one request, up to 192 MiB",
+    ),
     "max_restarts": Argument(
         "supervision.max_restarts", whole_from(0), "replacements of lost processes before the engine gives up; 0: none"
     ),
@@ -315,7 +322,6 @@ _OFF_BY_FEATURE: Final[dict[str, dict[str, tuple[object, ...]]]] = {
         "speculative_draft_model_revision": (),
         "speculative_token_map": (),
     },
-    "hidden states": {"enable_return_hidden_states": (False,)},
     "releasing memory": {"enable_memory_saver": (False,), "enable_weights_cpu_backup": (False,)},
     "images, audio and video": {"enable_multimodal": (False,)},
     "a KV cache in several tiers": {"enable_hierarchical_cache": (False,), "enable_lmcache": (False,)},
@@ -362,6 +368,7 @@ _IGNORED: Final = frozenset(
     weight_loader_disable_mmap
     api_key base_gpu_id custom_sigquit_handler decode_log_interval disable_custom_all_reduce
     disable_tokenizer_batch_decode enable_cache_report enable_custom_logit_processor enable_metrics
+    enable_return_hidden_states
     enable_mixed_chunk enable_p2p_check enable_tokenizer_batch_encode fastapi_root_path file_storage_path
     gpu_id_step grammar_backend grpc_mode host incremental_streaming_output log_level_http log_requests
     log_requests_level max_prefill_tokens nccl_port num_continuous_decode_steps port radix_eviction_policy

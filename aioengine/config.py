@@ -73,11 +73,12 @@ class DeliveryConfig(Struct, frozen=True, kw_only=True):
     """How a stream is handled whose reader does not read for ``slow_reader_timeout_s`` seconds.
 
     ``slow_reader``: "coalesce" (unread chunks are merged), "pause" (its request is suspended until it reads) or
-    "abort".
+    "abort". ``max_hidden_state_bytes``: the most hidden states that one request may be given.
     """
 
     slow_reader: str = "coalesce"
     slow_reader_timeout_s: float = 30.0
+    max_hidden_state_bytes: int = 64 * 1024 * 1024
 
 
 class SupervisionConfig(Struct, frozen=True, kw_only=True):
@@ -140,7 +141,7 @@ class PoolingSettings(Struct, frozen=True, kw_only=True):
 
 class ModelSettings(Struct, frozen=True, kw_only=True):
     """The model folder and how to read it. ``dtype``: "bfloat16", "float16" or "float32". ``task``: "generate", "embed"
-    or "classify".
+    or "classify". ``hidden_size``: of its hidden states; 0: it has none.
     """
 
     path: str
@@ -151,6 +152,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
     trust_remote_code: bool = False
     task: str = "generate"
     pooling: PoolingSettings = PoolingSettings()
+    hidden_size: int = 0
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):

@@ -164,6 +164,7 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
         task=model.task,
         pooling=model.pooling,
         trust_remote_code=config.model.trust_remote_code,
+        hidden_size=model.hidden_size,
     )
 
 

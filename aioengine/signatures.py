@@ -93,6 +93,7 @@ class EngineArguments(OtherNames, total=False):
     max_queued_bytes: int | None
     slow_reader: str | None
     slow_reader_timeout: float | None
+    max_hidden_state_bytes: int | None
     max_restarts: int | None
     restart_window: float | None
     stall_timeout: float | None

@@ -117,6 +117,8 @@ class Frontend:
             random_seed=settings.random_seed,
             max_rows_in_flight=2 * settings.scheduler.max_running,
             logits_processors=settings.runner.logits_processors,
+            hidden_size=settings.model.hidden_size,
+            max_hidden_state_bytes=parts.delivery.max_hidden_state_bytes,
         )
         self._checks = RequestChecks(rules, self._encoder)
         self._lifecycle = CallLifecycle(

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 from aioengine import answers
 from aioengine.answers import Answer, BatchOutput, Chunk
 from aioengine.errors import RequestError
+from aioengine.protocol.columns import HIDDEN_STATES
+from aioengine.protocol.messages import LAST_STATES
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -130,6 +132,9 @@ class RowStream:
         """Add what came beside a token (or the prompt: the first token), unless that was read. Under the lock."""
         if max(extra.index, 0) >= self.token_offset:
             self.extras[extra.index, extra.kind] = extra
+        if self.facts.states == LAST_STATES:
+            num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
+            drop_old_states(self.extras, self.token_offset + (num_unread if self.is_queued else 0))
 
     def take_extras(self) -> list[Extra]:
         """Those of the tokens up to the last of ``token_ids``."""
@@ -181,6 +186,13 @@ class RowStream:
             self.text += "".join(self.more_texts)
             self.more_texts = []
         self.token_ids = self.unread if isinstance(self.unread, list) else [self.unread]
+
+
+def drop_old_states(extras: dict[tuple[int, str], Extra], num_known: int) -> None:
+    """Keep no hidden states but that of the last of ``num_known`` tokens, and later ones."""
+    for index, kind in list(extras):
+        if kind == HIDDEN_STATES and index < num_known - 1:
+            del extras[index, kind]
 
 
 Place = tuple[RowStream, int, int]

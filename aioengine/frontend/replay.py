@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from aioengine.frontend.outputs import CallOutput, Cursor, RowStream, Wants
+from aioengine.frontend.outputs import CallOutput, Cursor, RowStream, Wants, drop_old_states
+from aioengine.protocol.messages import LAST_STATES
 
 if TYPE_CHECKING:
     from aioengine.answers import Chunk, RowFacts
@@ -113,6 +114,8 @@ class LoggedRow(RowStream):
         self.log.extras[extra.index, extra.kind] = extra
         if self.request.view is not None:
             self.request.view.put_extra(extra)
+        if self.facts.states == LAST_STATES:
+            drop_old_states(self.log.extras, len(self.log.token_ids))
 
 
 class LogView(RowStream):

@@ -10,7 +10,7 @@ import contextlib
 import os  # noqa: TC003  # for the annotations of the options
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, TypedDict, cast
+from typing import Final, Literal, TypedDict, cast
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -35,6 +35,7 @@ from aioengine.frontend.prompts import (
 from aioengine.frontend.row_options import LogprobOptions, PerPrompt, list_for, logprob_options, per_prompt
 from aioengine.frontend.sessions import SessionParams, session_params
 from aioengine.params import ParamsTogether, SamplingParams, is_sampling_parameter
+from aioengine.protocol.messages import ALL_STATES, LAST_STATES
 
 Sampled = SamplingParams | Mapping[str, object]
 """Sampling parameters as callers write them."""
@@ -80,6 +81,9 @@ class RequestOptions(TypedDict, total=False):
     truncate_prompt_tokens: the last so many tokens of each prompt are kept, special ones among them; None: all.
     cache_salt: requests find cached prefixes of others with the same salt alone; a batch takes one, or a list. None and
         "": the prefixes that have no salt.
+    return_hidden_states: True: ``meta_info["hidden_states"]`` is a list of float32 arrays of numpy, one for each output
+        token: first [tokens, D] of the whole prompt, which is computed for it, then [D] of the position that gave each
+        further token. "last": the one [D] of the position that gave the last token. A batch takes one, or a list.
     custom_logit_processor: the name of one of the engine's ``logits_processors``, which changes the logits of the
         request by its ``custom_params``; a batch takes one, or a list. None: none.
     session_params: go on from earlier requests of a session (``open_session``): a dict with its ``id`` and the ``rid``
@@ -108,6 +112,7 @@ class RequestOptions(TypedDict, total=False):
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
     cache_salt: str | Sequence[str | None] | None
+    return_hidden_states: bool | Literal["last"] | Sequence[bool | Literal["last"] | None] | None
     custom_logit_processor: str | Sequence[str | None] | None
     session_params: Mapping[str, object] | Sequence[Mapping[str, object] | None] | None
     return_logprob: bool | Sequence[bool | None] | None
@@ -140,7 +145,6 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
         ("images, audio and video", ([],), "image_data audio_data video_data mm_hashes mm_content_hashes"),
         ("LoRA adapters", (), "lora_path"),
         ("grammars that begin after the reasoning", (False,), "require_reasoning"),
-        ("hidden states", (False,), "return_hidden_states"),
         ("routed experts", (False,), "return_routed_experts"),
         ("routed experts", (0,), "routed_experts_start_len"),
         ("embeddings as input", (), "input_embeds"),
@@ -205,6 +209,7 @@ class CallRequest(Struct, kw_only=True):
     shows_prompt: bool = False
     salts: PerPrompt[str] | None = None
     processors: PerPrompt[str] | None = None
+    states: PerPrompt[str] | None = None
     sessions: PerPrompt[SessionParams | None] | None = None
     logprobs: LogprobOptions | None = None
 
@@ -249,7 +254,7 @@ class CallRequest(Struct, kw_only=True):
         last = min(first + ROWS_IN_PIECE, self.num_prompts)
         if given.params is not None:
             given.together.add(given.params[first:last])
-        for option in (self.salts, self.processors, self.sessions, self.logprobs):
+        for option in (self.salts, self.processors, self.states, self.sessions, self.logprobs):
             if option is not None:
                 option.check_rows(first, last)
         for place in range(first, last):
@@ -400,6 +405,7 @@ def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequ
         shows_prompt=checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False)),
         salts=per_prompt("cache_salt", options, _salt, plain),
         processors=per_prompt("custom_logit_processor", options, _processor, plain),
+        states=per_prompt("return_hidden_states", options, _states, plain),
         sessions=per_prompt("session_params", options, session_params, plain),
         logprobs=logprob_options(options, plain),
     )
@@ -451,6 +457,15 @@ def _rids(value: object, request: CallRequest) -> list[str]:
 
 def _salt(value: object) -> str:
     return "" if value is None else checks.text("cache_salt", value, max_bytes=MAX_SALT_BYTES)
+
+
+def _states(value: object) -> str:
+    """``Sampling.hidden_states``."""
+    if value is None or isinstance(value, bool):
+        return ALL_STATES if value else ""
+    if checks.plain(value) != LAST_STATES:
+        raise checks.wrong_value("return_hidden_states", "True, False or 'last'", value)
+    return LAST_STATES
 
 
 def _processor(value: object) -> str:

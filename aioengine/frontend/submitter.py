@@ -18,7 +18,7 @@ from aioengine.frontend.encoder import Encoder, Job, checked
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, TextPrompt
 from aioengine.frontend.row_options import check_lengths, check_vocabulary
-from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, RequestKind, Submit
+from aioengine.protocol.messages import ALL_STATES, SEED_MASK, End, FinishCode, Limits, RequestKind, Submit
 from aioengine.protocol.packed_logprobs import LogprobReader
 from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
@@ -63,6 +63,8 @@ class PromptRules(Struct, frozen=True, kw_only=True):
     random_seed: int
     max_rows_in_flight: int
     logits_processors: tuple[str, ...] = ()
+    hidden_size: int = 0
+    max_hidden_state_bytes: int = 0
 
 
 class ParamsParts(NamedTuple):
@@ -178,6 +180,17 @@ class RequestChecks:
         return wire.output_limit(
             params, num_ids, context_length=rules.context_length, max_total_tokens=rules.max_total_tokens
         )
+
+    def check_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
+        """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""
+        num_positions = num_ids + max_new_tokens - 1 if states == ALL_STATES else 1
+        num_bytes = 4 * self.rules.hidden_size * num_positions
+        if num_bytes > self.rules.max_hidden_state_bytes:
+            raise RequestTooLargeError(
+                f"return_hidden_states of {num_ids} prompt tokens and up to {max_new_tokens} output tokens may give "
+                f"{num_bytes} bytes; max_hidden_state_bytes={self.rules.max_hidden_state_bytes} are allowed. Lower "
+                "max_new_tokens, or give a shorter prompt"
+            )
 
 
 class Submitter:
@@ -356,6 +369,8 @@ class Submitter:
             prompt_token_ids=ids,
             shows_prompt=request.shows_prompt,
             logprobs=None if rules is None else LogprobReader(rules, len(ids)),
+            states="" if request.states is None else request.states.of(prompt),
+            hidden_size=self._rules.hidden_size,
         )
         row = call.output.add_row(position, facts)
         if not isinstance(encoded, list):
@@ -391,6 +406,8 @@ class Submitter:
             max_new_tokens = self.checks.output_limit(params, len(ids))
             if rules is not None:
                 check_lengths(rules, num_prompt=len(ids), num_output=max_new_tokens)
+            if facts.states:
+                self.checks.check_states(facts.states, len(ids), max_new_tokens)
         except ValueError as error:
             _refuse(row, error)
             return
@@ -464,10 +481,12 @@ class Submitter:
         return max(1, call.num_started - first)
 
 
-def _sampling(made: Sampling, request: CallRequest, prompt: int, seed: int) -> Sampling:
+def _sampling(made: Sampling, request: CallRequest, prompt: int, facts: RowFacts) -> Sampling:
     """The runner's part of a row of this prompt."""
-    processors = request.processors
-    return replace(made, seed=seed, **({} if processors is None else {"custom_processor": processors.of(prompt)}))
+    if request.processors is None and not facts.states:
+        return replace(made, seed=facts.seed)
+    processor = "" if request.processors is None else request.processors.of(prompt)
+    return replace(made, seed=facts.seed, custom_processor=processor, hidden_states=facts.states)
 
 
 def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: int, *, session: int) -> Submit:
@@ -478,7 +497,7 @@ def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: i
     return Submit(
         uid=row.uid,
         prompt_token_ids=ids,
-        sampling=_sampling(parts.sampling, request, prompt, facts.seed),
+        sampling=_sampling(parts.sampling, request, prompt, facts),
         limits=Limits(
             max_new_tokens=max_new_tokens,
             min_new_tokens=min(parts.params.min_new_tokens, max_new_tokens),

@@ -22,7 +22,7 @@ DOCUMENTED = """
     tenant_weights max_queued_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
     startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference is_embedding
-    logits_processors logprobs_mode
+    logits_processors logprobs_mode max_hidden_state_bytes
 """.split()
 
 WRONG_TYPES = {int: [True, "1", 1.5], float: [True, "1", []], bool: [0, "yes"], str: [5, b"x"]}
