@@ -38,6 +38,21 @@ async def main():
 asyncio.run(main())
 """
 
+COMMAND_LINE = """
+import sys
+from aioengine import cli
+from aioengine.cli import commands
+from aioengine.testing.fake_engine import fake_engine
+
+class Faked:
+    @staticmethod
+    def from_config(config):
+        return fake_engine({"": " Paris."}, processes=True)
+
+commands.Engine = Faked
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
 
 def run(closed: str, *argv: str) -> subprocess.CompletedProcess[str]:
     """Python with some of its standard streams closed."""
@@ -60,8 +75,8 @@ def test_an_engine_works_and_its_children_have_streams_of_their_own(program: str
 @pytest.mark.parametrize(
     ("closed", "argv", "status", "out", "error"),
     [
-        ("<&-", ["The capital of France is", "--max-new-tokens", "2"], 0, " Paris.\n", ""),
-        ("2>&-", ["The capital of France is", "--max-new-tokens", "2"], 0, " Paris.\n", ""),
+        ("<&-", ["The capital of France is", "--max-new-tokens", "9"], 0, " Paris.\n", ""),
+        ("2>&-", ["The capital of France is", "--max-new-tokens", "9"], 0, " Paris.\n", ""),
         ("2>&-", ["x", "--temperature", "9"], 2, "", ""),
         ("<&-", [], 2, "", 'aioengine: give a prompt: aioengine generate "Once upon a time"\n'),
         (">&-", ["x"], 1, "", "aioengine: standard output is closed: answers cannot be printed\n"),
@@ -71,10 +86,10 @@ def test_an_engine_works_and_its_children_have_streams_of_their_own(program: str
 def test_the_command_line_works_or_says_why_not(
     closed: str, argv: list[str], status: int, out: str, error: str
 ) -> None:
-    done = run(closed, "-m", "aioengine", "generate", *argv)
+    done = run(closed, "-c", COMMAND_LINE, "generate", *argv)
     assert (done.returncode, done.stdout, done.stderr) == (status, out, error)
 
 
 def test_a_conversation_without_input_is_over() -> None:
-    done = run("<&-", "-m", "aioengine", "chat")
+    done = run("<&-", "-c", COMMAND_LINE, "chat")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
