@@ -15,16 +15,20 @@ import shlex
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from inspect import CO_COROUTINE
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from aioengine import AsyncEngine, Engine
+from aioengine.args import engine_config
+from aioengine.cli import commands, main
+from aioengine.config import EngineConfig
 from tests.kit.pages import GUIDES, README, Block, blocks, place
 from tests.kit.source import ROOT
 
@@ -111,9 +115,23 @@ def shell_lines() -> list[str]:
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(line for line in shell_lines() if not line.startswith(NOT_RUN)))
-def test_a_shell_line_runs(line: str) -> None:
+def test_a_shell_line_runs(
+    line: str, llm: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, and where the line configures no engine, on one that tests share."""
     first, _, second = line.rpartition(" | ")
     given = run(shlex.split(first)) if first else ""
     command = shlex.split(second)
     assert command[0] == "aioengine", "is it one that can be run? Else it belongs into NOT_RUN"
-    assert run([sys.executable, "-m", "aioengine", *command[1:]], given).strip()
+
+    def from_config(config: EngineConfig) -> AbstractContextManager[Engine]:
+        return nullcontext(llm) if config == engine_config(None, {}) else Engine.from_config(config)
+
+    monkeypatch.setattr(commands, "Engine", SimpleNamespace(from_config=from_config))
+    monkeypatch.setattr(sys, "stdin", StringIO(given))
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(command[1:]))  # --version exits itself
+    assert ended.value.code == 0
+    printed = capsys.readouterr()
+    assert printed.out.strip()
+    assert printed.err == ""
