@@ -114,7 +114,7 @@ class Generation(Coroutine[object, None, Result]):
             except EndOfOutput:
                 raise StopAsyncIteration from None
             except BaseException as error:
-                reader.interrupted(error)
+                reader.leave_if_interrupted(error)
                 raise
             if chunk is not None:
                 return chunk
@@ -200,7 +200,7 @@ class Generation(Coroutine[object, None, Result]):
         for driver in self._drivers.values():
             driver.close()
         self._drivers.clear()
-        self._reader.drop()
+        self._reader.leave_later()
 
     def _driver(self) -> Generator[object, None, Result]:
         task = asyncio.current_task(self._loop())

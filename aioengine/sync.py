@@ -65,7 +65,7 @@ class ChunkIterator(Iterator["Chunk"]):
             except EndOfOutput:
                 raise StopIteration from None
             except BaseException as error:
-                self._reader.interrupted(error)
+                self._reader.leave_if_interrupted(error)
                 raise
             if chunk is not None:
                 return chunk

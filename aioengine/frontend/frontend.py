@@ -195,7 +195,7 @@ class Frontend:
         cursor.output.mark_left(cursor)
         self._act(self._lifecycle.on_left, cursor)
 
-    def drop(self, cursor: Cursor) -> None:
+    def leave_later(self, cursor: Cursor) -> None:
         cursor.output.mark_left(cursor)
         post(self.loop, self._lifecycle.on_left, cursor)
 

@@ -3,6 +3,29 @@
 Every row merges its unread output into one piece, so a slow reader costs no more than its text and never slows the
 engine. All of it is protected by one lock, the engine's, which the writer takes once for a whole frame; no code waits
 while it holds it.
+
+An output is open, or *over* (``CallOutput.is_over``) for one of three reasons. Behind the chunks that are ready its
+reader gets:
+
+    state      when                                               a stream      a whole answer
+    open       rows have no end yet (``num_open``)                waits         waits
+    finished   all rows have their ends                           its end       the answer
+    failed     ``error`` is set                                   the error     the error
+    left       ``is_left``: nobody will read the rest             its end       RequestError
+
+A reader has a cursor, which is open or *closed*: the reader has left, or another one is attached. Then a stream is at
+its end at once, whatever is ready. How reading ends (methods of ``Reader``, harmless when repeated):
+
+    method                 used for                              effect
+    abort                  abort()                               rows end with reason "abort"; the cursor stays open
+    leave                  aclose(), close(), end of ``with``    closes the cursor; the output is left, its rows end
+                                                                 without a reason, and unread chunks are freed
+    leave_later            finalizers, signal handlers           as ``leave``, later on the engine's loop: takes no lock
+    leave_for              an exception in a wait                ``leave``, or ``leave_later`` for GeneratorExit
+    leave_if_interrupted   an exception in ``take``              ``leave``, unless it is the error of the call itself
+
+The output of an attachable request is not left with its reader: it goes on, and another reader may be attached.
+Leaving has two steps: ``CallOutput.mark_left`` at once, then on the loop ``Cursor.close`` and the end of the rows.
 """
 
 from __future__ import annotations
@@ -57,7 +80,7 @@ class ReaderActions(Protocol):
         """The reader stops: end the rows of its call without an error, unless another reader may attach to it."""
         ...
 
-    def drop(self, cursor: Cursor) -> None:
+    def leave_later(self, cursor: Cursor) -> None:
         """Like ``leave``, but always later on the engine's loop."""
         ...
 
@@ -376,7 +399,7 @@ class Reader:
 
     def __del__(self) -> None:
         try:
-            self.drop()
+            self.leave_later()
         except AttributeError:  # the constructor was interrupted
             return
 
@@ -479,21 +502,21 @@ class Reader:
         if self._can_be_left:
             self._actions.leave(self._cursor)
 
-    def drop(self) -> None:
+    def leave_later(self) -> None:
         """Like ``leave``, from a signal handler or finalizer."""
         if self._can_be_left:
-            self._actions.drop(self._cursor)
+            self._actions.leave_later(self._cursor)
 
     def leave_for(self, error: BaseException) -> None:
         """Leave because this was raised where the reader waited. GeneratorExit may come from garbage collection, which
-        runs anywhere, also under a lock: ``drop`` takes none.
+        runs anywhere, also under a lock: ``leave_later`` takes none.
         """
         if isinstance(error, GeneratorExit):
-            self.drop()
+            self.leave_later()
         else:
             self.leave()
 
-    def interrupted(self, error: BaseException) -> None:
+    def leave_if_interrupted(self, error: BaseException) -> None:
         """Leave a stream whose ``take`` was interrupted by ``error``, which may have lost a chunk.
 
         The call's own error interrupts nothing.

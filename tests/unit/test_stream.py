@@ -34,8 +34,8 @@ class Notes:
     def check_waiting(self, *, blocks: bool) -> None:
         """This thread can be woken."""
 
-    def drop(self, cursor: Cursor) -> None:
-        self.asked.append("drop")
+    def leave_later(self, cursor: Cursor) -> None:
+        self.asked.append("leave_later")
 
     def abort(self, output: CallOutput) -> None:
         self.asked.append("abort")
@@ -192,16 +192,16 @@ class TestLeaving:
         slot = Slot(is_stream=False)
         slot.end(slot.rows[0])
         slot.reader.leave()
-        slot.reader.drop()
+        slot.reader.leave_later()
         slot.reader.abort()
         assert slot.notes.asked == []
 
-    def test_before_the_end_abort_drop_and_leave_are_sent(self) -> None:
+    def test_before_the_end_abort_leave_later_and_leave_are_sent(self) -> None:
         slot = Slot()
         slot.reader.abort()
-        slot.reader.drop()
+        slot.reader.leave_later()
         slot.reader.leave()
-        assert slot.notes.asked == ["abort", "drop", "leave"]
+        assert slot.notes.asked == ["abort", "leave_later", "leave"]
 
     def test_reading_the_ends_of_rows_lets_later_rows_of_a_batch_start(self) -> None:
         slot = Slot(3)
