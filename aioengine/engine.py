@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
-    from aioengine.frontend.requests import CallRequest, ChatOptions, RequestOptions
+    from aioengine.frontend.requests import CallRequest, ChatOptions, GenerateOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.signatures import EngineArguments
     from aioengine.tokenizer import Tokenizer
@@ -102,14 +102,14 @@ class EngineFace(ABC):
         input_ids: object = None,
         *,
         stream: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """Generate from a prompt or its token ids; a list of either is a batch.
 
         The request is submitted when this returns. Await the result for the whole answer (a dict; a ``BatchOutput``
         for a batch or ``n`` > 1, which the types do not show for a single prompt), or, with ``stream=True``, iterate
         over its chunks. ``sampling_params`` is a ``SamplingParams`` or a dict of its fields; a batch takes one, or a
-        list with one for each prompt. ``options`` are described at ``RequestOptions``.
+        list with one for each prompt. ``options`` are described at ``GenerateOptions``.
 
         Raises:
             TypeError, ValueError: an argument is wrong.

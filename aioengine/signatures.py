@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.prompts import Messages
     from aioengine.frontend.requests import (
+        BatchEmbeds,
         BatchIds,
         BatchSampled,
         ChatOptions,
         Chats,
+        Embeds,
         RequestOptions,
         Sampled,
         Texts,
@@ -142,6 +144,7 @@ class Generate(Protocol[One, Batch, Chunks]):
         input_ids: TokenIds | None = None,
         *,
         stream: Literal[False] = False,
+        input_embeds: Embeds | None = None,
         **options: Unpack[RequestOptions],
     ) -> One: ...
     @overload
@@ -152,6 +155,7 @@ class Generate(Protocol[One, Batch, Chunks]):
         input_ids: None = None,
         *,
         stream: Literal[False] = False,
+        input_embeds: None = None,
         **options: Unpack[RequestOptions],
     ) -> Batch: ...
     @overload
@@ -161,6 +165,17 @@ class Generate(Protocol[One, Batch, Chunks]):
         sampling_params: BatchSampled | None = None,
         *,
         input_ids: BatchIds,
+        stream: Literal[False] = False,
+        input_embeds: None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        prompt: None = None,
+        sampling_params: BatchSampled | None = None,
+        *,
+        input_embeds: BatchEmbeds,
         stream: Literal[False] = False,
         **options: Unpack[RequestOptions],
     ) -> Batch: ...
@@ -172,6 +187,7 @@ class Generate(Protocol[One, Batch, Chunks]):
         input_ids: TokenIds | BatchIds | None = None,
         *,
         stream: Literal[True],
+        input_embeds: Embeds | BatchEmbeds | None = None,
         **options: Unpack[RequestOptions],
     ) -> Chunks: ...
     @overload
@@ -182,6 +198,7 @@ class Generate(Protocol[One, Batch, Chunks]):
         input_ids: TokenIds | BatchIds | None = None,
         *,
         stream: bool,
+        input_embeds: Embeds | BatchEmbeds | None = None,
         **options: Unpack[RequestOptions],
     ) -> One | Batch | Chunks: ...
 

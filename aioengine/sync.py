@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.outputs import Reader
-    from aioengine.frontend.requests import CallRequest, ChatOptions, RequestOptions
+    from aioengine.frontend.requests import CallRequest, ChatOptions, GenerateOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.protocol.messages import Progress
     from aioengine.signatures import Chat, Generate
@@ -184,7 +184,7 @@ class Engine(EngineFace):
         input_ids: object = None,
         *,
         stream: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Answer | BatchOutput | ChunkIterator:
         """Generate from a prompt or its token ids, and wait for the answer; a list of either is a batch.
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Final, Self, cast
+from uuid import uuid4
 
 from msgspec import Struct, ValidationError, convert
 from msgspec.structs import replace
@@ -133,6 +134,20 @@ class IdsPrompt(Struct, frozen=True):
             except ValidationError:
                 token_ids += [checks.whole(f"{self.name} entries", entry, 0) for entry in part]
         return IdsPrompt(token_ids)
+
+
+class EmbedsIds(list[int]):
+    """Stands for the ids of a prompt that is embeddings: one 0 for each.
+
+    Attributes:
+        width: numbers of an embedding. embeds: all of them as fp32. salt: no other prompt shares its cached prefix.
+    """
+
+    def __init__(self, num_tokens: int, width: int, embeds: bytes) -> None:
+        super().__init__([0] * num_tokens)
+        self.width = width
+        self.embeds = embeds
+        self.salt = uuid4().hex
 
 
 class TemplateOptions(Struct, frozen=True):

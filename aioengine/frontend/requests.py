@@ -23,6 +23,7 @@ from aioengine.frontend.prompts import (
     MAX_IDS_AT_CALL,
     MESSAGES,
     CheckBudget,
+    EncodeRules,
     Messages,
     Prompt,
     PromptError,
@@ -46,6 +47,8 @@ BatchSampled = Sampled | Sequence[Sampled | None]
 Texts = list[str] | tuple[str, ...]
 TokenIds = list[int] | tuple[int, ...] | checks.Array
 BatchIds = list[list[int]] | list[tuple[int, ...]] | tuple[list[int], ...]
+Embeds = checks.Array | Sequence[Sequence[float]]
+BatchEmbeds = Sequence[checks.Array] | Sequence[Sequence[Sequence[float]]]
 Chats = list[list[dict[str, object]]] | list[list[dict[str, str]]] | list[Messages] | tuple[Messages, ...]
 
 MAX_TIMEOUT_S: Final = 1e9
@@ -122,6 +125,16 @@ class RequestOptions(TypedDict, total=False):
     return_text_in_logprobs: bool | Sequence[bool | None] | None
 
 
+class GenerateOptions(RequestOptions, total=False):
+    """Keyword arguments of ``generate``: those of every call, and another form of a prompt.
+
+    input_embeds: in place of a prompt its embeddings: a float array [tokens, D] of numpy or torch, or nested lists; a
+        list of them is a batch. They share no cached prefix with other calls.
+    """
+
+    input_embeds: Embeds | BatchEmbeds | None
+
+
 class ChatOptions(RequestOptions, total=False):
     """Keyword arguments of ``chat``: those of every call, and how its messages are written.
 
@@ -147,7 +160,6 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
         ("grammars that begin after the reasoning", (False,), "require_reasoning"),
         ("routed experts", (False,), "return_routed_experts"),
         ("routed experts", (0,), "routed_experts_start_len"),
-        ("embeddings as input", (), "input_embeds"),
         ("routing by session (session_params goes on from earlier requests)", (), "session_id"),
         ("parts of the prefix cache", ("",), "extra_key"),
         ("data parallelism", (0,), "routed_dp_rank data_parallel_rank"),
@@ -290,13 +302,18 @@ def generate_request(
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value.
     """
-    _check_names(options, ("prompt", "sampling_params", "input_ids", "stream"))
+    _check_names(options, ("prompt", "sampling_params", "input_ids", "stream"), GenerateOptions.__annotations__)
     if prompt is not None and input_ids is not None:
         raise ValueError("prompt and input_ids are both given; give one of them")
-    if prompt is None and input_ids is None:
+    embeds = options.get("input_embeds")
+    if prompt is None and input_ids is None and embeds is None:
         raise ValueError("prompt and input_ids are both missing; give one of them")
     rules = encode_rules(options)
-    if isinstance(prompt, str):
+    if embeds is not None:
+        if prompt is not None or input_ids is not None:
+            raise ValueError("input_embeds is given beside a prompt; give one of them")
+        given = _embeds_rows(embeds, options, rules)
+    elif isinstance(prompt, str):
         given = GivenRows("prompt", [prompt], partial(text_prompt, rules=rules), is_batch=False)
     elif prompt is not None:
         texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
@@ -319,6 +336,17 @@ def chat_request(
     make = partial(chat_prompt, options=template_options(options), rules=encode_rules(options))
     given = _given("messages", messages, make, options, allowed=MESSAGES)
     return _call_request(given, sampling_params, stream=stream, options=options)
+
+
+def _embeds_rows(value: object, options: Mapping[str, object], rules: EncodeRules) -> GivenRows:
+    """The rows of a call whose prompts are embeddings. Raises ValueError for options that need ids."""
+    from aioengine.frontend.embeds import NAME, given_embeds  # imports numpy, which most programs do not need here
+
+    for name in ("return_prompt_token_ids", "session_params"):
+        if options.get(name):
+            raise ValueError(f"{name} is for prompts that have token ids, and input_embeds has none; leave it out")
+    given = given_embeds(value, rules)
+    return GivenRows(NAME, given.values, given.make, given.is_batch)
 
 
 def _given(

@@ -16,7 +16,7 @@ from aioengine.answers import RowFacts
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.encoder import Encoder, Job, checked
 from aioengine.frontend.outputs import Wants
-from aioengine.frontend.prompts import ChatPrompt, IdsPrompt, TextPrompt
+from aioengine.frontend.prompts import ChatPrompt, EmbedsIds, IdsPrompt, TextPrompt
 from aioengine.frontend.row_options import check_lengths, check_vocabulary
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, End, FinishCode, Limits, RequestKind, Submit
 from aioengine.protocol.packed_logprobs import LogprobReader
@@ -159,6 +159,11 @@ class RequestChecks:
     def check_ids(self, token_ids: list[int]) -> None:
         """Raise ValueError for ids outside the vocabulary."""
         size = self.rules.vocab_size
+        if isinstance(token_ids, EmbedsIds) and token_ids.width != self.rules.hidden_size:
+            raise ValueError(
+                f"input_embeds has embeddings of {token_ids.width} numbers; those of this model have "
+                f"{self.rules.hidden_size}"
+            )
         if len(token_ids) >= self.rules.context_length:
             return  # refused anyway, and may be very long
         try:
@@ -405,6 +410,8 @@ class Submitter:
                 raise ValueError("the prompt has no tokens")
             max_new_tokens = self.checks.output_limit(params, len(ids))
             if rules is not None:
+                if rules.start >= 0 and isinstance(ids, EmbedsIds):
+                    raise ValueError("logprob_start_len is for prompts that have token ids, and input_embeds has none")
                 check_lengths(rules, num_prompt=len(ids), num_output=max_new_tokens)
             if facts.states:
                 self.checks.check_states(facts.states, len(ids), max_new_tokens)
@@ -494,9 +501,13 @@ def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: i
     request, facts = call.request, row.facts
     ids, prompt = facts.prompt_token_ids, row.position // request.num_samples
     rules = None if facts.logprobs is None else facts.logprobs.rules
+    salt, embeds = "" if request.salts is None else request.salts.of(prompt), b""
+    context = ids[-NUM_CONTEXT_TOKENS:]
+    if isinstance(ids, EmbedsIds):
+        salt, embeds, context = ids.salt, ids.embeds, []
     return Submit(
         uid=row.uid,
-        prompt_token_ids=ids,
+        prompt_token_ids=list(ids) if embeds else ids,
         sampling=_sampling(parts.sampling, request, prompt, facts),
         limits=Limits(
             max_new_tokens=max_new_tokens,
@@ -509,7 +520,7 @@ def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: i
         ),
         text=replace(
             parts.text,
-            context_token_ids=tuple(ids[-NUM_CONTEXT_TOKENS:]),
+            context_token_ids=tuple(context),
             stream=request.is_stream,
             logprobs=rules if rules is not None and rules.with_text else None,
         ),
@@ -517,9 +528,10 @@ def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: i
         arrived_at=call.called_at,
         tenant=request.tenant,
         kind=RequestKind.GENERATE if max_new_tokens else RequestKind.SCORE,
-        cache_salt="" if request.salts is None else request.salts.of(prompt),
+        cache_salt=salt,
         session=session,
         logprobs=rules,
+        embeds=embeds,
     )
 
 
@@ -562,7 +574,7 @@ def _size(submit: Submit) -> int:
     sampling, text = submit.sampling, submit.text
     num_ids += 3 * len(sampling.logit_bias) + len(sampling.suppressed_token_ids) + len(sampling.allowed_token_ids)
     num_ids += sum(map(len, sampling.bad_token_ids))
-    return 4 * num_ids + sum(map(len, text.stop)) + sum(map(len, text.stop_regex))
+    return len(submit.embeds) + 4 * num_ids + sum(map(len, text.stop)) + sum(map(len, text.stop_regex))
 
 
 def _scrambled(value: int) -> int:
