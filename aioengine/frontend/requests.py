@@ -371,7 +371,9 @@ def _given(
 
 def _num_dimensions(value: object) -> int:
     """Of an array of numpy or torch, which gives its rows one by one: as lists, all of them could hold the loop."""
-    found: object = getattr(value, "ndim", 0) if isinstance(value, checks.Array) and checks.num_items(value) else 0
+    if isinstance(value, memoryview) or not isinstance(value, checks.Array) or not checks.num_items(value):
+        return 0
+    found: object = getattr(value, "ndim", 0)
     return found if isinstance(found, int) else 0
 
 

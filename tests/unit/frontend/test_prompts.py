@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from aioengine.frontend.prompts import MAX_IDS_AT_CALL, ChatPrompt, CheckBudget, IdsPrompt, TextPrompt, ids_prompt
 from aioengine.frontend.requests import ROWS_IN_PIECE, chat_request, generate_request
@@ -134,6 +135,13 @@ def test_a_long_array_is_left_to_the_tokenizer_s_thread() -> None:
     assert isinstance(prompt, IdsPrompt)
     assert prompt.given is array
     assert prompt.checked().token_ids == array.tolist()
+
+
+@pytest.mark.parametrize("make", [torch.tensor, memoryview, np.asfortranarray, lambda rows: rows.astype(object)])
+def test_arrays_of_any_kind_give_their_rows(make: Callable[[Any], Any]) -> None:
+    rows = np.array([[1, 2], [3, 4]])
+    given = generate_request(None, None, make(rows), stream=False, options={}).prompts
+    assert [prompt.token_ids for prompt in given if isinstance(prompt, IdsPrompt)] == rows.tolist()
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 0), (2, 2, 2)])
