@@ -15,7 +15,7 @@ from aioengine.errors import EngineStalledError, RequestError
 from aioengine.protocol.messages import MAX_PAYLOAD_BYTES, Control, Reply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from aioengine.errors import EngineError
     from aioengine.protocol.messages import Argument
@@ -103,10 +103,10 @@ class Controls:
         finally:
             del self._waiting[call_id]
 
-    def send(self, name: str, arguments: dict[str, Argument] | None = None) -> None:
+    def send(self, name: str, arguments: Mapping[str, Argument] | None = None) -> None:
         """Make a control call, and do not wait for its reply."""
         self._num_asked += 1
-        self._send([Control(self._num_asked, name, arguments or {})])
+        self._send([Control(self._num_asked, name, dict(arguments or {}))])
 
     def answer(self, reply: Reply) -> None:
         waiting = self._waiting.get(reply.call_id)

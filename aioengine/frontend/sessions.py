@@ -107,7 +107,9 @@ class Turn:
     """One request of a session.
 
     Attributes:
-        parent, num_kept: its prompt begins with so many ids of its parent, which None (the root) has not.
+        parent: the turn that it goes on from; None: it is the root.
+        source, num_kept: its prompt begins with the first ``num_kept`` ids of ``source``: its parent, or the ancestor
+            to which the last of them belongs.
         num_prompt: ids of its whole prompt. ids: those behind the first ``num_kept``.
         row: gives its output while it runs; then ``ids`` has it.
         num_counted: tokens that it counts for. is_dropped: nothing goes on from it any more.
@@ -115,12 +117,13 @@ class Turn:
 
     __slots__ = (
         "children", "ids", "is_dropped", "num_counted", "num_kept", "num_prompt", "parent", "rid", "row", "session",
+        "source",
     )  # fmt: skip
 
     def __init__(self, session: Session, rid: str = "", parent: Turn | None = None) -> None:
         self.session = session
         self.rid = rid
-        self.parent = parent
+        self.parent = self.source = parent
         self.num_kept = 0
         self.num_prompt = 0
         self.ids = array("I")
@@ -153,7 +156,7 @@ class Turn:
             if num_ids > turn.num_kept:
                 parts.append(turn._own_ids()[: num_ids - turn.num_kept])
                 num_ids = turn.num_kept
-            turn = turn.parent
+            turn = turn.source
         joined = array("I")
         for part in reversed(parts):
             joined += part
@@ -355,6 +358,8 @@ class Sessions:
             self._replace(parent)
         turn = Turn(session, rid, parent)
         turn.num_kept, turn.num_prompt = num_kept, num_kept + len(ids)
+        while turn.source is not None and num_kept <= turn.source.num_kept:  # else long chains of offsets take long
+            turn.source = turn.source.source
         turn.ids.extend(ids)
         self._add(turn, parent)
         self._running.setdefault(output, {})[position] = turn
