@@ -3,16 +3,14 @@
 python examples/aiohttp_server.py --port 8000
 curl -N localhost:8000/generate -d '{"prompt": "The capital of France is"}'
 
-POST /generate  answers with server-sent events, one for each chunk; a list of prompts and several samples give chunks
-                with an index. A wrong request gets status 400, one that finds the engine full gets 503 with
-                Retry-After. A client that goes away aborts its request.
+POST /generate  answers with server-sent events, one a chunk; with an index where there are several answers. A wrong
+                request gets status 400, one too many 503 with Retry-After; a client that goes away aborts its own.
 GET /health     status 200 while the engine lives.
 
 A client that gives `rid` and `resume_ttl` may lose its connection: when it sends the same request again, with the id
 of the last event that it read as Last-Event-ID, the stream goes on behind that event.
 
-On SIGTERM open streams end by themselves, new ones get 503, then the server stops. When the engine dies, the server
-stops with status 1.
+On SIGTERM open streams end, new ones get 503, then the server stops; it stops with status 1 when the engine dies.
 """
 
 import argparse
@@ -74,10 +72,7 @@ async def open_stream(engine: AsyncEngine, body: Any, last_event_id: str | None)
 
 
 async def events(stream: Stream) -> AsyncIterator[str]:
-    """Server-sent events of the chunks; the id of an event is the number of characters up to its end.
-
-    Those of several answers, which nobody can come back to, have an index and no id.
-    """
+    """Server-sent events; the id of an event, where there is one answer, is the number of characters up to its end."""
     try:
         async for chunk in stream:
             event_id = "" if "index" in chunk else f"id: {chunk['text_offset'] + len(chunk['text'])}\n"
