@@ -33,7 +33,17 @@ from typing import TYPE_CHECKING
 from aioengine.foreign_names import OUR_WAY, no_attribute
 
 if TYPE_CHECKING:
-    from aioengine.answers import Answer, BatchOutput, Chunk, ChunkInfo, FinishReason, MetaInfo, Timings
+    from aioengine.answers import (
+        Answer,
+        BatchOutput,
+        Chunk,
+        ChunkInfo,
+        Embedding,
+        FinishReason,
+        MetaInfo,
+        Ranking,
+        Timings,
+    )
     from aioengine.engine import AsyncEngine
     from aioengine.errors import (
         EngineClosedError,
@@ -51,6 +61,7 @@ if TYPE_CHECKING:
     )
     from aioengine.frontend.controls import Outcome, ProfileOptions
     from aioengine.frontend.info import Health, ModelInfo, __version__
+    from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
     from aioengine.frontend.requests import ChatOptions, RequestOptions
     from aioengine.params import SamplingParams
     from aioengine.signatures import EngineArguments
@@ -59,7 +70,18 @@ if TYPE_CHECKING:
     from aioengine.utils import async_stream_and_merge, stream_and_merge, trim_overlap
 
 _HOMES = {  # of public names; those that are not here are errors
-    "aioengine.answers": ("Answer", "BatchOutput", "Chunk", "ChunkInfo", "FinishReason", "MetaInfo", "Timings"),
+    "aioengine.answers": (
+        "Answer",
+        "BatchOutput",
+        "Chunk",
+        "ChunkInfo",
+        "Embedding",
+        "FinishReason",
+        "MetaInfo",
+        "Ranking",
+        "Timings",
+    ),
+    "aioengine.frontend.pool_requests": ("EncodeOptions", "PoolOptions"),
     "aioengine.frontend.requests": ("ChatOptions", "RequestOptions"),
     "aioengine.frontend.controls": ("Outcome", "ProfileOptions"),
     "aioengine.engine": ("AsyncEngine",),
@@ -79,6 +101,8 @@ __all__ = [
     "Chunk",
     "ChunkInfo",
     "ChunkIterator",
+    "Embedding",
+    "EncodeOptions",
     "Engine",
     "EngineArguments",
     "EngineClosedError",
@@ -94,7 +118,9 @@ __all__ = [
     "MetaInfo",
     "ModelInfo",
     "Outcome",
+    "PoolOptions",
     "ProfileOptions",
+    "Ranking",
     "RequestError",
     "RequestOptions",
     "RequestTooLargeError",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
+    from typing_extensions import TypeVar
 
     from aioengine.protocol.messages import FirstToken
 
@@ -154,6 +155,21 @@ class Chunk(TypedDict):
     extras: NotRequired[list[Extra]]
 
 
+class Embedding(TypedDict):
+    """The vector of one text: fp32 [D]."""
+
+    embedding: npt.NDArray[np.float32]
+    meta_info: MetaInfo
+
+
+class Ranking(TypedDict):
+    """The score of a query and a document. ``index``: of the document in the call."""
+
+    score: float
+    index: int
+    meta_info: MetaInfo
+
+
 class MetaColumns(list[MetaInfo]):
     """The ``meta_info`` of a batch; a key gives the list of its values, one for each row (None where it is not there).
 
@@ -180,8 +196,17 @@ class MetaColumns(list[MetaInfo]):
         return MetaColumns(super().__getitem__(key)) if isinstance(key, slice) else super().__getitem__(key)
 
 
-class BatchOutput(list[Answer]):
-    """The answers of a batch, in the order of its prompts (with ``n`` samples: all of a prompt, then the next).
+if TYPE_CHECKING:
+    RowType = TypeVar("RowType", default=Answer)
+else:
+    from typing import TypeVar
+
+    RowType = TypeVar("RowType")
+
+
+class BatchOutput(list[RowType]):
+    """The answers of a batch, in the order of its prompts (with ``n`` samples: all of a prompt, then the next); or its
+    embeddings, or scores.
 
     A list of dicts that also takes a column name: ``outs["text"]`` is the list of texts and
     ``outs["meta_info"]["completion_tokens"]`` the list of counts. With ``return_exceptions=True`` an entry may be the
@@ -189,11 +214,17 @@ class BatchOutput(list[Answer]):
     """
 
     @overload
-    def __getitem__(self, key: SupportsIndex) -> Answer: ...
+    def __getitem__(self, key: SupportsIndex) -> RowType: ...
     @overload
-    def __getitem__(self, key: slice) -> BatchOutput: ...
+    def __getitem__(self, key: slice) -> BatchOutput[RowType]: ...
     @overload
     def __getitem__(self, key: Literal["text"]) -> list[str]: ...
+    @overload
+    def __getitem__(self, key: Literal["embedding"]) -> list[npt.NDArray[np.float32]]: ...
+    @overload
+    def __getitem__(self, key: Literal["score"]) -> list[float]: ...
+    @overload
+    def __getitem__(self, key: Literal["index"]) -> list[int]: ...
     @overload
     def __getitem__(self, key: Literal["output_ids", "prompt_token_ids"]) -> list[list[int]]: ...
     @overload

@@ -150,9 +150,9 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
     context_length: int
     vocab_size: int
     trust_remote_code: bool = False
+    hidden_size: int = 0
     task: str = "generate"
     pooling: PoolingSettings = PoolingSettings()
-    hidden_size: int = 0
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):

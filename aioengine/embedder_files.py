@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from msgspec import Struct, field
+from msgspec import Struct, convert, field
 
 from aioengine import checks, folder_files
 from aioengine.config import PoolingSettings
@@ -56,6 +56,17 @@ class _Prompts(Struct):
 
     prompts: dict[str, str] = {}
     default_prompt_name: str | None = None
+
+
+class _Activation(Struct, frozen=True):
+    activation_fn: str | None = None
+
+
+class _CrossEncoder(Struct):
+    """What sentence-transformers writes into config.json."""
+
+    sentence_transformers: _Activation = _Activation()
+    older: str | None = field(default=None, name="sbert_ce_default_activation_function")
 
 
 def is_embedder(folder: Path) -> bool:
@@ -134,12 +145,11 @@ def _has_sigmoid(raw: Mapping[str, object], num_labels: int) -> bool:
     Raises:
         ValueError: another activation.
     """
-    own = raw.get("sentence_transformers")
-    named = own.get("activation_fn") if isinstance(own, dict) else None
-    named = raw.get("sbert_ce_default_activation_function") if named is None else named
+    found = convert(raw, _CrossEncoder)
+    named = found.sentence_transformers.activation_fn or found.older
     if named is None:
         return num_labels == 1
-    word = str(named).rpartition(".")[2]
+    word = named.rpartition(".")[2]
     if word not in {"Sigmoid", "Identity"}:
         not_implemented("activation_fn", named, "Sigmoid and Identity")
     return word == "Sigmoid"

@@ -16,6 +16,7 @@ from aioengine.frontend import callers, info, requests
 from aioengine.frontend.callers import running_loop
 from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.info import TokenizerNamespace
+from aioengine.frontend.pool_requests import encode_request, rerank_request
 from aioengine.frontend.progress import ProgressBars
 from aioengine.frontend.startup import parts_of, start_frontend
 from aioengine.stream import Generation, Stream
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
+    from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
     from aioengine.frontend.requests import CallRequest, ChatOptions, GenerateOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.signatures import EngineArguments
@@ -137,6 +139,39 @@ class EngineFace(ABC):
         where the template refuses the messages, or the model has no template.
         """
         return self._open(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
+
+    @signatures.async_encode
+    def async_encode(
+        self, prompt: object = None, *, input_ids: object = None, **options: Unpack[EncodeOptions]
+    ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+        """Turn a text, or its token ids, into a vector; a list of either is a batch.
+
+        Await the result: a dict with ``embedding`` (a numpy array, fp32) and ``meta_info``, or a ``BatchOutput`` of
+        them, of which ``outs["embedding"]`` is the list. A model of embeddings pools as its files say, a model that
+        generates gives the hidden state of the last token, normalised. ``options`` are described at ``EncodeOptions``.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong.
+            EngineOverloadedError, EngineDrainingError, EngineClosedError, EngineDeadError: the engine takes no request.
+            WrongLoopError: this is not the event loop of the ``AsyncEngine``.
+
+        Awaiting it raises ``RequestTooLargeError`` (a ValueError) where a text is longer than the model takes, without
+        ``truncate=True``; ``RequestError`` where this request alone failed, or ended before its vector was there.
+        """
+        return self._open(partial(encode_request, prompt, input_ids, options))
+
+    @signatures.async_rerank
+    def async_rerank(
+        self, query: object, documents: object = None, *, top_n: object = None, **options: Unpack[PoolOptions]
+    ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
+        """Score how well documents answer a query, with a cross-encoder.
+
+        With ``documents`` the result has the best first, ``top_n`` of them; with a list of pairs ``[query, document]``
+        in place of the query it has their order. Await it: a ``BatchOutput`` of dicts with ``score``, ``index`` (of the
+        document, or pair) and ``meta_info``. ``options`` are described at ``PoolOptions``; errors are as for
+        ``async_encode``, and a ValueError where the model is no cross-encoder.
+        """
+        return self._open(partial(rerank_request, query, documents, top_n, options))
 
     def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         frontend = self._running()

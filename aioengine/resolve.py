@@ -161,10 +161,10 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
         load_format="safetensors" if config.model.load_format == "auto" else config.model.load_format,
         context_length=context_length(config, model),
         vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
         task=model.task,
         pooling=model.pooling,
         trust_remote_code=config.model.trust_remote_code,
-        hidden_size=model.hidden_size,
     )
 
 

@@ -11,7 +11,7 @@ from inspect import Parameter, Signature
 from pathlib import PurePath  # noqa: TC003
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypedDict, TypeVar, cast, overload
 
-from aioengine.answers import Answer, BatchOutput
+from aioengine.answers import Answer, BatchOutput, Embedding, Ranking
 from aioengine.args import ARGUMENTS
 from aioengine.stream import Generation, Stream
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Unpack
 
+    from aioengine.frontend.pool_requests import EncodeOptions, Pairs, PoolOptions
     from aioengine.frontend.prompts import Messages
     from aioengine.frontend.requests import (
         BatchEmbeds,
@@ -244,6 +245,32 @@ class Chat(Protocol[One, Batch, Chunks]):
     ) -> One | Batch | Chunks: ...
 
 
+class Encode(Protocol[One, Batch]):
+    """A method like ``encode``: a text or its token ids; a list of either is a batch."""
+
+    @overload
+    def __call__(
+        self, prompt: str | None = None, *, input_ids: TokenIds | None = None, **options: Unpack[EncodeOptions]
+    ) -> One: ...
+    @overload
+    def __call__(self, prompt: Texts, *, input_ids: None = None, **options: Unpack[EncodeOptions]) -> Batch: ...
+    @overload
+    def __call__(self, prompt: None = None, *, input_ids: BatchIds, **options: Unpack[EncodeOptions]) -> Batch: ...
+
+
+class Rerank(Protocol[Batch]):
+    """A method like ``rerank``: a query and documents, or pairs of them."""
+
+    @overload
+    def __call__(
+        self, query: str, documents: Texts, *, top_n: int | None = None, **options: Unpack[PoolOptions]
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self, query: Pairs, documents: None = None, *, top_n: None = None, **options: Unpack[PoolOptions]
+    ) -> Batch: ...
+
+
 AsyncGenerate = Generate[Generation[Answer], Generation[BatchOutput], Stream]
 AsyncChat = Chat[Generation[Answer], Generation[BatchOutput], Stream]
 
@@ -251,6 +278,20 @@ AsyncChat = Chat[Generation[Answer], Generation[BatchOutput], Stream]
 def async_generate(method: Callable[..., object]) -> AsyncGenerate:
     """Give a method the types of ``async_generate``."""
     return cast("AsyncGenerate", method)
+
+
+AsyncEncode = Encode[Generation[Embedding], Generation[BatchOutput[Embedding]]]
+AsyncRerank = Rerank[Generation[BatchOutput[Ranking]]]
+
+
+def async_encode(method: Callable[..., object]) -> AsyncEncode:
+    """Give a method the types of ``async_encode``."""
+    return cast("AsyncEncode", method)
+
+
+def async_rerank(method: Callable[..., object]) -> AsyncRerank:
+    """Give a method the types of ``async_rerank``."""
+    return cast("AsyncRerank", method)
 
 
 def async_chat(method: Callable[..., object]) -> AsyncChat:

@@ -15,6 +15,7 @@ from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend import callers, info, requests
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
 from aioengine.frontend.outputs import EndOfOutput
+from aioengine.frontend.pool_requests import encode_request, rerank_request
 from aioengine.frontend.progress import ProgressBars
 from aioengine.frontend.startup import start_frontend
 from aioengine.portal import Portal
@@ -24,15 +25,16 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import NoReturn, Self, Unpack
 
-    from aioengine.answers import Answer, BatchOutput, Chunk
+    from aioengine.answers import Answer, BatchOutput, Chunk, Embedding, Ranking
     from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.outputs import Reader
+    from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
     from aioengine.frontend.requests import CallRequest, ChatOptions, GenerateOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.protocol.messages import Progress
-    from aioengine.signatures import Chat, Generate
+    from aioengine.signatures import Chat, Encode, Generate, Rerank
     from aioengine.stream import Stream
 
 
@@ -107,6 +109,14 @@ def _generate(method: Callable[..., object]) -> Generate[Answer, BatchOutput, Ch
 
 def _chat(method: Callable[..., object]) -> Chat[Answer, BatchOutput, ChunkIterator]:
     return cast("Chat[Answer, BatchOutput, ChunkIterator]", method)
+
+
+def _encode(method: Callable[..., object]) -> Encode[Embedding, BatchOutput[Embedding]]:
+    return cast("Encode[Embedding, BatchOutput[Embedding]]", method)
+
+
+def _rerank(method: Callable[..., object]) -> Rerank[BatchOutput[Ranking]]:
+    return cast("Rerank[BatchOutput[Ranking]]", method)
 
 
 class Engine(EngineFace):
@@ -201,6 +211,20 @@ class Engine(EngineFace):
     ) -> Answer | BatchOutput | ChunkIterator:
         """Answer a conversation, put through the model's chat template; a list of them is a batch."""
         return self._wait(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
+
+    @_encode
+    def encode(
+        self, prompt: object = None, *, input_ids: object = None, **options: Unpack[EncodeOptions]
+    ) -> Answer | BatchOutput | ChunkIterator:
+        """Turn a text, or its token ids, into a vector, as ``async_encode``; a list of either is a batch."""
+        return self._wait(partial(encode_request, prompt, input_ids, options))
+
+    @_rerank
+    def rerank(
+        self, query: object, documents: object = None, *, top_n: object = None, **options: Unpack[PoolOptions]
+    ) -> Answer | BatchOutput | ChunkIterator:
+        """Score how well documents answer a query, as ``async_rerank``."""
+        return self._wait(partial(rerank_request, query, documents, top_n, options))
 
     def _wait(self, make_request: Callable[[], CallRequest]) -> Answer | BatchOutput | ChunkIterator:
         reader = self._running().open(make_request)

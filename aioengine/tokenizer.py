@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from aioengine import checks, folder_files
@@ -24,6 +24,7 @@ from aioengine.chat_template import (
     read_chat_templates,
     template_variables,
 )
+from aioengine.protocol.messages import PairIds
 
 if TYPE_CHECKING:
     import os
@@ -48,6 +49,24 @@ class _PanicsAsErrors:
 
 
 _panics_as_errors = _PanicsAsErrors()
+
+
+def _cut_sizes(sizes: list[int], room: int) -> list[int]:
+    """How much of each of one or two texts is kept of ``room`` tokens. The shorter one stays whole unless it has more
+    than half of them.
+    """
+    if len(sizes) == 1:
+        return [room]
+    short = min(*sizes, room // 2)
+    return [short, room - short] if sizes[0] <= sizes[1] else [room - short, short]
+
+
+def _pair_ids(encoding: Encoding) -> PairIds:
+    found = PairIds(encoding.ids)
+    types = encoding.type_ids
+    if types and types[-1]:
+        found.second_text = types.index(1)
+    return found
 
 
 class Tokenizer:
@@ -168,6 +187,33 @@ class Tokenizer:
         if add_special_tokens and bos is not None:
             rows = [row[1:] if row[:2] == [bos, bos] else row for row in rows]
         return rows
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[PairIds]:
+        """The ids of texts, or of pairs of texts, with special tokens; other Python threads run meanwhile.
+
+        Raises:
+            RuntimeError: the tokenizers library panicked; the tokenizer can still be used.
+        """
+        inputs = [first if second is None else (first, second) for first, second in pairs]
+        with _panics_as_errors:
+            encodings = self._fast.encode_batch_fast(inputs, add_special_tokens=True)
+        return [_pair_ids(encoding) for encoding in encodings]
+
+    def encode_cut(self, first: str, second: str | None, max_tokens: int) -> PairIds:
+        """The same of one text or pair with at most ``max_tokens`` tokens: the end is cut, special tokens stay. Of a
+        pair the longer text is cut first.
+
+        Raises:
+            ValueError: not even the special tokens fit.
+        """
+        with _panics_as_errors:
+            parts = [self._fast.encode(text, add_special_tokens=False) for text in (first, second) if text is not None]
+            room = max_tokens - self._fast.num_special_tokens_to_add(second is not None)
+            if room < 0:
+                raise ValueError(f"{max_tokens} tokens are too few: the special tokens alone are {max_tokens - room}")
+            for part, size in zip(parts, _cut_sizes([len(part.ids) for part in parts], room), strict=True):
+                part.truncate(size)
+            return _pair_ids(self._fast.post_process(*parts, add_special_tokens=True))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``. Unknown ids have no text; ValueError: an id is negative, or has more than 32 bits."""

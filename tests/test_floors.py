@@ -56,7 +56,7 @@ FLOORS = {
     "4": Floor(
         ("utils > sync > engine > signatures > sessions > stream > frontend > args, answers > portal",),
         "0 1 1' 2' 2t 3s",
-        "uvloop msgspec tqdm numpy",
+        "uvloop msgspec tqdm numpy typing_extensions",
     ),
     "5": Floor(("__main__ > cli", "batch", "openai", "testing"), "0 1 1' 2 2' 2t 3 3s 4", "*"),
     "root": Floor(("aioengine",), "0 1 2' 2t 3s 4", ""),

@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aioengine.frontend.outputs import CallOutput
+from aioengine.frontend.pooling import PooledOutput
 from aioengine.frontend.replay import AttachableOutput, SessionOutput
 
 if TYPE_CHECKING:
@@ -220,6 +221,9 @@ class Calls:
 def _output_of(request: CallRequest, rid: str) -> CallOutput:
     if request.resume_ttl_s is not None:
         return AttachableOutput(rid)
+    if (pooled := request.given.pooled) is not None:
+        alone = request.returns_exceptions and request.gives_batch
+        return PooledOutput(rid, request.num_rows, pooled, is_batch=request.gives_batch, returns_exceptions=alone)
     output = CallOutput if request.sessions is None else SessionOutput
     return output(
         rid,

@@ -15,13 +15,22 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.errors import EngineError, RequestError, RequestTooLargeError, describe
-from aioengine.frontend.prompts import ChatPrompt, EncodeRules, IdsPrompt, Prompt, PromptError, TextPrompt
+from aioengine.frontend.prompts import (
+    ChatPrompt,
+    EncodeRules,
+    IdsPrompt,
+    PooledPrompt,
+    Prompt,
+    PromptError,
+    TextPrompt,
+)
 from aioengine.supervision.tasks import WorkerThread, post
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
+    from aioengine.frontend.pool_encoder import PoolEncoder
     from aioengine.frontend.prompts import Messages
 
 LONG_BYTES = 64 * 1024
@@ -248,10 +257,13 @@ def _shut_down() -> RequestError:
 class Encoder:
     """The two lanes, for short and for long prompts. On the engine's loop."""
 
-    def __init__(self, tokenizer: PromptTokenizer, sizes: TextSizes | None = None) -> None:
-        """``sizes`` None: every text is tokenized as a whole."""
+    def __init__(
+        self, tokenizer: PromptTokenizer, sizes: TextSizes | None = None, pool_encoder: PoolEncoder | None = None
+    ) -> None:
+        """``sizes`` None: every text is tokenized as a whole. ``pool_encoder``: for texts to be pooled."""
         self.sizes = sizes
         self._tokenizer = tokenizer
+        self._pool_encoder = pool_encoder
         self._short = Lane("encode", self._encode_jobs)
         self._long = Lane("encode-long", self._encode_jobs)
 
@@ -280,11 +292,14 @@ class Encoder:
         """All texts with the same rules in one batch."""
         found: list[Encoded] = [[] for _ in prompts]
         texts: dict[EncodeRules, dict[int, str]] = {}
+        pooled: dict[int, PooledPrompt] = {}
         for place, prompt in enumerate(prompts):
             if isinstance(prompt, IdsPrompt):
                 found[place] = prompt.token_ids
             elif isinstance(prompt, Exception):
                 found[place] = prompt
+            elif isinstance(prompt, PooledPrompt):
+                pooled[place] = prompt
             else:
                 rendered = self._render(prompt)
                 if isinstance(rendered, str):  # but of a chat, which the tokenizer adds nothing to
@@ -295,6 +310,9 @@ class Encoder:
             for place, ids in zip(by_place, self._encode_texts(list(by_place.values()), rules), strict=True):
                 cut = rules.keep_last
                 found[place] = ids[-cut:] if cut is not None and isinstance(ids, list) else ids
+        if pooled and self._pool_encoder is not None:
+            for place, ids in zip(pooled, self._pool_encoder.encode(list(pooled.values())), strict=True):
+                found[place] = ids
         return found
 
     def _render(self, prompt: TextPrompt | ChatPrompt) -> str | list[int] | ValueError:

@@ -38,6 +38,7 @@ from aioengine.frontend.delivery import Router, SlowReaders
 from aioengine.frontend.encoder import Encoder, TextSizes
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.overload import Overload, QueueLimits, Reservation
+from aioengine.frontend.pool_encoder import PoolEncoder
 from aioengine.frontend.requests import MAX_TIMEOUT_S
 from aioengine.frontend.sessions import Sessions
 from aioengine.frontend.submitter import PromptRules, RequestChecks
@@ -106,7 +107,7 @@ class Frontend:
         )
         self._lock = lock
         self._pid = os.getpid()
-        self._encoder = None if parts.tokenizer is None else Encoder(parts.tokenizer, _sizes(parts))
+        self._encoder = None if parts.tokenizer is None else _encoder(parts, parts.tokenizer)
         self._ended = asyncio.Event()
         rules = PromptRules(
             vocab_size=settings.model.vocab_size,
@@ -116,6 +117,9 @@ class Frontend:
             stream_interval=parts.stream_interval,
             random_seed=settings.random_seed,
             max_rows_in_flight=2 * settings.scheduler.max_running,
+            task=settings.model.task,
+            pooling=settings.model.pooling,
+            vector_size=settings.model.pooling.num_labels or settings.model.hidden_size,
             logits_processors=settings.runner.logits_processors,
             hidden_size=settings.model.hidden_size,
             max_hidden_state_bytes=parts.delivery.max_hidden_state_bytes,
@@ -353,6 +357,12 @@ def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:
     last = frontend.last_stats
     has_stepped = last is not None and last.step_ended_at > since
     return None if has_stepped else frontend.parts.processes.rows_in_flight()
+
+
+def _encoder(parts: Running, tokenizer: Tokenizer) -> Encoder:
+    model = parts.settings.model
+    most = min(model.context_length, parts.max_total_tokens)
+    return Encoder(tokenizer, _sizes(parts), PoolEncoder(tokenizer, model.pooling, most))
 
 
 def _sizes(parts: Running) -> TextSizes | None:

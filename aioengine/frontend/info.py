@@ -136,7 +136,7 @@ def model_info(settings: Settings) -> ModelInfo:
     return {
         "model_path": settings.model.path,
         "tokenizer_path": settings.text.tokenizer_path,
-        "is_generation": True,
+        "is_generation": settings.model.task == "generate",
         "weight_version": WEIGHT_VERSION,
         "load_format": settings.model.load_format,
         "dtype": settings.model.dtype,

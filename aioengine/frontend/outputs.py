@@ -369,9 +369,17 @@ class CallOutput:
             self.cursor.wake()
         else:
             self.num_held -= 1
-            self.results[row.position] = row.error or row.answer()
+            self.results[row.position] = row.error or self.answer_of(row)
             if self.num_open == 0:
                 self.cursor.wake()
+
+    def answer_of(self, row: RowStream) -> Answer:
+        """The whole answer of a row that has one."""
+        return row.answer()
+
+    def arranged(self) -> list[Answer | BaseException | None]:
+        """The results of all rows, as the caller gets them."""
+        return self.results
 
     def fail(self, error: BaseException) -> None:
         """End the call with an error; chunks that are ready are read first."""
@@ -465,7 +473,7 @@ class Reader:
             if output.num_open:
                 return None
         # The results are complete and not written any more.
-        batch = BatchOutput(cast("list[Answer]", output.results))
+        batch = BatchOutput(cast("list[Answer]", output.arranged()))
         self._result = batch if output.is_batch else batch[0]
         return self._result
 

@@ -190,7 +190,41 @@ class ChatPrompt(Struct, frozen=True):
         return replace(self, messages=messages, num_bytes=num_characters, name="", is_checked=True)
 
 
-Prompt = TextPrompt | ChatPrompt | IdsPrompt
+class PoolRules(Struct, frozen=True, gc=False):
+    """How a text to be pooled becomes ids. ``truncates``: one that is too long is cut. ``prompt_name``: of the prompt
+    that stands before it; None: of the usual one.
+    """
+
+    truncates: bool = False
+    prompt_name: str | None = None
+
+
+class PooledPrompt(Struct, frozen=True, gc=False):
+    """A text to be pooled, or a pair of texts to be compared."""
+
+    first: TextPrompt
+    second: TextPrompt | None
+    rules: PoolRules
+
+    @property
+    def name(self) -> str:
+        return self.first.name
+
+    @property
+    def num_bytes(self) -> int:
+        return self.first.num_bytes + (0 if self.second is None else self.second.num_bytes)
+
+    @property
+    def is_checked(self) -> bool:
+        return self.first.is_checked and (self.second is None or self.second.is_checked)
+
+    def checked(self) -> PooledPrompt:
+        """As of ``TextPrompt``."""
+        second = self.second
+        return PooledPrompt(self.first.checked(), None if second is None else second.checked(), self.rules)
+
+
+Prompt = TextPrompt | ChatPrompt | IdsPrompt | PooledPrompt
 """One row of a call. Until ``is_checked``, ``checked()`` is to be called on the tokenizer's thread."""
 
 
@@ -219,6 +253,29 @@ def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRule
         return TextPrompt(value, len(value), rules=rules)
     prompt = TextPrompt(value, len(value), name, is_checked=False, rules=rules)
     return prompt.checked() if budget.covers(len(value) // CHARACTERS_PER_ID) else prompt
+
+
+def pooled_prompt(name: str, value: object, budget: CheckBudget, *, rules: PoolRules) -> PooledPrompt:
+    """A text to be pooled, which may be empty: special tokens are added."""
+    return PooledPrompt(_any_text(name, value, budget), None, rules)
+
+
+def pair_prompt(
+    name: str, value: object, budget: CheckBudget, *, rules: PoolRules, query: str | None = None
+) -> PooledPrompt:
+    """A query and a document: both in ``value``, or the document where the query is given."""
+    if query is None:
+        pair = checks.sequence(name, value, 2, allowed="a pair [query, document]")
+        if len(pair) != 2:
+            raise ValueError(f"{name} must be a pair [query, document], got {len(pair)} entries")
+        first, second = pair
+    else:
+        first, second = query, value
+    return PooledPrompt(_any_text(name, first, budget), _any_text(name, second, budget), rules)
+
+
+def _any_text(name: str, value: object, budget: CheckBudget) -> TextPrompt:
+    return TextPrompt("", 0) if checks.plain(value) == "" else text_prompt(name, value, budget)
 
 
 def ids_prompt(

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from aioengine import checks
 from aioengine.args import ALIASES, ARGUMENTS
 from aioengine.foreign_names import our_way
+from aioengine.frontend.pooling import Pooled  # a field of a Struct
 from aioengine.frontend.prompts import (
     CHAT_ARGUMENTS,
     MAX_IDS_AT_CALL,
@@ -183,6 +184,7 @@ class GivenRows(Struct):
         name: of the argument. make: checks the prompt of a row.
         params: of each row; None where one is for all. parsed: by the identity of what was given, which many rows may
             share.
+        pooled: what a call asks of the vectors of its rows; None: it wants tokens.
     """
 
     name: str
@@ -192,6 +194,7 @@ class GivenRows(Struct):
     params: list[object] | None = None
     parsed: dict[int, SamplingParams] = {}
     together: ParamsTogether = field(default_factory=ParamsTogether)
+    pooled: Pooled | None = None
 
 
 class CallRequest(Struct, kw_only=True):
@@ -302,12 +305,10 @@ def generate_request(
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value.
     """
-    _check_names(options, ("prompt", "sampling_params", "input_ids", "stream"), GenerateOptions.__annotations__)
-    if prompt is not None and input_ids is not None:
-        raise ValueError("prompt and input_ids are both given; give one of them")
+    check_names(options, ("prompt", "sampling_params", "input_ids", "stream"), GenerateOptions.__annotations__)
     embeds = options.get("input_embeds")
-    if prompt is None and input_ids is None and embeds is None:
-        raise ValueError("prompt and input_ids are both missing; give one of them")
+    if embeds is None:
+        check_one_prompt(prompt, input_ids)
     rules = encode_rules(options)
     if embeds is not None:
         if prompt is not None or input_ids is not None:
@@ -320,8 +321,16 @@ def generate_request(
         given = GivenRows("prompt", texts, partial(text_prompt, rules=rules), is_batch=True)
     else:
         make = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
-        given = _given("input_ids", input_ids, make, options, allowed=IDS_OR_ROWS)
-    return _call_request(given, sampling_params, stream=stream, options=options)
+        given = given_rows("input_ids", input_ids, make, options, allowed=IDS_OR_ROWS)
+    return call_request(given, sampling_params, stream=stream, options=options)
+
+
+def check_one_prompt(prompt: object, input_ids: object) -> None:
+    """Raise ValueError unless one of the two is given."""
+    if prompt is not None and input_ids is not None:
+        raise ValueError("prompt and input_ids are both given; give one of them")
+    if prompt is None and input_ids is None:
+        raise ValueError("prompt and input_ids are both missing; give one of them")
 
 
 def chat_request(
@@ -332,10 +341,10 @@ def chat_request(
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value.
     """
-    _check_names(options, ("messages", "sampling_params", "stream"), ChatOptions.__annotations__)
+    check_names(options, ("messages", "sampling_params", "stream"), ChatOptions.__annotations__)
     make = partial(chat_prompt, options=template_options(options), rules=encode_rules(options))
-    given = _given("messages", messages, make, options, allowed=MESSAGES)
-    return _call_request(given, sampling_params, stream=stream, options=options)
+    given = given_rows("messages", messages, make, options, allowed=MESSAGES)
+    return call_request(given, sampling_params, stream=stream, options=options)
 
 
 def _embeds_rows(value: object, options: Mapping[str, object], rules: EncodeRules) -> GivenRows:
@@ -349,7 +358,7 @@ def _embeds_rows(value: object, options: Mapping[str, object], rules: EncodeRule
     return GivenRows(NAME, given.values, given.make, given.is_batch)
 
 
-def _given(
+def given_rows(
     name: str,
     value: object,
     make: Callable[[str, object, CheckBudget], Prompt],
@@ -377,7 +386,7 @@ def _num_dimensions(value: object) -> int:
     return found if isinstance(found, int) else 0
 
 
-def _call_request(
+def call_request(
     given: GivenRows, sampling_params: object, *, stream: object, options: Mapping[str, object]
 ) -> CallRequest:
     num_prompts = len(given.values)
@@ -444,7 +453,7 @@ def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequ
     return request
 
 
-def _check_names(
+def check_names(
     options: Mapping[str, object], others: tuple[str, ...], known: Mapping[str, object] = RequestOptions.__annotations__
 ) -> None:
     """Options that exist pass, and those to come at values that mean "off", also once for each prompt.

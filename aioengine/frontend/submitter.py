@@ -13,12 +13,14 @@ from msgspec.structs import replace
 
 from aioengine import params as wire
 from aioengine.answers import RowFacts
+from aioengine.config import PoolingSettings
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.encoder import Encoder, Job, checked
 from aioengine.frontend.outputs import Wants
-from aioengine.frontend.prompts import ChatPrompt, EmbedsIds, IdsPrompt, TextPrompt
+from aioengine.frontend.pooling import completed, fitting
+from aioengine.frontend.prompts import ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
 from aioengine.frontend.row_options import check_lengths, check_vocabulary
-from aioengine.protocol.messages import ALL_STATES, SEED_MASK, End, FinishCode, Limits, RequestKind, Submit
+from aioengine.protocol.messages import ALL_STATES, SEED_MASK, End, FinishCode, Limits, PairIds, RequestKind, Submit
 from aioengine.protocol.packed_logprobs import LogprobReader
 from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
@@ -48,6 +50,8 @@ MAX_ROWS_ENDED_AT_ONCE: Final = 512
 MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 """Size of their messages: every row, also every sample of one prompt, is sent with its ids and its stops."""
 
+GENERATE, POOL, SCORE = RequestKind
+
 DRAWN_SEED_BITS: Final = 52
 """Seeds of all samples of a request stay below 2**53: a browser can keep and send them back."""
 
@@ -65,6 +69,9 @@ class PromptRules(Struct, frozen=True, kw_only=True):
     logits_processors: tuple[str, ...] = ()
     hidden_size: int = 0
     max_hidden_state_bytes: int = 0
+    task: str = "generate"
+    pooling: PoolingSettings = PoolingSettings()
+    vector_size: int = 1
 
 
 class ParamsParts(NamedTuple):
@@ -96,11 +103,14 @@ class RequestChecks:
 
         Raises ValueError: ids outside the vocabulary; text, or rules about text, without a tokenizer.
         """
-        if first == 0 and request.given.params is None:
-            self._check_params(request.params[0])
+        if first == 0:
+            if (given := request.given).pooled or self.rules.task != "generate":
+                given.pooled = completed(given.pooled, self.rules.pooling, self.rules.task, self.rules.vector_size)
+            if request.given.params is None:
+                self._check_params(request.params[0])
         for place in range(first, len(request.prompts)):
             prompt = request.prompts[place]
-            if self.encoder is None and isinstance(prompt, TextPrompt | ChatPrompt):
+            if self.encoder is None and isinstance(prompt, TextPrompt | ChatPrompt | PooledPrompt):
                 raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
             try:
                 if request.logprobs is not None and (place == 0 or request.logprobs.differ):
@@ -164,7 +174,7 @@ class RequestChecks:
                 f"input_embeds has embeddings of {token_ids.width} numbers; those of this model have "
                 f"{self.rules.hidden_size}"
             )
-        if len(token_ids) >= self.rules.context_length:
+        if len(token_ids) > self.rules.context_length:
             return  # refused anyway, and may be very long
         try:
             convert(token_ids, self._vocabulary)
@@ -296,7 +306,7 @@ class Submitter:
         prompts = request.prompts[first : first + max(1, min(room, MAX_ROWS_AT_ONCE) // request.num_samples)]
         if room <= 0 or not prompts:
             return
-        ready = [self._ids_if_known(prompt) for prompt in prompts]
+        ready = [self._ids_if_known(prompt, is_pooled=bool(request.given.pooled)) for prompt in prompts]
         known = [entry for entry in ready if entry is not None]
         if len(known) == len(ready):
             self._start_rows(call, _rows_of(call, known), 0.0)
@@ -306,18 +316,19 @@ class Submitter:
             call.is_encoding = True
             self._encoder.encode(Job(prompts, partial(self._encoded, call, ready), self.checks.check_ids))
 
-    def _ids_if_known(self, prompt: Prompt | PromptError) -> Encoded | None:
+    def _ids_if_known(self, prompt: Prompt | PromptError, *, is_pooled: bool) -> Encoded | None:
         """The ids of a prompt that needs no tokenizer, or why it can have none."""
         if isinstance(prompt, Exception):
             return prompt
         if isinstance(prompt, IdsPrompt) and prompt.is_checked:
             return prompt.token_ids
         try:
-            self.checks.check_size(prompt)
+            if not is_pooled:
+                self.checks.check_size(prompt)
         except RequestTooLargeError as error:
             return error
         if self._encoder is None:  # ids, and no thread to check so many of them
-            return self._ids_if_known(checked(prompt, self.checks.check_ids))
+            return self._ids_if_known(checked(prompt, self.checks.check_ids), is_pooled=is_pooled)
         return None
 
     def _encoded(self, call: Call, ready: list[Encoded | None], encoded: list[Encoded], seconds: float) -> None:
@@ -361,7 +372,9 @@ class Submitter:
         call.num_started += 1
         prompt, sample = divmod(position, request.num_samples)
         params = request.params_of(prompt)
-        if request.sessions is not None:
+        if request.given.pooled is not None:
+            encoded = fitting(encoded, request.given.pooled, self._rules.context_length)
+        elif request.sessions is not None:
             encoded = self._with_history(call, position, encoded)
         ids = encoded if isinstance(encoded, list) else []
         rules = None if request.logprobs is None else request.logprobs.of(prompt)
@@ -403,12 +416,12 @@ class Submitter:
     def _submit_row(self, call: Call, row: RowStream, params: SamplingParams, submits: list[Submit]) -> None:
         request, facts = call.request, row.facts
         rules = None if facts.logprobs is None else facts.logprobs.rules
-        ids = facts.prompt_token_ids
+        ids, is_pooled = facts.prompt_token_ids, request.given.pooled is not None
         session = 0 if request.sessions is None else self._sessions.attach(row)
         try:
             if not ids:
                 raise ValueError("the prompt has no tokens")
-            max_new_tokens = self.checks.output_limit(params, len(ids))
+            max_new_tokens = 0 if is_pooled else self.checks.output_limit(params, len(ids))
             if rules is not None:
                 if rules.start >= 0 and isinstance(ids, EmbedsIds):
                     raise ValueError("logprob_start_len is for prompts that have token ids, and input_embeds has none")
@@ -418,7 +431,7 @@ class Submitter:
         except ValueError as error:
             _refuse(row, error)
             return
-        if max_new_tokens == 0 and rules is None:
+        if max_new_tokens == 0 and rules is None and not is_pooled:
             _end(row, FinishCode.LENGTH)
             return
         parts = self.checks.parts_of(params)
@@ -527,7 +540,8 @@ def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: i
         priority=request.priority,
         arrived_at=call.called_at,
         tenant=request.tenant,
-        kind=RequestKind.GENERATE if max_new_tokens else RequestKind.SCORE,
+        kind=POOL if request.given.pooled else GENERATE if max_new_tokens else SCORE,
+        second_text=ids.second_text if isinstance(ids, PairIds) else 0,
         cache_salt=salt,
         session=session,
         logprobs=rules,

@@ -155,6 +155,12 @@ class TextRules(Struct, frozen=True, array_like=True, gc=False):
     logprobs: LogprobRules | None = None
 
 
+class PairIds(list[int]):
+    """The ids of a text, or of a pair of texts, which some models tell apart. ``second_text``: as in ``Submit``."""
+
+    second_text = 0
+
+
 # ---------------------------------------------------------------- to the scheduler
 
 

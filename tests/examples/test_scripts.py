@@ -23,6 +23,7 @@ SCRIPTS = {
     "03_async.py": r"France: Paris.*Peru: Lima.*stopped by deadline after \d+ tokens",
     "04_async_streaming.py": r"so far: ' Paris.*ended by abort, \d+ tokens",
     "05_batch.py": r'\{"prompt": "The capital of Norway is", "text": " Oslo.*"\}',
+    "07_search.py": r"Norway is: The capital of Norway is Oslo.*Egypt is: Cairo is the capital",
     "06_session.py": r"Tokyo.*Cairo.*Lima.*\[\d+ of \d+ prompt tokens were not computed again\].*Oslo",
 }
 SERVERS = ("fastapi_server.py", "aiohttp_server.py")

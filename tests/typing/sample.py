@@ -8,16 +8,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, assert_type
 
+from numpy import float32
+from numpy.typing import NDArray
+
 from aioengine import (
     Answer,
     AsyncEngine,
     BatchOutput,
     ChunkIterator,
+    Embedding,
     Engine,
     EngineArguments,
     EngineOverloadedError,
     FinishReason,
     Generation,
+    Ranking,
     RequestTooLargeError,
     SamplingParams,
     Stream,
@@ -105,6 +110,17 @@ def without_asyncio(is_stream: bool) -> None:
         assert_type([chunk["text"] for chunk in llm.attach("mine")], list[str])
         assert_type(llm.async_attach("mine"), Stream)
         assert_type(llm.is_alive, bool)
+
+
+async def vectors_and_scores(llm: Engine, engine: AsyncEngine) -> None:
+    assert_type(llm.encode("a")["embedding"], NDArray[float32])
+    assert_type(llm.encode(["a", "b"], dimensions=8, prompt_name="query"), BatchOutput[Embedding])
+    assert_type(llm.encode(input_ids=[[1, 2]])["embedding"], list[NDArray[float32]])
+    assert_type(await engine.async_encode("a", truncate=True), Embedding)
+    assert_type([found["score"] for found in llm.rerank("a", ["b", "c"], top_n=1)], list[float])
+    assert_type(await engine.async_rerank([["a", "b"]]), BatchOutput[Ranking])
+    llm.rerank("a")  # type: ignore[call-overload]
+    llm.encode("a", dimension=8)  # type: ignore[call-overload]
 
 
 def prompts_of_either_kind(llm: Engine, prompt: str | list[str], token_ids: list[int] | list[list[int]]) -> None:
