@@ -75,7 +75,7 @@ WRONG_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"prompt": "a", "return_exceptions": None}, TypeError, "return_exceptions"),
     ({"prompt": "a", "image_data": "x.png"}, ValueError, "image_data='x.png': images, audio and video: not available"),
     ({"prompt": ["a"], "image_data": [None, "x.png"]}, ValueError, "image_data='x.png': images, audio and video"),
-    ({"prompt": "a", "return_hidden_states": 0}, ValueError, "only False or None is accepted"),
+    ({"prompt": "a", "return_routed_experts": 0}, ValueError, "only False or None is accepted"),
     ({"prompt": "a", "return_logprobs": False}, TypeError, "did you mean 'return_logprob'"),
     ({"prompts": ["a"]}, TypeError, r"unexpected argument 'prompts' \(did you mean 'prompt'\?\); there are prompt, "),
     ({"prompt": 5, "sampling_parms": {}}, TypeError, "did you mean 'sampling_params'"),
