@@ -11,6 +11,7 @@ in msgpack. No number becomes a Python object before ``LogprobReader`` makes the
 
 from __future__ import annotations
 
+from itertools import repeat
 from operator import attrgetter
 from struct import Struct as Format
 from typing import TYPE_CHECKING, Final
@@ -20,7 +21,7 @@ from msgspec import Struct, msgpack
 from aioengine.protocol.columns import Extra
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 OUTPUT_LOGPROBS: Final = "logprobs"
 """``Extra.kind`` of an output token."""
@@ -37,6 +38,8 @@ _KINDS: Final = frozenset((OUTPUT_LOGPROBS, PROMPT_LOGPROBS, NEXT_LOGPROBS))
 
 Entry = tuple[float | None, int, str | None]
 """Logprob, token id, text."""
+
+_NO_TEXTS: Final = repeat(None)
 
 _index = attrgetter("index")
 _texts = msgpack.Decoder(list[str])
@@ -83,33 +86,35 @@ class _Lists:
 class LogprobReader:
     """Makes the lists of ``meta_info`` for one request, by its ``rules``."""
 
-    __slots__ = ("_format", "_num_prompt", "rules")
+    __slots__ = ("_format", "_num_prompt", "_num_top", "_num_values", "rules")
 
     def __init__(self, rules: LogprobRules, num_prompt: int) -> None:
         self.rules = rules
         self._num_prompt = num_prompt
+        self._num_top, self._num_values = rules.num_top, rules.num_values
         self._format = Format(f"<{rules.num_values}f{1 + rules.num_top}i")
 
     def empty(self, side: str) -> dict[str, object]:
         """The lists of ``side`` ("input" or "output") without any position."""
         return self._named(side, _Lists())
 
-    def read(self, extras: Iterable[Extra], *, is_first: bool) -> tuple[dict[str, object], list[Extra]]:
+    def read(self, extras: list[Extra], *, is_first: bool) -> tuple[dict[str, object], list[Extra]]:
         """The lists that the ``extras`` of a chunk give, and the extras of other kinds.
 
         ``is_first``: it is the first chunk of the request, which has the lists of the prompt.
         """
         output, prompt = _Lists(), _Lists()
         others: list[Extra] = []
-        for extra in sorted(extras, key=_index):
-            if extra.kind == OUTPUT_LOGPROBS:
+        for extra in extras if len(extras) == 1 else sorted(extras, key=_index):
+            kind = extra.kind
+            if kind == OUTPUT_LOGPROBS:
                 self._add(extra.data, 1, output)
-            elif extra.kind == PROMPT_LOGPROBS:
+            elif kind == PROMPT_LOGPROBS:
                 self._add(extra.data, self.rules.num_prompt_positions(self._num_prompt), prompt)
                 if self.rules.start == 0:
                     prompt.own[0] = (None, *prompt.own[0][1:])
                     prompt.top[:1] = prompt.asked[:1] = [None]
-            elif extra.kind == NEXT_LOGPROBS:
+            elif kind == NEXT_LOGPROBS:
                 self._add(extra.data, 1, output)
                 output.own.pop()
             else:
@@ -119,29 +124,29 @@ class LogprobReader:
 
     def _add(self, data: bytes, num_positions: int, lists: _Lists) -> None:
         """Append the entries of positions."""
-        rules = self.rules
-        num_top, num_values = rules.num_top, rules.num_values
-        end = num_positions * self._format.size
-        num_ids = len(rules.token_ids)
-        texts: list[str | None] = [None] * (num_positions * (1 + num_top) + num_ids)
-        if rules.with_text:
-            texts[:] = _texts.decode(data[end:])
-        text = iter(texts)
-        asked_texts = texts[len(texts) - num_ids :]
-        for values in self._format.iter_unpack(memoryview(data)[:end]):
-            lists.own.append((values[0], values[num_values], next(text)))
-            # the texts last: zip takes none beyond those that it needs
-            lists.top.append(list(zip(values[1 : 1 + num_top], values[num_values + 1 :], text, strict=False)))
-            lists.asked.append(list(zip(values[1 + num_top : num_values], rules.token_ids, asked_texts, strict=True)))
+        num_top, num_values, ids = self._num_top, self._num_values, self.rules.token_ids
+        texts: Iterator[str | None] = _NO_TEXTS
+        asked_texts: Iterable[str | None] = _NO_TEXTS
+        numbers: bytes | memoryview = data
+        if self.rules.with_text:
+            end = num_positions * self._format.size
+            found = _texts.decode(data[end:])
+            numbers, texts, asked_texts = memoryview(data)[:end], iter(found), found[len(found) - len(ids) :]
+        for values in self._format.iter_unpack(numbers):
+            lists.own.append((values[0], values[num_values], next(texts)))
+            if num_top:  # the texts last: zip takes none beyond those that it needs
+                lists.top.append(list(zip(values[1 : 1 + num_top], values[num_values + 1 :], texts, strict=False)))
+            if ids:
+                lists.asked.append(list(zip(values[1 + num_top : num_values], ids, asked_texts, strict=False)))
 
     def _named(self, side: str, lists: _Lists) -> dict[str, object]:
-        named: dict[str, object] = {f"{side}_token_logprobs": lists.own}
+        named: dict[str, object] = {side + "_token_logprobs": lists.own}
         if side == "output":
             named["output_token_logprobs_length"] = len(lists.own)
-        if self.rules.num_top:
-            named[f"{side}_top_logprobs"] = lists.top
+        if self._num_top:
+            named[side + "_top_logprobs"] = lists.top
         if self.rules.token_ids:
-            named[f"{side}_token_ids_logprobs"] = lists.asked
+            named[side + "_token_ids_logprobs"] = lists.asked
         return named
 
 

@@ -39,11 +39,8 @@ SEGMENT = 128
 CPU_ROWS = 32
 """Positions that are worked on at once on a CPU; ``SAMPLED_ROWS`` on a GPU."""
 
-FEW_VALUES = 64
-"""Requests for up to so many logprobs of a position are computed together, for the largest of these numbers."""
-
 MAX_NUMBERS, MANY_VALUES_ROWS = 1 << 22, 16
-"""For more values: about how many numbers are worked on at once, of how many positions at most."""
+"""For requests of another class than 0: about how many numbers are worked on at once, of how many positions at most."""
 
 _LOW_WORD = (1 << 32) - 1
 _LEAST_KEY = -(1 << 63)
@@ -153,24 +150,29 @@ class StepLogprobs:
 def _read(part: _Part, found: list[Extra]) -> None:
     """Append the extras of output tokens to ``found``, and the numbers of prompts to their rows."""
     numbers = part.numbers.numpy()
+    whole, row_bytes = numbers.tobytes(), numbers.strides[0]
     most = part.num_top, part.num_asked
     start = 0
-    for run in part.runs:
-        own = run.request.logprobs
+    for request, first, count in part.runs:
+        own = request.logprobs
         if own is None:
-            raise ValueError(f"request {run.request.uid} asked for no logprobs")
-        rows = numbers[start : start + run.count]
-        start += run.count
-        num_top, num_asked = own.rules.num_top, len(own.rules.token_ids)
-        if (num_top, num_asked) != most:
-            rows = rows[:, _columns(num_top, num_asked, most)]
-        num_prompt = run.request.num_prompt - run.first  # of its positions, those of the prompt
-        if num_prompt > 0:
-            own.parts.append(rows[:num_prompt].tobytes())
-            rows = rows[num_prompt:]
-        if len(rows):
-            index, kind = (NO_TOKEN, NEXT_LOGPROBS) if own.gives_next else (-num_prompt, OUTPUT_LOGPROBS)
-            found.append(Extra(run.request.uid, index, kind, rows.tobytes()))
+            raise ValueError(f"request {request.uid} asked for no logprobs")
+        end = start + count
+        shape = own.rules.num_top, len(own.rules.token_ids)
+        if shape == most:
+            data = whole[start * row_bytes : end * row_bytes]
+        else:
+            data = numbers[start:end, _columns(*shape, most)].tobytes()
+        start = end
+        index = first - request.num_prompt
+        if index < 0:
+            in_prompt = -index * own.rules.position_bytes
+            own.parts.append(data[:in_prompt])
+            data = data[in_prompt:]
+        if own.gives_next and data:
+            found.append(Extra(request.uid, NO_TOKEN, NEXT_LOGPROBS, data))
+        elif data:
+            found.append(Extra(request.uid, index, OUTPUT_LOGPROBS, data))
 
 
 def _columns(num_top: int, num_asked: int, most: tuple[int, int]) -> Ints:
@@ -303,9 +305,8 @@ def _targets(run: Run) -> Ints:
 
 
 def _class_of(request: RequestRow) -> int:
-    """Requests of one class are computed together: 0 for few values, else their number to the next power of two."""
-    num_values = 0 if request.logprobs is None else request.logprobs.rules.num_values
-    return num_values.bit_length() if num_values > FEW_VALUES else 0
+    """Requests of one class are computed together."""
+    return 0 if request.logprobs is None else request.logprobs.size_class
 
 
 def _pieces(runs: list[Run], max_rows: int) -> Iterator[list[Run]]:
@@ -313,13 +314,14 @@ def _pieces(runs: list[Run], max_rows: int) -> Iterator[list[Run]]:
     for kind, group in groupby(runs, key=lambda run: _class_of(run.request)):
         room = most = min(max_rows, max(1, MAX_NUMBERS >> kind), MANY_VALUES_ROWS) if kind else max_rows
         piece: list[Run] = []
-        for run in group:
-            request, first, count = run
-            while count > room:
+        for whole in group:
+            run = whole
+            while run.count > room:
                 if room:
-                    piece.append(Run(request, first, room))
+                    piece.append(run._replace(count=room))
                 yield piece
-                first, count, piece, room = first + room, count - room, [], most
-            piece.append(Run(request, first, count))
-            room -= count
+                run = run._replace(first=run.first + room, count=run.count - room)
+                piece, room = [], most
+            piece.append(run)
+            room -= run.count
         yield piece

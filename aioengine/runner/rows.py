@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
 
+FEW_VALUES = 64
+"""Logprobs of a position: requests for up to so many are computed together, for the largest of these numbers."""
+
 SAMPLING_RECORD = np.dtype(
     [
         ("is_plain", np.bool_),  # greedy, and no processor
@@ -51,11 +54,14 @@ SAMPLING_RECORD = np.dtype(
 class RowLogprobs:
     """The logprobs of an open request.
 
-    rules: those that it wants. gives_next: what stands behind the prompt gets them and is no token. prompt: ids [X] of
-    the prompt if its positions get them, else none. parts: of the prompt, packed, as far as it is computed.
+    rules: those that it wants. size_class: requests of one class are computed together: 0 for up to ``FEW_VALUES`` of a
+    position, else the bits of their number. gives_next: what stands behind the prompt gets them and is no token.
+    prompt: ids [X] of the prompt if its positions get them, else none. parts: of the prompt, packed, as far as it is
+    computed.
     """
 
     rules: LogprobRules
+    size_class: int
     gives_next: bool
     prompt: Ints
     parts: list[bytes]
@@ -285,7 +291,8 @@ def _row_logprobs(opened: NewRow, rules: LogprobRules) -> RowLogprobs:
         first = np.zeros(rules.position_bytes // 4, dtype=np.int32)
         first[rules.num_values] = prompt[0]
         parts.append(first.tobytes())
-    return RowLogprobs(rules, opened.kind is RequestKind.SCORE, prompt, parts)
+    size_class = rules.num_values.bit_length() if rules.num_values > FEW_VALUES else 0
+    return RowLogprobs(rules, size_class, opened.kind is RequestKind.SCORE, prompt, parts)
 
 
 def logits_row(index: int, request: RequestRow, position: int) -> LogitsRow:

@@ -21,10 +21,16 @@ Ids = list[int]
 
 
 class Output(NamedTuple):
-    """How much a request generates, and how; the end of text is ignored."""
+    """How much a request generates, and how; the end of text is ignored.
+
+    num_top: each output token comes with its logprob and those of so many likeliest tokens; of_prompt: each prompt
+    token does instead. None: no logprobs.
+    """
 
     num_tokens: int
     temperature: float = 0.6
+    num_top: int | None = None
+    of_prompt: bool = False
 
 
 class Engine(Protocol):
@@ -64,11 +70,15 @@ class AioEngine:
 
     async def generate(self, prompts: list[Ids], outputs: list[Output]) -> list[int]:
         samplings = [self._sampling(output) for output in outputs]
-        answers = await self.engine.async_generate(input_ids=prompts, sampling_params=samplings)
+        answers = await self.engine.async_generate(
+            input_ids=prompts, sampling_params=samplings, **self._logprobs(outputs[0])
+        )
         return [answer["meta_info"]["completion_tokens"] for answer in answers]
 
     def stream(self, prompt: Ids, output: Output) -> AsyncIterator[Any]:
-        return self.engine.async_generate(input_ids=prompt, sampling_params=self._sampling(output), stream=True)
+        return self.engine.async_generate(
+            input_ids=prompt, sampling_params=self._sampling(output), stream=True, **self._logprobs(output)
+        )
 
     def num_new(self, chunk: Any, num_before: int) -> int:
         total: int = chunk["meta_info"]["completion_tokens"]
@@ -83,6 +93,13 @@ class AioEngine:
     @staticmethod
     def _sampling(output: Output) -> dict[str, object]:
         return {"max_new_tokens": output.num_tokens, "temperature": output.temperature, "ignore_eos": True}
+
+    @staticmethod
+    def _logprobs(output: Output) -> dict[str, Any]:
+        if output.num_top is None:
+            return {}
+        start = 0 if output.of_prompt else -1
+        return {"return_logprob": True, "top_logprobs_num": output.num_top, "logprob_start_len": start}
 
 
 class VLLM:
@@ -128,6 +145,11 @@ class VLLM:
             temperature=output.temperature,
             ignore_eos=True,
             output_kind=RequestOutputKind[kind],
+            **(
+                {}
+                if output.num_top is None
+                else {"prompt_logprobs" if output.of_prompt else "logprobs": output.num_top}
+            ),
         )
         return self.engine.generate({"prompt_token_ids": prompt}, params, str(next(self.numbers)))
 
@@ -147,12 +169,16 @@ class SGLang:
 
     async def generate(self, prompts: list[Ids], outputs: list[Output]) -> list[int]:
         samplings = [AioEngine._sampling(output) for output in outputs]
-        answers = await self.engine.async_generate(input_ids=prompts, sampling_params=samplings)
+        answers = await self.engine.async_generate(
+            input_ids=prompts, sampling_params=samplings, **AioEngine._logprobs(outputs[0])
+        )
         return [answer["meta_info"]["completion_tokens"] for answer in answers]
 
     async def stream(self, prompt: Ids, output: Output) -> AsyncIterator[Any]:
         sampling = AioEngine._sampling(output)
-        async for chunk in await self.engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True):
+        async for chunk in await self.engine.async_generate(
+            input_ids=prompt, sampling_params=sampling, stream=True, **AioEngine._logprobs(output)
+        ):
             yield chunk
 
     def num_new(self, chunk: Any, num_before: int) -> int:

@@ -1,4 +1,4 @@
-"""GPU workloads W1 to W6 on random weights, through the public API, on this engine and on others that are installed.
+"""GPU workloads W1 to W6 and F1 on random weights, through the public API, on this engine and others if installed.
 
     python -m benchmarks.gpu.workloads --models /tmp/bench-models --json results.json  # everything
     python -m benchmarks.gpu.workloads --models /tmp/bench-models --rows W3 W4 --model a
@@ -9,6 +9,8 @@ W1 / W2  256 requests, 100 to 1024 tokens in and out, temperature 0.6: output to
 W3       one stream, 128 in, 256 out, greedy: ms per token; wall time of one token after 1024 and 8192 new ones
 W4       256 and 1024 streams in one asyncio process, 128 in, 256 out, text on: rate, latencies, CPU seconds
 W5       256 requests that share 2048 tokens and have 128 of their own, 64 out: seconds (model b)
+F1       logprobs: 256 streams of W4 without, with those of chosen tokens, with the top 5; 8 prompts of 4096 tokens,
+         one token out, without, with the top 1 and top 5 of the prompt; by turns: tokens per second (model a)
 W6       decode at batch 1 to 256 over 512 cached tokens: 128 steps, tokens per second (model b)
 
 Model a has the shape of Qwen3-0.6B, b that of Llama-3.1-8B. The prefix cache is emptied before each counted run. Every
@@ -105,9 +107,11 @@ async def one_stream(bench: Bench) -> None:
                 bench.add(f"TTFT {length} ms", seconds * 1000)
 
 
-async def _stream(bench: Bench, prompt: Ids, started: float, firsts: list[float], gaps: list[float]) -> int:
+async def _stream(
+    bench: Bench, prompt: Ids, started: float, firsts: list[float], gaps: list[float], *, num_top: int | None = None
+) -> int:
     count, before = 0, 0.0
-    async for chunk in bench.engine.stream(prompt, Output(256)):
+    async for chunk in bench.engine.stream(prompt, Output(256, num_top=num_top)):
         now = time.perf_counter()
         if count:
             gaps.append(now - before)
@@ -158,6 +162,26 @@ async def streams(bench: Bench) -> None:
                 bench.add(f"{num_streams} streams {name}", value)
 
 
+async def logprobs(bench: Bench) -> None:
+    for number in range(4):
+        for name, num_top in (("without", None), ("chosen", 0), ("top 5", 5)):
+            await bench.empty_cache()
+            rng = bench.rng()
+            prompts = [ids(rng, 128) for _ in range(256)]
+            started = time.perf_counter()
+            streams = (_stream(bench, prompt, started, [], [], num_top=num_top) for prompt in prompts)
+            counts = await asyncio.gather(*streams)
+            if number:
+                bench.add(f"256 streams {name} tok/s", sum(counts) / (time.perf_counter() - started))
+    for number in range(4):
+        for name, num_top in (("without", None), ("top 1", 1), ("top 5", 5)):
+            rng = bench.rng()
+            prompts = [ids(rng, 4096) for _ in range(8)]
+            seconds = await bench.generate(prompts, [Output(1, 0.0, num_top, of_prompt=True)] * 8)
+            if number:
+                bench.add(f"prompts {name} tok/s", 8 * 4096 / seconds)
+
+
 async def shared_prefix(bench: Bench) -> None:
     for number in range(3):
         rng = bench.rng()
@@ -186,6 +210,7 @@ WORKLOADS: dict[str, tuple[str, Callable[[Bench], Coroutine[None, None, None]]]]
     "W2": ("b", offline),
     "W6": ("b", sweep),
     "W5": ("b", shared_prefix),
+    "F1": ("a", logprobs),
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from aioengine.config import Settings
 from aioengine.protocol.messages import FinishCode, Sampling
 from aioengine.protocol.packed_logprobs import LogprobReader, LogprobRules
-from aioengine.runner.logprobs import SEGMENT, likeliest
+from aioengine.runner.logprobs import CPU_ROWS, SEGMENT, likeliest
 from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
 
 PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(41)]
@@ -114,6 +114,24 @@ def test_logprobs_are_those_of_a_plain_forward(saved: Saved, chunk_tokens: int, 
         check(world, uid, rules, saved)
     assert world.outputs[plain] == world.outputs[asked[-1][0]]
     assert world.extras[plain] == []
+
+
+def test_the_logits_of_a_prompt_are_computed_for_some_positions_at_a_time(saved: Saved) -> None:
+    world = World(settings_of(saved))
+    compute, sizes = world.runner._logprobs._compute_logits, list[int]()
+
+    def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return compute(hidden)
+
+    world.runner._logprobs._compute_logits = compute_logits
+    rules = LogprobRules(start=0)
+    uids = [world.submit(PROMPT * 4, logprobs=rules, max_new_tokens=1) for _ in range(2)]
+    world.run()
+    assert sum(sizes) == 2 * (4 * len(PROMPT) - 1)
+    assert max(sizes) == CPU_ROWS
+    for uid in uids:
+        check(world, uid, rules, saved, PROMPT * 4)
 
 
 def test_the_logprobs_are_the_same_bits_in_any_batch_chunk_and_cache(saved: Saved) -> None:

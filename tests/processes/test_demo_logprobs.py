@@ -1,0 +1,63 @@
+"""Logprobs of the demo model: the same numbers in whatever way a request is computed, and after lost processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from aioengine import AsyncEngine
+from tests.processes.restart_kit import pid_of
+from tests.processes.test_demo_engine import PROMPTS, SAMPLINGS, WAYS
+
+pytestmark = pytest.mark.process
+
+OPTIONS: dict[str, Any] = {
+    "return_logprob": True,
+    "logprob_start_len": [0, -1, 2, 0, 1, 30, 0],
+    "top_logprobs_num": [2, 0, 1, 5, 0, 1, 3],
+    "token_ids_logprob": [None, [7], None, [3, 4], None, None, [9]],
+    "return_text_in_logprobs": [True, False] * 3 + [True],
+}
+
+
+def lists_of(piece: Any) -> dict[str, list[Any]]:
+    info = dict(piece["meta_info"])
+    return {name: value for name, value in info.items() if name.endswith("_logprobs")}
+
+
+def options_of(place: int) -> dict[str, Any]:
+    return {name: value[place] if isinstance(value, list) else value for name, value in OPTIONS.items()}
+
+
+async def test_no_number_depends_on_the_batch_the_chunks_or_lost_processes() -> None:
+    async with AsyncEngine(**WAYS[2]) as engine:
+        batch = await engine.async_generate(PROMPTS, SAMPLINGS, **OPTIONS)
+        assert sum(out["meta_info"]["num_preemptions"] for out in batch)
+        for place in (0, 3, 5, 6):
+            out = batch[place]
+            alone = await engine.async_generate(PROMPTS[place], SAMPLINGS[place], **options_of(place))
+            assert lists_of(alone) == lists_of(out)
+            lengths = {name: len(value) for name, value in lists_of(out).items()}
+            num_prompt = out["meta_info"]["prompt_tokens"]
+            start = OPTIONS["logprob_start_len"][place]
+            assert {lengths[name] for name in lengths if name.startswith("output")} == {len(out["output_ids"])}
+            assert {lengths[name] for name in lengths if name.startswith("input")} == {
+                max(num_prompt - start, 0) * (start >= 0)
+            }
+        for place, role in ((0, "scheduler"), (3, "detokenizer")):
+            joined: dict[str, list[Any]] = {}
+            stream = engine.async_generate(PROMPTS[place], SAMPLINGS[place], stream=True, **options_of(place))
+            number = 0
+            async for chunk in stream:
+                found = lists_of(chunk)
+                assert len(found["output_token_logprobs"]) == len(chunk["output_ids"])
+                for name, entries in found.items():
+                    joined.setdefault(name, []).extend(entries)
+                number += 1
+                if number == 5:
+                    os.kill(pid_of(engine, role), signal.SIGKILL)
+            assert joined == lists_of(batch[place])
+        assert engine.stats()["num_restarts"] == 2
