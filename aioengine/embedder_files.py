@@ -83,9 +83,8 @@ def read_pooling(folder: Path, config: TransformerConfig, raw: Mapping[str, obje
     if config.task is Task.GENERATE:
         return PoolingSettings()
     if config.task is Task.CLASSIFY:
-        kind = config.classifier_pooling if isinstance(config, EncoderConfig) else "last"
         return PoolingSettings(
-            kind=kind,
+            kind=config.classifier_pooling if isinstance(config, EncoderConfig) else "last",
             is_normalized=False,
             num_labels=config.num_labels,
             has_sigmoid=_has_sigmoid(raw, config.num_labels),

@@ -207,13 +207,15 @@ class Tokenizer:
             ValueError: not even the special tokens fit.
         """
         with _panics_as_errors:
-            parts = [self._fast.encode(text, add_special_tokens=False) for text in (first, second) if text is not None]
+            one = self._fast.encode(first, add_special_tokens=False)
+            two = None if second is None else self._fast.encode(second, add_special_tokens=False)
             room = max_tokens - self._fast.num_special_tokens_to_add(second is not None)
             if room < 0:
                 raise ValueError(f"{max_tokens} tokens are too few: the special tokens alone are {max_tokens - room}")
+            parts = [one] if two is None else [one, two]
             for part, size in zip(parts, _cut_sizes([len(part.ids) for part in parts], room), strict=True):
                 part.truncate(size)
-            return _pair_ids(self._fast.post_process(*parts, add_special_tokens=True))
+            return _pair_ids(self._fast.post_process(one, two, add_special_tokens=True))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``. Unknown ids have no text; ValueError: an id is negative, or has more than 32 bits."""

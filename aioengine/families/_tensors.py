@@ -37,7 +37,7 @@ def is_ignored(config: TransformerConfig, name: str) -> bool:
 
 def _encoder(config: EncoderConfig) -> Shapes:
     prefix, size, norm_bias = config.prefix, config.hidden_size, config.norm_bias
-    found = {f"{prefix}{name}.weight": (rows, size) for name, rows in config.embeddings.items()}
+    found: Shapes = {f"{prefix}{name}.weight": (rows, size) for name, rows in config.embeddings.items()}
     for name in config.norms:
         found |= _norm(f"{prefix}{name}", size, bias=norm_bias)
     for layer in range(config.num_layers):
