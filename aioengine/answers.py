@@ -108,6 +108,7 @@ class CommonInfo(TypedDict):
     input_top_logprobs: NotRequired[list[list[Entry] | None]]
     input_token_ids_logprobs: NotRequired[list[list[Entry] | None]]
     hidden_states: NotRequired[list[npt.NDArray[np.float32]]]
+    sequence_score: NotRequired[float]
 
 
 class MetaInfo(CommonInfo):

@@ -13,6 +13,7 @@ from aioengine.answers import Answer
 from aioengine.args import engine_config
 from aioengine.foreign_names import no_attribute
 from aioengine.frontend import callers, info, requests
+from aioengine.frontend.beam_search import beam_search, search_options
 from aioengine.frontend.callers import running_loop
 from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.info import TokenizerNamespace
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
-    from aioengine.frontend.requests import CallRequest, ChatOptions, GenerateOptions
+    from aioengine.frontend.requests import CallRequest, ChatOptions, GenerateOptions, TokenIds
     from aioengine.frontend.startup import Blueprint
     from aioengine.signatures import EngineArguments
     from aioengine.tokenizer import Tokenizer
@@ -172,6 +173,30 @@ class EngineFace(ABC):
         ``async_encode``, and a ValueError where the model is no cross-encoder.
         """
         return self._open(partial(rerank_request, query, documents, top_n, options))
+
+    async def async_beam_search(
+        self,
+        prompt: str | TokenIds,
+        beam_width: int = 4,
+        max_new_tokens: int = 64,
+        length_penalty: float = 1.0,
+        **sampling: object,
+    ) -> BatchOutput:
+        """The ``beam_width`` best outputs for one prompt (text or token ids), best first, by beam search.
+
+        ``meta_info["sequence_score"]`` is the sum of the log-probabilities of the output tokens, divided by their
+        number to the power of ``length_penalty``. ``sampling``: ``stop_token_ids``, ``ignore_eos``, ``min_new_tokens``,
+        ``skip_special_tokens``; with ``logprobs_mode="processed"`` also ``temperature``, ``repetition_penalty``,
+        ``logit_bias``, ``allowed_token_ids`` and ``bad_words``.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong. RequestTooLargeError: the longest output would not fit.
+            Exception: what ``async_generate`` raises.
+        """
+        parts = self._anywhere().parts
+        mode = parts.settings.runner.logprobs_mode
+        options = search_options(beam_width, max_new_tokens, length_penalty, sampling, mode=mode)
+        return await beam_search(self.async_generate, parts, prompt, options)
 
     def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         frontend = self._running()

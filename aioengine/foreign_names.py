@@ -8,6 +8,8 @@ _ENGINES: Final = "Engine is the engine for synchronous code, AsyncEngine the on
 _LOGPROBS: Final = "use return_logprob=True of a call, with top_logprobs_num or logprob_start_len"
 _GRAMMARS: Final = "structured output (json_schema, regex or ebnf in sampling_params) is not available yet"
 
+_BEAMS: Final = "beam search is a method of its own, engine.beam_search"
+
 OUR_WAY: Final[dict[str, str]] = {
     "LLM": _ENGINES,
     "LLMEngine": _ENGINES,
@@ -24,6 +26,8 @@ OUR_WAY: Final[dict[str, str]] = {
     "guided_choice": _GRAMMARS,
     "guided_grammar": _GRAMMARS,
     "structured_outputs": _GRAMMARS,
+    "beam_width": _BEAMS,
+    "use_beam_search": _BEAMS,
     "enable_prefix_caching": "the prefix cache is on, unless the engine is made with disable_radix_cache=True",
     "enable_chunked_prefill": "prompts are computed in chunks, unless the engine is made with chunked_prefill_size=-1",
     "max_model_len": "it is context_length here: an argument of the engine, and a key of engine.get_model_info()",

@@ -37,7 +37,6 @@ _LATER: Final = {
     "regex": "structured output",
     "ebnf": "structured output",
     "structural_tag": "structured output",
-    "beam_width": "beam search",
     "watermark": "watermarking",
 }
 """Parameters to come: name -> the feature."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.outputs import Reader
     from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
-    from aioengine.frontend.requests import CallRequest, ChatOptions, GenerateOptions
+    from aioengine.frontend.requests import CallRequest, ChatOptions, GenerateOptions, TokenIds
     from aioengine.frontend.startup import Blueprint
     from aioengine.protocol.messages import Progress
     from aioengine.signatures import Chat, Encode, Generate, Rerank
@@ -246,6 +246,18 @@ class Engine(EngineFace):
     def async_attach(self, rid: str, from_offset: int = 0) -> Stream:
         """As ``attach``, to be iterated on any event loop."""
         return self._attached(rid, from_offset)
+
+    def beam_search(
+        self,
+        prompt: str | TokenIds,
+        beam_width: int = 4,
+        max_new_tokens: int = 64,
+        length_penalty: float = 1.0,
+        **sampling: object,
+    ) -> BatchOutput:
+        """The best outputs for one prompt by beam search, as ``async_beam_search``."""
+        self._blocking()
+        return self._portal.call(self.async_beam_search(prompt, beam_width, max_new_tokens, length_penalty, **sampling))
 
     # ------------------------------------------------------------ sessions
 

@@ -123,6 +123,20 @@ async def vectors_and_scores(llm: Engine, engine: AsyncEngine) -> None:
     llm.encode("a", dimension=8)  # type: ignore[call-overload]
 
 
+def requests_that_ask_for_more(llm: Engine, embeds: NDArray[float32]) -> None:
+    answer = llm.generate("a", {"bad_words": ["x"], "custom_params": {"a": 1}}, custom_logit_processor="a:B")
+    states = llm.generate("a", return_hidden_states=True)["meta_info"].get("hidden_states", [])
+    assert_type(states, list[NDArray[float32]])
+    llm.generate(["a", "b"], return_hidden_states=["last", None], custom_logit_processor=["a:B", None])
+    llm.generate("a", add_special_tokens=False, truncate_prompt_tokens=5)
+    assert_type(llm.generate(input_embeds=embeds), Answer)
+    assert_type(llm.generate(input_embeds=[[0.5, 1.0], [1.5, 2.0]]), Answer)
+    assert_type(llm.generate(input_embeds=[embeds, embeds]), BatchOutput)
+    assert_type(llm.beam_search("a", beam_width=2, length_penalty=0.5), BatchOutput)
+    Engine(logits_processors=["a.b:C"], max_hidden_state_bytes=1000)
+    print(answer, llm.chat([{"role": "user", "content": "Hi"}], return_hidden_states="last"))
+
+
 def prompts_of_either_kind(llm: Engine, prompt: str | list[str], token_ids: list[int] | list[list[int]]) -> None:
     assert_type(llm.generate(prompt), Answer | BatchOutput)
     assert_type(llm.async_generate(prompt), Generation[Answer] | Generation[BatchOutput])
