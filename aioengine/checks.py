@@ -94,8 +94,8 @@ def plain(value: object) -> object:
 def _storage(value: object) -> Sequence[object]:
     """The entries of a list or tuple, whatever a subclass says when it is asked for its length or iterated."""
     if type(value) not in _PLAIN:  # without its methods
-        of: type[object] = list if isinstance(value, list) else tuple
-        value = cast("Callable[[object, slice], object]", vars(of)["__getitem__"])(cast("object", value), slice(None))
+        of: type[object] = list if issubclass(type(value), list) else tuple
+        value = cast("Callable[[object, slice], object]", vars(of)["__getitem__"])(value, slice(None))
     return cast("Sequence[object]", value)
 
 
