@@ -274,8 +274,8 @@ BREAKS: dict[str, tuple[Break, str]] = {
     ),
     "missing key": (with_config(intermediate_size=None), "config.json': .*intermediate_size"),
     "another task": (
-        with_config(architectures=["MistralForTokenClassification"]),
-        r"config.json': .*architectures \['MistralForTokenClassification'\] is not implemented; what works: ...ForCausalLM",
+        with_config(architectures=["MistralForVision"]),
+        r"config.json': .*architectures \['MistralForVision'\] is not implemented; what works: ...ForCausalLM",
     ),
     "many layers": (
         with_config(num_hidden_layers=10_000),
