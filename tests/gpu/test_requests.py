@@ -1,0 +1,109 @@
+"""Requests that ask for more on a GPU: with and without CUDA graphs and overlap, beside plain rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from aioengine.protocol.columns import HIDDEN_STATES
+from aioengine.protocol.messages import ALL_STATES, LAST_STATES, FinishCode, Sampling
+from tests.compute.runner_world import World, make_settings, save_model
+from tests.kit.processors import ADD, BROKEN, FORCE, NAMES
+
+HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+PROMPT = [(7 * i) % 290 + 1 for i in range(37)]
+WAYS = pytest.mark.parametrize(("graphs", "depth"), [(0, 0), (16, 0), (16, 1)])
+
+
+class Saved(NamedTuple):
+    folder: Path
+    theirs: torch.nn.Module
+
+    def world(self, *, graphs: int, depth: int, chunk_tokens: int = 512) -> World:
+        settings = make_settings(self.folder, dtype="float32", depth=depth, page_size=16, chunk_tokens=chunk_tokens)
+        runner = msgspec.structs.replace(
+            settings.runner,
+            device="cuda",
+            attention_backend="triton",
+            cuda_graph_max_rows=graphs,
+            logits_processors=tuple(NAMES),
+        )
+        return World(msgspec.structs.replace(settings, runner=runner))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("qwen3", folder, **HEADS)
+    return Saved(folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval())
+
+
+def custom(name: str, **params: object) -> Sampling:
+    return Sampling(1, custom_processor=name, custom_params=json.dumps(params).encode())
+
+
+@WAYS
+def test_tokens_that_are_ruled_out_do_not_come(saved: Saved, graphs: int, depth: int) -> None:
+    world = saved.world(graphs=graphs, depth=depth)
+    greedy = Sampling(0, temperature=0.0)
+    plain = world.submit(PROMPT, greedy)
+    allowed = world.submit(PROMPT, Sampling(2, allowed_token_ids=(3, 9, 200)))
+    world.run()
+    first = world.outputs[plain]
+    assert set(world.outputs[allowed]) <= {3, 9, 200}
+    bad = (tuple(first[3:5]), (first[0],), tuple(first[6:9]))
+    banned = [world.submit(PROMPT, msgspec.structs.replace(greedy, bad_token_ids=bad)) for _ in range(3)]
+    again = world.submit(PROMPT, greedy)
+    world.run()
+    assert world.outputs[again] == first
+    for uid in banned:
+        tokens = PROMPT + world.outputs[uid]
+        assert len(world.outputs[uid]) == 12
+        assert not any(tuple(tokens[i : i + len(ids)]) == ids for ids in bad for i in range(len(PROMPT), len(tokens)))
+    world.runner.close()
+
+
+@WAYS
+def test_custom_processors(saved: Saved, graphs: int, depth: int) -> None:
+    world = saved.world(graphs=graphs, depth=depth)
+    plain = world.submit(PROMPT, Sampling(0, temperature=0.0))
+    forced = world.submit(PROMPT, custom(FORCE, token=7))
+    biased = world.submit(PROMPT, custom(ADD, token=9, bias=1e4))
+    bad = [world.submit(PROMPT, custom(BROKEN, how=how)) for how in ("raise", "shape", "dtype", "nan")]
+    world.run()
+    assert len(world.outputs[plain]) == 12
+    assert (world.outputs[forced], world.outputs[biased]) == ([7] * 12, [9] * 12)
+    assert [world.ended[uid].code for uid in bad] == [FinishCode.FAILED] * 4
+    assert all("custom_logit_processor" in world.ended[uid].message for uid in bad)
+    world.runner.close()
+
+
+@WAYS
+@pytest.mark.parametrize("chunk_tokens", [16, 512])
+def test_hidden_states_and_embeddings(saved: Saved, graphs: int, depth: int, chunk_tokens: int) -> None:
+    world = saved.world(graphs=graphs, depth=depth, chunk_tokens=chunk_tokens)
+    embeds = saved.theirs.get_input_embeddings().weight[PROMPT].float().cpu().numpy().tobytes()
+    wanted = Sampling(0, temperature=0.0, hidden_states=ALL_STATES)
+    by_ids = world.submit(PROMPT, wanted)
+    by_embeds = world.submit([0] * len(PROMPT), wanted, embeds=embeds)
+    last = world.submit(PROMPT, Sampling(4, hidden_states=LAST_STATES))
+    plain = world.submit(PROMPT, Sampling(0, temperature=0.0))
+    world.run()
+    assert world.outputs[by_ids] == world.outputs[by_embeds] == world.outputs[plain]
+    for uid, gives_all in ((by_ids, True), (by_embeds, True), (last, False)):
+        output = world.outputs[uid]
+        expected = saved.theirs.model(torch.tensor([PROMPT + output], device="cuda")).last_hidden_state[0].cpu()
+        assert [extra.kind for extra in world.extras[uid]] == [HIDDEN_STATES] * len(output)
+        for extra in world.extras[uid]:
+            found = torch.from_numpy(np.frombuffer(extra.data, np.float32).reshape(-1, expected.shape[1]).copy())
+            end = len(PROMPT) + extra.index
+            start = 0 if gives_all and extra.index == 0 else end - 1
+            torch.testing.assert_close(found, expected[start:end], atol=2e-3, rtol=2e-3)
+    world.runner.close()
