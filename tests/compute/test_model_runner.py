@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from aioengine.protocol.messages import FinishCode, RequestKind, Sampling
+from aioengine.protocol.messages import FinishCode, Sampling
 from aioengine.runner.build import build
-from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row
 from tests.compute.runner_world import CONTEXT_LENGTH, FAMILIES, VOCAB_SIZE, World, make_settings, save_model
 
 if TYPE_CHECKING:
@@ -235,19 +235,6 @@ def test_a_row_that_went_bad_after_its_request_was_closed_is_forgotten(tmp_path:
     assert "non-finite" in runner.collect(in_flight).failed[1]
     later = runner.collect(runner.launch(Plan([Row(1, 2, 1, TOKENS)])))
     assert "does not know" in later.failed[1]
-
-
-def test_a_pooled_request_fails_alone(tmp_path: Path) -> None:
-    save_model("llama", tmp_path)
-    runner = build(make_settings(tmp_path), lambda _: None)
-    greedy = Sampling(0, temperature=0.0)
-    opened = [NewRow(1, greedy, 2, [5, 6], [0]), NewRow(2, greedy, 2, [5, 6], [1], RequestKind.POOL)]
-    rows = [Row(2, 0, 2, VECTOR, [5, 6]), Row(1, 0, 2, TOKENS, [5, 6])]
-    result = runner.collect(runner.launch(Plan(rows, opened)))
-    assert result.tokens.uids == [2, 1]
-    assert result.tokens.token_ids[1] >= 0
-    assert result.failed.keys() == {2}
-    assert "this one is POOL" in result.failed[2]
 
 
 @pytest.mark.parametrize("gives", [TOKENS, NOTHING])
