@@ -38,6 +38,7 @@ from aioengine.frontend.row_options import LogprobOptions, PerPrompt, list_for, 
 from aioengine.frontend.sessions import SessionParams, session_params
 from aioengine.params import ParamsTogether, SamplingParams, is_sampling_parameter
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES
+from aioengine.protocol.packed_logprobs import LogprobRules
 
 Sampled = SamplingParams | Mapping[str, object]
 """Sampling parameters as callers write them."""
@@ -257,6 +258,10 @@ class CallRequest(Struct, kw_only=True):
 
     def params_of(self, prompt: int) -> SamplingParams:
         return self.params[0 if self.given.params is None else prompt]
+
+    def logprobs_of(self, prompt: int) -> LogprobRules | None:
+        """The logprobs that a prompt gets, once it was checked."""
+        return None if self.logprobs is None or prompt >= len(self.prompts) else self.logprobs.of(prompt)
 
     def check_more(self) -> None:
         """Check some more rows of the call: their ids, parameters and prompts.

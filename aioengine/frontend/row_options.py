@@ -113,6 +113,19 @@ class LogprobOptions(NamedTuple):
             return None
         return _rules(*(option.of(prompt) for option in self[1:]))
 
+    def check(self, prompt: int, vocab_size: int, *, has_tokenizer: bool) -> None:
+        """Raise ValueError where a prompt's go beyond the vocabulary, or want texts without a tokenizer."""
+        rules = self.of(prompt)
+        if rules is None:
+            return
+        if rules.num_top > vocab_size:
+            raise checks.wrong_value("top_logprobs_num", f"at most {vocab_size}, the vocabulary", rules.num_top)
+        if rules.token_ids and max(rules.token_ids) >= vocab_size:
+            wrong = next(token_id for token_id in rules.token_ids if token_id >= vocab_size)
+            raise checks.wrong_value("token_ids_logprob", f"token ids from 0 to {vocab_size - 1}", wrong)
+        if rules.with_text and not has_tokenizer:
+            raise ValueError("return_text_in_logprobs needs a tokenizer, and this engine has none; leave it out")
+
 
 _rules = lru_cache(maxsize=64)(LogprobRules)
 """The same object for the same rules: most rows of a call share theirs."""
@@ -178,15 +191,6 @@ def _refuse_with_samples(name: str, rows: Rows) -> None:
         raise ValueError(
             f"{name} is a list, and n is {rows.num_samples}; with n above 1 give one value for all prompts"
         )
-
-
-def check_vocabulary(rules: LogprobRules, vocab_size: int) -> None:
-    """Raise ValueError where rules go beyond the vocabulary."""
-    if rules.num_top > vocab_size:
-        raise checks.wrong_value("top_logprobs_num", f"at most {vocab_size}, the vocabulary", rules.num_top)
-    if rules.token_ids and max(rules.token_ids) >= vocab_size:
-        wrong = next(token_id for token_id in rules.token_ids if token_id >= vocab_size)
-        raise checks.wrong_value("token_ids_logprob", f"token ids from 0 to {vocab_size - 1}", wrong)
 
 
 def check_lengths(rules: LogprobRules, *, num_prompt: int, num_output: int) -> None:

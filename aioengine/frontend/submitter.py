@@ -19,7 +19,7 @@ from aioengine.frontend.encoder import Encoder, Job, checked
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.pooling import completed, fitting
 from aioengine.frontend.prompts import ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
-from aioengine.frontend.row_options import check_lengths, check_vocabulary
+from aioengine.frontend.row_options import check_lengths
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, End, FinishCode, Limits, PairIds, RequestKind, Submit
 from aioengine.protocol.packed_logprobs import LogprobReader
 from aioengine.supervision.tasks import post
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from aioengine.frontend.sessions import Sessions
     from aioengine.params import SamplingParams
     from aioengine.protocol.messages import Sampling, TextRules
-    from aioengine.protocol.packed_logprobs import LogprobRules
 
 MAX_ROWS_AT_ONCE: Final = 64
 """Rows of a batch that are started in one turn of the loop."""
@@ -104,20 +103,17 @@ class RequestChecks:
         Raises ValueError: ids outside the vocabulary; text, or rules about text, without a tokenizer.
         """
         if first == 0:
-            if (given := request.given).pooled or self.rules.task != "generate":
-                given.pooled = completed(given.pooled, self.rules.pooling, self.rules.task, self.rules.vector_size)
-            if request.given.params is None:
-                self._check_params(request.params[0])
+            self._check_call(request)
         for place in range(first, len(request.prompts)):
             prompt = request.prompts[place]
             if self.encoder is None and isinstance(prompt, TextPrompt | ChatPrompt | PooledPrompt):
                 raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
             try:
-                if request.logprobs is not None and (place == 0 or request.logprobs.differ):
-                    self._check_logprobs(request.logprobs.of(place))
+                if request.logprobs is not None and request.logprobs.differ:
+                    request.logprobs.check(place, self.rules.vocab_size, has_tokenizer=self.encoder is not None)
                 if request.given.params is not None:
                     self._check_params(request.params[place])
-                if request.processors is not None and (request.processors.is_list or place == 0):
+                if request.processors is not None and request.processors.is_list:
                     self._check_processor(request.processors.of(place))
                 if isinstance(prompt, IdsPrompt) and prompt.is_checked:
                     self.check_ids(prompt.token_ids)
@@ -125,6 +121,17 @@ class RequestChecks:
                 if not request.rows_fail_alone:
                     raise
                 request.prompts[place] = error
+
+    def _check_call(self, request: CallRequest) -> None:
+        """Check what is the same for all rows."""
+        if (given := request.given).pooled or self.rules.task != "generate":
+            given.pooled = completed(given.pooled, self.rules.pooling, self.rules.task, self.rules.vector_size)
+        if request.given.params is None:
+            self._check_params(request.params[0])
+        if request.logprobs is not None and not request.logprobs.differ:
+            request.logprobs.check(0, self.rules.vocab_size, has_tokenizer=self.encoder is not None)
+        if request.processors is not None and not request.processors.is_list:
+            self._check_processor(request.processors.of(0))
 
     def _check_params(self, params: SamplingParams) -> None:
         text = self.parts_of(params).text
@@ -138,13 +145,6 @@ class RequestChecks:
                 f"allows {', '.join(known)}" if known else "allows none (logits_processors=[...] of the constructor)"
             )
             raise ValueError(f"custom_logit_processor {name!r} is not known: this engine {allowed}")
-
-    def _check_logprobs(self, rules: LogprobRules | None) -> None:
-        if rules is None:
-            return
-        check_vocabulary(rules, self.rules.vocab_size)
-        if self.encoder is None and rules.with_text:
-            raise ValueError("return_text_in_logprobs needs a tokenizer, and this engine has none; leave it out")
 
     def parts_of(self, params: SamplingParams) -> ParamsParts:
         """As they were made last, if no other parameters came between; rows of one call share theirs.
@@ -377,7 +377,7 @@ class Submitter:
         elif request.sessions is not None:
             encoded = self._with_history(call, position, encoded)
         ids = encoded if isinstance(encoded, list) else []
-        rules = None if request.logprobs is None else request.logprobs.of(prompt)
+        rules = request.logprobs_of(prompt)
         facts = RowFacts(
             rid=call.row_rid(position),
             index=position if request.gives_batch else None,
@@ -552,8 +552,7 @@ def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: i
 def _facts_of_unstarted(call: Call, position: int) -> RowFacts:
     request = call.request
     prompt = position // request.num_samples
-    options = request.logprobs if prompt < len(request.prompts) else None  # else they are not checked
-    rules = None if options is None else options.of(prompt)
+    rules = request.logprobs_of(prompt)
     return RowFacts(
         rid=call.row_rid(position),
         index=position if request.gives_batch else None,
@@ -586,6 +585,7 @@ def _size(submit: Submit) -> int:
     """About how many bytes it has as a message."""
     num_ids = len(submit.prompt_token_ids) + len(submit.limits.stop_token_ids)
     sampling, text = submit.sampling, submit.text
+    num_ids += 0 if submit.logprobs is None else 2 * len(submit.logprobs.token_ids)
     num_ids += 3 * len(sampling.logit_bias) + len(sampling.suppressed_token_ids) + len(sampling.allowed_token_ids)
     num_ids += sum(map(len, sampling.bad_token_ids))
     return len(submit.embeds) + 4 * num_ids + sum(map(len, text.stop)) + sum(map(len, text.stop_regex))

@@ -253,6 +253,9 @@ class RowTable:
         if opened.kind is RequestKind.SCORE and rules is None:
             message = "a request of kind SCORE has logprobs"
             raise ValueError(message)
+        if rules is not None and rules.num_top > self._num_embeddings:
+            message = f"the likeliest {rules.num_top} tokens of a vocabulary of {self._num_embeddings}"
+            raise ValueError(message)
         if len(sampling.bias_token_ids) != len(sampling.logit_bias):
             message = f"{len(sampling.bias_token_ids)} bias_token_ids, but {len(sampling.logit_bias)} values"
             raise ValueError(message)

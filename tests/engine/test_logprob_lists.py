@@ -227,6 +227,20 @@ async def test_what_is_wrong_is_named_at_the_call(
         engine.async_generate(**{"prompt": "a", "return_logprob": True, **arguments})
 
 
+async def test_in_a_batch_a_wrong_row_fails_alone_and_what_is_wrong_for_all_fails_the_call(engine: AsyncEngine) -> None:
+    prompts: dict[str, Any] = {"prompt": ["a", "b"], "return_logprob": True, "return_exceptions": True}
+    with pytest.raises(ValueError, match="top_logprobs_num must be at most"):
+        engine.async_generate(**prompts, top_logprobs_num=VOCAB_SIZE + 1)
+    outs = await engine.async_generate(**prompts, top_logprobs_num=[VOCAB_SIZE + 1, VOCAB_SIZE])
+    assert isinstance(outs[0], ValueError)
+    assert [len(position) for position in entries_of(outs[1], "output", "top")] == [VOCAB_SIZE] * 128
+
+
+async def test_a_chat_has_entries_too() -> None:
+    async with fake_async_engine(answers={"": "Hello."}) as engine:
+        check_output(await engine.async_chat([{"role": "user", "content": "Hi"}], **ASKED))
+
+
 async def test_what_does_not_fit_the_prompt_is_named_at_the_await(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
