@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Literal, NotRequired, Protocol, SupportsIndex,
 from msgspec import Struct
 
 from aioengine import checks
-from aioengine.errors import EngineError, EngineOverloadedError, RequestError, RequestTooLargeError
+from aioengine.errors import (
+    EngineError,
+    EngineOverloadedError,
+    RequestError,
+    RequestTooLargeError,
+    UnsupportedSchemaError,
+)
 from aioengine.protocol.columns import HIDDEN_STATES, Extra
 from aioengine.protocol.messages import ALL_STATES, End, FinishCode
 from aioengine.protocol.packed_logprobs import Entry, LogprobReader
@@ -439,10 +445,14 @@ def finish_reason(finished: End, num_output: int) -> FinishReason:
             return FinishReason(type="abort", message=str(cause), err_type=type(cause).__name__)
 
 
-def error(finished: End) -> RequestTooLargeError | RequestError | EngineOverloadedError | None:
+def error(
+    finished: End,
+) -> RequestTooLargeError | UnsupportedSchemaError | RequestError | EngineOverloadedError | None:
     """The exception that a request ends with; None: it has an answer, or a part of one."""
     if finished.code is FinishCode.TOO_LARGE:
         return RequestTooLargeError(finished.message)
+    if finished.code is FinishCode.UNSUPPORTED:
+        return UnsupportedSchemaError(finished.message)
     if finished.code is FinishCode.FAILED:
         return RequestError(finished.stage, finished.message)
     if finished.code is FinishCode.REFUSED:

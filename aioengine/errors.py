@@ -148,7 +148,16 @@ class UnknownParameterError(TypeError, ValueError):
 
 
 class UnsupportedSchemaError(ValueError):
-    """An output constraint that this engine could not enforce in full, refused instead of weakened."""
+    """An output constraint that this engine could not enforce in full, refused instead of weakened.
+
+    ``pointer``: the JSON pointer to the place in the schema; empty for its root, and for other constraints.
+    ``keyword``: what cannot be enforced there: a keyword of JSON Schema, or the name of the sampling parameter.
+    """
+
+    def __init__(self, message: str, *, pointer: str = "", keyword: str = "") -> None:
+        self.pointer = pointer
+        self.keyword = keyword
+        super().__init__(message)
 
     __reduce__ = _reduce
     __copy__ = _copy

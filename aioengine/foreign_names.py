@@ -6,7 +6,7 @@ from typing import Final
 
 _ENGINES: Final = "Engine is the engine for synchronous code, AsyncEngine the one for asyncio"
 _LOGPROBS: Final = "use return_logprob=True of a call, with top_logprobs_num or logprob_start_len"
-_GRAMMARS: Final = "structured output (json_schema, regex or ebnf in sampling_params) is not available yet"
+_GRAMMARS: Final = "structured output is json_schema, regex, choice or ebnf in sampling_params here"
 
 _BEAMS: Final = "beam search is a method of its own, engine.beam_search"
 

@@ -33,10 +33,6 @@ PARTS: Final = ("sampling", "limits", "text")
 """The parts of a message that have values of parameters: for the runner, the scheduler, the detokenizer."""
 
 _LATER: Final = {
-    "json_schema": "structured output",
-    "regex": "structured output",
-    "ebnf": "structured output",
-    "structural_tag": "structured output",
     "watermark": "watermarking",
 }
 """Parameters to come: name -> the feature."""
@@ -193,6 +189,17 @@ class ParametersType(StructMeta):
             given = table.by_own_names(given)
         made: Params = super().__call__(**given)  # type: ignore[misc]
         return made
+
+
+def constraint(name: str) -> checks.Check:
+    """The check of this name for a parameter of structured output. Its module is slow to import."""
+
+    def check(field: str, value: object) -> object:
+        from aioengine.constraints import parameters
+
+        return cast("checks.Check", getattr(parameters, name))(field, value)
+
+    return check
 
 
 # ---------------------------------------------------------------- checks of lists, and their columns

@@ -40,6 +40,14 @@ ENTRIES_PER_WORD: Final = 16
 _UNCHANGING: Final = frozenset((int, float, bool, str, type(None)))
 """Types of values that make the same parameters each time."""
 
+_CONSTRAINTS: Final = frozenset(
+    (
+        "json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag",
+        "whitespace", "reasoning_end", "max_thinking_tokens",
+    )
+)  # fmt: skip
+"""Parameters that make the grammar of the output together."""
+
 _MAX_ENTRIES: Final = {
     "stop_token_ids": table.MAX_STOP_TOKEN_IDS,
     "allowed_token_ids": table.MAX_ALLOWED_TOKEN_IDS,
@@ -72,6 +80,9 @@ if TYPE_CHECKING:
     TokenIds = Sequence[int | None] | Sequence[int] | Set[int] | checks.Array
     TokenBiases = Mapping[int, float] | Mapping[str, float]
     Json = Mapping[str, object]
+    JsonSchema = str | Mapping[str, object] | type | None
+    Tag = str | Mapping[str, object] | None
+    ReasoningEnd = str | Sequence[int] | None
 else:  # what may stand in JSON and other encodings, where null is the default
     Whole = int | None
     Number = float | None
@@ -79,6 +90,8 @@ else:  # what may stand in JSON and other encodings, where null is the default
     TokenIds = list[int | None]
     TokenBiases = dict[int, float]
     Json = dict[str, Any]
+    JsonSchema = Tag = str | dict[str, object] | None
+    ReasoningEnd = str | list[int] | None
 
 
 class SamplingParams(
@@ -204,6 +217,39 @@ class SamplingParams(
         read=int,
         flag="seed",
     )
+    json_schema: JsonSchema = parameter(
+        None,
+        table.constraint("json_schema"),
+        "the output is JSON of this schema: JSON text, a dict, a pydantic model, a msgspec Struct or a dataclass. What "
+        "cannot be enforced is an `UnsupportedSchemaError`",
+    )
+    json_object: Switch = parameter(False, checks.switch, "the output is a JSON object, of any kind", read=bool)
+    regex: str | None = parameter(
+        None,
+        table.constraint("regex"),
+        "a regular expression of Python that the whole output matches; without lookaround and references to groups",
+        read=str,
+    )
+    ebnf: str | None = parameter(
+        None, table.constraint("text"), "a grammar that the whole output fits, in GBNF or Lark's syntax"
+    )
+    choice: Sequence[str] | None = parameter(
+        None, table.constraint("choice"), "the output is one of these strings", read=str, is_list=True
+    )
+    structural_tag: Tag = parameter(
+        None, table.constraint("structural_tag"), "free text with constrained parts: JSON text or a dict"
+    )
+    whitespace: str | None = parameter(
+        None,
+        table.constraint("whitespace"),
+        'white space between JSON tokens: "flexible", or a pattern. None: one space or line break at most',
+    )
+    reasoning_end: ReasoningEnd = parameter(
+        None, table.constraint("reasoning_end"), "text or token ids behind which the constraint begins", read=str
+    )
+    max_thinking_tokens: int | None = parameter(
+        None, whole_from(0), "tokens before `reasoning_end`, which is forced then", read=int
+    )
     max_tokens: int | UnsetType | None = other_name("max_new_tokens")
     max_completion_tokens: int | UnsetType | None = other_name("max_new_tokens")
     min_tokens: Whole | UnsetType = other_name("min_new_tokens")
@@ -238,6 +284,11 @@ class SamplingParams(
         if self.min_new_tokens and self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             allowed = f"at most max_new_tokens ({self.max_new_tokens})"
             raise checks.wrong_value("min_new_tokens", allowed, self.min_new_tokens)
+        if not _CONSTRAINTS.isdisjoint(given):
+            from aioengine.constraints.parameters import grammar_of  # slow to import, and most programs have none
+
+            values = {name: _field(self, name) for name in _CONSTRAINTS}
+            parts[0]["grammar"] = grammar_of(values, ignore_eos=self.ignore_eos)
         force_setattr(self, "_parts", _made_parts(*parts))
 
     def __copy__(self) -> SamplingParams:
@@ -385,6 +436,10 @@ def sampling(
         banned = {ids[0] for ids in found.bad_token_ids if len(ids) == 1}
         if banned.issuperset(found.allowed_token_ids or range(vocab_size)):
             raise ValueError("bad_words rule out every token that allowed_token_ids allow; allow one more")
+    if found.grammar is not None:
+        end = found.grammar.reasoning_end
+        _check_vocabulary("reasoning_end", () if isinstance(end, str) else end, vocab_size)
+        found = replace(found, grammar=replace(found.grammar, eos_token_ids=tuple(eos_token_ids)))
     if not found.min_new_tokens:
         return found
     stops = stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)

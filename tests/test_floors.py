@@ -27,7 +27,7 @@ FLOORS = {
     "0": Floor(
         (
             "resolve > model_folder > embedder_files > checkpoint, families > machine > config",
-            "params > parameter_table > patterns, protocol",
+            "params > constraints, parameter_table > patterns, protocol",
             "plugins",
             "metrics",
             "checks > errors",
@@ -43,6 +43,7 @@ FLOORS = {
     ),
     "1": Floor(("scheduler > memory", "text"), "0", "msgspec regex", CLOCK_AND_LOOP),
     "1'": Floor(("media",), "0", "numpy PIL"),
+    "2g": Floor(("grammars",), "0 1 2t", "llguidance numpy msgspec"),
     "2t": Floor(("tokenizer > chat_template > template_language > template_limits",), "0", "tokenizers jinja2 msgspec"),
     "2'": Floor(("transport",), "0", "zmq msgspec"),
     "2": Floor(
@@ -51,7 +52,7 @@ FLOORS = {
         "torch flashinfer filelock triton safetensors numpy msgspec",
         "asyncio",
     ),
-    "3": Floor(("processes",), "0 1 2 2' 2t", "torch zmq uvloop msgspec"),
+    "3": Floor(("processes",), "0 1 2 2' 2g 2t", "torch zmq uvloop msgspec"),
     "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop"),
     "4": Floor(
         ("utils > sync > engine > signatures > sessions > stream > frontend > args, answers > portal",),

@@ -134,16 +134,16 @@ class RequestChecks:
             self._check_processor(request.processors.of(0))
 
     def _check_params(self, params: SamplingParams) -> None:
-        text = self.parts_of(params).text
-        if self.encoder is None and (text.stop or text.stop_regex):
+        parts = self.parts_of(params)
+        if self.encoder is None and (parts.text.stop or parts.text.stop_regex):
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
+        if self.encoder is None and parts.sampling.grammar:
+            raise ValueError("structured output needs a tokenizer, and this engine has none (skip_tokenizer_init)")
 
     def _check_processor(self, name: str) -> None:
         known = self.rules.logits_processors
         if name and name not in known:
-            allowed = (
-                f"allows {', '.join(known)}" if known else "allows none (logits_processors=[...] of the constructor)"
-            )
+            allowed = f"allows {', '.join(known)}" if known else "allows none (logits_processors of the constructor)"
             raise ValueError(f"custom_logit_processor {name!r} is not known: this engine {allowed}")
 
     def parts_of(self, params: SamplingParams) -> ParamsParts:

@@ -8,10 +8,11 @@ import json
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
+from aioengine.grammars import Grammars
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import keep_freed_memory, limit_kernel_cache, limit_threads
 from aioengine.processes.profile import Profile
@@ -43,6 +44,7 @@ from aioengine.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
 
     from aioengine.config import Settings
     from aioengine.protocol.board import CrashBoard
@@ -56,6 +58,15 @@ Facts = dict[str, str | int | float | bool]
 Ticket = TypeVar("Ticket")
 
 _CONTROL_STAGE = "control"
+_COMPILING_WAIT_S = 0.0005
+"""How long to wait for messages while grammars are being compiled and nothing else is to be done."""
+
+
+@runtime_checkable
+class ConstrainedRunner(Protocol):
+    """A runner that can keep its output to grammars."""
+
+    def use_grammars(self, grammars: Grammars) -> None: ...
 
 
 class SchedulerService:
@@ -70,14 +81,19 @@ class SchedulerService:
         settings: Settings,
         facts: Facts,
         report: Callable[[Progress], None],
+        grammars: Grammars | None = None,
     ) -> None:
-        """``report`` is called before each control call: it may take long, and nothing else is sent meanwhile."""
+        """``report`` is called before each control call: it may take long, and nothing else is sent meanwhile.
+        ``grammars``: where the runner's constraints come from; None: it keeps to none.
+        """
         self._core = core
         self._runner = runner
         self._profile = profile
         self._settings = settings
         self._facts = facts
         self._report = report
+        self._grammars = grammars
+        self._compiling: dict[int, Future[Any]] = {}  # uid -> its grammar; these wait behind a gate
         self._refused: list[End] = []
         self._replies: list[Message] = []
         self._stats_sent_at = 0.0
@@ -114,6 +130,7 @@ class SchedulerService:
                 case Control():
                     self._control(message, now)
                 case NewEpoch():
+                    self._compiling.clear()
                     self._core.forget_all()
                 case _:
                     logger.error("the scheduler ignores a message of the type %s", type(message).__name__)
@@ -121,6 +138,8 @@ class SchedulerService:
     def step(self, now: float) -> Outbox:
         """One step where there is work, with replies and statistics."""
         to_peer: list[Message] = []
+        if self._compiling:
+            self._take_compiled()
         if self._refused:
             to_peer.append(StepOutput(ended=self._refused))
             self._refused = []
@@ -139,23 +158,55 @@ class SchedulerService:
         """0 while there is work or its end is to be reported, else until the next deadline or heartbeat."""
         if self._core.has_work or self._was_busy:
             return 0.0
+        if self._compiling:
+            return _COMPILING_WAIT_S
         until = self._stats_sent_at + HEARTBEAT_S
         deadline = self._core.requests.next_deadline()
         return max(0.0, (until if deadline is None else min(until, deadline)) - now)
 
     def close(self) -> None:
         self._profile.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self._runner.close()
 
     def _submit(self, submit: Submit, now: float) -> None:
         try:
             self._core.requests.submit(submit, now)
+            if submit.sampling.grammar is not None:
+                self._compile(submit)
         except UidInUseError:  # the first one goes on
             logger.warning("request %d was submitted twice", submit.uid)
         except Exception as error:
             logger.warning("request %d failed when it was queued", submit.uid, exc_info=True)
             why = f"{type(error).__name__}: {error}"
             self._refused.append(End(submit.uid, FinishCode.FAILED, stage="schedule", message=why))
+
+    def _compile(self, submit: Submit) -> None:
+        """Let a request wait until its grammar is compiled, beside the steps."""
+        uid, grammar = submit.uid, submit.sampling.grammar
+        if self._grammars is None or grammar is None:
+            message = "the runner of this engine keeps to no grammars"
+            self._core.requests.abort([uid], FinishCode.UNSUPPORTED, message)
+            return
+        compiled = self._grammars.compile(grammar)
+        if compiled.done() and compiled.exception() is None:
+            return
+        self._compiling[uid] = compiled
+        self._core.requests.close_gate([uid], Gate.GRAMMAR)
+
+    def _take_compiled(self) -> None:
+        for uid, compiled in list(self._compiling.items()):
+            if not compiled.done():
+                continue
+            del self._compiling[uid]
+            error = compiled.exception()
+            if error is None:
+                self._core.requests.open_gate([uid], Gate.GRAMMAR)
+            else:
+                if not isinstance(error, ValueError):
+                    logger.warning("the grammar of request %d failed", uid, exc_info=error)
+                self._core.requests.abort([uid], FinishCode.UNSUPPORTED, f"the grammar of this request: {error}")
 
     def _due_stats(self, now: float, *, has_tokens: bool) -> Stats | None:
         """A snapshot at intervals while steps run, one when they end, and then heartbeats.
@@ -301,6 +352,10 @@ def build_service(
     factory = load_factory(settings.runner.factory)
     imports_s = time.monotonic() - start
     runner: Runner[Any] = factory(settings, report)
+    grammars = None
+    if isinstance(runner, ConstrainedRunner):
+        grammars = Grammars(settings.text.tokenizer_path, settings.model.vocab_size)
+        runner.use_grammars(grammars)
     if board is not None:
         runner = RecordedRunner(runner, board)
     num_pages = runner.facts.get("num_pages")
@@ -317,7 +372,7 @@ def build_service(
         "start_imports_s": round(imports_s, 3),
         **runner.facts,
     }
-    return SchedulerService(core, runner, profile, settings=settings, facts=facts, report=report)
+    return SchedulerService(core, runner, profile, settings=settings, facts=facts, report=report, grammars=grammars)
 
 
 def load_factory(name: str) -> RunnerFactory:

@@ -51,6 +51,7 @@ class FinishCode(IntEnum):
     TOO_LARGE = 5  # refused: can never fit; raised as RequestTooLargeError
     FAILED = 6  # this request alone failed; ``stage`` and ``message``; raised as RequestError
     REFUSED = 7  # it would miss its deadline; ``matched``: by how many milliseconds; raised as EngineOverloadedError
+    UNSUPPORTED = 8  # its grammar cannot be enforced; raised as UnsupportedSchemaError
 
 
 class RequestKind(IntEnum):
@@ -74,6 +75,25 @@ GREEDY_BELOW = 1e-5
 LAST_STATES = "last"
 ALL_STATES = "all"
 """Values of ``Sampling.hidden_states``."""
+
+
+class Grammar(Struct, frozen=True, array_like=True, gc=False):
+    """What the output of a request must match.
+
+    kind: "json" (``text`` is a grammar in llguidance's JSON form), "regex" (for the whole output), "lark", or "ebnf"
+        (GBNF or Lark).
+    eos_token_ids: the ends of the text, which are allowed where the grammar may end; with ``ignore_eos`` only where no
+        other token is.
+    reasoning_end: text or token ids behind which the constraint begins; empty: at once. ``max_thinking_tokens``: tokens
+        before it at most; then it is forced.
+    """
+
+    kind: str
+    text: str
+    ignore_eos: bool = False
+    reasoning_end: str | tuple[int, ...] = ""
+    max_thinking_tokens: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class Sampling(Struct, frozen=True, array_like=True, gc=False):
@@ -104,6 +124,7 @@ class Sampling(Struct, frozen=True, array_like=True, gc=False):
     custom_processor: str = ""
     custom_params: bytes = b""
     hidden_states: str = ""
+    grammar: Grammar | None = None
 
     @property
     def is_greedy(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from aioengine.protocol.columns import TokenColumns
 from aioengine.runner import logits as logits_processors
+from aioengine.runner.constrained_rows import ConstrainedRows
 from aioengine.runner.custom_processors import CustomProcessors
 from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.inputs import InputBuilder
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from aioengine.runner.hidden_states import StepStates
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
-    from aioengine.runner.logits import LogitsProcessor
+    from aioengine.runner.logits import Constraint, Grammars, LogitsProcessor
     from aioengine.runner.logprobs import StepLogprobs
     from aioengine.runner.pooler import PooledRows, PooledVectors
     from aioengine.runner.rows import RequestRow, SampledRows
@@ -70,14 +71,16 @@ class DeviceParts:
         return min(-(-self.context_length // self.kv_pool.page_size), self.kv_pool.num_pages)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
     """A launched step.
 
     wanted: uids of the rows that give anything, in the order of the plan. sampled: those that were computed. silent:
     uids of the computed rows that do not sample. values: a token for each of ``sampled``, then for each of ``silent``
-    0 or, where its numbers are bad, FAILED. failed: rows that were not computed. logprobs, states (hidden states),
+    0 or, where its numbers are bad, FAILED. failed: rows that were not computed, or whose grammar cannot be
+    followed. logprobs, states (hidden states),
     pooled (vectors): those that rows asked for.
+    constraints: of the rows with a grammar, by their place in ``sampled``. complete: uids of those that are complete.
     """
 
     wanted: list[int]
@@ -88,6 +91,8 @@ class Ticket:
     logprobs: StepLogprobs | None = None
     states: StepStates | None = None
     pooled: PooledVectors | None = None
+    constraints: dict[int, Constraint] = field(default_factory=dict[int, "Constraint"])
+    complete: list[int] = field(default_factory=list[int])
 
 
 class ModelRunner:
@@ -128,6 +133,7 @@ class ModelRunner:
         self._broken: dict[int, str] = {}
         self._poisoned: set[int] = set()
         self._newest: Ticket | None = None  # as long as it is not collected
+        self._constrained = ConstrainedRows()
         self._is_closed = False
 
     @torch.inference_mode()
@@ -177,7 +183,13 @@ class ModelRunner:
         uids = [each.uid for each in sampled], [each.uid for each in silent]
         ticket = Ticket(wanted, *uids, values, failed, logprobs, states, vectors)
         self._newest = ticket
+        if self._constrained.is_used:
+            self._constrained.note(ticket, sampled)
         return ticket
+
+    def use_grammars(self, grammars: Grammars) -> None:
+        """Where the constraints of requests with a grammar come from."""
+        self._constrained.grammars = grammars
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for the step and return its tokens: the only copy from the device to the host."""
@@ -189,8 +201,11 @@ class ModelRunner:
             extras += ticket.states.extras()
         if ticket.pooled is not None:
             extras += ticket.pooled.extras()
-        if FAILED not in values and len(ticket.wanted) == len(ticket.sampled):
-            return StepResult(TokenColumns(ticket.wanted, values[: len(ticket.sampled)], None, extras))
+        if ticket.constraints:
+            self._constrained.follow(ticket)
+        if FAILED not in values and not ticket.failed and len(ticket.wanted) == len(ticket.sampled):
+            tokens = TokenColumns(ticket.wanted, values[: len(ticket.sampled)], None, extras)
+            return StepResult(tokens, complete=ticket.complete)
         value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True))
         bad = [uid for uid, value in value_of.items() if value == FAILED]
         errors = {uid: self._why_bad(uid) for uid in bad}
@@ -202,7 +217,7 @@ class ModelRunner:
         tokens = TokenColumns(extras=extras)
         for uid in ticket.wanted:
             tokens.add(uid, () if uid in without_token else (value_of.get(uid, FAILED),))
-        return StepResult(tokens, failed)
+        return StepResult(tokens, failed, ticket.complete)
 
     def _why_bad(self, uid: int) -> str:
         """Why no token could be drawn for a request."""
@@ -236,6 +251,8 @@ class ModelRunner:
             self._close(opened.uid)
             try:
                 self._table.open(opened)
+                if opened.sampling.grammar is not None:
+                    self._constrained.open(opened, self._table.requests[opened.uid])
             except (ValueError, TypeError, OverflowError) as error:
                 self._break(opened.uid, f"cannot set it up: {error}")
         for row in plan.rows:
@@ -353,6 +370,8 @@ class ModelRunner:
             self._states.add_sampled(hidden, rows)
         padded = functional.pad(hidden, (0, 0, 0, num_missing)) if num_missing else hidden
         logits = self._model.compute_logits(padded)[:num_rows]
+        if self._constrained.has_unfollowed:
+            self._constrained.follow()
         with part("sample"):
             token_ids = self._sampler.sample(logits, rows)
             if self._table.num_with_logprobs:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.messages import Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
-    from aioengine.runner.logits import LogitsProcessor
+    from aioengine.runner.logits import Constraint, LogitsProcessor
     from aioengine.scheduler.plan import NewRow
 
     Ints = npt.NDArray[np.int64]
@@ -76,6 +76,7 @@ class RequestRow:
     prompt_states: hidden states of its prompt, as far as it is computed; None where they are not wanted (any more).
     second_text: where the second text of a pair begins; 0: there is none.
     embeds: [num_prompt, D] of a prompt that is embeddings, until it is computed; ids then begin at ``first_id``.
+    constraint: of a request with a grammar.
     """
 
     uid: int
@@ -89,6 +90,7 @@ class RequestRow:
     second_text: int = 0
     embeds: npt.NDArray[np.float32] | None = None
     first_id: int = 0
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +303,14 @@ def _row_logprobs(opened: NewRow, rules: LogprobRules) -> RowLogprobs:
 def logits_row(index: int, request: RequestRow, position: int) -> LogitsRow:
     """The ``index``-th row of the logits, which give the token at ``position`` of the request."""
     return LogitsRow(
-        index, request.sampling, request.num_prompt, position, request.history, request.uid, request.first_id
+        index,
+        request.sampling,
+        request.num_prompt,
+        position,
+        request.history,
+        uid=request.uid,
+        first_id=request.first_id,
+        constraint=request.constraint,
     )
 
 

@@ -98,10 +98,12 @@ class StepResult(Struct, array_like=True, gc=False):
         not count, whatever they give; the next one carries all its tokens.
     failed: maps the uid of a row that could not be computed or sampled to what happened. Its tokens (one that is -1,
         for example) do not count; that request ends alone, and what stands in its pages is of no use to others.
+    complete: uids of rows whose grammar allows no further token: the request ends with these tokens.
     """
 
     tokens: TokenColumns
     failed: dict[int, str] = {}
+    complete: list[int] = []
 
     def check(self, plan: Plan) -> None:
         """Raise BadColumnsError unless its rows are those that ``plan`` asks for."""

@@ -91,8 +91,10 @@ class Scheduler:
                 self._outbox.open_text(request, now)
             if token_id in request.stop_ids or len(known) >= request.max_tokens:
                 ended = end_of(request)
-                if ended is not None:
+                if ended is not None and not (ended.code is FinishCode.LENGTH and row.uid in result.complete):
                     self.requests.end(request, ended)
+        if result.complete:
+            self._end_complete(flight, result)
         tokens = result.tokens.limited(limits)
         self._outbox.totals.num_steps += 1
         self._outbox.totals.output_tokens += len(tokens.token_ids)
@@ -131,6 +133,12 @@ class Scheduler:
                 return num_taken
         request.fall_behind(end)
         return None
+
+    def _end_complete(self, flight: Flight, result: StepResult) -> None:
+        """End the requests whose grammar allows no further token, unless they are over or their rows are late."""
+        for row, request, hold in zip(flight.plan.rows, flight.requests, flight.holds, strict=True):
+            if row.uid in result.complete and request.hold is hold:
+                self.requests.end(request, End(row.uid, FinishCode.STOP))
 
     def fail(self, plan: Plan, message: str) -> None:
         """A plan in flight has no result: its requests end, all others go on.

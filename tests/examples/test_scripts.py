@@ -25,6 +25,7 @@ SCRIPTS = {
     "05_batch.py": r'\{"prompt": "The capital of Norway is", "text": " Oslo.*"\}',
     "07_search.py": r"Norway is: The capital of Norway is Oslo.*Egypt is: Cairo is the capital",
     "06_session.py": r"Tokyo.*Cairo.*Lima.*\[\d+ of \d+ prompt tokens were not computed again\].*Oslo",
+    "07_structured_output.py": r"Ada, 36.* -> Person\(name='.*', age=\d+, city='.*(positive|negative)",
 }
 SERVERS = ("fastapi_server.py", "aiohttp_server.py")
 

@@ -55,6 +55,13 @@ OUTSIDE = {
     "allowed_token_ids": [[], [None], [-1], [HUGE], [0] * 65_537],
     "custom_params": [{"a": math.nan}, {"a": 1j}, {"a": {1, 2}}, {"a": "x" * 20_000}, {(1, 2): 3}],
     "bad_words": [[""], ["x"] * 257, ["x" * 257], ["\ud800"]],
+    "json_schema": ["{", "[]", "nonsense", {"type": "text"}],
+    "regex": ["(", "[a", "\ud800"],
+    "choice": [[], [""], ["a", ""]],
+    "structural_tag": ["{", "{}", {"format": {"type": "sequence"}}],
+    "whitespace": ["a", "\\s", ".", "flexible"],
+    "reasoning_end": ["</think>", [-1]],
+    "max_thinking_tokens": [-1, 5],
 }
 
 WRONG_TYPES = {
@@ -91,6 +98,15 @@ WRONG_TYPES = {
     "allowed_token_ids": [5, "5", ["5"], [True], [1.0]],
     "custom_params": [5, "{}", [1], [["a", 1]]],
     "bad_words": ["x", 5, [5], [["x"]], [b"x"]],
+    "json_schema": [5, True, ["a"], b"{}", {1}],
+    "json_object": [1, "true"],
+    "regex": [5, ["a"], b"a"],
+    "ebnf": [5, ["a"]],
+    "choice": ["yes", 5, [1], {"a": 1}],
+    "structural_tag": [5, ["a"]],
+    "whitespace": [5, True],
+    "reasoning_end": [5, ["a"], [True]],
+    "max_thinking_tokens": ["5", True, 1.5],
 }
 
 
@@ -169,8 +185,8 @@ def test_unknown_keys_are_named_with_the_nearest() -> None:
         SamplingParams({"temperature": 1})  # type: ignore[misc]
     with pytest.raises(TypeError, match="unknown sampling parameter 5"):
         SamplingParams.parse({5: 1})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="structured output"):
-        SamplingParams.parse({"json_schema": "{}"})
+    with pytest.raises(ValueError, match="watermarking"):
+        SamplingParams.parse({"watermark": {"a": 1}})
 
 
 @pytest.mark.parametrize(

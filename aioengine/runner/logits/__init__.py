@@ -7,18 +7,64 @@ model made it, bit for bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aioengine import plugins
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.protocol.messages import Sampling
+    from aioengine.protocol.messages import Grammar, Sampling
     from aioengine.runner.transfer import Upload
 
-ORDER = ("min_new_tokens", "penalties", "bias", "allowed_token_ids", "bad_words")
+ORDER = ("min_new_tokens", "penalties", "bias", "allowed_token_ids", "bad_words", "grammar")
 """The processors, in the order in which they are applied. What cannot be drawn comes last: nothing lifts it again."""
+
+
+class Constraint(Protocol):
+    """What one request has followed of its grammar.
+
+    Attributes:
+        source: computes its masks. is_complete: no further token is allowed. error: why it cannot be followed any
+            further; empty while it can.
+    """
+
+    is_complete: bool
+    error: str
+
+    @property
+    def source(self) -> Grammars: ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is complete or has an error."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """The request has this token next."""
+        ...
+
+
+class Grammars(Protocol):
+    """The grammars of an engine. num_words: of a mask, 32 tokens each."""
+
+    num_words: int
+
+    def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> Constraint:
+        """Follow a grammar from its beginning, behind the tokens of the request: prompt, then output.
+
+        Raises:
+            ValueError: it cannot be compiled, or followed.
+        """
+        ...
+
+    def fill(self, constraints: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
+        """The tokens that each may have next, as bits of masks [constraints, num_words]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +76,7 @@ class LogitsRow:
     history: [at least num_tokens] int64, the tokens, on the device of the logits; only of requests with
         ``bad_token_ids``, and on the CPU of those with penalties. It holds -1 for a prompt of embeddings.
     first_id: where the ids begin in it: behind a prompt of embeddings.
+    constraint: of a request with a grammar.
     """
 
     index: int
@@ -39,6 +86,7 @@ class LogitsRow:
     history: Tensor | None
     uid: int = -1
     first_id: int = 0
+    constraint: Constraint | None = None
 
     @property
     def num_output(self) -> int:

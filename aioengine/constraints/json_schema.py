@@ -1,0 +1,315 @@
+"""JSON schemas: what cannot be enforced is refused, and the rest is brought into the form that grammars are made of.
+
+Every value that the compiled schema allows is valid under the schema that was given; where the two cannot be the same,
+the compiled one is narrower:
+
+- Properties come in the order of the schema, those that are only required at the end.
+- ``oneOf`` is allowed where its branches exclude each other: by their types, or by a property with other constants in
+  each branch, which is then required.
+- Patterns mean what ECMAScript and Python agree on: ``\\d`` and ``\\w`` are ASCII.
+- Exclusive bounds of numbers that are no integers become the next number of 15 digits: what is written with more would
+  be rounded to the bound.
+
+Annotations are left out. A keyword that is not known is refused: it may be a misspelt one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, NoReturn, cast
+
+from aioengine.constraints.one_of import TYPES, exclusive
+from aioengine.constraints.python_regex import translate
+from aioengine.constraints.schema_values import Place, Schema, compile_counts, compile_number, compile_string
+
+MAX_BYTES: Final = 131_072
+MAX_CHARACTERS: Final = 1_048_576
+"""Of the text with its annotations."""
+MAX_DEPTH: Final = 64
+MAX_OPTIONAL: Final = 256
+"""Optional properties of an object; the parser keeps several entries for each."""
+MAX_PROPERTIES: Final = 2048
+MAX_BRANCHES: Final = 256
+MAX_ALL_OF: Final = 16
+
+_ANNOTATIONS: Final = frozenset(
+    (
+        "$schema", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated",
+        "readOnly", "writeOnly", "discriminator",
+    )
+)  # fmt: skip
+_ENFORCED: Final = frozenset(
+    (
+        "type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf",
+        "minLength", "maxLength", "pattern", "format",
+        "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+        "properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties",
+        "items", "prefixItems", "minItems", "maxItems",
+    )
+)  # fmt: skip
+
+
+def compiled(text: str) -> Schema:
+    """The schema ``text`` (JSON) in the form that grammars are made of.
+
+    Raises:
+        ValueError: it is no JSON, or no JSON schema.
+        UnsupportedSchemaError: something in it cannot be enforced, or it is too large; with ``pointer`` and
+            ``keyword``.
+    """
+    root = Place({}, "", 0)
+    if len(text) > MAX_CHARACTERS:
+        root.refuse("json_schema", f"has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
+    try:
+        schema = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        message = f"json_schema is no JSON text: {error}"
+        raise ValueError(message) from None
+    try:
+        found = _Compiler(schema).compile()
+        size = len(json.dumps(found, allow_nan=False))
+    except RecursionError:
+        root.refuse("json_schema", "is nested too deeply")
+    if size > MAX_BYTES:
+        root.refuse("json_schema", f"has {size:,} bytes without its annotations; at most {MAX_BYTES:,} are enforced")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    message = f"{name} is no JSON"
+    raise ValueError(message)
+
+
+class _Compiler:
+    """One schema. References stay references: each target is compiled once, into ``$defs``."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._names: dict[str, str] = {}  # a reference -> the name of its target in $defs
+        self._definitions: Schema = {}
+        self._waiting: list[str] = []
+
+    def compile(self) -> Schema:
+        found = self._schema(self._root, "", 0)
+        while self._waiting:
+            reference = self._waiting.pop()
+            target = self._target(reference, Place({}, reference[1:], 0))
+            self._definitions[self._names[reference]] = self._schema(target, reference[1:], 0)
+        if found is False:
+            Place({}, "", 0).refuse("false", "allows no value")
+        found = {} if found is True else found
+        return {**found, "$defs": self._definitions} if self._definitions else found
+
+    def _schema(self, schema: object, pointer: str, depth: int) -> Any:
+        """Compiled, a dict or a boolean."""
+        if isinstance(schema, bool):
+            return schema
+        place = Place(cast("Schema", schema), pointer, depth)
+        if not isinstance(schema, dict):
+            place.wrong("schema", "an object or a boolean", schema)
+        if depth > MAX_DEPTH:
+            place.refuse("schema", f"is nested more than {MAX_DEPTH} deep")
+        for keyword in place.given:
+            if keyword not in _ENFORCED and keyword not in _ANNOTATIONS and not keyword.startswith("x-"):
+                place.refuse(keyword, "is not enforced")
+        found = self._any_type(place)
+        types = found.get("type", TYPES)
+        allowed = {types} if isinstance(types, str) else set(types)
+        if "string" in allowed:
+            found |= compile_string(place)
+        if allowed & {"number", "integer"}:
+            found |= compile_number(place, is_integer="number" not in allowed)
+        if "object" in allowed:
+            found |= self._object(place)
+        if "array" in allowed:
+            found |= self._array(place)
+        return found
+
+    # ------------------------------------------------------------ keywords of all types
+
+    def _any_type(self, place: Place) -> Schema:
+        given, found = place.given, dict[str, Any]()
+        if "type" in given:
+            found["type"] = _types(place)
+        for keyword in ("enum", "const"):
+            if keyword in given:
+                _check_constants(place, keyword)
+                found[keyword] = given[keyword]
+        if "$ref" in given:
+            found["$ref"] = self._reference(place)
+        for keyword in ("anyOf", "allOf"):
+            if keyword in given:
+                found[keyword] = self._branches(place, keyword)
+        if "oneOf" in given:
+            if "anyOf" in given:
+                place.refuse("oneOf", "is not enforced together with 'anyOf'")
+            found["anyOf"] = exclusive(place, self._branches(place, "oneOf"), self._followed)
+        return found
+
+    def _branches(self, place: Place, keyword: str) -> list[Any]:
+        branches = place.given[keyword]
+        if not isinstance(branches, list) or not branches:
+            place.wrong(keyword, "a list of schemas", branches)
+        listed = cast("list[object]", branches)
+        limit = MAX_ALL_OF if keyword == "allOf" else MAX_BRANCHES
+        if len(listed) > limit:
+            place.refuse(keyword, f"has more than {limit} entries")
+        return [self._schema(each, place.at(keyword, index), place.depth + 1) for index, each in enumerate(listed)]
+
+    # ------------------------------------------------------------ references
+
+    def _reference(self, place: Place) -> str:
+        reference = place.given["$ref"]
+        if not isinstance(reference, str):
+            place.wrong("$ref", "a string", reference)
+        if reference != "#" and not reference.startswith("#/"):
+            place.refuse("$ref", f"{reference[:80]!r} is no reference into this schema")
+        if reference not in self._names:
+            self._check_loop(reference, place)
+            self._names[reference] = f"d{len(self._names)}"
+            self._waiting.append(reference)
+        return f"#/$defs/{self._names[reference]}"
+
+    def _target(self, reference: str, place: Place) -> object:
+        found = self._root
+        for part in reference.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and key in found:
+                found = cast("Schema", found)[key]
+            elif isinstance(found, list) and key.isdecimal() and int(key) < len(cast("list[object]", found)):
+                found = cast("list[object]", found)[int(key)]
+            else:
+                place.wrong("$ref", "a reference to something in this schema", reference)
+        return found
+
+    def _check_loop(self, reference: str, place: Place) -> None:
+        """A schema that refers to itself without anything between would never end."""
+        seen: set[str] = set()
+        waiting = [reference]
+        while waiting:
+            for target in _same_value(self._target(waiting.pop(), place)):
+                if target == reference:
+                    place.refuse("$ref", f"{reference[:80]!r} refers to itself")
+                if target not in seen and (target == "#" or target.startswith("#/")):
+                    seen.add(target)
+                    waiting.append(target)
+
+    def _followed(self, schema: object) -> Schema:
+        """What a schema that is but a reference refers to."""
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, dict):
+                break
+            given = cast("Schema", schema)
+            if given.keys() - _ANNOTATIONS != {"$ref"}:
+                return given
+            schema = self._target(given["$ref"], Place(given, "", 0))
+        return {}
+
+    # ------------------------------------------------------------ objects and arrays
+
+    def _object(self, place: Place) -> Schema:
+        found: Schema = {}
+        names = _required(place)
+        made = self._each(place, "properties")
+        others: Any = True
+        if "additionalProperties" in place.given:
+            pointer = place.at("additionalProperties")
+            others = self._schema(place.given["additionalProperties"], pointer, place.depth + 1)
+            found["additionalProperties"] = others
+        if patterns := self._pattern_properties(place):
+            found["patternProperties"] = patterns
+        for name in names:
+            if others is False and name not in made:
+                place.refuse("required", f"names {name[:80]!r}, which additionalProperties rules out")
+        made |= {name: others for name in names if name not in made}
+        if len(made) > MAX_PROPERTIES or len(made) - len(names) > MAX_OPTIONAL:
+            place.refuse("properties", f"has more than {MAX_PROPERTIES} entries, or {MAX_OPTIONAL} optional ones")
+        if made:
+            found["properties"] = made
+        if names:
+            found["required"] = names
+        return found | _num_properties(place, found)
+
+    def _each(self, place: Place, keyword: str) -> Schema:
+        """The compiled schemas of a keyword that has one for each name."""
+        schemas = place.given.get(keyword, {})
+        if not isinstance(schemas, dict):
+            place.wrong(keyword, "an object", schemas)
+        return {
+            name: self._schema(each, place.at(keyword, name), place.depth + 1)
+            for name, each in cast("Schema", schemas).items()
+        }
+
+    def _pattern_properties(self, place: Place) -> Schema:
+        """They stand alone: a name that a pattern matches would have to fit the pattern's schema and its own."""
+        made = self._each(place, "patternProperties")
+        if made and place.given.get("additionalProperties") is not False:
+            place.refuse("patternProperties", 'is enforced with "additionalProperties": false alone')
+        if made and (place.given.get("properties") or place.given.get("required")):
+            place.refuse("patternProperties", "is not enforced together with 'properties' or 'required'")
+        return {
+            f"^(?:{translate(pattern, pointer=place.at('patternProperties', pattern), is_searched=True)})$": each
+            for pattern, each in made.items()
+        }
+
+    def _array(self, place: Place) -> Schema:
+        given = place.given
+        found: Schema = dict(compile_counts(place, "minItems", "maxItems"))
+        if "items" in given:
+            if isinstance(given["items"], list):
+                place.refuse("items", "as a list is of an older JSON schema; write 'prefixItems'")
+            found["items"] = self._schema(given["items"], place.at("items"), place.depth + 1)
+        if "prefixItems" in given:
+            found["prefixItems"] = self._branches(place, "prefixItems")
+        return found
+
+
+def _types(place: Place) -> str | list[str]:
+    value = place.given["type"]
+    listed = cast("list[object]", value) if isinstance(value, list) else [value]
+    if not listed or any(each not in TYPES for each in listed):
+        place.wrong("type", f"one of {', '.join(TYPES)}, or a list of these", value)
+    return cast("str | list[str]", value)
+
+
+def _check_constants(place: Place, keyword: str) -> None:
+    """Constants stand alone or beside a type: beside other keywords some of them may not be allowed."""
+    value = place.given[keyword]
+    if keyword == "enum" and (not isinstance(value, list) or not value):
+        place.wrong("enum", "a list of values", value)
+    others = (place.given.keys() & _ENFORCED) - {keyword, "type"}
+    if others:
+        place.refuse(keyword, f"is not enforced together with {min(others)!r}")
+
+
+def _required(place: Place) -> list[str]:
+    value = place.given.get("required", [])
+    if not isinstance(value, list) or any(not isinstance(name, str) for name in cast("list[object]", value)):
+        place.wrong("required", "a list of names", value)
+    return list(dict.fromkeys(cast("list[str]", value)))
+
+
+def _num_properties(place: Place, found: Schema) -> Schema:
+    """Only where every property is listed: others could come twice, and would count once."""
+    limits = dict(compile_counts(place, "minProperties", "maxProperties"))
+    if limits.get("minProperties", 1) <= len(found.get("required", ())):
+        limits.pop("minProperties", None)
+    is_closed = found.get("additionalProperties") is False and "patternProperties" not in found
+    for keyword in limits:
+        if not is_closed:
+            place.refuse(keyword, 'is enforced with "additionalProperties": false alone')
+    return limits
+
+
+def _same_value(schema: object) -> list[str]:
+    """The references of a schema that apply to the very value that it applies to."""
+    if not isinstance(schema, dict):
+        return []
+    given, found = cast("Schema", schema), list[str]()
+    if isinstance(given.get("$ref"), str):
+        found.append(given["$ref"])
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        branches = given.get(keyword)
+        if isinstance(branches, list):
+            found += [each for branch in cast("list[object]", branches) for each in _same_value(branch)]
+    return found

@@ -1,0 +1,193 @@
+"""The sampling parameters of structured output: their checks, and the grammar that they make together."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Final, cast
+
+import msgspec
+
+from aioengine import checks
+from aioengine.constraints.json_schema import compiled
+from aioengine.constraints.python_regex import MAX_BYTES as MAX_REGEX_BYTES
+from aioengine.constraints.python_regex import translate
+from aioengine.constraints.structural_tag import lark_of
+from aioengine.protocol.messages import Grammar
+
+MAX_EBNF_BYTES: Final = 65_536
+MAX_CHOICE_BYTES: Final = 131_072
+MAX_REASONING_BYTES: Final = 256
+
+KINDS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
+"""The parameters of which a request may have one."""
+
+_ONE_SPACE: Final = r"[ \n]?"
+_ANY_JSON: Final = "$$ANY$$"
+
+
+# ---------------------------------------------------------------- checks of each parameter
+
+
+def json_schema(name: str, value: object) -> str | None:
+    """JSON text; None where the text is empty: no schema."""
+    value = checks.plain(value)
+    if isinstance(value, str):
+        return ("{}" if value == _ANY_JSON else value) or None
+    if isinstance(value, Mapping):
+        given = cast("Mapping[str, object]", value)
+        try:
+            return json.dumps(dict(given), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{name} must hold what JSON can hold: {error}") from None
+    if isinstance(value, bool | int | float | list | tuple | bytes):
+        raise checks.wrong_type(name, "JSON text, a dict, or a class (pydantic, msgspec or dataclass)", value)
+    return _schema_of_type(name, value)
+
+
+def _schema_of_type(name: str, of: object) -> str:
+    try:
+        return _made_schema(of)
+    except TypeError as error:
+        allowed = "JSON text, a dict, or a class (pydantic, msgspec or dataclass)"
+        raise TypeError(f"{checks.wrong_type(name, allowed, of)}: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _made_schema(of: Any) -> str:
+    """Raises TypeError: no schema can be made of it."""
+    make = getattr(of, "model_json_schema", None)
+    schema = make() if callable(make) else msgspec.json.schema(of)
+    _close(schema)
+    return json.dumps(schema)
+
+
+def _close(schema: object) -> None:
+    """The objects of a class have its fields alone, though its schema may not say so."""
+    if isinstance(schema, dict):
+        given = cast("dict[str, object]", schema)
+        if given.get("type") == "object" and isinstance(given.get("properties"), dict):
+            given.setdefault("additionalProperties", False)
+        for value in given.values():
+            _close(value)
+    elif isinstance(schema, list):
+        for value in cast("list[object]", schema):
+            _close(value)
+
+
+def text(name: str, value: object, max_bytes: int = MAX_EBNF_BYTES) -> str | None:
+    """A string; None where it is empty."""
+    return checks.text(name, checks.plain(value), max_bytes=max_bytes) or None
+
+
+def regex(name: str, value: object) -> str | None:
+    return text(name, value, MAX_REGEX_BYTES)
+
+
+def choice(name: str, value: object) -> list[str]:
+    """At least one string, each with at least one character."""
+    entries = checks.sequence(name, value, MAX_CHOICE_BYTES, allowed="a list of strings")
+    found = [checks.text(f"{name}[{place}]", each) for place, each in enumerate(entries)]
+    if not found or not all(found):
+        raise checks.wrong_value(name, "a list of strings that are not empty", value)
+    if sum(map(len, found)) > MAX_CHOICE_BYTES:
+        raise ValueError(f"{name} has {sum(map(len, found)):,} characters together, at most {MAX_CHOICE_BYTES:,} fit")
+    return found
+
+
+def structural_tag(name: str, value: object) -> str | None:
+    """JSON text; None where the value is empty."""
+    if isinstance(value, Mapping):
+        return json_schema(name, value)
+    return text(name, value, MAX_CHOICE_BYTES)
+
+
+def whitespace(name: str, value: object) -> str:
+    """ "flexible", or a pattern that matches white space of JSON alone."""
+    pattern = checks.text(name, checks.plain(value), max_bytes=MAX_REASONING_BYTES)
+    if pattern != "flexible":
+        plain = re.sub(r"\\[tnr]", " ", re.sub(r"\{\d*,?\d*\}", "", pattern.replace("(?:", "(")))
+        if re.fullmatch(r"[ \t\n\r\[\]()|?*+]*", plain) is None:
+            raise checks.wrong_value(name, "'flexible', or a pattern of space, \\t, \\n and \\r", value)
+        translate(pattern, pointer="")
+    return pattern
+
+
+def reasoning_end(name: str, value: object) -> str | list[int] | None:
+    """A string, or token ids; None where it is empty."""
+    value = checks.plain(value)
+    if isinstance(value, str):
+        return text(name, value, MAX_REASONING_BYTES)
+    entries = checks.sequence(name, value, MAX_REASONING_BYTES, allowed="a string or a list of token ids")
+    return [checks.whole(f"{name}[{place}]", each, 0) for place, each in enumerate(entries)] or None
+
+
+# ---------------------------------------------------------------- the grammar
+
+
+def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None:
+    """The grammar that the parameters of structured output make together; ``values``: of all of them, None: not given.
+
+    Raises:
+        ValueError: they contradict each other, or one is no valid schema, pattern or tag.
+        UnsupportedSchemaError: a part could not be enforced.
+    """
+    kinds = [name for name in KINDS if values[name]]
+    if len(kinds) > 1:
+        raise ValueError(f"{' and '.join(kinds)} are given together; an output has one constraint")
+    space, end, most = values["whitespace"], values["reasoning_end"], values["max_thinking_tokens"]
+    if not kinds:
+        others = {"whitespace": space, "reasoning_end": end, "max_thinking_tokens": most}
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"{name} is given without a constraint: {', '.join(KINDS)}")
+        return None
+    if most is not None and end is None:
+        raise ValueError("max_thinking_tokens is given without reasoning_end, the end of what it bounds")
+    name = kinds[0]
+    if space is not None and name in {"regex", "ebnf", "choice"}:
+        raise ValueError(f"whitespace is given with {name}; it belongs to JSON: json_schema and json_object")
+    value = values[name]
+    kind, made = _made(name, tuple(cast("list[str]", value)) if isinstance(value, list) else value, space)
+    return Grammar(
+        kind,
+        made,
+        ignore_eos=ignore_eos,
+        reasoning_end=end if isinstance(end, str) else tuple(cast("list[int]", end or ())),
+        max_thinking_tokens=most,
+    )
+
+
+@lru_cache(maxsize=64)
+def _made(name: str, value: Any, space: str | None) -> tuple[str, str]:
+    """``Grammar.kind`` and ``Grammar.text`` of a parameter."""
+    if name == "json_schema":
+        return "json", _json_grammar(compiled(value), space)
+    if name == "json_object":
+        return "json", _json_grammar({"type": "object"}, space)
+    if name == "regex":
+        return "regex", translate(value, pointer="")
+    if name == "choice":
+        return "regex", "|".join(map(_literal, value))
+    if name == "structural_tag":
+        return "lark", lark_of(value, whitespace=_options(space))
+    return "ebnf", value
+
+
+def _json_grammar(schema: Mapping[str, object], space: str | None) -> str:
+    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": _options(space)}}]})
+
+
+def _options(space: str | None) -> dict[str, object]:
+    """Options of the library for white space between the tokens of JSON."""
+    if space == "flexible":
+        return {"whitespace_flexible": True}
+    if space == "":
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": _ONE_SPACE if space is None else translate(space, pointer="")}
+
+
+def _literal(words: str) -> str:
+    return translate(re.escape(words), pointer="")

@@ -1,0 +1,194 @@
+"""Python's regular expressions in the syntax in which grammars are compiled, with the same meaning or a narrower one.
+
+The result matches whole texts. Parts whose meaning could not be kept are refused: lookaround, backreferences, atomic
+groups, possessive repetitions, conditions, word borders, anchors in the middle.
+
+Classes are written out, for other libraries mean other characters by ``\\d``, ``\\w`` and ``\\s``: as Python's, limited
+to characters that this version of Python knows; in ASCII for patterns of JSON schemas, which ECMAScript and Python read
+differently.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from re import _constants as codes  # type: ignore[attr-defined]  # the parser of the standard library
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any, Final, NoReturn
+
+from aioengine.errors import UnsupportedSchemaError
+
+MAX_BYTES: Final = 16_384
+MAX_REPEATS: Final = 100_000
+"""How often the innermost part of nested repetitions may be repeated at most."""
+
+_AGE: Final = rf"\p{{age:{unicodedata.unidata_version.rpartition('.')[0]}}}"
+_ASCII: Final = {
+    codes.CATEGORY_DIGIT: "0-9",
+    codes.CATEGORY_WORD: "0-9A-Za-z_",
+    codes.CATEGORY_SPACE: r"\t\n\x0B\f\r ",
+}
+_UNICODE: Final = {
+    codes.CATEGORY_DIGIT: rf"[\p{{Nd}}&&{_AGE}]",
+    codes.CATEGORY_WORD: rf"[\p{{L}}\p{{N}}_&&{_AGE}]",
+    codes.CATEGORY_SPACE: r"\s\x1C-\x1F",
+}
+_WIDEST: Final = {
+    codes.CATEGORY_DIGIT: r"\p{Nd}",
+    codes.CATEGORY_WORD: r"\w\p{L}\p{N}",
+    codes.CATEGORY_SPACE: r"\s\x1C-\x1F",
+}
+"""All that any reading takes into the category: what a negated one must leave out."""
+
+_NEGATED: Final = {
+    codes.CATEGORY_NOT_DIGIT: codes.CATEGORY_DIGIT,
+    codes.CATEGORY_NOT_WORD: codes.CATEGORY_WORD,
+    codes.CATEGORY_NOT_SPACE: codes.CATEGORY_SPACE,
+}
+_STARTS: Final = (codes.AT_BEGINNING, codes.AT_BEGINNING_STRING)
+_ENDS: Final = (codes.AT_END, codes.AT_END_STRING)
+_ANY_TEXT: Final = "(?s:.*)"
+_FOLDED_BY_ASCII: Final = "\u0130\u0131\u017f\u212a"
+"""What ``re.IGNORECASE`` takes for ASCII letters, beside the other case."""
+
+
+def translate(pattern: str, *, pointer: str, is_searched: bool = False) -> str:
+    """``pattern`` for whole texts. ``is_searched``: it may stand anywhere in the text, as in a JSON schema.
+
+    Raises:
+        ValueError: it is no regular expression.
+        UnsupportedSchemaError: it has a part that cannot be kept; ``pointer`` names the place of the pattern.
+    """
+    return _Translator(pattern, pointer, is_searched=is_searched).text
+
+
+class _Translator:
+    def __init__(self, pattern: str, pointer: str, *, is_searched: bool) -> None:
+        self._pattern = pattern
+        self._pointer = pointer
+        self._keyword = "pattern" if is_searched else "regex"
+        if len(pattern.encode(errors="surrogatepass")) > MAX_BYTES:
+            self._refuse(f"more than {MAX_BYTES:,} bytes")
+        try:
+            parsed: Any = parser.parse(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            message = f"{self._where()} is no regular expression of Python: {error}"
+            raise ValueError(message) from None
+        flags = parsed.state.flags
+        self._is_ascii = is_searched or bool(flags & re.ASCII)
+        try:
+            self.text = self._whole(list(parsed), flags, open_start=is_searched, open_end=is_searched)
+        except RecursionError:
+            self._refuse("groups that are nested too deeply")
+
+    def _where(self) -> str:
+        shown = self._pattern if len(self._pattern) <= 80 else f"{self._pattern[:77]}..."
+        return f"{self._keyword} {shown!r}" + (f" at {self._pointer}" if self._pointer else "")
+
+    def _refuse(self, what: str) -> NoReturn:
+        message = f"{self._where()} has {what}, which cannot be enforced"
+        raise UnsupportedSchemaError(message, pointer=self._pointer, keyword=self._keyword)
+
+    def _whole(self, items: list[Any], flags: int, *, open_start: bool, open_end: bool) -> str:
+        """A sequence at both ends of the text, so that it may begin and end with anchors, as may each of its branches.
+
+        open_start, open_end: any text may stand before it, or behind it.
+        """
+        while items and items[0][0] is codes.AT and items[0][1] in _STARTS:
+            items, open_start = items[1:], False
+        while items and items[-1][0] is codes.AT and items[-1][1] in _ENDS:
+            items, open_end = items[:-1], False
+        code: Any = items[0][0] if len(items) == 1 else None
+        value: Any = items[0][1] if len(items) == 1 else None
+        if code is codes.BRANCH:
+            branches = [
+                self._whole(list(branch), flags, open_start=open_start, open_end=open_end) for branch in value[1]
+            ]
+            return f"(?:{'|'.join(branches)})"
+        if code is codes.SUBPATTERN:
+            _, added, removed, inner = value
+            flags = (flags | added) & ~removed
+            return f"(?:{self._whole(list(inner), flags, open_start=open_start, open_end=open_end)})"
+        text = self._sequence(items, flags, 1)
+        return f"{_ANY_TEXT if open_start else ''}{text}{_ANY_TEXT if open_end else ''}"
+
+    def _sequence(self, items: list[Any], flags: int, repeats: int) -> str:
+        return "".join(self._item(code, value, flags, repeats) for code, value in items)
+
+    def _item(self, code: Any, value: Any, flags: int, repeats: int) -> str:
+        """``repeats``: how often it may be repeated from outside."""
+        if code is codes.LITERAL:
+            return self._literal(value, flags)
+        if code is codes.ANY:
+            return "(?s:.)" if flags & re.DOTALL else r"[^\n]"
+        if code is codes.NOT_LITERAL:
+            return f"[^{self._member(codes.LITERAL, value, flags, is_negated=True)}]"
+        if code is codes.IN:
+            return self._class(value, flags)
+        if code is codes.BRANCH:
+            return f"(?:{'|'.join(self._sequence(list(branch), flags, repeats) for branch in value[1])})"
+        if code is codes.SUBPATTERN:
+            _, added, removed, inner = value
+            return f"(?:{self._sequence(list(inner), (flags | added) & ~removed, repeats)})"
+        if code in (codes.MAX_REPEAT, codes.MIN_REPEAT):
+            return self._repeat(*value, flags=flags, repeats=repeats)
+        if code is codes.AT:
+            self._refuse("an anchor or a word border in the middle")
+        if code in (codes.ASSERT, codes.ASSERT_NOT):
+            self._refuse("lookaround")
+        if code in (codes.GROUPREF, codes.GROUPREF_EXISTS, codes.GROUPREF_IGNORE):
+            self._refuse("a reference to a group")
+        self._refuse("an atomic group or a possessive repetition")
+
+    def _repeat(self, least: int, most: Any, inner: Any, *, flags: int, repeats: int) -> str:
+        is_open = most is codes.MAXREPEAT
+        repeats *= max(1, int(least if is_open else most))
+        if repeats > MAX_REPEATS:
+            self._refuse(f"more than {MAX_REPEATS:,} counted repetitions")
+        text = self._sequence(list(inner), flags, repeats)
+        return f"(?:{text}){{{int(least)},{'' if is_open else int(most)}}}"
+
+    def _literal(self, code: int, flags: int) -> str:
+        if not flags & re.IGNORECASE:
+            return _escaped(code)
+        return f"[{self._member(codes.LITERAL, code, flags, is_negated=False)}]"
+
+    def _class(self, members: list[Any], flags: int) -> str:
+        is_negated = members[0][0] is codes.NEGATE
+        if is_negated:
+            members = members[1:]
+        written = [self._member(code, value, flags, is_negated=is_negated) for code, value in members]
+        return f"[{'^' if is_negated else ''}{''.join(written)}]"
+
+    def _member(self, code: Any, value: Any, flags: int, *, is_negated: bool) -> str:
+        """A member of a class: no more characters than Python takes, or in a negated class no fewer."""
+        if code is codes.CATEGORY:
+            base = _NEGATED.get(value, value)
+            is_wide = (base is not value) is not is_negated  # what is left out must be left out in every reading
+            table = _WIDEST if is_wide else _ASCII if self._is_ascii else _UNICODE
+            return table[base] if base is value else f"[^{table[base]}]"
+        first, last = (value, value) if code is codes.LITERAL else value
+        written = _escaped(first) if first == last else f"{_escaped(first)}-{_escaped(last)}"
+        if not flags & re.IGNORECASE:
+            return written
+        if last > 0x7F and (is_negated or first != last):
+            self._refuse("a class beyond ASCII that ignores case")
+        if first != last:
+            letters = [chr(each).swapcase() for each in range(first, last + 1) if chr(each).isalpha()]
+        else:
+            folded = {chr(first).lower(), chr(first).upper(), chr(first).title(), chr(first).casefold()}
+            letters = [each for each in folded if len(each) == 1]
+            known = re.compile(re.escape(chr(first)), re.IGNORECASE)
+            letters = [each for each in letters if known.fullmatch(each)]
+        return written + "".join(_escaped(ord(each)) for each in letters) + (_FOLDED_BY_ASCII if is_negated else "")
+
+
+def _escaped(code: int) -> str:
+    """A character, in or outside a class."""
+    char = chr(code)
+    if char.isascii() and char.isalnum():
+        return char
+    if 0xD800 <= code <= 0xDFFF:
+        message = f"U+{code:04X} is half of a surrogate pair, which no text has"
+        raise ValueError(message)
+    return f"\\x{{{code:X}}}"

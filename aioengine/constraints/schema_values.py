@@ -1,0 +1,121 @@
+"""The keywords of JSON Schema for strings, numbers and counts, and where in a schema something stands."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+
+from aioengine.constraints.python_regex import translate
+from aioengine.errors import UnsupportedSchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_LENGTH: Final = 1_000_000
+MAX_MULTIPLE: Final = 1000
+MAX_INTEGER: Final = 2**53
+MAX_NUMBER: Final = 1e15
+MIN_NUMBER: Final = 1e-9
+
+Schema = dict[str, Any]
+
+_FORMATS: Final = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+
+class Place(NamedTuple):
+    """A part of a schema, and how to find it: its JSON pointer, and how many schemas it stands in."""
+
+    given: Schema
+    pointer: str
+    depth: int
+
+    def at(self, *keys: str | int) -> str:
+        """The JSON pointer to what lies below."""
+        return self.pointer + "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
+
+    def refuse(self, keyword: str, why: str) -> NoReturn:
+        """Raise UnsupportedSchemaError."""
+        message = f"the JSON schema cannot be enforced: {keyword!r} at {self.pointer or '#'} {why}"
+        raise UnsupportedSchemaError(message, pointer=self.pointer, keyword=keyword)
+
+    def wrong(self, keyword: str, allowed: str, value: object) -> NoReturn:
+        """Raise ValueError: this is no JSON schema."""
+        message = f"json_schema: {keyword!r} at {self.pointer or '#'} must be {allowed}, got {repr(value)[:80]}"
+        raise ValueError(message)
+
+
+def compile_string(place: Place) -> Schema:
+    given = place.given
+    found: Schema = dict(compile_counts(place, "minLength", "maxLength"))
+    if "pattern" in given:
+        if not isinstance(given["pattern"], str):
+            place.wrong("pattern", "a string", given["pattern"])
+        found["pattern"] = f"^(?:{translate(given['pattern'], pointer=place.at('pattern'), is_searched=True)})$"
+    if "format" in given:
+        if given["format"] not in _FORMATS:
+            place.refuse("format", f"{given['format']!r} is not enforced; {', '.join(_FORMATS)} are")
+        found["format"] = given["format"]
+    return found
+
+
+def compile_counts(place: Place, least: str, most: str) -> Mapping[str, int]:
+    """The values of two keywords that limit a number of things."""
+    found: dict[str, int] = {}
+    for keyword in (least, most):
+        if keyword not in place.given:
+            continue
+        value = place.given[keyword]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != math.floor(value):
+            place.wrong(keyword, "a whole number from 0 on", value)
+        if value > MAX_LENGTH:
+            place.refuse(keyword, f"is more than {MAX_LENGTH:,}")
+        found[keyword] = int(value)
+    if found.get(least, 0) > found.get(most, MAX_LENGTH):
+        place.refuse(least, f"is more than {most!r}: no value is valid")
+    return found
+
+
+def compile_number(place: Place, *, is_integer: bool) -> Schema:
+    """Bounds include their value: exclusive ones are replaced by the next allowed number."""
+    found: Schema = {}
+    bounds = {name: _bound(place, name, is_integer=is_integer) for name in _BOUNDS if name in place.given}
+    low = max(bounds.get("minimum", -math.inf), _beyond(bounds.get("exclusiveMinimum"), 1, is_integer=is_integer))
+    high = min(bounds.get("maximum", math.inf), _beyond(bounds.get("exclusiveMaximum"), -1, is_integer=is_integer))
+    if low > high:
+        place.refuse("minimum", "and its maximum leave no number")
+    if low > -math.inf:
+        found["minimum"] = math.ceil(low) if is_integer else low
+    if high < math.inf:
+        found["maximum"] = math.floor(high) if is_integer else high
+    if "multipleOf" in place.given:
+        value = place.given["multipleOf"]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            place.wrong("multipleOf", "a number above 0", value)
+        if value > MAX_MULTIPLE or value != math.floor(value) or not is_integer:
+            place.refuse("multipleOf", f"is enforced for integers alone, and up to {MAX_MULTIPLE}")
+        found["multipleOf"] = int(value)
+    return found
+
+
+def _bound(place: Place, keyword: str, *, is_integer: bool) -> float:
+    value = place.given[keyword]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # NaN
+        place.wrong(keyword, "a number", value)
+    if is_integer and abs(value) <= MAX_INTEGER:
+        return value
+    if is_integer or abs(value) > MAX_NUMBER or 0 < abs(value) < MIN_NUMBER:
+        place.refuse(keyword, "is beyond what is enforced: integers up to 2**53, numbers from 1e-9 to 1e15, and 0")
+    return value
+
+
+def _beyond(bound: float | None, direction: int, *, is_integer: bool) -> float:
+    """The first allowed number next to an exclusive bound: for numbers, of 15 digits."""
+    if bound is None:
+        return -direction * math.inf
+    if is_integer:
+        return (math.floor(bound) + 1) if direction > 0 else (math.ceil(bound) - 1)
+    if bound == 0:
+        return direction * MIN_NUMBER
+    digits = 14 - math.floor(math.log10(abs(bound)))
+    return round(bound + direction * 10.0**-digits, max(0, digits))

@@ -1,0 +1,350 @@
+"""Grammars: compiled in threads, kept by their text, and followed token by token, with the llguidance library.
+
+A grammar is compiled once, in a thread that runs beside the steps; each request follows a copy of its own. The library
+bounds the time and memory of both by limits on states, items and work, beyond which a grammar is refused or a request
+fails alone. It is imported, and the tokenizer read, when the first grammar comes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import numpy as np
+
+from aioengine.text.token_table import TokenizerFile, read_token_table
+from aioengine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    import numpy.typing as npt
+
+    from aioengine.protocol.messages import Grammar
+
+    Words = npt.NDArray[np.int32]
+
+MAX_CACHED_BYTES: Final = 256 * 1024 * 1024
+BYTES_PER_GRAMMAR: Final = 65_536
+BYTES_PER_CHARACTER: Final = 256
+"""The memory of a compiled grammar, rather too much: 70 times its text for enums, 170 times for optional properties."""
+
+_NUM_COMPILERS: Final = 2
+_MAX_MASK_THREADS: Final = 8
+_MASK_FUEL: Final = 100_000
+"""The library's measure of work for one mask, about 7 ms."""
+
+_MAX_STATES: Final = 60_000
+"""Of what reads the characters of a request, up to 40 MB."""
+
+_MAX_TAIL: Final = 4096
+_MAX_KNOWN_TEXTS: Final = 16_384
+_SPACES: Final = b" \t\r\n"
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled, or that cannot be followed any further."""
+
+
+class _Vocabulary(NamedTuple):
+    """The bytes of each token; of special ones the library's mark and their text. tokenizer: of the library. encode:
+    from text to token ids.
+    """
+
+    tokens: list[bytes]
+    tokenizer: Any
+    encode: Callable[[str], list[int]]
+
+
+class Thinking:
+    """The tokens before the constraint begins: any but the end of the text, until ``end`` was written.
+
+    It ends with a token behind which the text ends with ``end``, spaces aside. When no tokens are left, those of
+    ``end`` are forced.
+    """
+
+    def __init__(self, end: bytes, end_ids: Sequence[int], *, max_tokens: int | None) -> None:
+        self._end = end
+        self._end_ids = end_ids
+        self._left = max_tokens
+        self._forced = 0
+        self._tail = b""
+
+    def push(self, text: bytes) -> bool:
+        """The next token has this text. Whether it is the last one."""
+        if self._left == 0:
+            self._forced += 1
+        elif self._left is not None:
+            self._left -= 1
+        self._tail = (self._tail + text)[-_MAX_TAIL:]
+        return self._forced == len(self._end_ids) or _ends_with(self._tail, self._end)
+
+    def fill(self, words: Words, eos_token_ids: Sequence[int]) -> None:
+        """The tokens that are allowed next, as bits of words [ceil(V / 32)]."""
+        if self._left == 0:
+            words.fill(0)
+            _set(words, self._end_ids[self._forced])
+            return
+        words.fill(-1)
+        for token_id in eos_token_ids:
+            _clear(words, token_id)
+
+
+class Constraint:
+    """What one request has followed of its grammar.
+
+    Attributes:
+        source: computes its masks. is_complete: no further token is allowed. error: why it cannot be followed any
+            further; empty while it can.
+    """
+
+    __slots__ = ("error", "grammar", "is_complete", "matcher", "source", "thinking", "tokens")
+
+    def __init__(
+        self, source: Grammars, grammar: Grammar, matcher: Any, tokens: list[bytes], *, thinking: Thinking | None
+    ) -> None:
+        self.source = source
+        self.grammar = grammar
+        self.matcher = matcher
+        self.thinking = thinking
+        self.is_complete = False
+        self.error = ""
+        self.tokens = tokens
+
+    def advance(self, token_id: int) -> None:
+        """The request has this token next."""
+        if self.thinking is not None:
+            if self.thinking.push(self.tokens[token_id]):
+                self.thinking = None
+        elif not self.matcher.consume_token(token_id):
+            self.error = f"token {token_id} does not fit the grammar: {self.matcher.get_error()}"
+        else:
+            self.is_complete = self.matcher.is_stopped()
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_complete or bool(self.error)
+
+
+class Grammars:
+    """The grammars of an engine."""
+
+    def __init__(self, tokenizer_path: str | None, vocab_size: int) -> None:
+        """``vocab_size``: of the model."""
+        self.num_words = -(-vocab_size // 32)
+        self._tokenizer_path = tokenizer_path
+        self._vocab_size = vocab_size
+        self._lock = Lock()
+        self._vocabulary: _Vocabulary | None = None
+        self._compiled: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
+        self._num_bytes = 0
+
+    def compile(self, grammar: Grammar) -> Future[Any]:
+        """Begin to compile a grammar that is not there yet. The future raises GrammarError where that fails."""
+        key = (grammar.kind, grammar.text)
+        found = self._compiled.get(key)
+        if found is None:
+            found = self._compiled[key] = self._compilers.submit(self._compile, grammar)
+            self._num_bytes += _num_bytes(key)
+            self._make_room()
+        self._compiled.move_to_end(key)
+        return found
+
+    def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> Constraint:
+        """Follow a grammar from its beginning, behind the tokens of the request: prompt, then output.
+
+        Raises:
+            GrammarError: it cannot be compiled, or the output does not fit it.
+        """
+        template = self.compile(grammar).result()
+        vocabulary = self._read_vocabulary(grammar.eos_token_ids)
+        thinking = self._thinking(grammar, vocabulary, token_ids[:num_prompt])
+        constraint = Constraint(self, grammar, template.deep_copy(), vocabulary.tokens, thinking=thinking)
+        for token_id in token_ids[num_prompt:]:
+            constraint.advance(token_id)
+        return constraint
+
+    def fill(self, constraints: Sequence[Constraint], masks: Words) -> None:
+        """The tokens that each may have next, as bits of masks [constraints, num_words]; none where it has an error."""
+        matchers: list[tuple[Any, int]] = []
+        for row, constraint in enumerate(constraints):
+            if constraint.is_over:
+                masks[row] = 0
+            elif constraint.thinking is not None:
+                constraint.thinking.fill(masks[row], constraint.grammar.eos_token_ids)
+            else:
+                matchers.append((constraint.matcher, row))
+        if matchers:
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+        for matcher, row in matchers:
+            constraint = constraints[row]
+            if matcher.is_error():
+                constraint.error = f"the grammar takes too much work here: {matcher.get_error()}"
+            elif constraint.grammar.ignore_eos:
+                _clear_where_possible(masks[row], constraint.grammar.eos_token_ids)
+
+    def close(self) -> None:
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------ compiling
+
+    @cached_property
+    def _compilers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="grammar")
+
+    @cached_property
+    def _executor(self) -> Any:
+        import llguidance  # slow to import, and most programs give no grammar
+
+        return llguidance.LLExecutor(max(1, min(_MAX_MASK_THREADS, (os.cpu_count() or 1) // 2)))
+
+    def _compile(self, grammar: Grammar) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        tokenizer = self._read_vocabulary(grammar.eos_token_ids).tokenizer
+        text = grammar.text
+        try:
+            if grammar.kind == "ebnf":
+                text = LLMatcher.grammar_from_lark(any_to_lark(text))
+            elif grammar.kind == "regex":
+                text = LLMatcher.grammar_from_regex(text)
+        except Exception as error:  # whatever its parser in Python meets
+            raise GrammarError(f"it is neither a GBNF nor a Lark grammar: {error}") from error
+        limits = LLParserLimits(step_lexer_fuel=_MASK_FUEL, max_lexer_states=_MAX_STATES, verbose_errors=False)
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise GrammarError(f"it cannot be enforced: {matcher.get_error()}")
+        return matcher
+
+    def _make_room(self) -> None:
+        for key, future in list(self._compiled.items())[:-1]:
+            if self._num_bytes <= MAX_CACHED_BYTES:
+                return
+            if future.done():
+                del self._compiled[key]
+                self._num_bytes -= _num_bytes(key)
+
+    # ------------------------------------------------------------ the vocabulary
+
+    def _read_vocabulary(self, eos_token_ids: Sequence[int]) -> _Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary(eos_token_ids)
+            return self._vocabulary
+
+    def _make_vocabulary(self, eos_token_ids: Sequence[int]) -> _Vocabulary:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        if self._tokenizer_path is None:
+            raise GrammarError("structured output needs a tokenizer, and this engine has none")
+        own = Tokenizer(self._tokenizer_path)
+        facts = cast("TokenizerFile", own.decoding_facts())
+        table = read_token_table(facts, skip_special_tokens=False)
+        if table is None:
+            raise GrammarError("the tokenizer of this model edits its text in ways that no grammar can follow")
+        special = {token["id"] for token in facts["added_tokens"] if token["special"]} | set(eos_token_ids)
+        tokens = [_token_bytes(table[token_id], token_id in special) for token_id in range(self._vocab_size)]
+        ends = [token_id for token_id in eos_token_ids if token_id < len(tokens)]
+        known = tokens if ends else [*tokens, _SPECIAL + b"end"]  # the library needs an end
+        encode = partial(own.encode, add_special_tokens=False)
+        source = _Source(known, special, ends or [len(tokens)], encode)
+        tokenizer = LLTokenizer(TokenizerWrapper(source), eos_token=source.eos_token_ids)
+        return _Vocabulary(tokens, tokenizer, encode)
+
+    def _thinking(self, grammar: Grammar, vocabulary: _Vocabulary, prompt: Sequence[int]) -> Thinking | None:
+        """None where there is none, or where it ends with the prompt."""
+        end = grammar.reasoning_end
+        if not end:
+            return None
+        ids = vocabulary.encode(end) if isinstance(end, str) else end
+        text = end.encode() if isinstance(end, str) else b"".join(vocabulary.tokens[each] for each in end)
+        text = text.rstrip(_SPACES) or text
+        tail = b"".join(vocabulary.tokens[token_id] for token_id in prompt[-len(text) - 64 :])
+        return None if _ends_with(tail, text) else Thinking(text, ids, max_tokens=grammar.max_thinking_tokens)
+
+
+def _ends_with(text: bytes, end: bytes) -> bool:
+    """Spaces aside, where ``end`` is more than that."""
+    return (text if end.isspace() else text.rstrip(_SPACES)).endswith(end)
+
+
+def _token_bytes(text: str | bytes, is_special: bool) -> bytes:
+    data = text.encode() if isinstance(text, str) else text
+    return _SPECIAL + data if is_special else data
+
+
+def _num_bytes(key: tuple[str, str]) -> int:
+    return BYTES_PER_GRAMMAR + BYTES_PER_CHARACTER * len(key[1])
+
+
+def _set(words: Words, token_id: int) -> None:
+    words[token_id >> 5] |= np.uint32(1 << (token_id & 31)).view(np.int32)
+
+
+def _clear(words: Words, token_id: int) -> None:
+    words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31)).view(np.int32)
+
+
+def _clear_where_possible(words: Words, token_ids: Sequence[int]) -> None:
+    """Rule these tokens out of words [ceil(V / 32)], unless no other is left."""
+    kept = words.copy()
+    for token_id in token_ids:
+        _clear(kept, token_id)
+    if kept.any():
+        words[:] = kept
+
+
+_SPECIAL: Final = b"\xff"
+
+
+class _Source:
+    """What the library reads of a tokenizer: its tokens, and how it writes text that the grammar forces."""
+
+    bos_token_id = None
+
+    def __init__(
+        self,
+        tokens: list[bytes],
+        special: set[int],
+        eos_token_ids: list[int],
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        self.tokens = tokens
+        self.special_token_ids = sorted(special)
+        self.eos_token_ids = eos_token_ids
+        self.eos_token_id = eos_token_ids[0]
+        self._encode = encode
+        self._ids = {data: token_id for token_id, data in enumerate(tokens) if data and token_id not in special}
+        self._longest = max(map(len, self._ids), default=1)
+        self._known: dict[bytes, list[int]] = {}
+
+    def __call__(self, data: bytes) -> list[int]:
+        """The ids of ``data``. The same texts are asked for again and again, from threads that wait for Python."""
+        found = self._known.get(data)
+        if found is None:
+            found = self._tokenize(data)
+            if len(self._known) < _MAX_KNOWN_TEXTS:
+                self._known[data] = found
+        return found
+
+    def _tokenize(self, data: bytes) -> list[int]:
+        """As the tokenizer does it, or where that adds or changes something, by the longest tokens."""
+        ids = self._encode(data.decode(errors="replace"))
+        if b"".join(self.tokens[token_id] for token_id in ids if token_id < len(self.tokens)) == data:
+            return ids
+        found: list[int] = []
+        start = 0
+        while start < len(data):
+            pieces = (data[start : start + size] for size in range(self._longest, 0, -1))
+            piece = next((each for each in pieces if each in self._ids), None)
+            if piece is None:
+                return found
+            found.append(self._ids[piece])
+            start += len(piece)
+        return found

@@ -1,0 +1,66 @@
+"""Random outputs of grammars, without a model: at each step any of the allowed tokens."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+import aioengine
+from aioengine import SamplingParams
+from aioengine.grammars import Constraint, Grammars
+from aioengine.params import sampling
+from aioengine.protocol.messages import Grammar
+
+EOS = 0
+VOCAB_SIZE = 512
+FOLDER = Path(aioengine.__file__).parent / "demo"
+
+
+@cache
+def demo_grammars() -> Grammars:
+    """Over the vocabulary of the demo model."""
+    return Grammars(str(FOLDER), VOCAB_SIZE)
+
+
+@cache
+def token_bytes() -> list[bytes]:
+    grammars = demo_grammars()
+    return list(grammars.open(Grammar("regex", "a", eos_token_ids=(EOS,)), [], 0).tokens)
+
+
+def grammar_of(**params: object) -> Grammar:
+    """The grammar that a request with these sampling parameters has."""
+    grammar = sampling(SamplingParams(**params), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)).grammar
+    assert grammar is not None
+    return grammar
+
+
+def allowed(constraint: Constraint) -> list[int]:
+    """The tokens that may come next."""
+    masks = np.zeros((1, demo_grammars().num_words), dtype=np.int32)
+    demo_grammars().fill([constraint], masks)
+    return [int(each) for each in np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))]
+
+
+def walk(grammar: Grammar, seed: int, *, max_tokens: int = 300) -> tuple[list[int], bool]:
+    """A random output, and whether it is complete."""
+    constraint = demo_grammars().open(grammar, [], 0)
+    drawn = random.Random(seed)
+    ids: list[int] = []
+    while not constraint.is_complete and len(ids) < max_tokens:
+        choices = allowed(constraint)
+        assert not constraint.error, constraint.error
+        assert choices, f"a dead end behind {text_of(ids)!r}"
+        # short outputs: what closes something comes more often than chance has it
+        closing = [each for each in choices if each == EOS or token_bytes()[each][-1:] in b'"}],']
+        token_id = drawn.choice(closing if closing and drawn.random() < 0.4 else choices)
+        ids.append(token_id)
+        constraint.advance(token_id)
+    return ids, constraint.is_complete
+
+
+def text_of(ids: list[int]) -> str:
+    return b"".join(token_bytes()[each] for each in ids if each != EOS).decode()

@@ -1,0 +1,197 @@
+"""Structured output of the whole engine on the demo model: every answer fits, whatever happens beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from aioengine import AsyncEngine, Engine, UnsupportedSchemaError
+from tests.kit.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.process
+
+
+@dataclass
+class Cat:
+    name: str
+    lives: int
+
+
+class Dog(msgspec.Struct):
+    breed: str
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "minimum": 1, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 1, "maxItems": 2},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["id", "tags", "ok"],
+    "additionalProperties": False,
+}
+TAG = {
+    "structures": [{"begin": "<n>", "schema": {"type": "integer", "minimum": 0, "maximum": 9}, "end": "</n>"}],
+    "triggers": ["<n>"],
+}
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "schema": {"json_schema": SCHEMA, "temperature": 0},
+    "hot": {"json_schema": SCHEMA, "temperature": 2, "seed": 1, "frequency_penalty": 1.5, "n": 2},
+    "biased": {"json_schema": json.dumps(SCHEMA), "seed": 2, "logit_bias": {"40": 50.0, "41": -50.0}, "top_k": 3},
+    "regex": {"regex": r"[a-f]{5,20}-\d+!", "seed": 3, "temperature": 1.5, "min_p": 0.01},
+    "ended": {"regex": r"\w{4,12}", "seed": 4, "ignore_eos": True, "min_new_tokens": 2},
+    "choice": {"choice": ["certainly", "certainly not", "never"], "seed": 5, "repetition_penalty": 1.5},
+    "ebnf": {"ebnf": 'root ::= "x" [0-9]{2,4} ("y" | "z")', "seed": 6},
+    "free": {"seed": 7, "max_new_tokens": 12},
+    "thought": {
+        "json_schema": SCHEMA, "reasoning_end": "</think>", "max_thinking_tokens": 6, "seed": 8, "temperature": 0.7,
+    },
+    "class": {"json_schema": Cat, "seed": 9, "max_new_tokens": 80, "temperature": 0},
+    "cut": {"json_object": True, "seed": 10, "max_new_tokens": 4},
+}  # fmt: skip
+
+Rows = list[tuple[str, list[int], object]]
+
+
+async def ask(engine: Engine | AsyncEngine, name: str, *, stream: bool = False) -> Rows:
+    params = {"max_new_tokens": 64, **REQUESTS[name]}
+    if not stream:
+        found = await engine.async_generate(f"A question for {name}: ", params)
+        answers = list(found) if isinstance(found, list) else [found]
+        return [(one["text"], one["output_ids"], one["meta_info"]["finish_reason"]) for one in answers]
+    rows: dict[int, tuple[str, list[int], object]] = {}
+    async for chunk in engine.async_generate(f"A question for {name}: ", params, stream=True):
+        text, ids, _ = rows.get(chunk.get("index", 0), ("", [], None))
+        reason = chunk["meta_info"]["finish_reason"]
+        rows[chunk.get("index", 0)] = (text + chunk["text"], ids + chunk["output_ids"], reason)
+    return [rows[index] for index in sorted(rows)]
+
+
+async def ask_all(engine: Engine | AsyncEngine, *, stream: bool = False) -> dict[str, Rows]:
+    rows = await asyncio.gather(*(ask(engine, name, stream=stream) for name in REQUESTS))
+    return dict(zip(REQUESTS, rows, strict=True))
+
+
+def check(name: str, text: str, reason: object) -> None:
+    params = REQUESTS[name]
+    if name in {"free", "cut"}:
+        return
+    if reason == "length":  # the only way to be incomplete
+        return
+    assert reason == "stop"
+    if name == "thought":
+        text = text.partition("</think>")[2]
+    if name in {"schema", "hot", "biased", "thought"}:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    elif name == "class":
+        msgspec.json.decode(text, type=Cat)
+    elif "regex" in params:
+        assert re.fullmatch(params["regex"], text)
+    elif "choice" in params:
+        assert text in params["choice"]
+    else:
+        assert re.fullmatch("x[0-9]{2,4}[yz]", text)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[str, Rows]:
+    """Every request by itself, which all other ways of asking must equal."""
+    return {name: asyncio.run(ask(engine, name)) for name in REQUESTS}
+
+
+async def test_answers_fit_alone_in_a_batch_and_in_streams(engine: Engine, alone: dict[str, Rows]) -> None:
+    for name, rows in alone.items():
+        for text, _, reason in rows:
+            check(name, text, reason)
+    assert {rows[0][2] for name, rows in alone.items() if name in {"schema", "choice", "ebnf", "regex"}} == {"stop"}
+    assert await ask_all(engine) == alone
+    assert await ask_all(engine, stream=True) == alone
+
+
+async def test_answers_are_the_same_when_the_scheduler_is_killed(alone: dict[str, Rows]) -> None:
+    names = ("schema", "hot", "regex", "thought")
+    async with AsyncEngine() as engine:
+        asked = [asyncio.create_task(ask(engine, name)) for name in names]
+        await until(lambda: engine.stats()["output_tokens"] > 20)
+        [pid] = [each["pid"] for each in engine.health()["processes"] if each["role"] == "scheduler"]
+        os.kill(pid, signal.SIGKILL)
+        assert [await each for each in asked] == [alone[name] for name in names]
+        assert engine.stats()["num_restarts"] > 0
+
+
+async def test_the_end_of_text_comes_where_the_grammar_may_end(engine: Engine) -> None:
+    out = await engine.async_generate("x", {"regex": "ab|abc", "temperature": 0, "ignore_eos": True})
+    assert (out["text"], out["meta_info"]["finish_reason"]) == ("abc", "stop")
+    out = await engine.async_generate("x", {"regex": "abc", "min_new_tokens": 50, "max_new_tokens": 60})
+    assert (out["text"], out["meta_info"]["finish_reason"]) == ("abc", "stop")
+    num_tokens = len(out["output_ids"])
+    out = await engine.async_generate("x", {"regex": "abc", "max_new_tokens": num_tokens})
+    assert out["meta_info"]["finish_reason"] == "stop"
+    out = await engine.async_generate("x", {"regex": "abc", "max_new_tokens": num_tokens - 1})
+    assert out["meta_info"]["finish_reason"] == "length"
+    out = await engine.async_generate("x", {"regex": "", "temperature": 0, "max_new_tokens": 3})
+    assert out["meta_info"]["completion_tokens"] == 3  # an empty pattern is none
+    out = await engine.async_generate("x", {"regex": "[a-z]+q[a-z]*", "stop": ["q"], "max_new_tokens": 200, "seed": 1})
+    assert out["meta_info"]["finish_reason"] in ("stop", "length")
+
+
+async def test_thinking_ends_by_itself_by_force_or_in_the_prompt(engine: Engine) -> None:
+    ids = engine.tokenizer.encode("</think>", add_special_tokens=False)
+    for end in ("</think>", ids):
+        params = {"choice": ["yes"], "reasoning_end": end, "max_thinking_tokens": 3, "max_new_tokens": 40, "seed": 1}
+        text = (await engine.async_generate("Think: ", params))["text"]
+        assert text.endswith("</think>yes")
+        out = await engine.async_generate("Think: <think></think>\n", params)
+        assert out["text"] == "yes"
+    params = {"choice": ["yes"], "reasoning_end": "</think>", "max_thinking_tokens": 0, "max_new_tokens": 40}
+    assert (await engine.async_generate("Think: ", params))["text"] == "</think>yes"
+
+
+async def test_tags_stand_in_free_text(engine: Engine) -> None:
+    params = {"structural_tag": TAG, "max_new_tokens": 30, "seed": 3, "logit_bias": {"0": 8.0}}
+    out = await engine.async_generate("Text: ", params)
+    assert all(re.match(r"\d</n>", part) for part in out["text"].split("<n>")[1:] if len(part) > 5)
+
+
+async def test_what_the_compiler_refuses_fails_alone(engine: Engine) -> None:
+    empty = {"allOf": [{"type": "string", "pattern": "^a$"}, {"type": "string", "pattern": "^b$"}]}
+    bad = [{"ebnf": "root ::= ("}, {"ebnf": "start: %%%"}, {"json_schema": empty}]
+    good = asyncio.create_task(ask(engine, "schema"))
+    for params in bad:
+        with pytest.raises(UnsupportedSchemaError, match="the grammar of this request"):
+            await engine.async_generate("x", params)
+    rows = await engine.async_generate(["x", "y"], [bad[0], {"choice": ["z"]}], return_exceptions=True)
+    assert isinstance(rows[0], UnsupportedSchemaError)
+    assert rows[1]["text"] == "z"
+    check("schema", (await good)[0][0], (await good)[0][2])
+
+
+async def test_a_request_that_waits_for_its_grammar_can_be_left(engine: Engine) -> None:
+    words = [f"word{number}" for number in range(3000)]
+    task = asyncio.ensure_future(engine.async_generate("x", {"choice": words}, timeout=20))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await engine.async_generate("x", {"choice": words}))["text"] in words
+    await until(lambda: engine.stats()["num_streams"] == 0)

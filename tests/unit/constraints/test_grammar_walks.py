@@ -1,0 +1,140 @@
+"""Random schemas, and random outputs of each: all that are complete are valid."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioengine.errors import UnsupportedSchemaError
+from aioengine.grammars import GrammarError
+from tests.kit.grammar_walks import allowed, demo_grammars, grammar_of, text_of, walk
+
+Schema = dict[str, Any]
+
+NAMES = st.sampled_from(["a", "b", "id", "x y", "é"])
+PATTERNS = [r"^[a-c]+$", r"\d", r"^x.*y$", r"^(foo|ba+r)$", r"^\w{2,4}\s?$", r"[^\w]", r"^[^a-z]{1,3}$", r"(?i)^ab"]
+LEAVES = st.one_of(
+    st.fixed_dictionaries(
+        {"type": st.just("string")},
+        optional={
+            "minLength": st.integers(0, 4),
+            "maxLength": st.integers(3, 12),
+            "pattern": st.sampled_from(PATTERNS),
+        },
+    ),
+    st.fixed_dictionaries({"format": st.sampled_from(["date", "time", "uuid", "ipv4"]), "type": st.just("string")}),
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["number", "integer", ["integer", "null"]])},
+        optional={
+            "minimum": st.sampled_from([-5, 0, 0.5, -0.1]),
+            "maximum": st.sampled_from([100, 7.25, 1e6]),
+            "exclusiveMinimum": st.sampled_from([0, -1, 0.25, 3]),
+            "exclusiveMaximum": st.sampled_from([1000, 50.5, 10]),
+        },
+    ),
+    st.just({"type": "integer", "multipleOf": 7, "minimum": -20, "maximum": 90}),
+    st.fixed_dictionaries(
+        {"enum": st.lists(st.sampled_from(["a", "bb", 1, 2.5, None, [1], {"a": 1}, 'é\n"']), min_size=1, max_size=4)}
+    ),
+    st.fixed_dictionaries({"const": st.sampled_from(["a", 1, None, [1, {"b": 2}]])}),
+    st.sampled_from([{"type": "boolean"}, {"type": ["string", "null"], "maxLength": 2}, {}, True]),
+)
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    few = st.lists(inner, min_size=1, max_size=3)
+    return st.one_of(
+        st.fixed_dictionaries(
+            {"type": st.just("object"), "properties": st.dictionaries(NAMES, inner, max_size=3)},
+            optional={
+                "required": st.lists(NAMES, max_size=2, unique=True),
+                "additionalProperties": st.one_of(st.just(False), inner),
+                "maxProperties": st.integers(2, 3),
+            },
+        ),
+        st.fixed_dictionaries(
+            {
+                "type": st.just("object"),
+                "patternProperties": st.dictionaries(st.sampled_from(["^k", "^z[0-9]$"]), inner, min_size=1),
+                "additionalProperties": st.just(False),
+            }
+        ),
+        st.fixed_dictionaries(
+            {"type": st.just("array")},
+            optional={"items": inner, "prefixItems": few, "minItems": st.integers(0, 2), "maxItems": st.just(3)},
+        ),
+        st.fixed_dictionaries({"anyOf": few}, optional={"minimum": st.just(3), "maxLength": st.just(4)}),
+        st.fixed_dictionaries({"oneOf": few}),
+        st.fixed_dictionaries({"allOf": few}, optional={"required": st.just(["a"])}),
+    )
+
+
+SCHEMAS = st.recursive(LEAVES, nested, max_leaves=6)
+
+
+@settings(deadline=None, max_examples=120)
+@given(SCHEMAS, SCHEMAS, st.integers(0, 10_000))
+def test_every_complete_output_is_valid(schema: Any, referred: Any, seed: int) -> None:
+    whole = {"anyOf": [schema, {"$ref": "#/$defs/other", "maxLength": 5}], "$defs": {"other": referred}}
+    try:
+        grammar = grammar_of(json_schema=whole)
+        demo_grammars().compile(grammar).result()
+    except (UnsupportedSchemaError, GrammarError):  # the compiler may see that no value is valid
+        return
+    for start in range(2):
+        ids, is_complete = walk(grammar, seed + start, max_tokens=100)
+        if is_complete:
+            jsonschema.validate(json.loads(text_of(ids)), whole)
+
+
+@pytest.mark.parametrize(
+    ("params", "longest"),
+    [({}, 1), ({"whitespace": ""}, 0), ({"whitespace": r"[ \n]{0,3}"}, 3), ({"whitespace": "flexible"}, None)],
+)
+def test_white_space_between_tokens_is_bounded(params: Schema, longest: int | None) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1, 2]}}}, "required": ["a"]}
+    grammar = grammar_of(json_schema={**schema, "additionalProperties": False}, **params)
+    found = 0
+    for seed in range(20):
+        text = text_of(walk(grammar, seed, max_tokens=60)[0])
+        found = max(found, max(map(len, "".join(c if c in " \n\t\r" else "x" for c in text).split("x"))))
+    assert found == longest if longest is not None else found > 3
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {f"a{i}": {"type": "object", "required": ["x", "y"], "additionalProperties": False, "properties":
+            {"x": {"$ref": f"#/$defs/a{i + 1}"}, "y": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(30)} | {"a30": {}},
+         "$ref": "#/$defs/a0"},
+        {"allOf": [{"anyOf": [{"properties": {f"p{i}": {"const": j}}} for j in range(4)]} for i in range(12)]},
+        {"type": "array", "minItems": 100_000, "items": {"type": "string"}},
+        {"type": "array", "maxItems": 1000, "items": {"type": "array", "maxItems": 1000, "items": {"type": "integer"}}},
+        {"type": "string", "pattern": "^((a{0,40}){0,40}){0,40}$"},
+        {"type": "string", "pattern": "^(a|b)*a(a|b){20}$"},
+        {"type": "string", "pattern": "^.*a.{30}.*b.{30}.*c$"},
+        {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b.{{{i + 1}}}c"} for i in range(1, 12)]},
+        {"type": "string", "minLength": 5000, "maxLength": 1_000_000},
+        {"$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}},
+         "$ref": "#/$defs/n"},
+        {"properties": {f"p{i}": {"type": "string"} for i in range(256)}},
+    ],
+)  # fmt: skip
+def test_bombs_are_served_or_refused(schema: Schema) -> None:
+    """Within the limits of the library: each ends here, by a refusal, an error of its own, or tokens."""
+    try:
+        grammar = grammar_of(json_schema=schema)
+        constraint = demo_grammars().open(grammar, [], 0)
+    except ValueError:
+        return
+    ids: list[int] = []
+    while not constraint.is_over and len(ids) < 40:
+        ids.append(allowed(constraint)[-1])
+        if not constraint.error:
+            constraint.advance(ids[-1])
+    assert constraint.is_over or len(ids) == 40

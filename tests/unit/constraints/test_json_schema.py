@@ -1,0 +1,135 @@
+"""The checker of JSON schemas: what is refused, by name and place, and what is left of the rest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from aioengine.constraints.json_schema import MAX_BYTES, compiled
+from aioengine.errors import UnsupportedSchemaError
+
+Schema = dict[str, Any]
+
+
+def made(schema: object) -> Schema:
+    return compiled(json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer", "keyword"),
+    [
+        ({"not": {}}, "", "not"),
+        ({"properties": {"a": {"uniqueItems": True}}}, "/properties/a", "uniqueItems"),
+        ({"items": {"contains": {"const": 1}}}, "/items", "contains"),
+        ({"maxlength": 3}, "", "maxlength"),
+        ({"if": {}, "then": {}}, "", "if"),
+        ({"type": "object", "propertyNames": {"pattern": "a"}}, "", "propertyNames"),
+        ({"$defs": {"a": {"unevaluatedItems": False}}, "$ref": "#/$defs/a"}, "/$defs/a", "unevaluatedItems"),
+        ({"properties": {"a/b": {"pattern": "(?=x)"}}}, "/properties/a~1b/pattern", "pattern"),
+        ({"anyOf": [{}, {"format": "iri"}]}, "/anyOf/1", "format"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "", "oneOf"),
+        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "", "oneOf"),
+        ({"enum": ["a", "bb"], "maxLength": 1}, "", "enum"),
+        ({"type": "number", "multipleOf": 0.1}, "", "multipleOf"),
+        ({"type": "integer", "multipleOf": 99991}, "", "multipleOf"),
+        ({"type": "integer", "maximum": 2**60}, "", "maximum"),
+        ({"minimum": 1e-300}, "", "minimum"),
+        ({"minimum": 3, "maximum": 2}, "", "minimum"),
+        ({"minLength": 3, "maxLength": 2}, "", "minLength"),
+        ({"$ref": "https://example.org/schema"}, "", "$ref"),
+        ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "", "$ref"),
+        ({"anyOf": [{"allOf": [{"$ref": "#"}]}]}, "/anyOf/0/allOf/0", "$ref"),
+        ({"items": [{"type": "integer"}]}, "", "items"),
+        ({"minProperties": 2}, "", "minProperties"),
+        ({"maxProperties": 2}, "", "maxProperties"),
+        ({"patternProperties": {"^a": {}}}, "", "patternProperties"),
+        (
+            {"properties": {"ab": {}}, "patternProperties": {"(a+)+$": {}}, "additionalProperties": False},
+            "",
+            "patternProperties",
+        ),
+        ({"required": ["a"], "additionalProperties": False}, "", "required"),
+        ({"properties": {f"p{i}": {} for i in range(300)}}, "", "properties"),
+        ({"type": "string", "maxLength": 10**9}, "", "maxLength"),
+        ({"allOf": [{}] * 50}, "", "allOf"),
+        ({"enum": [f"value {i}" for i in range(20_000)]}, "", "json_schema"),
+        (False, "", "false"),
+    ],
+)  # fmt: skip
+def test_what_is_not_enforced_is_refused_with_its_place(schema: object, pointer: str, keyword: str) -> None:
+    with pytest.raises(UnsupportedSchemaError) as caught:
+        made(schema)
+    assert (caught.value.pointer, caught.value.keyword) == (pointer, keyword)
+    assert repr(keyword) in str(caught.value) or keyword == "pattern"
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("schema", "match"),
+    [
+        ({"type": "text"}, "'type' at # must be one of array, boolean"),
+        ({"properties": {"a": {"minLength": -1}}}, "'minLength' at /properties/a must be a whole number"),
+        ({"properties": []}, "'properties' at # must be an object"),
+        ({"required": [1]}, "'required' at # must be a list of names"),
+        ({"anyOf": []}, "'anyOf' at # must be a list of schemas"),
+        ({"$ref": "#/$defs/a"}, "a reference to something in this schema"),
+        ({"items": 5}, "'schema' at /items must be an object or a boolean"),
+        ({"pattern": "("}, "no regular expression of Python"),
+        (5, "must be an object or a boolean"),
+    ],
+)
+def test_what_is_no_schema_is_a_value_error(schema: object, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        made(schema)
+
+
+@pytest.mark.parametrize("text", ["{", "nonsense", "[" * 100_000, '{"const": NaN}', '{"const": 1' + "0" * 5000 + "}"])
+def test_what_is_no_json_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match="json_schema"):
+        compiled(text)
+
+
+def test_deep_and_long_schemas_are_refused_without_work() -> None:
+    deep: Schema = {"type": "integer"}
+    for _ in range(80):
+        deep = {"items": deep}
+    with pytest.raises(UnsupportedSchemaError, match="more than 64 deep"):
+        made(deep)
+    with pytest.raises(UnsupportedSchemaError, match="characters"):
+        made({"description": "x" * 2_000_000})
+    assert made({"description": "x" * MAX_BYTES, "type": "null"}) == {"type": "null"}
+
+
+def test_annotations_are_left_out_and_names_of_properties_are_not() -> None:
+    schema = {"title": "T", "type": "object", "properties": {"title": {"description": "d", "type": "string"}}}
+    assert made(schema) == {"type": "object", "properties": {"title": {"type": "string"}}}
+
+
+def test_references_are_kept_and_their_targets_compiled_once() -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a~1b"}}, "additionalProperties": False}
+    found = made({"$ref": "#/$defs/a~1b", "$defs": {"a/b": node, "unused": {"not": {}}}})
+    assert found["$ref"] == "#/$defs/d0"
+    assert found["$defs"]["d0"]["properties"] == {"next": {"$ref": "#/$defs/d0"}}
+
+
+def test_a_one_of_whose_branches_exclude_each_other_is_an_any_of() -> None:
+    assert made({"oneOf": [{"type": "integer"}, {"type": "string"}]}) == {
+        "anyOf": [{"type": "integer"}, {"type": "string"}]
+    }
+    assert "anyOf" in made({"oneOf": [{"const": "a"}, {"enum": ["b", "c"]}]})
+    cat = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
+    dog = {"type": "object", "properties": {"kind": {"const": "dog"}}}
+    first, second = made({"oneOf": [{"$ref": "#/$defs/cat"}, dog], "$defs": {"cat": cat}})["anyOf"]
+    assert first == {"$ref": "#/$defs/d0"}
+    assert second["allOf"][1] == {"type": "object", "required": ["kind"]}
+
+
+def test_bounds_include_their_value() -> None:
+    assert made({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 2.5}) == {
+        "type": "integer", "minimum": 1, "maximum": 2,
+    }  # fmt: skip
+    found = made({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1})
+    assert 0 < found["minimum"] < 1e-6
+    assert 1 - 1e-10 < found["maximum"] < 1

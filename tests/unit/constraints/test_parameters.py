@@ -1,0 +1,143 @@
+"""The sampling parameters of structured output together, and what they become."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pydantic
+import pytest
+
+from aioengine import SamplingParams
+from aioengine.frontend.requests import generate_request
+from aioengine.frontend.submitter import PromptRules, RequestChecks
+from tests.kit.grammar_walks import demo_grammars, grammar_of, text_of, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass
+class Cat:
+    name: str
+    lives: int = 9
+
+
+class Dog(msgspec.Struct):
+    breed: str
+    owner: Cat | None = None
+
+
+class Bird(pydantic.BaseModel):
+    can_fly: bool
+    wings: int = pydantic.Field(ge=0, le=2)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"json_schema": {}, "regex": "a"},
+        {"json_object": True, "choice": ["a"]},
+        {"whitespace": "flexible"},
+        {"reasoning_end": "</think>"},
+        {"regex": "a", "max_thinking_tokens": 3},
+        {"regex": "a", "whitespace": "flexible"},
+    ],
+)
+def test_parameters_that_contradict_each_other_are_refused(params: Mapping[str, Any]) -> None:
+    with pytest.raises(ValueError, match=" given "):
+        SamplingParams.parse(params)
+
+
+def test_empty_values_are_no_constraint_but_an_empty_schema_is() -> None:
+    empty = SamplingParams.parse(
+        {"json_schema": "", "regex": "", "ebnf": "", "structural_tag": "", "json_object": False}
+    )
+    assert empty == SamplingParams()
+    assert grammar_of(json_schema={}) == grammar_of(json_schema="$$ANY$$")
+
+
+@pytest.mark.parametrize("of", [Cat, Dog, Bird])
+def test_classes_give_their_schema_without_other_fields(of: type) -> None:
+    grammar = grammar_of(json_schema=of)
+    for seed in range(8):
+        ids, is_complete = walk(grammar, seed)
+        if is_complete:
+            made = Bird(**json.loads(text_of(ids))) if of is Bird else msgspec.json.decode(text_of(ids), type=of)
+            assert isinstance(made, of)
+            assert set(json.loads(text_of(ids))) <= {*of.__annotations__}
+
+
+def test_parameters_can_be_encoded_and_read_again() -> None:
+    params = SamplingParams(json_schema=Cat, reasoning_end=[1, 2], max_thinking_tokens=4)
+    again = msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams)
+    assert again == params
+    assert (
+        msgspec.json.decode(b'{"json_schema": {"type": "null"}}', type=SamplingParams).json_schema == '{"type": "null"}'
+    )
+
+
+def test_the_same_grammar_is_compiled_once() -> None:
+    first, second = (grammar_of(choice=["a", "b"], ignore_eos=is_ignored) for is_ignored in (False, True))
+    assert demo_grammars().compile(first) is demo_grammars().compile(second)
+
+
+def test_an_engine_without_a_tokenizer_refuses_them() -> None:
+    rules = PromptRules(
+        vocab_size=8, context_length=8, max_total_tokens=8, eos_token_ids=(), stream_interval=1, random_seed=0,
+        max_rows_in_flight=1,
+    )  # fmt: skip
+    request = generate_request(None, {"regex": "a"}, [1, 2], stream=False, options={})
+    with pytest.raises(ValueError, match="structured output needs a tokenizer"):
+        RequestChecks(rules, None).check(request, 0)
+
+
+@pytest.mark.parametrize(
+    ("tag", "match"),
+    [
+        ({"format": {"type": "tag", "begin": "<", "content": {"type": "nonsense"}, "end": ">"}}, "is not known"),
+        ({"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}, "starts with one of"),
+        ({"structures": [], "triggers": ["<b"]}, "a list with entries"),
+        (
+            {"format": {"type": "triggered_tags", "triggers": ["<"], "tags": [], "at_least_one": True}},
+            "at_least_one",
+        ),
+        ({"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "not"),
+    ],
+)
+def test_tags_that_cannot_be_enforced_are_refused(tag: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        SamplingParams(structural_tag=tag)
+
+
+def test_tags_allow_their_parts_alone() -> None:
+    tag = {
+        "format": {
+            "type": "sequence",
+            "elements": [
+                {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
+                {
+                    "type": "or",
+                    "elements": [
+                        {"type": "const_string", "value": "yes é"},
+                        {"type": "json_schema", "json_schema": {"type": "boolean"}},
+                        {"type": "regex", "pattern": "[0-9/]{3}"},
+                    ],
+                },
+            ],
+        }
+    }
+    grammar = grammar_of(structural_tag=tag)
+    constraint = demo_grammars().open(grammar, [], 0)
+    single = {data: token_id for token_id, data in enumerate(constraint.tokens) if len(data) == 1}
+
+    def accepts(text: str) -> bool:
+        tried = constraint.matcher.deep_copy()
+        ids = [single[bytes([byte])] for byte in text.encode()]
+        return tried.try_consume_tokens(ids) == len(ids) and tried.is_accepting()
+
+    good = ["<t>a\nb</t>yes é", "<t></t>true", "<t>x</t>1/2"]
+    bad = ["yes é", "<t>a</t>no", "<t>a", "<t>a</t>b</t>true"]
+    assert [accepts(text) for text in (*good, *bad)] == [True] * len(good) + [False] * len(bad)

@@ -1,0 +1,132 @@
+"""Regular expressions of Python in the form of grammars: the same whole texts, or fewer."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioengine.constraints.python_regex import translate
+from aioengine.errors import UnsupportedSchemaError
+from aioengine.protocol.messages import Grammar
+from tests.kit.grammar_walks import demo_grammars, text_of, walk
+
+PATTERNS = [
+    r"[a-f]+",
+    r"^\d{2,4}-\w+$",
+    r"(?:yes|no)(?: maybe)?",
+    r"a|bc*|^d$",
+    r"(?i)he[l-n]lo\W",
+    r"[^\d\s]{1,3}\s\D",
+    r"(?x) a b  # comment",
+    r"(?s:.)\n?.",
+    r"\S+@\S+\.(?P<top>com|org)",
+    r"é+[à-ü]\u00df\t",
+    r"[\w.-]{3}[]^\\-]",
+    r"x*?y+?z??",
+    r"(a(b(c)?)?)*",
+    r"(?a)\w\d\s",
+    r"[^a-z]{2}",
+    r"\AB\Z",
+    r"",
+    r"/[/]\/",
+]
+
+
+def accepts(pattern: str, text: str) -> bool:
+    """Whether the grammar of the pattern allows the text, token by token and as a whole."""
+    grammars = demo_grammars()
+    constraint = grammars.open(Grammar("regex", translate(pattern, pointer=""), eos_token_ids=(0,)), [], 0)
+    tokens = {data: token_id for token_id, data in enumerate(constraint.tokens) if len(data) == 1}
+    for byte in text.encode():
+        if constraint.is_complete:
+            return False
+        constraint.advance(tokens[bytes([byte])])
+        if constraint.error:
+            return False
+    return bool(constraint.matcher.is_accepting())
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_whatever_is_written_matches_the_whole_pattern(pattern: str) -> None:
+    grammar = Grammar("regex", translate(pattern, pointer=""), eos_token_ids=(0,))
+    for seed in range(6):
+        ids, is_complete = walk(grammar, seed, max_tokens=40)
+        if is_complete:
+            assert re.fullmatch(pattern, text_of(ids)) is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        (r"\w+", ["café", "a b", "東京", "x_1", ""]),
+        (r"\d+", ["12", "٣", "a"]),
+        (r"(?a)\w+", ["abc", "é"]),
+        (r"a.c", ["abc", "a\nc", "aéc"]),
+        (r"^a|^b$", ["a", "b", "ab"]),
+        (r"(?:^(?:a|b)|c$)", ["a", "b", "c", "bc"]),
+        (r"(?i)ab", ["aB", "AB", "ac"]),
+        (r"\s", [" ", "\x1c", "\u2003", "x"]),
+        (r"a{2,3}", ["a", "aa", "aaa", "aaaa"]),
+    ],
+)
+def test_it_matches_what_python_matches(pattern: str, texts: list[str]) -> None:
+    assert [accepts(pattern, text) for text in texts] == [re.fullmatch(pattern, text) is not None for text in texts]
+
+
+_atoms = st.sampled_from(["a", "b", "[ab]", "[^a]", r"\d", ".", "é", r"\.", r"\w"])
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> str:
+    return draw(
+        st.recursive(
+            _atoms,
+            lambda inner: st.one_of(
+                st.tuples(inner, inner).map("".join),
+                st.tuples(inner, inner).map("(?:{0[0]}|{0[1]})".format),
+                st.tuples(inner, st.sampled_from(["*", "+", "?", "{1,2}", "{2}"])).map("(?:{0[0]}){0[1]}".format),
+            ),
+            max_leaves=6,
+        )
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(patterns(), st.integers(0, 1000))
+def test_outputs_of_any_pattern_match_it(pattern: str, seed: int) -> None:
+    ids, is_complete = walk(Grammar("regex", translate(pattern, pointer=""), eos_token_ids=(0,)), seed, max_tokens=30)
+    if is_complete:
+        assert re.fullmatch(pattern, text_of(ids)) is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        (r"(?=a)b", "lookaround"),
+        (r"(?<!a)b", "lookaround"),
+        (r"(a)\1", "a reference to a group"),
+        (r"(a)?(?(1)b|c)", "a reference to a group"),
+        (r"a\bb", "an anchor or a word border"),
+        (r"a$b", "an anchor"),
+        (r"(?>a+)b", "an atomic group"),
+        (r"a++b", "possessive"),
+        (r"((a{1000}){1000})", "counted repetitions"),
+        ("a" * 20_000, "bytes"),
+        ("(" * 3000 + ")" * 3000, "nested too deeply"),
+        (r"(?i)[à-ü]", "ignores case"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(pattern: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why if "nested" not in why else "nested|recursion") as caught:
+        translate(pattern, pointer="/properties/a/pattern")
+    if isinstance(caught.value, UnsupportedSchemaError):
+        assert (caught.value.pointer, caught.value.keyword) == ("/properties/a/pattern", "regex")
+
+
+def test_a_searched_pattern_may_stand_anywhere_and_is_ascii() -> None:
+    assert translate("a", pointer="", is_searched=True) == "(?s:.*)a(?s:.*)"
+    assert translate("^a$", pointer="", is_searched=True) == "a"
+    assert translate(r"^\d", pointer="", is_searched=True) == "[0-9](?s:.*)"
