@@ -10,7 +10,7 @@ import contextlib
 import os  # noqa: TC003  # for the annotations of the options
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Final, Literal, TypedDict, cast
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -38,7 +38,9 @@ from aioengine.frontend.row_options import LogprobOptions, PerPrompt, list_for, 
 from aioengine.frontend.sessions import SessionParams, session_params
 from aioengine.params import ParamsTogether, SamplingParams, is_sampling_parameter
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES
-from aioengine.protocol.packed_logprobs import LogprobRules
+
+if TYPE_CHECKING:
+    from aioengine.protocol.packed_logprobs import LogprobRules
 
 Sampled = SamplingParams | Mapping[str, object]
 """Sampling parameters as callers write them."""
