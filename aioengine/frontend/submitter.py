@@ -560,6 +560,7 @@ def _facts_of_unstarted(call: Call, position: int) -> RowFacts:
         called_at=call.called_at,
         shows_prompt=request.shows_prompt,
         logprobs=None if rules is None else LogprobReader(rules, 0),
+        states="" if states is None else states.of(prompt),
     )
 
 
