@@ -261,6 +261,10 @@ class CallRequest(Struct, kw_only=True):
     def params_of(self, prompt: int) -> SamplingParams:
         return self.params[0 if self.given.params is None else prompt]
 
+    def states_of(self, prompt: int) -> str:
+        """``Sampling.hidden_states`` of a prompt; empty for one that was not checked."""
+        return "" if self.states is None or prompt >= len(self.prompts) else self.states.of(prompt)
+
     def logprobs_of(self, prompt: int) -> LogprobRules | None:
         """The logprobs that a prompt gets, once it was checked."""
         return None if self.logprobs is None or prompt >= len(self.prompts) else self.logprobs.of(prompt)

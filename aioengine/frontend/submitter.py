@@ -387,7 +387,7 @@ class Submitter:
             prompt_token_ids=ids,
             shows_prompt=request.shows_prompt,
             logprobs=None if rules is None else LogprobReader(rules, len(ids)),
-            states="" if request.states is None else request.states.of(prompt),
+            states=request.states_of(prompt),
             hidden_size=self._rules.hidden_size,
         )
         row = call.output.add_row(position, facts)
@@ -560,7 +560,7 @@ def _facts_of_unstarted(call: Call, position: int) -> RowFacts:
         called_at=call.called_at,
         shows_prompt=request.shows_prompt,
         logprobs=None if rules is None else LogprobReader(rules, 0),
-        states="" if states is None else states.of(prompt),
+        states=request.states_of(prompt),
     )
 
 
