@@ -24,7 +24,10 @@ from __future__ import annotations
 
 import sys
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
+
+MAX_DESCRIBED_CHARACTERS: Final = 4096
+"""Of ``describe``."""
 
 _is_trial = ContextVar("_is_trial", default=False)
 """Set while a value is pickled to find out whether it can be: nested trials would take exponential time."""
@@ -124,11 +127,17 @@ def _shown(value: object) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """The type and the message of an error of any class, whose message may raise an error itself."""
+    """The type and the message of an error of any class, whose message may raise an error itself.
+
+    Other processes can be told it: it is not long, with escapes for what UTF-8 does not encode.
+    """
     try:
-        return f"{type(error).__name__}: {error}"
+        described = f"{type(error).__name__}: {error}"
     except BaseException as nested:
-        return f"{type(error).__name__} (its message raised {type(nested).__name__})"
+        described = f"{type(error).__name__} (its message raised {type(nested).__name__})"
+    if len(described) > MAX_DESCRIBED_CHARACTERS:
+        described = f"{described[:MAX_DESCRIBED_CHARACTERS]}... ({len(described)} characters)"
+    return described.encode(errors="backslashreplace").decode()
 
 
 class RequestTooLargeError(ValueError):

@@ -12,7 +12,7 @@ from collections import deque
 from itertools import repeat
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
-from aioengine.errors import RequestError
+from aioengine.errors import RequestError, describe
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import limit_threads
 from aioengine.processes.open_text import OpenText, TextSource
@@ -330,7 +330,7 @@ class DetokenizerService:
 
     def _fail(self, request: OpenText, error: Exception, chunks: TextChunks, now: float) -> None:
         """Something in its own text went wrong: this request ends, the others go on."""
-        message = error.cause if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
+        message = error.cause if isinstance(error, RequestError) else describe(error)
         self._end_here(request, End(request.uid, FinishCode.FAILED, stage=_STAGE, message=message), chunks, now)
 
     def _forget(self, uid: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, run
 
 import msgspec
 
+from aioengine.errors import describe
 from aioengine.grammars import Grammars
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import keep_freed_memory, limit_kernel_cache, limit_threads
@@ -179,7 +180,7 @@ class SchedulerService:
             logger.warning("request %d was submitted twice", submit.uid)
         except Exception as error:
             logger.warning("request %d failed when it was queued", submit.uid, exc_info=True)
-            why = f"{type(error).__name__}: {error}"
+            why = f"{describe(error)}"
             self._refused.append(End(submit.uid, FinishCode.FAILED, stage="schedule", message=why))
 
     def _compile(self, submit: Submit) -> None:

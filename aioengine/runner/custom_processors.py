@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
+from aioengine.errors import describe
 from aioengine.runner.time_limit import OutOfTimeError, run_limited
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class CustomProcessors:
     def _fail(self, logits: Tensor, row: LogitsRow, error: BaseException) -> None:
         """Have no token drawn of a row of logits [S, W]."""
         limit = f"it took longer than {LIMIT_S:g} s (less behind other rows that did)"
-        why = limit if isinstance(error, OutOfTimeError) else f"{type(error).__name__}: {error}"
+        why = limit if isinstance(error, OutOfTimeError) else describe(error)
         self.errors[row.uid] = f"custom_logit_processor {_name_of(row)!r} failed: {why}"
         logits[row.index] = torch.nan
 

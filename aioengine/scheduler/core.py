@@ -6,6 +6,8 @@ from collections import deque
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from aioengine.errors import describe
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
@@ -199,6 +201,6 @@ class SchedulerCore(Generic[Ticket]):
     def _fail(self, plan: Plan, error: Exception) -> None:
         """The requests of the plan end; the engine goes on, unless it fails again and again."""
         self._num_failures += 1
-        self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        self.scheduler.fail(plan, describe(error))
         if self._num_failures >= MAX_FAILURES:
             raise error

@@ -71,6 +71,9 @@ def test_a_bias_is_what_logit_bias_is_also_after_preemption(folder: Path) -> Non
     ("how", "message"),
     [
         ("raise", f"custom_logit_processor '{BROKEN}' failed: KeyError: 'missing'"),
+        ("surrogate", r"ValueError: \\ud800$"),
+        ("long", r"ValueError: x{4000,4100}\.\.\. \(1000012 characters\)$"),
+        ("message", r"UnprintableError \(its message raised KeyError\)$"),
         ("none", "TypeError: it returned NoneType, not the logits"),
         ("shape", rf"ValueError: it returned logits of the shape \[1, {VOCAB_SIZE - 1}\], not \[1, {VOCAB_SIZE}\]"),
         ("rows", r"ValueError: it returned logits of the shape \[0, "),

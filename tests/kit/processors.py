@@ -40,6 +40,19 @@ class Add:
         return made
 
 
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no message")
+
+
+ERRORS = {
+    "raise": KeyError("missing"),
+    "surrogate": ValueError("\ud800"),
+    "long": ValueError("x" * 1_000_000),
+    "message": UnprintableError(),
+}
+
+
 class Broken:
     """Fails as the parameters say, where they say anything."""
 
@@ -47,8 +60,8 @@ class Broken:
         how = next((each["how"] for each in params if each), "")
         logits[0] = 5.0  # what is left behind counts nowhere
         match how:
-            case "raise":
-                raise KeyError("missing")
+            case "raise" | "surrogate" | "long" | "message":
+                raise ERRORS[how]
             case "loop":
                 while True:
                     pass

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aioengine import errors
-from aioengine.errors import EngineDeadError, EngineError, EngineOverloadedError, RequestError
+from aioengine.errors import EngineDeadError, EngineError, EngineOverloadedError, RequestError, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -183,3 +183,9 @@ def test_errors_pass_through_process_pools() -> None:
             with pytest.raises(error_type) as from_pool:
                 pool.apply_async(fail, (error_type,)).get(30)
             check_raised(error_type, from_pool.value)
+
+
+def test_a_description_can_be_sent_to_other_processes() -> None:
+    described = describe(ValueError("\ud800" * 1_000_000))
+    assert described.encode().startswith(b"ValueError: \\ud800\\ud800")
+    assert len(described) < 30_000
