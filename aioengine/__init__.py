@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.info import Health, ModelInfo, __version__
     from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
     from aioengine.frontend.requests import ChatOptions, RequestOptions
+    from aioengine.frontend.score import ScoreResult
     from aioengine.params import SamplingParams
     from aioengine.signatures import EngineArguments
     from aioengine.stream import Generation, Stream
@@ -81,6 +82,7 @@ _HOMES = {  # of public names; those that are not here are errors
         "Ranking",
         "Timings",
     ),
+    "aioengine.frontend.score": ("ScoreResult",),
     "aioengine.frontend.pool_requests": ("EncodeOptions", "PoolOptions"),
     "aioengine.frontend.requests": ("ChatOptions", "RequestOptions"),
     "aioengine.frontend.controls": ("Outcome", "ProfileOptions"),
@@ -125,6 +127,7 @@ __all__ = [
     "RequestOptions",
     "RequestTooLargeError",
     "SamplingParams",
+    "ScoreResult",
     "Stream",
     "Timings",
     "UnknownParameterError",

@@ -19,6 +19,7 @@ from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.info import TokenizerNamespace
 from aioengine.frontend.pool_requests import encode_request, rerank_request
 from aioengine.frontend.progress import ProgressBars
+from aioengine.frontend.score import ScoreResult, score, score_request
 from aioengine.frontend.startup import parts_of, start_frontend
 from aioengine.stream import Generation, Stream
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
-    from aioengine.frontend.requests import CallRequest, ChatOptions, GenerateOptions, TokenIds
+    from aioengine.frontend.requests import BatchIds, CallRequest, ChatOptions, GenerateOptions, Texts, TokenIds
     from aioengine.frontend.startup import Blueprint
     from aioengine.signatures import EngineArguments
     from aioengine.tokenizer import Tokenizer
@@ -197,6 +198,36 @@ class EngineFace(ABC):
         mode = parts.settings.runner.logprobs_mode
         options = search_options(beam_width, max_new_tokens, length_penalty, sampling, mode=mode)
         return await beam_search(self.async_generate, parts, prompt, options)
+
+    async def async_score(
+        self,
+        query: str | TokenIds | None = None,
+        items: str | Texts | TokenIds | BatchIds | None = None,
+        label_token_ids: TokenIds | BatchIds | None = None,
+        *,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+        temperature: float = 1.0,
+        return_token_logprobs: bool = False,
+    ) -> ScoreResult:
+        """Score items behind a query: the probability of each of ``label_token_ids`` as the token after both.
+
+        The prompt of an item is ``query + item`` (``item_first``: the other way round), as texts or as token ids. The
+        labels are a list for all items, or one for each. ``apply_softmax``: probabilities among the labels alone, at
+        this ``temperature``. A classifier gives its own scores, or their softmax, and needs no labels.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong.
+            Exception: what ``async_generate`` raises.
+        """
+        options = {
+            "apply_softmax": apply_softmax,
+            "item_first": item_first,
+            "temperature": temperature,
+            "return_token_logprobs": return_token_logprobs,
+        }
+        request = score_request(query, items, label_token_ids, options, parts=self._running().parts)
+        return await score(request, generate=self.async_generate, encode=self.async_encode)
 
     def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         frontend = self._running()

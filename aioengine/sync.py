@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.outputs import Reader
     from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
-    from aioengine.frontend.requests import CallRequest, ChatOptions, GenerateOptions, TokenIds
+    from aioengine.frontend.requests import BatchIds, CallRequest, ChatOptions, GenerateOptions, Texts, TokenIds
+    from aioengine.frontend.score import ScoreResult
     from aioengine.frontend.startup import Blueprint
     from aioengine.protocol.messages import Progress
     from aioengine.signatures import Chat, Encode, Generate, Rerank
@@ -258,6 +259,28 @@ class Engine(EngineFace):
         """The best outputs for one prompt by beam search, as ``async_beam_search``."""
         self._blocking()
         return self._portal.call(self.async_beam_search(prompt, beam_width, max_new_tokens, length_penalty, **sampling))
+
+    def score(
+        self,
+        query: str | TokenIds | None = None,
+        items: str | Texts | TokenIds | BatchIds | None = None,
+        label_token_ids: TokenIds | BatchIds | None = None,
+        *,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+        temperature: float = 1.0,
+        return_token_logprobs: bool = False,
+    ) -> ScoreResult:
+        """Score items behind a query, as ``async_score``."""
+        self._blocking()
+        call = self.async_score(
+            *(query, items, label_token_ids),
+            apply_softmax=apply_softmax,
+            item_first=item_first,
+            temperature=temperature,
+            return_token_logprobs=return_token_logprobs,
+        )
+        return self._portal.call(call)
 
     # ------------------------------------------------------------ sessions
 

@@ -119,6 +119,9 @@ async def vectors_and_scores(llm: Engine, engine: AsyncEngine) -> None:
     assert_type(await engine.async_encode("a", truncate=True), Embedding)
     assert_type([found["score"] for found in llm.rerank("a", ["b", "c"], top_n=1)], list[float])
     assert_type(await engine.async_rerank([["a", "b"]]), BatchOutput[Ranking])
+    scores = llm.score("a", ["b", "c"], [1, 2], apply_softmax=True)
+    assert_type(scores[0], list[float])
+    assert_type((await engine.async_score("a", "b", [1])).prompt_tokens, int)
     llm.rerank("a")  # type: ignore[call-overload]
     llm.encode("a", dimension=8)  # type: ignore[call-overload]
 

@@ -1,0 +1,194 @@
+"""Scores of items behind a query, on top of the calls that everybody makes.
+
+With a model that generates, an item's scores are the probabilities of the label tokens as its next token: one request
+for each item, which gives no token, and finds the query in the prefix cache. With a classifier they are its scores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from msgspec import Struct
+
+from aioengine import checks
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from aioengine.answers import BatchOutput, Embedding
+    from aioengine.frontend.frontend import Running
+
+MAX_LABELS: Final = 1 << 17
+MAX_TEMPERATURE: Final = 1e6
+LABELS: Final = "a list of token ids, or one for each item"
+
+
+class ScoreResult(list[list[float]]):
+    """The scores of each item, in the order of its labels.
+
+    Attributes:
+        prompt_tokens: of all items, with the query each time.
+        token_logprobs: log-probabilities of the labels, where they were asked for.
+    """
+
+    def __init__(
+        self, scores: Sequence[list[float]], prompt_tokens: int = 0, token_logprobs: list[list[float]] | None = None
+    ) -> None:
+        super().__init__(scores)
+        self.prompt_tokens = prompt_tokens
+        self.token_logprobs = token_logprobs
+
+    @property
+    def scores(self) -> list[list[float]]:
+        """The scores as a plain list."""
+        return list(self)
+
+    def __repr__(self) -> str:
+        return f"ScoreResult({self.scores}, prompt_tokens={self.prompt_tokens}, token_logprobs={self.token_logprobs})"
+
+
+class ScoreRequest(Struct, frozen=True, kw_only=True):
+    """The arguments of ``score``, checked.
+
+    Attributes:
+        texts: query and item together. ids: the same where both are token ids.
+        labels: of each item, or one list for all; None: those of a classifier.
+    """
+
+    texts: list[str] = []
+    ids: list[list[int]] = []
+    labels: list[list[int]] | None = None
+    has_softmax: bool = False
+    temperature: float = 1.0
+    gives_logprobs: bool = False
+
+    @property
+    def num_items(self) -> int:
+        return len(self.texts) or len(self.ids)
+
+    def scores_of(self, logits: list[float]) -> list[float]:
+        """From log-probabilities, or the scores of a classifier, to probabilities among them."""
+        top = max(logits)
+        weights = [math.exp((logit - top) / self.temperature) for logit in logits]
+        return [weight / sum(weights) for weight in weights]
+
+
+def score_request(
+    query: object, items: object, labels: object, options: Mapping[str, object], *, parts: Running
+) -> ScoreRequest:
+    """Check a call of ``score``; ``options``: its keyword arguments.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value.
+    """
+    texts, ids = _prompts(query, items, is_item_first=checks.switch("item_first", options["item_first"]))
+    model = parts.settings.model
+    if model.task == "embed":
+        raise ValueError("score needs a model that generates or classifies; this one gives embeddings")
+    is_classifier = model.task == "classify"
+    if labels is None and not is_classifier:
+        raise ValueError("label_token_ids is missing: the token ids of which the probabilities are the scores")
+    request = ScoreRequest(
+        texts=texts,
+        ids=ids,
+        labels=None if labels is None or is_classifier else _labels(labels, len(texts) or len(ids), parts),
+        has_softmax=checks.switch("apply_softmax", options["apply_softmax"]),
+        temperature=checks.number("temperature", options["temperature"], 0, MAX_TEMPERATURE, above=True),
+        gives_logprobs=checks.switch("return_token_logprobs", options["return_token_logprobs"]),
+    )
+    if request.temperature != 1.0 and not request.has_softmax:
+        raise ValueError(f"temperature {request.temperature:g} needs apply_softmax=True")
+    if request.gives_logprobs and is_classifier:
+        raise ValueError("return_token_logprobs is for models that generate, and this one is a classifier")
+    return request
+
+
+def _prompts(query: object, items: object, *, is_item_first: bool) -> tuple[list[str], list[list[int]]]:
+    """Query and item of each prompt together: as texts, or as ids."""
+    if items is None:
+        raise ValueError("items is missing: the texts (or lists of token ids) to be scored")
+    given = [items] if isinstance(items, str) else checks.items("items", items, checks.MAX_COUNT)
+    if given and all(_is_id(entry) for entry in given):
+        given = [given]
+    if not given:
+        return [], []
+    if isinstance(given[0], str):
+        if query is not None and not isinstance(query, str):
+            raise ValueError("query is a list of token ids and the items are texts; give both in one form")
+        before = "" if query is None else checks.text("query", query)
+        texts = [checks.text(f"items[{place}]", entry) for place, entry in enumerate(given)]
+        return _joined(before, texts, is_item_first), []
+    if isinstance(query, str):
+        raise ValueError("query is text and the items are lists of token ids; give both in one form")
+    first = [] if query is None else _ids("query", query)
+    return [], _joined(first, [_ids(f"items[{place}]", entry) for place, entry in enumerate(given)], is_item_first)
+
+
+def _joined(query: Any, items: list[Any], is_item_first: bool) -> list[Any]:
+    return [item + query if is_item_first else query + item for item in items]
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _ids(name: str, value: object) -> list[int]:
+    return [checks.whole(f"{name} entries", entry, 0) for entry in checks.items(name, value, checks.MAX_COUNT)]
+
+
+def _labels(value: object, num_items: int, parts: Running) -> list[list[int]]:
+    """One list for all items, or one for each."""
+    given = checks.items("label_token_ids", value, MAX_LABELS, allowed=LABELS)
+    if not given:
+        raise ValueError("label_token_ids is empty; give at least one token id")
+    size = parts.settings.model.vocab_size if parts.tokenizer is None else parts.tokenizer.vocab_size
+    if not isinstance(checks.plain(given[0]), list | tuple):
+        return [_checked_labels("label_token_ids", given, size)]
+    if len(given) != num_items:
+        raise ValueError(f"label_token_ids has {len(given)} lists for {num_items} items; give one for each")
+    rows = (checks.items(f"label_token_ids[{place}]", row, MAX_LABELS) for place, row in enumerate(given))
+    return [_checked_labels(f"label_token_ids[{place}]", row, size) for place, row in enumerate(rows)]
+
+
+def _checked_labels(name: str, given: list[object], vocab_size: int) -> list[int]:
+    labels = [checks.whole(f"{name} entries", entry, 0, vocab_size - 1) for entry in given]
+    if not labels:
+        raise ValueError(f"{name} is empty; give at least one token id")
+    if len(set(labels)) < len(labels):
+        twice = next(label for place, label in enumerate(labels) if label in labels[:place])
+        raise ValueError(f"{name} has {twice} twice; give each label once")
+    return labels
+
+
+async def score(
+    request: ScoreRequest, *, generate: Callable[..., Awaitable[Any]], encode: Callable[..., Awaitable[Any]]
+) -> ScoreResult:
+    """Compute the items of a call, which share the beginning of their prompts.
+
+    Raises:
+        Exception: what ``generate`` and ``encode`` raise.
+    """
+    if not request.num_items:
+        return ScoreResult([])
+    prompts: dict[str, Any] = {"prompt": request.texts} if request.texts else {"input_ids": request.ids}
+    if request.labels is None:
+        vectors = cast("BatchOutput[Embedding]", await encode(**prompts))
+        scores = [entry["embedding"].tolist() for entry in vectors]
+        if request.has_softmax:
+            scores = [request.scores_of(row) for row in scores]
+        return ScoreResult(scores, sum(vectors["meta_info"]["prompt_tokens"]))
+    labels = request.labels[0] if len(request.labels) == 1 else request.labels
+    outs = cast(
+        "BatchOutput",
+        await generate(
+            **prompts,
+            sampling_params={"max_new_tokens": 0, "temperature": 1.0},
+            return_logprob=True,
+            token_ids_logprob=labels,
+        ),
+    )
+    found = [[logprob for logprob, _, _ in out["meta_info"].get("output_token_ids_logprobs", [])[0]] for out in outs]
+    logprobs = [[-math.inf if logprob is None else logprob for logprob in row] for row in found]
+    scores = [request.scores_of(row) if request.has_softmax else [math.exp(entry) for entry in row] for row in logprobs]
+    return ScoreResult(scores, sum(outs["meta_info"]["prompt_tokens"]), logprobs if request.gives_logprobs else None)
