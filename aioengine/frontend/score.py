@@ -108,7 +108,7 @@ def _prompts(query: object, items: object, *, is_item_first: bool) -> tuple[list
     """Query and item of each prompt together: as texts, or as ids."""
     if items is None:
         raise ValueError("items is missing: the texts (or lists of token ids) to be scored")
-    given = [items] if isinstance(items, str) else checks.items("items", items, checks.MAX_COUNT)
+    given: list[Any] = [items] if isinstance(items, str) else checks.items("items", items, checks.MAX_COUNT)
     if given and all(_is_id(entry) for entry in given):
         given = [given]
     if not given:
