@@ -13,7 +13,7 @@ from itertools import compress
 from operator import is_not
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, json
 from msgspec.structs import astuple, force_setattr, replace
 
 from aioengine import checks
@@ -36,6 +36,12 @@ MAX_ENTRIES_OF_CALL: Final = 65_536
 ``ENTRIES_PER_WORD``: it is tokenized too.
 """
 ENTRIES_PER_WORD: Final = 16
+
+MAX_CONSTRAINT_BYTES: Final = 65_536
+"""Of one constraint; of larger ones little is read, and most are refused."""
+
+MAX_CONSTRAINT_BYTES_OF_CALL: Final = 524_288
+"""Of all different parameters of a call: schemas and patterns take up to 2 us a byte to check."""
 
 _UNCHANGING: Final = frozenset((int, float, bool, str, type(None)))
 """Types of values that make the same parameters each time."""
@@ -491,12 +497,13 @@ class ParamsTogether:
         self._num_ids = 0
         self._seen: dict[int, object] = {}
         self._patterns: dict[str, None] = {}
+        self._num_constraint_bytes = 0
 
     def add(self, entries: Sequence[object]) -> None:
         """Count some more; an object that several rows share counts once.
 
         Raises:
-            ValueError: they have too many stop token ids, biases or patterns.
+            ValueError: they have too many stop token ids, biases or patterns, or too much of constraints.
         """
         num_patterns = len(self._patterns)
         for entry in entries:
@@ -510,6 +517,12 @@ class ParamsTogether:
                 f"at most {MAX_ENTRIES_OF_CALL} are allowed; give rows that share them the same object, or make "
                 "several calls"
             )
+        if self._num_constraint_bytes > MAX_CONSTRAINT_BYTES_OF_CALL:
+            raise ValueError(
+                f"the constraints in the sampling_params of one call have {self._num_constraint_bytes:,} bytes; "
+                f"at most {MAX_CONSTRAINT_BYTES_OF_CALL:,} are allowed; give rows that share them the same object, or "
+                "make several calls"
+            )
         if len(self._patterns) > num_patterns:
             from aioengine.patterns import check_patterns_of_call  # slow to import, and most programs give no pattern
 
@@ -520,13 +533,25 @@ class ParamsTogether:
             sampling = _parts(entry).sampling
             self._num_ids += len(_parts(entry).limits.stop_token_ids) + len(sampling.logit_bias)
             self._num_ids += len(sampling.allowed_token_ids) + ENTRIES_PER_WORD * len(entry.bad_words or ())
-        elif isinstance(entry, Mapping) and not _COSTLY.isdisjoint(given := cast("Mapping[str, object]", entry)):
+            return
+        if isinstance(entry, Mapping) and not _CONSTRAINTS.isdisjoint(cast("Mapping[str, object]", entry)):
+            self._num_constraint_bytes += sum(map(_size, cast("Mapping[str, object]", entry).values()))
+        if isinstance(entry, Mapping) and not _COSTLY.isdisjoint(given := cast("Mapping[str, object]", entry)):
             sizes = {name: _num_entries(name, given.get(name)) for name in _MAX_ENTRIES}
             self._num_ids += sum(sizes.values()) + (ENTRIES_PER_WORD - 1) * sizes["bad_words"]
             regex = checks.plain(given.get("stop_regex"))
             several = cast("Sequence[object]", regex) if isinstance(regex, list | tuple) else [regex]
             if len(several) <= table.MAX_STOPS:
                 self._patterns.update((each, None) for each in several if isinstance(each, str))
+
+
+def _size(value: object) -> int:
+    """About how many bytes of a constraint are to be checked; 0 where that is refused anyway, or is a class."""
+    try:
+        size = len(json.encode(value)) if isinstance(value, str | dict | list) else 0
+    except (TypeError, ValueError, RecursionError):
+        return 0
+    return size if size <= MAX_CONSTRAINT_BYTES else 0
 
 
 def _num_entries(name: str, value: object) -> int:

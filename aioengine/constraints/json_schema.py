@@ -22,13 +22,16 @@ from aioengine.constraints.one_of import TYPES, exclusive
 from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import Place, Schema, compile_counts, compile_number, compile_string
 
-MAX_BYTES: Final = 131_072
+MAX_BYTES: Final = 65_536
 MAX_CHARACTERS: Final = 1_048_576
 """Of the text with its annotations."""
 MAX_DEPTH: Final = 64
 MAX_OPTIONAL: Final = 256
 """Optional properties of an object; the parser keeps several entries for each."""
-MAX_PROPERTIES: Final = 2048
+MAX_SCHEMAS: Final = 2048
+"""Schemas within a schema."""
+MAX_PATTERN_CHARACTERS: Final = 16_384
+"""Of all patterns of a schema."""
 MAX_BRANCHES: Final = 256
 MAX_ALL_OF: Final = 16
 
@@ -88,6 +91,8 @@ class _Compiler:
         self._names: dict[str, str] = {}  # a reference -> the name of its target in $defs
         self._definitions: Schema = {}
         self._waiting: list[str] = []
+        self._num_schemas = 0
+        self._num_pattern_characters = 0
 
     def compile(self) -> Schema:
         found = self._schema(self._root, "", 0)
@@ -109,6 +114,7 @@ class _Compiler:
             place.wrong("schema", "an object or a boolean", schema)
         if depth > MAX_DEPTH:
             place.refuse("schema", f"is nested more than {MAX_DEPTH} deep")
+        self._count(place)
         for keyword in place.given:
             if keyword not in _ENFORCED and keyword not in _ANNOTATIONS and not keyword.startswith("x-"):
                 place.refuse(keyword, "is not enforced")
@@ -124,6 +130,17 @@ class _Compiler:
         if "array" in allowed:
             found |= self._array(place)
         return found
+
+    def _count(self, place: Place) -> None:
+        """Refuse what would take long to compile."""
+        self._num_schemas += 1
+        patterns = place.given.get("patternProperties")
+        found = [place.given.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]
+        self._num_pattern_characters += sum(len(each) for each in found if isinstance(each, str))
+        if self._num_schemas > MAX_SCHEMAS:
+            place.refuse("schema", f"is one of more than {MAX_SCHEMAS:,}")
+        if self._num_pattern_characters > MAX_PATTERN_CHARACTERS:
+            place.refuse("pattern", f"is one of several with more than {MAX_PATTERN_CHARACTERS:,} characters together")
 
     # ------------------------------------------------------------ keywords of all types
 
@@ -222,8 +239,8 @@ class _Compiler:
             if others is False and name not in made:
                 place.refuse("required", f"names {name[:80]!r}, which additionalProperties rules out")
         made |= {name: others for name in names if name not in made}
-        if len(made) > MAX_PROPERTIES or len(made) - len(names) > MAX_OPTIONAL:
-            place.refuse("properties", f"has more than {MAX_PROPERTIES} entries, or {MAX_OPTIONAL} optional ones")
+        if len(made) - len(names) > MAX_OPTIONAL:
+            place.refuse("properties", f"has more than {MAX_OPTIONAL} optional ones")
         if made:
             found["properties"] = made
         if names:

@@ -18,6 +18,7 @@ from aioengine.constraints.structural_tag import lark_of
 from aioengine.protocol.messages import Grammar
 
 MAX_EBNF_BYTES: Final = 65_536
+MAX_CHOICES: Final = 10_000
 MAX_CHOICE_BYTES: Final = 131_072
 MAX_REASONING_BYTES: Final = 256
 
@@ -88,7 +89,7 @@ def regex(name: str, value: object) -> str | None:
 
 def choice(name: str, value: object) -> list[str]:
     """At least one string, each with at least one character."""
-    entries = checks.sequence(name, value, MAX_CHOICE_BYTES, allowed="a list of strings")
+    entries = checks.sequence(name, value, MAX_CHOICES, allowed="a list of strings")
     found = [checks.text(f"{name}[{place}]", each) for place, each in enumerate(entries)]
     if not found or not all(found):
         raise checks.wrong_value(name, "a list of strings that are not empty", value)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import lru_cache
 from re import _constants as codes  # type: ignore[attr-defined]  # the parser of the standard library
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any, Final, NoReturn
@@ -59,13 +60,21 @@ def translate(pattern: str, *, pointer: str, is_searched: bool = False) -> str:
         ValueError: it is no regular expression.
         UnsupportedSchemaError: it has a part that cannot be kept; ``pointer`` names the place of the pattern.
     """
-    return _Translator(pattern, pointer, is_searched=is_searched).text
+    try:
+        return _translated(pattern, is_searched)
+    except UnsupportedSchemaError as error:
+        place = f" (at {pointer})" if pointer else ""
+        raise UnsupportedSchemaError(f"{error}{place}", pointer=pointer, keyword=error.keyword) from None
+
+
+@lru_cache(maxsize=256)
+def _translated(pattern: str, is_searched: bool) -> str:
+    return _Translator(pattern, is_searched=is_searched).text
 
 
 class _Translator:
-    def __init__(self, pattern: str, pointer: str, *, is_searched: bool) -> None:
+    def __init__(self, pattern: str, *, is_searched: bool) -> None:
         self._pattern = pattern
-        self._pointer = pointer
         self._keyword = "pattern" if is_searched else "regex"
         if len(pattern.encode(errors="surrogatepass")) > MAX_BYTES:
             self._refuse(f"more than {MAX_BYTES:,} bytes")
@@ -83,11 +92,11 @@ class _Translator:
 
     def _where(self) -> str:
         shown = self._pattern if len(self._pattern) <= 80 else f"{self._pattern[:77]}..."
-        return f"{self._keyword} {shown!r}" + (f" at {self._pointer}" if self._pointer else "")
+        return f"{self._keyword} {shown!r}"
 
     def _refuse(self, what: str) -> NoReturn:
         message = f"{self._where()} has {what}, which cannot be enforced"
-        raise UnsupportedSchemaError(message, pointer=self._pointer, keyword=self._keyword)
+        raise UnsupportedSchemaError(message, keyword=self._keyword)
 
     def _whole(self, items: list[Any], flags: int, *, open_start: bool, open_end: bool) -> str:
         """A sequence at both ends of the text, so that it may begin and end with anchors, as may each of its branches.

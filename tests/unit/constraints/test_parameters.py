@@ -84,6 +84,13 @@ def test_the_same_grammar_is_compiled_once() -> None:
     assert demo_grammars().compile(first) is demo_grammars().compile(second)
 
 
+def test_the_constraints_of_one_call_are_bounded_together() -> None:
+    schema = {"enum": ["x" * 60_000]}
+    with pytest.raises(ValueError, match="the constraints in the sampling_params of one call have"):
+        generate_request(["a"] * 9, [{"json_schema": dict(schema)} for _ in range(9)], None, stream=False, options={})
+    generate_request(["a"] * 9, [{"json_schema": schema}] * 9, None, stream=False, options={})
+
+
 def test_an_engine_without_a_tokenizer_refuses_them() -> None:
     rules = PromptRules(
         vocab_size=8, context_length=8, max_total_tokens=8, eos_token_ids=(), stream_interval=1, random_seed=0,
