@@ -35,7 +35,7 @@ MAX_ENTRIES_OF_CALL: Final = 65_536
 """Token ids and biases in all parameters of a call, which are checked together. A bad word counts as
 ``ENTRIES_PER_WORD``: it is tokenized too.
 """
-ENTRIES_PER_WORD: Final = 16
+ENTRIES_PER_WORD: Final = 64
 
 MAX_CONSTRAINT_BYTES: Final = 65_536
 """Of one constraint; of larger ones little is read, and most are refused."""

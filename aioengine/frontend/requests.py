@@ -186,7 +186,7 @@ class GivenRows(Struct):
     Attributes:
         name: of the argument. make: checks the prompt of a row.
         params: of each row; None where one is for all. parsed: by the identity of what was given, which many rows may
-            share.
+            share. parts: of the messages, by the identity of parameters: some take long to make.
         pooled: what a call asks of the vectors of its rows; None: it wants tokens.
     """
 
@@ -196,6 +196,7 @@ class GivenRows(Struct):
     is_batch: bool
     params: list[object] | None = None
     parsed: dict[int, SamplingParams] = {}
+    parts: dict[int, object] = {}
     together: ParamsTogether = field(default_factory=ParamsTogether)
     pooled: Pooled | None = None
 

@@ -112,7 +112,7 @@ class RequestChecks:
                 if request.logprobs is not None and request.logprobs.differ:
                     request.logprobs.check(place, self.rules.vocab_size, has_tokenizer=self.encoder is not None)
                 if request.given.params is not None:
-                    self._check_params(request.params[place])
+                    self._check_params(request, request.params[place])
                 if request.processors is not None and request.processors.is_list:
                     self._check_processor(request.processors.of(place))
                 if isinstance(prompt, IdsPrompt) and prompt.is_checked:
@@ -127,14 +127,14 @@ class RequestChecks:
         if (given := request.given).pooled or self.rules.task != "generate":
             given.pooled = completed(given.pooled, self.rules.pooling, self.rules.task, self.rules.vector_size)
         if request.given.params is None:
-            self._check_params(request.params[0])
+            self._check_params(request, request.params[0])
         if request.logprobs is not None and not request.logprobs.differ:
             request.logprobs.check(0, self.rules.vocab_size, has_tokenizer=self.encoder is not None)
         if request.processors is not None and not request.processors.is_list:
             self._check_processor(request.processors.of(0))
 
-    def _check_params(self, params: SamplingParams) -> None:
-        parts = self.parts_of(params)
+    def _check_params(self, request: CallRequest, params: SamplingParams) -> None:
+        parts = self.parts_of(params, request.given.parts)
         if self.encoder is None and (parts.text.stop or parts.text.stop_regex):
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
         if self.encoder is None and parts.sampling.grammar:
@@ -146,14 +146,13 @@ class RequestChecks:
             allowed = f"allows {', '.join(known)}" if known else "allows none (logits_processors of the constructor)"
             raise ValueError(f"custom_logit_processor {name!r} is not known: this engine {allowed}")
 
-    def parts_of(self, params: SamplingParams) -> ParamsParts:
-        """As they were made last, if no other parameters came between; rows of one call share theirs.
-
-        Raises ValueError: ids outside the vocabulary.
-        """
+    def parts_of(self, params: SamplingParams, known: dict[int, object]) -> ParamsParts:
+        """As made last, or ``known`` by the identity of the parameters. ValueError: an id outside the vocabulary."""
         parts, rules = self._last_parts, self.rules
         if parts is None or parts.params is not params:
-            self._last_parts = parts = ParamsParts(
+            parts = cast("ParamsParts | None", known.get(id(params)))
+        if parts is None:
+            known[id(params)] = parts = ParamsParts(
                 params,
                 wire.sampling(
                     params,
@@ -164,6 +163,7 @@ class RequestChecks:
                 wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
                 wire.text_rules(params, stream_interval=rules.stream_interval),
             )
+        self._last_parts = parts
         return parts
 
     def check_ids(self, token_ids: list[int]) -> None:
@@ -434,7 +434,7 @@ class Submitter:
         if max_new_tokens == 0 and rules is None and not is_pooled:
             _end(row, FinishCode.LENGTH)
             return
-        parts = self.checks.parts_of(params)
+        parts = self.checks.parts_of(params, request.given.parts)
         row.uid = self._num_uids
         self._num_uids += 1
         self._limits.add_row(call.reservation, row.position // request.num_samples, len(ids))

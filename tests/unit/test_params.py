@@ -457,6 +457,15 @@ def test_custom_params_are_what_their_json_is() -> None:
     assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams) == params
 
 
+@pytest.mark.parametrize("large", [[0] * 20_000, "x" * 20_000, 10**20_000, [[None] * 10_000] * 10_000], ids=type)
+def test_custom_params_that_are_too_large_are_refused_before_they_become_json(
+    large: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "dumps", None)
+    with pytest.raises(ValueError, match="custom_params must have at most 16384 characters of JSON, and it has more"):
+        SamplingParams(custom_params={"a": large})
+
+
 def test_a_bad_word_means_two_sequences_of_tokens() -> None:
     def tokenize(texts: Sequence[str]) -> list[list[int]]:
         return [[ord(character) for character in text] for text in texts]
