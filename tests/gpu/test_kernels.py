@@ -173,3 +173,18 @@ def test_sampling() -> None:
         expected = int(np.searchsorted(mass, float(uniform[row]) * mass[-1], side="right"))
         num_same += int(out[row]) == expected
     assert num_same > 0.9 * len(rows)
+
+
+@pytest.mark.parametrize("num_tokens", [96, 2048, 151_936, 151_937])
+def test_masks_of_grammars(num_tokens: int) -> None:
+    from aioengine.kernels.triton.grammar_mask import mask
+
+    words = torch.randint(-(2**31), 2**31, (3, -(-num_tokens // 32)), device="cuda", dtype=torch.int64).int()
+    logits = random(6, num_tokens + 5, dtype=torch.float32)[:, :num_tokens]
+    rows = torch.tensor([4, 0, 3], device="cuda")
+    bits = (words[:, :, None] >> torch.arange(32, device="cuda")) & 1
+    is_banned = torch.zeros(6, num_tokens, dtype=torch.bool, device="cuda")
+    is_banned[rows] = bits.flatten(1)[:, :num_tokens] == 0
+    expected = logits.masked_fill(is_banned, -torch.inf)
+    mask(logits, rows, words)
+    assert torch.equal(logits, expected)

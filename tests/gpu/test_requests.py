@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,9 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from aioengine.grammars import Grammars
 from aioengine.protocol.columns import HIDDEN_STATES
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, FinishCode, Sampling
-from tests.compute.runner_world import World, make_settings, save_model
+from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
+from tests.kit.grammar_walks import FOLDER, grammar_of, text_of
 from tests.kit.processors import ADD, BROKEN, FORCE, NAMES
 
 HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
@@ -47,6 +50,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 def custom(name: str, **params: object) -> Sampling:
     return Sampling(1, custom_processor=name, custom_params=json.dumps(params).encode())
+
+
+@WAYS
+def test_outputs_fit_their_grammars(saved: Saved, graphs: int, depth: int) -> None:
+    world = saved.world(graphs=graphs, depth=depth)
+    world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
+    plain = world.submit(PROMPT, Sampling(3, temperature=1.0))
+    samplings = [Sampling(seed, temperature=1.0, grammar=grammar_of(regex="[a-d]{3,9}!")) for seed in range(4)]
+    constrained = [world.submit(PROMPT, sampling, max_new_tokens=30) for sampling in samplings]
+    world.run()
+    for uid in constrained:
+        assert world.ended[uid].code is FinishCode.STOP
+        assert re.fullmatch("[a-d]{3,9}!", text_of(world.outputs[uid]))
+    alone = saved.world(graphs=graphs, depth=depth)
+    assert alone.answers([PROMPT], [Sampling(3, temperature=1.0)])[0] == world.outputs[plain]
 
 
 @WAYS
