@@ -23,7 +23,7 @@ from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import Place, Schema, compile_counts, compile_number, compile_string
 
 MAX_BYTES: Final = 65_536
-MAX_CHARACTERS: Final = 1_048_576
+MAX_CHARACTERS: Final = 262_144
 """Of the text with its annotations."""
 MAX_DEPTH: Final = 64
 MAX_OPTIONAL: Final = 256

@@ -77,7 +77,7 @@ class _Grammar:
         value = of.get(key)
         if not isinstance(value, list) or not value:
             _wrong(f"{pointer}/{key}", "a list with entries", value)
-        return cast("list[Any]", value)
+        return list(value)
 
     def _format(self, value: object, pointer: str, depth: int) -> str:
         """The name of the rule for this part."""
