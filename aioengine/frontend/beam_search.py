@@ -7,9 +7,11 @@ divided by ``length ** length_penalty``; the search goes on until no other one c
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from msgspec import Struct
@@ -21,7 +23,7 @@ from aioengine.params import SamplingParams
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS, make_detokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
     from aioengine.frontend.frontend import Running
 
@@ -73,19 +75,22 @@ class BeamSearch:
         """How many of the likeliest tokens of each beam are looked at: whatever stops, enough of them go on."""
         return self._width * max(2, 1 + len(self._stop_ids))
 
-    def extend(self, likeliest: Sequence[Sequence[tuple[float, int]]]) -> None:
-        """Take the likeliest tokens (log-probability, id) of each of ``live``; of equal beams the first is better."""
+    def extend(self, likeliest: Iterable[Iterable[tuple[float, int]]]) -> None:
+        """Take the likeliest tokens (log-probability, id) of each of ``live``, best first, as far as they are needed.
+
+        Of equal beams the first is better.
+        """
         num_output = len(self.live[0].token_ids) + 1
         can_stop = num_output > self._min_new_tokens
-        candidates = [
-            (beam.logprob + logprob, beam, token_id)
-            for beam, tokens in zip(self.live, likeliest, strict=True)
-            for logprob, token_id in tokens
-            if logprob > -math.inf and (can_stop or token_id not in self._stop_ids)
-        ]
-        candidates.sort(key=lambda candidate: -candidate[0])
+
+        def candidates(beam: Beam, tokens: Iterable[tuple[float, int]]) -> Iterator[tuple[float, Beam, int]]:
+            for logprob, token_id in tokens:
+                if logprob > -math.inf and (can_stop or token_id not in self._stop_ids):
+                    yield beam.logprob + logprob, beam, token_id
+
+        best = heapq.merge(*map(candidates, self.live, likeliest), key=lambda candidate: -candidate[0])
         self.live = []
-        for rank, (logprob, beam, token_id) in enumerate(candidates[: self.num_wanted]):
+        for rank, (logprob, beam, token_id) in enumerate(islice(best, self.num_wanted)):
             token_ids = [*beam.token_ids, token_id]
             if token_id in self._stop_ids:
                 if rank < self._width:
@@ -190,9 +195,9 @@ async def beam_search(
     )
 
 
-def _likeliest(answer: Answer) -> list[tuple[float, int]]:
+def _likeliest(answer: Answer) -> Iterator[tuple[float, int]]:
     tops = answer["meta_info"].get("output_top_logprobs") or [[]]
-    return [(-math.inf if logprob is None else logprob, token_id) for logprob, token_id, _ in tops[0]]
+    return ((-math.inf if logprob is None else logprob, token_id) for logprob, token_id, _ in tops[0])
 
 
 def _answer(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import random
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from aioengine.frontend.beam_search import BeamSearch, search_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NUM_TOKENS = 5
 STOP = 0
@@ -96,3 +99,20 @@ def test_misuse_names_the_argument(
     given = {"beam_width": 4, "max_new_tokens": 8, "length_penalty": 1.0, **arguments}
     with pytest.raises(error, match=message):
         search_options(*given.values(), sampling, mode="raw")
+
+
+def test_of_many_likely_tokens_only_those_that_may_count_are_read() -> None:
+    search = BeamSearch(width=100, max_new_tokens=8, length_penalty=1.0, stop_ids=[STOP], min_new_tokens=0)
+    num_read = 0
+
+    def tokens() -> Iterator[tuple[float, int]]:
+        nonlocal num_read
+        for place in range(search.num_wanted):
+            num_read += 1
+            yield -1.0 - place, 1 + place
+
+    search.extend([tokens()])
+    num_read = 0
+    search.extend([tokens() for _ in search.live])
+    assert len(search.live) == 100
+    assert num_read <= 100 + search.num_wanted
