@@ -14,6 +14,8 @@ from aioengine.frontend.outputs import CallOutput
 from aioengine.protocol.columns import POOLED_VECTOR
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     import numpy.typing as npt
 
@@ -81,12 +83,20 @@ def completed(pooled: Pooled | None, settings: PoolingSettings, task: str, vecto
     return replace(pooled, is_normalized=is_normalized, has_sigmoid=settings.has_sigmoid)
 
 
-def fitting(encoded: Encoded, pooled: Pooled, max_tokens: int) -> Encoded:
-    """Ids to be pooled: cut, where they are too many and that was asked for, or why they are refused."""
+def fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Callable[[list[int]], None]) -> Encoded:
+    """Ids to be pooled: cut, where they are too many and that was asked for, or why they are refused.
+
+    ``check_ids`` raises ValueError for ids outside the vocabulary; it was not called yet where they are too many.
+    """
     if not isinstance(encoded, list) or len(encoded) <= max_tokens:
         return encoded
     if pooled.truncates:
-        return encoded[:max_tokens]
+        cut = encoded[:max_tokens]
+        try:
+            check_ids(cut)
+        except ValueError as error:
+            return error
+        return cut
     return RequestTooLargeError(
         f"input_ids has {len(encoded)} tokens, and {max_tokens} fit; with truncate=True the end is cut"
     )

@@ -373,7 +373,7 @@ class Submitter:
         prompt, sample = divmod(position, request.num_samples)
         params = request.params_of(prompt)
         if request.given.pooled is not None:
-            encoded = fitting(encoded, request.given.pooled, self._rules.context_length)
+            encoded = fitting(encoded, request.given.pooled, self._rules.context_length, self.checks.check_ids)
         elif request.sessions is not None:
             encoded = self._with_history(call, position, encoded)
         ids = encoded if isinstance(encoded, list) else []

@@ -68,6 +68,12 @@ def test_ids_in_place_of_text(embedder: Engine, reference: Reference) -> None:
     )
 
 
+def test_ids_outside_the_vocabulary_are_refused_also_where_they_are_cut(embedder: Engine) -> None:
+    for wrong in (10**6, -1):
+        with pytest.raises(ValueError, match=f"input_ids has {wrong}, outside the vocabulary"):
+            embedder.encode(input_ids=[wrong] * 5000, truncate=True)
+
+
 def test_dimensions_norm_and_prompts(embedder: Engine, reference: Reference) -> None:
     text = TEXTS[0]
     raw = embedder.encode(text, normalize=False)["embedding"]
