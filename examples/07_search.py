@@ -24,6 +24,8 @@ SENTENCES = [
 
 def main() -> None:
     queries = [line.strip() for line in sys.stdin if line.strip()]
+    if not queries:
+        sys.exit("write a question on standard input")
     with Engine(sys.argv[1] if len(sys.argv) > 1 else None) as llm:
         documents = np.stack(llm.encode(SENTENCES)["embedding"])
         vectors = np.stack(llm.encode(queries)["embedding"])
