@@ -38,12 +38,11 @@ class ConstrainedRows:
     """The open constraints.
 
     Attributes:
-        grammars: where constraints come from; None: this runner has none. is_used: whether any request had a grammar.
+        grammars: where constraints come from; None: this runner has none.
     """
 
     def __init__(self) -> None:
         self.grammars: Grammars | None = None
-        self.is_used = False
         self._unfollowed: deque[Launched] = deque()
 
     @property
@@ -61,7 +60,6 @@ class ConstrainedRows:
         if self.grammars is None or grammar is None:
             message = "this runner has no grammars"
             raise ValueError(message)
-        self.is_used = True
         request.constraint = self.grammars.open(grammar, opened.token_ids, opened.num_prompt)
 
     def note(self, ticket: Launched, sampled: list[RequestRow]) -> None:

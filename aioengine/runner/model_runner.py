@@ -77,9 +77,8 @@ class Ticket:
 
     wanted: uids of the rows that give anything, in the order of the plan. sampled: those that were computed. silent:
     uids of the computed rows that do not sample. values: a token for each of ``sampled``, then for each of ``silent``
-    0 or, where its numbers are bad, FAILED. failed: rows that were not computed, or whose grammar cannot be
-    followed. logprobs, states (hidden states),
-    pooled (vectors): those that rows asked for.
+    0 or, where its numbers are bad, FAILED. failed: rows that were not computed, or whose grammar cannot be followed.
+    logprobs, states (hidden states), pooled (vectors): those that rows asked for; None: no row did.
     constraints: of the rows with a grammar, by their place in ``sampled``. complete: uids of those that are complete.
     """
 
@@ -175,7 +174,8 @@ class ModelRunner:
             sampled, silent = [], []
             for request, samples in zip(rows.requests, rows.samples.tolist(), strict=True):
                 (sampled if samples else silent).append(request)
-            pooled = self._pooler.rows(plan, rows.requests)
+            if self._table.num_pooled:
+                pooled = self._pooler.rows(plan, rows.requests)
         values = Readback(self._compute(rows, sampled, pooled))
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
         states = self._states.take() if self._table.num_with_states else None
@@ -183,7 +183,7 @@ class ModelRunner:
         uids = [each.uid for each in sampled], [each.uid for each in silent]
         ticket = Ticket(wanted, *uids, values, failed, logprobs, states, vectors)
         self._newest = ticket
-        if self._constrained.is_used:
+        if self._table.num_with_grammar:
             self._constrained.note(ticket, sampled)
         return ticket
 

@@ -76,7 +76,7 @@ class RequestRow:
     prompt_states: hidden states of its prompt, as far as it is computed; None where they are not wanted (any more).
     second_text: where the second text of a pair begins; 0: there is none.
     embeds: [num_prompt, D] of a prompt that is embeddings, until it is computed; ids then begin at ``first_id``.
-    constraint: of a request with a grammar.
+    constraint: of a request with a grammar. is_pooled: whether it is of the kind POOL.
     """
 
     uid: int
@@ -91,6 +91,7 @@ class RequestRow:
     embeds: npt.NDArray[np.float32] | None = None
     first_id: int = 0
     constraint: Constraint | None = None
+    is_pooled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,8 @@ class RowTable:
         last_tokens: [max_rows + 1] int64 on the device; the last entry belongs to no request.
         sampling: [max_rows] of SAMPLING_RECORD.
         num_opened: requests opened so far; while it stays the same, a row belongs to the same request.
-        num_with_logprobs: open requests that want logprobs. num_with_states: those that want hidden states.
+        num_pooled: open requests of the kind POOL. num_with_grammar, num_with_logprobs, num_with_states: those that
+            have a grammar, that want logprobs, that want hidden states.
         num_with_embeds: those whose embeddings were not all computed.
     """
 
@@ -146,6 +148,8 @@ class RowTable:
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
         self.num_opened = 0
+        self.num_pooled = 0
+        self.num_with_grammar = 0
         self.num_with_logprobs = 0
         self.num_with_states = 0
         self.num_with_embeds = 0
@@ -164,7 +168,6 @@ class RowTable:
         if not self._free_indices:
             message = f"{len(self.requests)} requests are open, and no more can be"
             raise ValueError(message)
-        row_index = self._free_indices.pop()
         history, token_ids = None, list[int]()
         is_on_gpu = self.last_tokens.is_cuda
         if is_on_gpu and opened.sampling.has_penalties:
@@ -173,7 +176,14 @@ class RowTable:
         if opened.sampling.bad_token_ids or (opened.sampling.has_penalties and not is_on_gpu):
             known = [*[NO_TOKEN] * first_id, *opened.token_ids[first_id:]]
             history = self.upload(np.array([*known, *[0] * 64], dtype=np.int64))
+        row_index = self._free_indices.pop()
         request = RequestRow(opened.uid, row_index, opened.sampling, opened.num_prompt, history, token_ids)
+        self.requests[opened.uid] = request  # from here on ``close`` undoes what a failure leaves
+        self.num_opened += 1
+        request.is_pooled = opened.kind is RequestKind.POOL
+        self.num_pooled += request.is_pooled
+        self.num_with_grammar += opened.sampling.grammar is not None
+        self.num_with_states += bool(opened.sampling.hidden_states)
         request.second_text = opened.second_text
         if opened.embeds:
             request.embeds = np.frombuffer(opened.embeds, np.float32).reshape(opened.num_prompt, -1)
@@ -182,12 +192,8 @@ class RowTable:
         if opened.logprobs is not None:
             request.logprobs = _row_logprobs(opened, opened.logprobs)
             self.num_with_logprobs += 1
-        if opened.sampling.hidden_states:
-            self.num_with_states += 1
-            if opened.sampling.hidden_states == ALL_STATES and len(opened.token_ids) == opened.num_prompt:
-                request.prompt_states = []
-        self.requests[opened.uid] = request
-        self.num_opened += 1
+        if opened.sampling.hidden_states == ALL_STATES and len(opened.token_ids) == opened.num_prompt:
+            request.prompt_states = []
         self.sampling[row_index] = self._record(opened.sampling)
         self.num_pages[row_index] = 0
         self.page_table[row_index] = PADDING_PAGE
@@ -198,6 +204,8 @@ class RowTable:
         request = self.requests.pop(uid, None)
         if request is not None:
             self._free_indices.append(request.row_index)
+            self.num_pooled -= request.is_pooled
+            self.num_with_grammar -= request.sampling.grammar is not None
             self.num_with_logprobs -= request.logprobs is not None
             self.num_with_states -= bool(request.sampling.hidden_states)
             self.num_with_embeds -= request.embeds is not None
