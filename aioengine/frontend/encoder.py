@@ -302,7 +302,7 @@ class Encoder:
                 pooled[place] = prompt
             else:
                 rendered = self._render(prompt)
-                if isinstance(rendered, str):  # but of a chat, which the tokenizer adds nothing to
+                if isinstance(rendered, str):  # as a plain one: special tokens are never added to ``ChatText``
                     texts.setdefault(_rules_of(prompt), {})[place] = str(rendered)
                 else:
                     found[place] = rendered
@@ -355,6 +355,6 @@ class Encoder:
 
 
 def _rules_of(prompt: TextPrompt | ChatPrompt) -> EncodeRules:
-    """Its rules, without None for special tokens."""
+    """Its rules, with None for special tokens resolved: a text gets them, the template of a chat has written them."""
     is_chat, rules = isinstance(prompt, ChatPrompt), prompt.rules
     return EncodeRules(not is_chat, rules.keep_last) if rules.add_special_tokens is None else rules

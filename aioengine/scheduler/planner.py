@@ -159,7 +159,7 @@ class Planner:
         for request in self._requests.candidates():
             if request.gates and request.waits_for_prefix:  # any other gate has taken it out of the queue
                 continue
-            if not self._splits_prompts and request.num_tokens > budget.left < self._chunk_tokens:
+            if not self._splits_prompts and budget.left < min(request.num_tokens, self._chunk_tokens):
                 return  # it goes into the next step, where it is the first
             answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial)
             if answer is Refusal.LATER:
