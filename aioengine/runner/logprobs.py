@@ -250,7 +250,7 @@ class Logprobs:
         for part in _pieces(runs, self._max_rows(logits)):
             chosen = np.array(asking[done : done + len(part)], dtype=np.int64)
             done += len(part)
-            is_all = len(chosen) == len(rows.requests) and not np.diff(chosen).min(initial=1) < 1
+            is_all = np.array_equal(chosen, np.arange(len(rows.requests)))
             places = slice(len(chosen)) if is_all else self._upload(chosen)
             of_logits = places if order is None else order[places]
             scores = logits[of_logits]

@@ -129,7 +129,7 @@ def test_masks_rule_out_all_other_tokens_of_their_rows(width: int) -> None:
     logits = torch.randn(200, width)
     expected = logits.clone()
     rows: list[LogitsRow] = []
-    for index in range(0, 200, 1):
+    for index in range(200):
         if index % 3:
             allowed = [index % 70, 0, 31, 32, 63]
             is_bad = index % 7 == 0
