@@ -208,6 +208,24 @@ def sequence(name: str, value: object, max_items: int = MAX_COUNT, *, allowed: s
     return found
 
 
+def is_larger_as_json(value: object, max_characters: int) -> bool:
+    """Whether nested data certainly has more than ``max_characters`` as JSON, found without making them."""
+    waiting, num_characters = [value], 0
+    while waiting and num_characters + len(waiting) <= max_characters:
+        each = waiting.pop()
+        num_characters += 2  # at least, with what stands between the entries
+        if isinstance(each, str):
+            num_characters += str.__len__(each)
+        elif isinstance(each, dict | list | tuple):
+            entries = cast("dict[object, object] | Sequence[object]", each)
+            if len(entries) > max_characters:
+                return True
+            waiting += [*entries, *entries.values()] if isinstance(entries, dict) else entries
+        elif isinstance(each, int):
+            num_characters += each.bit_length() * 3 // 10
+    return num_characters + len(waiting) > max_characters
+
+
 def off(name: str, value: object, allowed: tuple[object, ...], feature: str) -> None:
     """Accept None, and the values that switch off a feature that is not available yet; raise ValueError for others."""
     if value is not None and not any(type(value) is type(entry) and value == entry for entry in allowed):

@@ -232,7 +232,7 @@ def json_object(name: str, value: object) -> dict[str, object]:
     if not isinstance(value, Mapping):
         raise checks.wrong_type(name, "a dict of what JSON can hold", value)
     given = dict(cast("Mapping[object, object]", value))
-    if _is_large(given):
+    if checks.is_larger_as_json(given, MAX_JSON_CHARACTERS):
         raise ValueError(f"{name} must have at most {MAX_JSON_CHARACTERS} characters of JSON, and it has more")
     try:
         text = json.dumps(given, allow_nan=False)
@@ -242,24 +242,6 @@ def json_object(name: str, value: object) -> dict[str, object]:
     if len(text) > MAX_JSON_CHARACTERS:
         raise ValueError(f"{name} must have at most {MAX_JSON_CHARACTERS} characters of JSON, got {len(text)}")
     return cast("dict[str, object]", found)
-
-
-def _is_large(value: object) -> bool:
-    """Whether nested data certainly has too many characters as JSON, found without making them."""
-    waiting, num_characters = [value], 0
-    while waiting and num_characters + len(waiting) <= MAX_JSON_CHARACTERS:
-        each = waiting.pop()
-        num_characters += 1
-        if isinstance(each, str):
-            num_characters += str.__len__(each)
-        elif isinstance(each, dict | list | tuple):
-            entries = cast("dict[object, object] | Sequence[object]", each)
-            if len(entries) > MAX_JSON_CHARACTERS:
-                return True
-            waiting += [*entries, *entries.values()] if isinstance(entries, dict) else entries
-        elif isinstance(each, int):
-            num_characters += each.bit_length() * 3 // 10
-    return bool(waiting)
 
 
 def json_column(value: object) -> tuple[bytes]:

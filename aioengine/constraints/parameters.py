@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from aioengine import checks
-from aioengine.constraints.json_schema import compiled
+from aioengine.constraints.json_schema import MAX_CHARACTERS, compiled
 from aioengine.constraints.python_regex import MAX_BYTES as MAX_REGEX_BYTES
 from aioengine.constraints.python_regex import translate
 from aioengine.constraints.structural_tag import lark_of
@@ -38,9 +38,11 @@ def json_schema(name: str, value: object) -> str | None:
     if isinstance(value, str):
         return ("{}" if value == _ANY_JSON else value) or None
     if isinstance(value, Mapping):
-        given = cast("Mapping[str, object]", value)
+        given = dict(cast("Mapping[str, object]", value))
+        if checks.is_larger_as_json(given, MAX_CHARACTERS):
+            raise ValueError(f"{name} has more than {MAX_CHARACTERS:,} characters as JSON; at most these are read")
         try:
-            return json.dumps(dict(given), allow_nan=False)
+            return json.dumps(given, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{name} must hold what JSON can hold: {error}") from None
     if isinstance(value, bool | int | float | list | tuple | bytes):

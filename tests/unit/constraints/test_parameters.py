@@ -148,3 +148,11 @@ def test_tags_allow_their_parts_alone() -> None:
     good = ["<t>a\nb</t>yes é", "<t></t>true", "<t>x</t>1/2"]
     bad = ["yes é", "<t>a</t>no", "<t>a", "<t>a</t>b</t>true"]
     assert [accepts(text) for text in (*good, *bad)] == [True] * len(good) + [False] * len(bad)
+
+
+def test_a_schema_that_shares_its_parts_is_refused_before_it_becomes_text() -> None:
+    schema: dict[str, object] = {"type": "string"}
+    for _ in range(60):
+        schema = {"anyOf": [schema, schema]}
+    with pytest.raises(ValueError, match="json_schema has more than 262,144 characters as JSON"):
+        SamplingParams(json_schema=schema)
