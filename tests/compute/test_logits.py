@@ -12,6 +12,7 @@ from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.allowed_token_ids import AllowedTokenIds
 from aioengine.runner.logits.bad_words import BadWords
 from aioengine.runner.logits.bias import Bias
+from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.min_new_tokens import MinNewTokens
 from aioengine.runner.logits.penalties import Penalties
 
@@ -30,7 +31,7 @@ def logits() -> torch.Tensor:
 
 def test_order_of_the_processors() -> None:
     kinds = [type(processor) for processor in logits_processors.load()]
-    assert kinds == [MinNewTokens, Penalties, Bias, AllowedTokenIds, BadWords]
+    assert kinds == [MinNewTokens, Penalties, Bias, AllowedTokenIds, BadWords, GrammarMask]
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.2, 2.0])

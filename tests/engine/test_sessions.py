@@ -110,7 +110,7 @@ def test_replace_forgets_what_went_on_from_it(llm: Engine, sid: str) -> None:
 
 
 async def test_replace_aborts_a_request_that_runs() -> None:
-    async with fake_async_engine() as engine:
+    async with fake_async_engine(step_time_s=0.005) as engine:  # it runs for 7 s unless it is aborted
         sid = await engine.open_session()
         stream = await engine.async_generate("Hello", LONG, rid="a", stream=True, session_params={"id": sid})
         await anext(stream)
