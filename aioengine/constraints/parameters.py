@@ -32,11 +32,11 @@ _ANY_JSON: Final = "$$ANY$$"
 # ---------------------------------------------------------------- checks of each parameter
 
 
-def json_schema(name: str, value: object) -> str | None:
-    """JSON text; None where the text is empty: no schema."""
+def json_schema(name: str, value: object) -> str:
+    """JSON text."""
     value = checks.plain(value)
     if isinstance(value, str):
-        return ("{}" if value == _ANY_JSON else value) or None
+        return "{}" if value == _ANY_JSON else _not_empty(name, value)
     if isinstance(value, Mapping):
         given = dict(cast("Mapping[str, object]", value))
         if checks.is_larger_as_json(given, MAX_CHARACTERS):
@@ -80,12 +80,19 @@ def _close(schema: object) -> None:
             _close(value)
 
 
-def text(name: str, value: object, max_bytes: int = MAX_EBNF_BYTES) -> str | None:
-    """A string; None where it is empty."""
-    return checks.text(name, checks.plain(value), max_bytes=max_bytes) or None
+def text(name: str, value: object, max_bytes: int = MAX_EBNF_BYTES) -> str:
+    """A string of at least one character."""
+    return _not_empty(name, checks.text(name, checks.plain(value), max_bytes=max_bytes))
 
 
-def regex(name: str, value: object) -> str | None:
+def _not_empty(name: str, value: str) -> str:
+    """An empty text is likelier a mistake (a template without its values) than the wish for no constraint."""
+    if not value:
+        raise ValueError(f"{name} must have at least one character, got ''; leave it out for no constraint")
+    return value
+
+
+def regex(name: str, value: object) -> str:
     return text(name, value, MAX_REGEX_BYTES)
 
 
@@ -100,8 +107,8 @@ def choice(name: str, value: object) -> list[str]:
     return found
 
 
-def structural_tag(name: str, value: object) -> str | None:
-    """JSON text; None where the value is empty."""
+def structural_tag(name: str, value: object) -> str:
+    """JSON text."""
     if isinstance(value, Mapping):
         return json_schema(name, value)
     return text(name, value, MAX_CHOICE_BYTES)
@@ -118,13 +125,15 @@ def whitespace(name: str, value: object) -> str:
     return pattern
 
 
-def reasoning_end(name: str, value: object) -> str | list[int] | None:
-    """A string, or token ids; None where it is empty."""
+def reasoning_end(name: str, value: object) -> str | list[int]:
+    """A string, or token ids; neither is empty."""
     value = checks.plain(value)
     if isinstance(value, str):
         return text(name, value, MAX_REASONING_BYTES)
     entries = checks.sequence(name, value, MAX_REASONING_BYTES, allowed="a string or a list of token ids")
-    return [checks.whole(f"{name}[{place}]", each, 0) for place, each in enumerate(entries)] or None
+    if not entries:
+        raise ValueError(f"{name} must have at least one token id, got []; leave it out for no reasoning")
+    return [checks.whole(f"{name}[{place}]", each, 0) for place, each in enumerate(entries)]
 
 
 # ---------------------------------------------------------------- the grammar

@@ -51,11 +51,20 @@ def test_parameters_that_contradict_each_other_are_refused(params: Mapping[str, 
         SamplingParams.parse(params)
 
 
-def test_empty_values_are_no_constraint_but_an_empty_schema_is() -> None:
-    empty = SamplingParams.parse(
-        {"json_schema": "", "regex": "", "ebnf": "", "structural_tag": "", "json_object": False}
-    )
-    assert empty == SamplingParams()
+@pytest.mark.parametrize("name", ["json_schema", "regex", "ebnf", "structural_tag", "reasoning_end"])
+def test_empty_text_is_refused_and_not_taken_for_no_constraint(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must have at least one character, got ''; leave it out"):
+        SamplingParams.parse({name: ""})
+
+
+def test_no_token_ids_are_no_end_of_the_reasoning() -> None:
+    with pytest.raises(ValueError, match=r"^reasoning_end must have at least one token id, got \[\]; leave it out"):
+        SamplingParams(regex="a", reasoning_end=[])
+
+
+def test_off_is_no_constraint_but_an_empty_schema_is() -> None:
+    off = {"json_schema": None, "regex": None, "ebnf": None, "structural_tag": None, "json_object": False}
+    assert SamplingParams.parse(off) == SamplingParams()
     assert grammar_of(json_schema={}) == grammar_of(json_schema="$$ANY$$")
 
 
