@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Pairs = list[list[str]] | list[tuple[str, str]] | tuple[tuple[str, str], ...]
 
 PAIRS: Final = "a list of pairs [query, document]"
+DOCUMENTS: Final = "a list of strings ([document] for a single one)"
 
 
 class PoolOptions(TypedDict, total=False):
@@ -96,7 +97,7 @@ def rerank_request(query: object, documents: object, top_n: object, options: Map
     rules = PoolRules(pooled.truncates)
     if documents is not None:
         text = checks.text("query", query)
-        rows = checks.items("documents", documents, checks.MAX_COUNT, allowed=checks.TEXTS)
+        rows = checks.items("documents", documents, checks.MAX_COUNT, allowed=DOCUMENTS)
         given = GivenRows("documents", rows, partial(pair_prompt, rules=rules, query=text), is_batch=True)
     elif top_n is not None:
         raise ValueError("top_n is for a query with documents; pairs keep their order")

@@ -65,7 +65,7 @@ def test_what_encode_refuses(
     ("arguments", "error", "message"),
     [
         (("q", None, None), TypeError, "documents is missing"),
-        (("q", "a", None), TypeError, "documents must be"),
+        (("q", "a", None), TypeError, r"documents must be a list of strings \(\[document\] for a.* one\), got 'a'"),
         (([["q", "a"]], None, 1), ValueError, "top_n is for a query with documents"),
         (("q", ["a"], 0), ValueError, "top_n .*got 0"),
         (([["q", "a", "b"]], None, None), ValueError, r"query must have at most 2|query\[0\] must have at most 2"),
