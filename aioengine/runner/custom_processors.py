@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
+from aioengine.checks import shown
 from aioengine.errors import describe
 from aioengine.runner.time_limit import OutOfTimeError, run_limited
 
@@ -119,13 +120,18 @@ def load_processor(name: str) -> CustomLogitsProcessor:
     """
     module_name, _, class_name = name.partition(":")
     try:
-        made = vars(importlib.import_module(module_name))[class_name]()
-        apply = made.apply
+        known = vars(importlib.import_module(module_name))
+        make = known.get(class_name)
+        processor: CustomLogitsProcessor | None = make() if isinstance(make, type) else None
     except Exception as error:
         message = f"logits_processors: {name!r} cannot be made: {type(error).__name__}: {error}"
         raise ValueError(message) from error
-    if not callable(apply):
-        message = f"logits_processors: apply of {name!r} is no method"
+    if processor is None:
+        found = "does not exist" if make is None else f"is no class, but {shown(make)}"
+        classes = ", ".join(key for key, value in known.items() if callable(getattr(value, "apply", None)))
+        message = f"logits_processors: {name!r} {found}; classes with apply in {module_name}: {classes or 'none'}"
         raise ValueError(message)
-    processor: CustomLogitsProcessor = made
+    if not callable(getattr(processor, "apply", None)):
+        message = f"logits_processors: {name!r} has no method apply(logits, params)"
+        raise ValueError(message)
     return processor
