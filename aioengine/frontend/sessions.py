@@ -203,15 +203,11 @@ class Session:
         """The turn to go on from.
 
         Raises:
-            ValueError: there is none, or it runs.
+            ValueError: there is none, or it runs, or the session or a missing ``rid`` does not allow an option.
         """
+        about_history = {"offset": params.offset, "drop_previous_output": params.drop_previous_output}
         if self.is_streaming:
-            switches = {
-                "offset": params.offset,
-                "replace": params.replace,
-                "drop_previous_output": params.drop_previous_output,
-            }
-            for name, value in switches.items():
+            for name, value in {**about_history, "replace": params.replace}.items():
                 if value:
                     raise ValueError(f"session {self.id!r} was opened with streaming=True, which takes no {name}")
             if self.current is not None and not self.current.is_over:
@@ -220,6 +216,12 @@ class Session:
                 self.last = self.current
             return self.last
         if params.rid is None:
+            for name, value in about_history.items():
+                if value:
+                    raise ValueError(
+                        f"session_params has {name}={value} and no rid, the request whose history is cut; give the "
+                        f'meta_info["id"] of an answer as rid, or leave {name} out'
+                    )
             return self.root
         parent = self.turns.get(params.rid)
         if parent is None or (parent.is_over and parent.has_failed):

@@ -168,6 +168,8 @@ def test_random_sessions_equal_a_plain_tree(llm: Engine) -> None:
             new = [draw.randrange(10, 200) for _ in range(draw.randrange(1, 30))]
             parent = draw.choice([None, *turns])
             offset, drop, replace = draw.choice([0, 0, 5, 40]), draw.random() < 0.3, draw.random() < 0.2
+            if parent is None:
+                offset, drop = 0, False
             if replace:
                 gone = {parent}
                 for rid, (_, _, above) in list(turns.items()):
@@ -297,6 +299,8 @@ def test_mistakes_that_need_the_session_are_errors_of_the_await(llm: Engine, sid
 
     refused({"id": "unknown"}, r"session 'unknown' does not exist; open it first")
     refused({"id": sid, "rid": "unknown"}, f"session '{sid}' has no request 'unknown'")
+    refused({"id": sid, "offset": 3}, "session_params has offset=3 and no rid")
+    refused({"id": sid, "rid": None, "drop_previous_output": True}, "has drop_previous_output=True and no rid")
     with pytest.raises(ValueError, match="no tokens"):
         llm.generate(input_ids=[], sampling_params=PARAMS, session_params={"id": sid})
     assert llm.generate("x", {"max_new_tokens": 0}, rid="zero", session_params={"id": sid})["output_ids"] == []
