@@ -102,6 +102,7 @@ class Frontend:
             loop=self.loop,
             limits=self.limits,
             bos_token_id=None if parts.tokenizer is None else parts.tokenizer.bos_token_id,
+            task=settings.model.task,
             abort=parts.processes.send,
             unpin=lambda numbers: self.controls.send("close_sessions", {"sessions": list(map(str, numbers))}),
         )

@@ -247,14 +247,19 @@ class Sessions:
         loop: asyncio.AbstractEventLoop,
         limits: QueueLimits,
         bos_token_id: int | None,
+        task: str,
         abort: Callable[[list[Abort]], None],
         unpin: Callable[[list[int]], None],
     ) -> None:
-        """``unpin`` ends the pins of the sessions with these numbers. It and ``abort`` are called on the loop."""
+        """``task``: of the model; one that does not generate has no sessions.
+
+        ``unpin`` ends the pins of the sessions with these numbers. It and ``abort`` are called on the loop.
+        """
         self._lock = lock
         self._loop = loop
         self._limits = limits
         self._bos = [] if bos_token_id is None else [bos_token_id]
+        self._task = task
         self._abort = abort
         self._unpin = unpin
         self._by_id: dict[str, Session] = {}
@@ -273,10 +278,15 @@ class Sessions:
         """Open a session, and return its id.
 
         Raises:
-            TypeError, ValueError: an argument is wrong, or the id is in use.
+            TypeError, ValueError: an argument is wrong, the id is in use, or the model generates nothing.
             EngineOverloadedError: there are too many.
             EngineError: the engine takes no calls.
         """
+        if self._task != "generate":
+            raise ValueError(
+                f"the task of this model is '{self._task}', and it has no sessions, which are for requests that "
+                "generate; call encode without one"
+            )
         checks.whole("capacity_of_str_len", capacity, 0)
         name = os.urandom(16).hex() if session_id is None else _checked_id(session_id)
         is_streaming = checks.switch("streaming", streaming)

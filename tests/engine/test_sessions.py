@@ -8,16 +8,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from msgspec.structs import replace
 
-from aioengine import EngineClosedError, EngineDrainingError, EngineOverloadedError
+from aioengine import AsyncEngine, EngineClosedError, EngineDrainingError, EngineOverloadedError
 from aioengine.frontend import sessions
-from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from tests.kit.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aioengine import Answer, AsyncEngine, BatchOutput, Engine
+    from aioengine import Answer, BatchOutput, Engine
+    from aioengine.frontend.startup import Blueprint
 
 PARAMS: dict[str, object] = {"temperature": 0, "max_new_tokens": 20}
 UNTIL_LEFT: dict[str, object] = {"temperature": 0, "max_new_tokens": None, "ignore_eos": True}
@@ -285,6 +287,18 @@ def test_mistakes_in_session_params_are_errors_of_the_call(llm: Engine, sid: str
     refused([{"id": sid}], TypeError, "session_params is a list, but there is one prompt")
     with pytest.raises(ValueError, match="input_ids is empty"):
         llm.generate(input_ids=[])
+
+
+@pytest.mark.parametrize("task", ["embed", "classify"])
+async def test_a_model_that_generates_nothing_has_no_sessions(task: str) -> None:
+    def blueprint() -> Blueprint:
+        made = FakeSetup().blueprint()
+        return replace(made, settings=replace(made.settings, model=replace(made.settings.model, task=task)))
+
+    async with AsyncEngine.from_blueprint(blueprint) as engine:
+        with pytest.raises(ValueError, match=f"the task of this model is '{task}', and it has no sessions"):
+            await engine.open_session()
+        await engine.close_session("any")
 
 
 def test_mistakes_that_need_the_session_are_errors_of_the_await(llm: Engine, sid: str) -> None:
