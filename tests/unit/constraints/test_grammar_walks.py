@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import jsonschema
@@ -77,19 +78,27 @@ def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(LEAVES, nested, max_leaves=6)
 
 
-@settings(deadline=None, max_examples=120)
-@given(SCHEMAS, SCHEMAS, st.integers(0, 10_000))
-def test_every_complete_output_is_valid(schema: Any, referred: Any, seed: int) -> None:
-    whole = {"anyOf": [schema, {"$ref": "#/$defs/other", "maxLength": 5}], "$defs": {"other": referred}}
-    try:
-        grammar = grammar_of(json_schema=whole)
-        demo_grammars().compile(grammar).result()
-    except (UnsupportedSchemaError, GrammarError):  # the compiler may see that no value is valid
-        return
-    for start in range(2):
-        ids, is_complete = walk(grammar, seed + start, max_tokens=100)
-        if is_complete:
-            jsonschema.validate(json.loads(text_of(ids)), whole)
+def test_every_complete_output_is_valid() -> None:
+    counts = Counter[str]()
+
+    @settings(deadline=None, max_examples=120)
+    @given(SCHEMAS, SCHEMAS, st.integers(0, 10_000))
+    def check(schema: Any, referred: Any, seed: int) -> None:
+        whole = {"anyOf": [schema, {"$ref": "#/$defs/other", "maxLength": 5}], "$defs": {"other": referred}}
+        try:
+            grammar = grammar_of(json_schema=whole)
+            demo_grammars().compile(grammar).result()
+        except (UnsupportedSchemaError, GrammarError):  # the compiler may see that no value is valid
+            counts["refused"] += 1
+            return
+        for start in range(2):
+            ids, is_complete = walk(grammar, seed + start, max_tokens=100)
+            counts["complete" if is_complete else "cut"] += 1
+            if is_complete:
+                jsonschema.validate(json.loads(text_of(ids)), whole)
+
+    check()
+    assert counts["complete"] > 100, counts  # of 240 walks
 
 
 @pytest.mark.parametrize(
