@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final, Self, cast
+from typing import Final, Protocol, Self, cast, runtime_checkable
 from uuid import uuid4
 
 from msgspec import Struct, ValidationError, convert
@@ -123,12 +123,11 @@ class IdsPrompt(Struct, frozen=True):
 
     def checked(self) -> IdsPrompt:
         """Make all ids plain integers; TypeError or ValueError for those that are none."""
-        given = checks.sequence(self.name, self.given, allowed=IDS)
         token_ids: list[int] = []
-        for start in range(0, len(given), IDS_IN_SLICE):
+        for start in range(0, self.num_ids, IDS_IN_SLICE):
             if start:
                 _let_others_run()
-            part = given[start : start + IDS_IN_SLICE]
+            part = checks.sequence(self.name, _slice(self.name, self.given, start, start + IDS_IN_SLICE), allowed=IDS)
             try:
                 token_ids += convert(part, list[int])  # in one pass where all are plain integers
             except ValidationError:
@@ -228,6 +227,18 @@ Prompt = TextPrompt | ChatPrompt | IdsPrompt | PooledPrompt
 """One row of a call. Until ``is_checked``, ``checked()`` is to be called on the tokenizer's thread."""
 
 
+@runtime_checkable
+class _Sliced(Protocol):
+    def __getitem__(self, key: slice, /) -> object: ...
+
+
+def _slice(name: str, given: object, start: int, stop: int | None = None) -> object:
+    """Some entries of a list, tuple or array. Of an array before it becomes a list: a long one would hold the loop."""
+    if isinstance(given, list | tuple) or not isinstance(given, checks.Array) or not isinstance(given, _Sliced):
+        return checks.sequence(name, given, allowed=IDS)[start:stop]
+    return given[start:stop]
+
+
 def _let_others_run() -> None:
     """Give the interpreter to a thread that waits for it, which else takes it after 5 ms."""
     time.sleep(0)
@@ -289,7 +300,7 @@ def ids_prompt(
         if not value and not may_be_empty:
             raise ValueError(f"{name} is empty; give at least one token id")
     if rules.keep_last is not None:
-        value = checks.sequence(name, value, allowed=IDS)[-rules.keep_last :]
+        value = _slice(name, value, -rules.keep_last)
     prompt = IdsPrompt(value, name, is_checked=False)
     return prompt.checked() if budget.covers(prompt.num_ids) else prompt
 

@@ -99,6 +99,30 @@ class TestIds:
         assert rows[1].given is array
         assert seen(rows[1]) == IdsPrompt([*range(9)])
 
+    def test_of_an_array_only_slices_become_lists(self) -> None:
+        lengths: list[int] = []
+
+        class Recorded(np.ndarray):
+            def tolist(self) -> object:
+                lengths.append(len(self))
+                return super().tolist()
+
+        many = np.arange(10 * prompts.IDS_IN_SLICE).view(Recorded)
+        [last] = ask(input_ids=many, truncate_prompt_tokens=5).prompts
+        assert last == IdsPrompt(many[-5:].tolist())
+        assert seen(ask(input_ids=many).prompts[0]) == IdsPrompt([*range(len(many))])
+        assert lengths == [5, 5, *[prompts.IDS_IN_SLICE] * 10]
+
+    def test_an_array_that_has_no_slices_is_read_whole(self) -> None:
+        class Ids:
+            def __len__(self) -> int:
+                return 3
+
+            def tolist(self) -> list[int]:
+                return [7, 8, 9]
+
+        assert ask(input_ids=Ids(), truncate_prompt_tokens=2).prompts == [IdsPrompt([8, 9])]
+
 
 class TestText:
     def test_long_text_is_checked_later_unless_it_is_ascii(self) -> None:
