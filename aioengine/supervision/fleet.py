@@ -5,7 +5,7 @@ leaves the fleet, and its requests go on in others behind what they have given; 
 
 With ``max_restarts=0`` the first loss of a replica is final, also where a request caused it: one that crashes each
 process that computes it ends two replicas, the one that it came to and the one that tried it as a suspect. After the
-first crash any request of that step may be the cause, and after the second this one ends with an error (see ``Ledger``).
+first crash any request of that step may be the cause; after the second this one ends with an error (see ``Ledger``).
 """
 
 from __future__ import annotations
