@@ -1,7 +1,6 @@
 """Find a model folder (on disk, in the wheel, or on the Hugging Face hub) and read the facts about the model.
 
 ``locate`` and ``find_facts`` may block for as long as a download takes: call them on a thread without an event loop.
-The hub's token, cache and ``HF_HUB_OFFLINE`` come from the environment.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from aioengine.config import PoolingSettings
 from aioengine.embedder_files import is_embedder, read_pooling
 from aioengine.families._config import MAX_SIZES, Task, as_embedder
 from aioengine.families._tensors import is_ignored, tensor_shapes
+from aioengine.hub import download
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 DEMO_MODEL: Final = Path(__file__).parent / "demo"
 
 _DTYPES: Final = ("bfloat16", "float16", "float32")
-_TOKENIZER_FILES: Final = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
-_WANTED_FILES: Final = {"model_path": (*_TOKENIZER_FILES, "*.safetensors"), "tokenizer_path": _TOKENIZER_FILES}
-"""Files to download, by the constructor's argument that names the model."""
 _MAX_HUB_ID: Final = 200
 
 
@@ -135,52 +132,6 @@ def _nearest_parent(folder: Path) -> str:
         return f"{str(parent)!r} may not be read"
     names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())[:10]
     return f"{str(parent)!r} holds {'the folders ' + ', '.join(names) if names else 'no folders'}"
-
-
-def download(
-    name: str, *, revision: str | None, download_dir: str | None, progress: bool, argument: str = "model_path"
-) -> str:
-    """Fetch the files of a model or a tokenizer that are not in the hub's cache yet; returns the local folder.
-
-    Raises:
-        ValueError: the hub has no such model for this user, or it could not be reached.
-    """
-    # Imported here alone: it takes a third of a second, and most programs read a local folder.
-    import huggingface_hub
-    from huggingface_hub import errors
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    is_switched = not progress and not are_progress_bars_disabled()  # bars that the program switched off stay off
-    if is_switched:
-        disable_progress_bars()
-    try:
-        return huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
-            name, revision=revision, cache_dir=download_dir, allow_patterns=list(_WANTED_FILES[argument])
-        )
-    except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        wanted = f"revision {revision!r} of this model" if revision else "model of this name"
-        raise ValueError(
-            f"{_not_here(argument, name)}, and the hub has no {wanted} that you may read; check the spelling, "
-            "and for a private or gated model log in with `hf auth login` or set HF_TOKEN"
-        ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
-        is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ValueError(
-            f"{_not_here(argument, name)}, and the hub's model of this name is not in the cache and could not be "
-            f"fetched{' (HF_HUB_OFFLINE is set)' if is_offline else ''}: {reason}"
-        ) from error
-    finally:
-        if is_switched:
-            enable_progress_bars()
-
-
-def _not_here(argument: str, name: str) -> str:
-    try:
-        here = repr(str(Path.cwd()))
-    except OSError:
-        here = "the working directory, which was removed"
-    return f"{argument} {name!r}: there is no such folder in {here}"
 
 
 # ---------------------------------------------------------------- reading the facts

@@ -27,6 +27,7 @@ from aioengine.supervision.tasks import EngineTask
 from aioengine.sync import Engine
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from tests.engine.test_interrupts import RaiseAtCall
+from tests.kit.hub_double import HubDouble
 from tests.kit.source import ROOT
 from tests.kit.waiting import until
 from tests.processes.restart_kit import frontend_of
@@ -336,6 +337,22 @@ def test_ctrl_c_during_a_download_ends_the_program_soon(tmp_path: Path) -> None:
     assert running.stdout.readline() == "downloading\n"
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=30)
+    assert running.returncode == -signal.SIGINT
+    assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+@process
+def test_ctrl_c_during_a_download_from_the_hub_ends_the_program_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"config.json": b"{}", **{f"{number}.safetensors": b"x" * 1000 for number in range(20)}}
+    with HubDouble(files, stuck="*.safetensors").serving() as hub:
+        for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}.items():
+            monkeypatch.setenv(name, value)
+        running = program("Engine('owner/name')", tmp_path)
+        assert hub.has_begun.wait(30)
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=30)
     assert running.returncode == -signal.SIGINT
     assert err.rstrip().endswith("KeyboardInterrupt")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from aioengine import model_folder
 from aioengine.config import EngineConfig, ModelConfig
 from aioengine.frontend.startup import blueprint_of
 from aioengine.model_folder import ModelFacts, find_facts, locate
-
-bars = import_module("huggingface_hub.utils.tqdm")
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -166,19 +163,19 @@ def test_folders_are_located_or_refused_with_a_hint(tmp_path: Path, monkeypatch:
         locate("")
 
 
-def test_a_tokenizer_of_the_hub_is_fetched_without_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tokenizer_of_the_hub_is_fetched_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, object, object]] = []
 
-    def snapshot_download(name: str, **options: object) -> str:
-        asked.append((name, options["cache_dir"], options["allow_patterns"]))
+    def download(name: str, **options: object) -> str:
+        asked.append((name, options["download_dir"], options["argument"]))
         return str(model_folder.DEMO_MODEL)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr(model_folder, "download", download)
     path = folder(tmp_path)
     model = ModelConfig(path=path, tokenizer_path="owner/words", download_dir="cache", load_format="dummy")
     assert model_folder.find_facts(model).tokenizer_path == str(model_folder.DEMO_MODEL)
-    assert asked == [("owner/words", "cache", ["*.json", "*.jinja", "tokenizer.model", "*.txt"])]
+    assert asked == [("owner/words", str(Path("cache")), "tokenizer_path")]
 
 
 @pytest.mark.parametrize("name", ["owner/name", "gpt2", "Qwen/Qwen2.5-0.5B-Instruct", "a_b/c-d.e"])
@@ -189,33 +186,6 @@ def test_hub_ids(name: str) -> None:
 @pytest.mark.parametrize("name", ["/a/b", "./a", "../a", "~/a", "a/b/c", "a//b", "", "a b", "a/", "C:\\x"])
 def test_paths_are_no_hub_ids(name: str) -> None:
     assert not model_folder.may_be_hub_id(name)
-
-
-def test_without_a_network_the_error_tells_what_was_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ValueError, match=r"'owner/name': there is no such folder in .*HF_HUB_OFFLINE is set") as caught:
-        locate("owner/name", download_dir=str(tmp_path), revision="main")
-    assert caught.value.__cause__ is not None
-
-
-@pytest.mark.parametrize("is_off", [False, True])
-def test_a_download_leaves_the_program_s_progress_bars_as_they_were(
-    is_off: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    seen: list[bool] = []
-
-    def snapshot_download(*_: object, **__: object) -> str:
-        seen.append(bars.are_progress_bars_disabled())
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    monkeypatch.setattr(bars, "progress_bar_states", {"_global": not is_off})
-    for progress in (False, True):
-        model_folder.download("owner/name", revision=None, download_dir=None, progress=progress)
-        assert bars.are_progress_bars_disabled() is is_off
-    assert seen == [True, is_off]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,120 @@
+"""Downloads from the Hugging Face hub. Its token, its cache and ``HF_HUB_OFFLINE`` come from the environment."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Final, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+Given = TypeVar("Given")
+
+_TOKENIZER_FILES: Final = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
+_WANTED_FILES: Final = {"model_path": (*_TOKENIZER_FILES, "*.safetensors"), "tokenizer_path": _TOKENIZER_FILES}
+"""Files to download, by the constructor's argument that names the model."""
+
+_NUM_THREADS: Final = 8
+
+
+def download(
+    name: str, *, revision: str | None, download_dir: str | None, progress: bool, argument: str = "model_path"
+) -> str:
+    """Fetch the files of a model or a tokenizer that are not in the hub's cache yet; returns the local folder.
+
+    Raises:
+        ValueError: the hub has no such model for this user, or it could not be reached.
+    """
+    # Imported here alone: it takes a third of a second, and most programs read a local folder.
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    # Its own threads would keep the program from exiting until all files are there, minutes after a Ctrl-C: it finds
+    # out which are missing, and at the end which folder has them.
+    find = partial(
+        huggingface_hub.snapshot_download,  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
+        name,
+        revision=revision,
+        cache_dir=download_dir,
+        allow_patterns=list(_WANTED_FILES[argument]),
+    )
+
+    def fetch(file: huggingface_hub.DryRunFileInfo) -> None:
+        huggingface_hub.hf_hub_download(  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
+            name, file.filename, revision=file.commit_hash, cache_dir=download_dir
+        )
+
+    try:
+        with suppress(errors.DryRunError):  # the hub cannot be reached, and all may be in the cache
+            with _bars(are_shown=False):
+                found = find(dry_run=True)
+            with _bars(are_shown=progress):
+                _call_with_each(fetch, [file for file in found if file.will_download])
+        with _bars(are_shown=False):
+            return find()
+    except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        wanted = f"revision {revision!r} of this model" if revision else "model of this name"
+        raise ValueError(
+            f"{_not_here(argument, name)}, and the hub has no {wanted} that you may read; check the spelling, "
+            "and for a private or gated model log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
+        is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise ValueError(
+            f"{_not_here(argument, name)}, and the hub's model of this name is not in the cache and could not be "
+            f"fetched{' (HF_HUB_OFFLINE is set)' if is_offline else ''}: {reason}"
+        ) from error
+
+
+def _not_here(argument: str, name: str) -> str:
+    try:
+        here = repr(str(Path.cwd()))
+    except OSError:
+        here = "the working directory, which was removed"
+    return f"{argument} {name!r}: there is no such folder in {here}"
+
+
+@contextmanager
+def _bars(*, are_shown: bool) -> Generator[None]:
+    """Show no progress bars of the hub, or leave it to the program whether they are shown."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    is_switched = not are_shown and not are_progress_bars_disabled()
+    if is_switched:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if is_switched:
+            enable_progress_bars()
+
+
+def _call_with_each(call: Callable[[Given], object], values: Sequence[Given]) -> None:
+    """``call`` with each value, on several threads that end with the program. Raises what the first failure raised."""
+    waiting = SimpleQueue[Given]()
+    for value in values:
+        waiting.put(value)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while not failures:
+            try:
+                call(waiting.get_nowait())
+            except Empty:
+                return
+            except BaseException as error:  # raised by the caller's thread
+                failures.append(error)
+
+    threads = [threading.Thread(target=work, name="aioengine-download", daemon=True) for _ in values[:_NUM_THREADS]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]

@@ -1,0 +1,87 @@
+"""Downloads from the hub: which files, where to, and what is shown of it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import huggingface_hub
+import pytest
+
+from aioengine import hub
+from aioengine.model_folder import locate
+from tests.kit.hub_double import COMMIT, HubDouble
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+bars = import_module("huggingface_hub.utils.tqdm")  # its name is also that of a class
+
+FILES = {f"model-{number}.safetensors": bytes([number]) * 1000 for number in range(12)}
+FILES |= {"config.json": b"{}", "tokenizer.json": b'{"a": 1}', "README.md": b"read me", "model.bin": b"0" * 9}
+TOKENIZER_FILES = {"config.json", "tokenizer.json"}
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubDouble]:
+    monkeypatch.chdir(tmp_path)
+    with HubDouble(FILES).serving() as serving:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", serving.url)
+        template = f"{serving.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        yield serving
+
+
+def test_wanted_files_are_fetched_once_and_found_again_without_the_hub(
+    double: HubDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = {name for name in FILES if name.endswith((".json", ".safetensors"))}
+    folder = Path(locate("owner/name", download_dir="cache", argument="tokenizer_path"))
+    assert {file.name for file in folder.iterdir()} == TOKENIZER_FILES
+    for _ in range(2):
+        assert Path(locate("owner/name", download_dir="cache")) == folder
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == {name: FILES[name] for name in wanted}
+        assert sorted(double.fetched) == sorted(wanted)
+    assert (folder.name, folder.parents[2].name) == (COMMIT, "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert Path(locate("owner/name", download_dir="cache")) == folder
+
+
+def test_a_file_that_cannot_be_fetched_is_an_error(double: HubDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object, filename: str, **__: object) -> None:
+        raise OSError(f"no space left for {filename}")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    with pytest.raises(ValueError, match=r"could not be fetched: no space left for .*"):
+        locate("owner/name", download_dir="cache")
+
+
+def test_without_a_network_the_error_says_what_was_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"'owner/name': there is no such folder in .*HF_HUB_OFFLINE is set") as caught:
+        locate("owner/name", download_dir=str(tmp_path), revision="main")
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+@pytest.mark.parametrize("progress", [False, True])
+@pytest.mark.usefixtures("double")
+def test_a_download_shows_bars_as_asked_and_leaves_those_of_the_program_as_they_were(
+    is_off: bool, progress: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[bool] = set()
+    fetch = huggingface_hub.hf_hub_download
+
+    def seen_fetch(*arguments: str, **options: str | None) -> str:
+        seen.add(bars.are_progress_bars_disabled())
+        return fetch(*arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", seen_fetch)
+    monkeypatch.setattr(bars, "progress_bar_states", {"_global": not is_off})
+    hub.download("owner/name", revision=None, download_dir="cache", progress=progress)
+    assert bars.are_progress_bars_disabled() is is_off
+    assert seen == {is_off or not progress}
