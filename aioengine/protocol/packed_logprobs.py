@@ -21,7 +21,7 @@ from msgspec import Struct, msgpack
 from aioengine.protocol.columns import Extra
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable
 
 OUTPUT_LOGPROBS: Final = "logprobs"
 """``Extra.kind`` of an output token."""
@@ -125,19 +125,44 @@ class LogprobReader:
     def _add(self, data: bytes, num_positions: int, lists: _Lists) -> None:
         """Append the entries of positions."""
         num_top, num_values, ids = self._num_top, self._num_values, self.rules.token_ids
-        texts: Iterator[str | None] = _NO_TEXTS
-        asked_texts: Iterable[str | None] = _NO_TEXTS
-        numbers: bytes | memoryview = data
-        if self.rules.with_text:
-            end = num_positions * self._format.size
-            found = _texts.decode(data[end:])
-            numbers, texts, asked_texts = memoryview(data)[:end], iter(found), found[len(found) - len(ids) :]
-        for values in self._format.iter_unpack(numbers):
-            lists.own.append((values[0], values[num_values], next(texts)))
-            if num_top:  # the texts last: zip takes none beyond those that it needs
-                lists.top.append(list(zip(values[1 : 1 + num_top], values[num_values + 1 :], texts, strict=False)))
-            if ids:
-                lists.asked.append(list(zip(values[1 + num_top : num_values], ids, asked_texts, strict=False)))
+        end = num_positions * self._format.size
+        found = _texts.decode(data[end:]) if self.rules.with_text else []
+        if num_positions > 1:
+            self._add_columns(memoryview(data)[:end], found, lists)
+            return
+        values = self._format.unpack_from(data)
+        texts = iter(found) if found else _NO_TEXTS
+        lists.own.append((values[0], values[num_values], next(texts)))
+        if num_top:
+            lists.top.append(list(zip(values[1 : 1 + num_top], values[num_values + 1 :], texts, strict=False)))
+        if ids:
+            lists.asked.append(list(zip(values[1 + num_top : num_values], ids, texts, strict=False)))
+
+    def _add_columns(self, numbers: memoryview, texts: list[str], lists: _Lists) -> None:
+        """Append the entries of many positions, without a step of Python for each."""
+        num_top, num_values = self._num_top, self._num_values
+        asked_ids = self.rules.token_ids
+        num_texts = len(texts) - len(asked_ids)
+        asked_texts = texts[num_texts:] or _NO_TEXTS
+        values, ids, width = numbers.cast("f"), numbers.cast("i"), num_values + 1 + num_top
+        ranks = [
+            zip(
+                values[place::width].tolist(),
+                ids[num_values + place :: width].tolist(),
+                texts[place : max(num_texts, 0) : 1 + num_top] or _NO_TEXTS,
+                strict=False,
+            )
+            for place in range(1 + num_top)
+        ]
+        lists.own += ranks[0]
+        if num_top:
+            lists.top += map(list, zip(*ranks[1:], strict=True))
+        if asked_ids:
+            asked = [
+                zip(values[1 + num_top + place :: width].tolist(), repeat(token_id), repeat(text), strict=False)
+                for place, (token_id, text) in enumerate(zip(asked_ids, asked_texts, strict=False))
+            ]
+            lists.asked += map(list, zip(*asked, strict=True))
 
     def _named(self, side: str, lists: _Lists) -> dict[str, object]:
         named: dict[str, object] = {side + "_token_logprobs": lists.own}

@@ -65,7 +65,15 @@ def test_the_position_behind_a_prompt_has_no_token() -> None:
     assert lists["output_token_ids_logprobs"] == [[(-3.0, 7, None), (-4.0, 3, None)]]
 
 
-@pytest.mark.parametrize("rules", [RULES, LogprobRules(start=0), LogprobRules(start=0, num_top=4)])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        RULES,
+        LogprobRules(start=0),
+        LogprobRules(start=0, num_top=4),
+        LogprobRules(start=0, num_top=1, token_ids=(7, 3)),
+    ],
+)
 def test_texts_stand_beside_their_ids(rules: LogprobRules) -> None:
     extras = [
         *(Extra(5, index, OUTPUT_LOGPROBS, position(rules, 10 * index)) for index in range(3)),
