@@ -79,8 +79,9 @@ class DeviceSampler:
         return token_ids
 
     def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """Logits [S, >= V] of these rows -> [S, V] fp32 after the processors."""
-        return self._process(logits, rows, 0)[:, : self._vocab_size]
+        """Logits [S, >= V] of these rows -> [S, V] after the processors; as they are where no row has one."""
+        scores = self._process(logits, rows, 0) if rows.records["processors"].any() else logits
+        return scores[:, : self._vocab_size]
 
     def _rules(
         self, rows: SampledRows, chosen: npt.NDArray[np.int64], start: int
