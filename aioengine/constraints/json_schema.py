@@ -16,11 +16,15 @@ Annotations are left out. A keyword that is not known is refused: it may be a mi
 from __future__ import annotations
 
 import json
-from typing import Any, Final, NoReturn, cast
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from aioengine.constraints.one_of import TYPES, exclusive
 from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import Place, Schema, compile_counts, compile_number, compile_string
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MAX_BYTES: Final = 65_536
 MAX_CHARACTERS: Final = 262_144
@@ -29,9 +33,11 @@ MAX_DEPTH: Final = 64
 MAX_OPTIONAL: Final = 256
 """Optional properties of an object; the parser keeps several entries for each."""
 MAX_SCHEMAS: Final = 2048
-"""Schemas within a schema."""
-MAX_PATTERN_CHARACTERS: Final = 16_384
-"""Of all patterns of a schema."""
+"""Schemas within a schema, or within a structural tag."""
+MAX_PATTERN_CHARACTERS: Final = 8192
+"""Of all patterns of a schema, or of a structural tag."""
+CHARACTERS_PER_PATTERN: Final = 8
+"""Counted of each beside its own."""
 MAX_BRANCHES: Final = 256
 MAX_ALL_OF: Final = 16
 
@@ -52,8 +58,30 @@ _ENFORCED: Final = frozenset(
 )  # fmt: skip
 
 
-def compiled(text: str) -> Schema:
-    """The schema ``text`` (JSON) in the form that grammars are made of.
+class Budget:
+    """What the schemas and patterns of a parameter may have together: each takes time at the call."""
+
+    def __init__(self) -> None:
+        self._num_schemas = 0
+        self._num_pattern_characters = 0
+
+    def take_schema(self, place: Place) -> None:
+        """Raises UnsupportedSchemaError: there are too many."""
+        self._num_schemas += 1
+        if self._num_schemas > MAX_SCHEMAS:
+            place.refuse("schema", f"is one of more than {MAX_SCHEMAS:,}")
+
+    def take_patterns(self, place: Place, found: Iterable[object]) -> None:
+        """Raises UnsupportedSchemaError: there are too many."""
+        self._num_pattern_characters += sum(
+            len(each) + CHARACTERS_PER_PATTERN for each in found if isinstance(each, str)
+        )
+        if self._num_pattern_characters > MAX_PATTERN_CHARACTERS:
+            place.refuse("pattern", f"is one of several with more than {MAX_PATTERN_CHARACTERS:,} characters together")
+
+
+def compiled(text: str, budget: Budget | None = None) -> Schema:
+    """The schema ``text`` (JSON) in the form that grammars are made of. ``budget``: of several; None: of its own.
 
     Raises:
         ValueError: it is no JSON, or no JSON schema.
@@ -69,7 +97,7 @@ def compiled(text: str) -> Schema:
         message = f"json_schema is no JSON text: {error}"
         raise ValueError(message) from None
     try:
-        found = _Compiler(schema).compile()
+        found = _Compiler(schema, budget or Budget()).compile()
         size = len(json.dumps(found, allow_nan=False))
     except RecursionError:
         root.refuse("json_schema", "is nested too deeply")
@@ -86,13 +114,13 @@ def _refuse_constant(name: str) -> NoReturn:
 class _Compiler:
     """One schema. References stay references: each target is compiled once, into ``$defs``."""
 
-    def __init__(self, root: object) -> None:
+    def __init__(self, root: object, budget: Budget) -> None:
         self._root = root
+        self._budget = budget
         self._names: dict[str, str] = {}  # a reference -> the name of its target in $defs
+        self._places: dict[str, Place] = {}  # where each reference was found first
         self._definitions: Schema = {}
         self._waiting: list[str] = []
-        self._num_schemas = 0
-        self._num_pattern_characters = 0
 
     def compile(self) -> Schema:
         found = self._schema(self._root, "", 0)
@@ -100,6 +128,7 @@ class _Compiler:
             reference = self._waiting.pop()
             target = self._target(reference, Place({}, reference[1:], 0))
             self._definitions[self._names[reference]] = self._schema(target, reference[1:], 0)
+        self._check_loops()
         if found is False:
             Place({}, "", 0).refuse("false", "allows no value")
         found = {} if found is True else found
@@ -114,7 +143,11 @@ class _Compiler:
             place.wrong("schema", "an object or a boolean", schema)
         if depth > MAX_DEPTH:
             place.refuse("schema", f"is nested more than {MAX_DEPTH} deep")
-        self._count(place)
+        patterns = place.given.get("patternProperties")
+        self._budget.take_schema(place)
+        self._budget.take_patterns(
+            place, (place.given.get("pattern"), *(patterns if isinstance(patterns, dict) else ()))
+        )
         for keyword in place.given:
             if keyword not in _ENFORCED and keyword not in _ANNOTATIONS and not keyword.startswith("x-"):
                 place.refuse(keyword, "is not enforced")
@@ -130,17 +163,6 @@ class _Compiler:
         if "array" in allowed:
             found |= self._array(place)
         return found
-
-    def _count(self, place: Place) -> None:
-        """Refuse what would take long to compile."""
-        self._num_schemas += 1
-        patterns = place.given.get("patternProperties")
-        found = [place.given.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]
-        self._num_pattern_characters += sum(len(each) for each in found if isinstance(each, str))
-        if self._num_schemas > MAX_SCHEMAS:
-            place.refuse("schema", f"is one of more than {MAX_SCHEMAS:,}")
-        if self._num_pattern_characters > MAX_PATTERN_CHARACTERS:
-            place.refuse("pattern", f"is one of several with more than {MAX_PATTERN_CHARACTERS:,} characters together")
 
     # ------------------------------------------------------------ keywords of all types
 
@@ -182,7 +204,8 @@ class _Compiler:
         if reference != "#" and not reference.startswith("#/"):
             place.refuse("$ref", f"{reference[:80]!r} is no reference into this schema")
         if reference not in self._names:
-            self._check_loop(reference, place)
+            self._target(reference, place)
+            self._places[reference] = place
             self._names[reference] = f"d{len(self._names)}"
             self._waiting.append(reference)
         return f"#/$defs/{self._names[reference]}"
@@ -199,17 +222,14 @@ class _Compiler:
                 place.wrong("$ref", "a reference to something in this schema", reference)
         return found
 
-    def _check_loop(self, reference: str, place: Place) -> None:
-        """A schema that refers to itself without anything between would never end."""
-        seen: set[str] = set()
-        waiting = [reference]
-        while waiting:
-            for target in _same_value(self._target(waiting.pop(), place)):
-                if target == reference:
-                    place.refuse("$ref", f"{reference[:80]!r} refers to itself")
-                if target not in seen and (target == "#" or target.startswith("#/")):
-                    seen.add(target)
-                    waiting.append(target)
+    def _check_loops(self) -> None:
+        """A schema that refers to itself without anything between would never end. Every target is compiled before."""
+        graph = {each: _same_value(self._target(each, Place({}, each[1:], 0))) for each in self._names}
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            reference = next(each for each in self._names if each in error.args[1])
+            self._places[reference].refuse("$ref", f"{reference[:80]!r} refers to itself")
 
     def _followed(self, schema: object) -> Schema:
         """What a schema that is but a reference refers to."""

@@ -13,7 +13,7 @@ import msgspec
 from aioengine import checks
 from aioengine.constraints.json_schema import MAX_CHARACTERS, compiled
 from aioengine.constraints.python_regex import MAX_BYTES as MAX_REGEX_BYTES
-from aioengine.constraints.python_regex import translate
+from aioengine.constraints.python_regex import escaped, translate
 from aioengine.constraints.structural_tag import lark_of
 from aioengine.protocol.messages import Grammar
 
@@ -99,7 +99,7 @@ def regex(name: str, value: object) -> str:
 def choice(name: str, value: object) -> list[str]:
     """At least one string, each with at least one character."""
     entries = checks.sequence(name, value, MAX_CHOICES, allowed="a list of strings")
-    found = [checks.text(f"{name}[{place}]", each) for place, each in enumerate(entries)]
+    found = [checks.text(f"{name}[{place}]", each, max_bytes=MAX_REGEX_BYTES) for place, each in enumerate(entries)]
     if not found or not all(found):
         raise checks.wrong_value(name, "a list of strings that are not empty", value)
     if sum(map(len, found)) > MAX_CHOICE_BYTES:
@@ -182,7 +182,8 @@ def _made(name: str, value: Any, space: str | None) -> tuple[str, str]:
     if name == "regex":
         return "regex", translate(value, pointer="")
     if name == "choice":
-        return "regex", "|".join(map(_literal, value))
+        table = {ord(char): escaped(ord(char)) for char in set[str]().union(*value)}
+        return "regex", "|".join(words.translate(table) for words in value)
     if name == "structural_tag":
         return "lark", lark_of(value, whitespace=_options(space))
     return "ebnf", value
@@ -199,7 +200,3 @@ def _options(space: str | None) -> dict[str, object]:
     if space == "":
         return {"whitespace_flexible": False}
     return {"whitespace_pattern": _ONE_SPACE if space is None else translate(space, pointer="")}
-
-
-def _literal(words: str) -> str:
-    return translate(re.escape(words), pointer="")

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from _sre import unicode_tolower  # type: ignore[import-not-found]
 from functools import lru_cache
-from re import _constants as codes  # type: ignore[attr-defined]  # the parser of the standard library
+from re import _casefix as cases  # type: ignore[attr-defined]  # the tables and the parser of the standard library
+from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any, Final, NoReturn
 
 from aioengine.errors import UnsupportedSchemaError
 
-MAX_BYTES: Final = 16_384
+MAX_BYTES: Final = 8192
 MAX_REPEATS: Final = 100_000
 """How often the innermost part of nested repetitions may be repeated at most."""
 
@@ -67,7 +69,7 @@ def translate(pattern: str, *, pointer: str, is_searched: bool = False) -> str:
         raise UnsupportedSchemaError(f"{error}{place}", pointer=pointer, keyword=error.keyword) from None
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _translated(pattern: str, is_searched: bool) -> str:
     return _Translator(pattern, is_searched=is_searched).text
 
@@ -80,7 +82,7 @@ class _Translator:
             self._refuse(f"more than {MAX_BYTES:,} bytes")
         try:
             parsed: Any = parser.parse(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
+        except (re.error, OverflowError, RecursionError, FutureWarning) as error:  # warnings may be errors
             message = f"{self._where()} is no regular expression of Python: {error}"
             raise ValueError(message) from None
         flags = parsed.state.flags
@@ -159,7 +161,7 @@ class _Translator:
 
     def _literal(self, code: int, flags: int) -> str:
         if not flags & re.IGNORECASE:
-            return _escaped(code)
+            return escaped(code)
         return f"[{self._member(codes.LITERAL, code, flags, is_negated=False)}]"
 
     def _class(self, members: list[Any], flags: int) -> str:
@@ -177,22 +179,33 @@ class _Translator:
             table = _WIDEST if is_wide else _ASCII if self._is_ascii else _UNICODE
             return table[base] if base is value else f"[^{table[base]}]"
         first, last = (value, value) if code is codes.LITERAL else value
-        written = _escaped(first) if first == last else f"{_escaped(first)}-{_escaped(last)}"
+        written = escaped(first) if first == last else f"{escaped(first)}-{escaped(last)}"
         if not flags & re.IGNORECASE:
             return written
         if last > 0x7F and (is_negated or first != last):
             self._refuse("a class beyond ASCII that ignores case")
         if first != last:
-            letters = [chr(each).swapcase() for each in range(first, last + 1) if chr(each).isalpha()]
+            written += _other_case(first, last, "AZ", 32) + _other_case(first, last, "az", -32)
         else:
-            folded = {chr(first).lower(), chr(first).upper(), chr(first).title(), chr(first).casefold()}
-            letters = [each for each in folded if len(each) == 1]
-            known = re.compile(re.escape(chr(first)), re.IGNORECASE)
-            letters = [each for each in letters if known.fullmatch(each)]
-        return written + "".join(_escaped(ord(each)) for each in letters) + (_FOLDED_BY_ASCII if is_negated else "")
+            written += "".join(escaped(ord(each)) for each in _same_letters(chr(first)))
+        return written + (_FOLDED_BY_ASCII if is_negated else "")
 
 
-def _escaped(code: int) -> str:
+def _other_case(first: int, last: int, ends: str, distance: int) -> str:
+    """The letters of this range of ASCII that lie between ``ends``, in the other case."""
+    first, last = max(first, ord(ends[0])), min(last, ord(ends[1]))
+    return f"{chr(first + distance)}-{chr(last + distance)}" if first <= last else ""
+
+
+def _same_letters(char: str) -> list[str]:
+    """The characters that are the same as this one where case is ignored, as far as Python takes them for it."""
+    lower = unicode_tolower(ord(char))
+    known = {lower, *cases._EXTRA_CASES.get(lower, ())}
+    found = {char.lower(), char.upper(), char.title(), char.casefold()}
+    return [each for each in found if len(each) == 1 and unicode_tolower(ord(each)) in known]
+
+
+def escaped(code: int) -> str:
     """A character, in or outside a class."""
     char = chr(code)
     if char.isascii() and char.isalnum():

@@ -66,7 +66,7 @@ def compile_counts(place: Place, least: str, most: str) -> Mapping[str, int]:
         if keyword not in place.given:
             continue
         value = place.given[keyword]
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != math.floor(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value % 1:
             place.wrong(keyword, "a whole number from 0 on", value)
         if value > MAX_LENGTH:
             place.refuse(keyword, f"is more than {MAX_LENGTH:,}")

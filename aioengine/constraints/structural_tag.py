@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 from typing import Any, Final, NoReturn, cast
 
-from aioengine.constraints.json_schema import compiled
+from aioengine.constraints.json_schema import Budget, compiled
 from aioengine.constraints.python_regex import translate
+from aioengine.constraints.schema_values import Place
 from aioengine.errors import UnsupportedSchemaError
 
 MAX_BYTES: Final = 262_144
 MAX_DEPTH: Final = 16
+MAX_TRIGGERS: Final = 32
 _ANY_TEXT: Final = "/(?s:.*)/"
 
 
@@ -48,6 +50,7 @@ class _Grammar:
     def __init__(self, whitespace: dict[str, object]) -> None:
         self._whitespace = whitespace
         self._rules: list[str] = []
+        self._budget = Budget()
 
     def write(self, given: object) -> str:
         tag = self._object(given, "")
@@ -85,12 +88,15 @@ class _Grammar:
         kind = self._string(given, "type", pointer)
         if depth > MAX_DEPTH:
             self._refuse(pointer, kind, f"is nested more than {MAX_DEPTH} deep")
+        self._budget.take_schema(Place(given, pointer, depth))
         if kind == "const_string":
             return self._rule(_literal(self._string(given, "value", pointer)))
         if kind == "json_schema":
             return self._json(given.get("json_schema"), f"{pointer}/json_schema")
         if kind == "regex":
-            return self._rule(_regex(translate(self._string(given, "pattern", pointer), pointer=f"{pointer}/pattern")))
+            pattern = self._string(given, "pattern", pointer)
+            self._budget.take_patterns(Place(given, pointer, depth), [pattern])
+            return self._rule(_regex(translate(pattern, pointer=f"{pointer}/pattern")))
         if kind == "any_text":
             return self._rule(_ANY_TEXT)
         if kind in ("sequence", "or"):
@@ -114,7 +120,7 @@ class _Grammar:
 
     def _json(self, schema: object, pointer: str) -> str:
         try:
-            made = compiled(json.dumps(schema))
+            made = compiled(json.dumps(schema), self._budget)
         except UnsupportedSchemaError as error:
             error.pointer = pointer + error.pointer
             raise
@@ -134,8 +140,8 @@ class _Grammar:
         if not isinstance(tags, list) or not tags:
             _wrong(pointer, "a list with entries", tags)
         triggers = self._list(given, "triggers", pointer.rpartition("/")[0])
-        if any(not isinstance(each, str) or not each for each in triggers):
-            _wrong(f"{pointer.rpartition('/')[0]}/triggers", "a list of strings", triggers)
+        if len(triggers) > MAX_TRIGGERS or any(not isinstance(each, str) or not each for each in triggers):
+            _wrong(f"{pointer.rpartition('/')[0]}/triggers", f"a list of at most {MAX_TRIGGERS} strings", triggers)
         by_trigger: dict[str, list[str]] = {}
         for place, value in enumerate(cast("list[object]", tags)):
             at = f"{pointer}/{place}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,10 @@ from tests.kit.grammar_walks import demo_grammars, grammar_of, text_of, walk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+GENEROUS_S = 0.2
+"""Of the time of a thread: 50 ms are allowed, and other programs slow this one down."""
 
 
 @dataclass
@@ -165,3 +171,40 @@ def test_a_schema_that_shares_its_parts_is_refused_before_it_becomes_text() -> N
         schema = {"anyOf": [schema, schema]}
     with pytest.raises(ValueError, match="json_schema has more than 262,144 characters as JSON"):
         SamplingParams(json_schema=schema)
+
+
+def test_counts_that_are_no_whole_numbers_are_named() -> None:
+    with pytest.raises(ValueError, match="'minLength' at # must be a whole number from 0 on, got inf"):
+        SamplingParams.parse({"json_schema": '{"minLength": 1e999}'})
+
+
+CHINESE = "".join(map(chr, range(0x4E00, 0x4E00 + 18_000)))
+CHAIN = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(1000)}
+STRUCTURES = [{"begin": f"b{i}", "schema": {}, "end": ""} for i in range(1000)]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"choice": [CHINESE[i : i + 13] for i in range(10_000)]},
+        {"choice": [f"{i:012}" for i in range(10_000)]},
+        {"regex": f"(?i){CHINESE[:2700]}"},
+        {"regex": f"(?i)[{CHINESE[:2700]}]"},
+        {"regex": "(?i)" + "".join(f"[{chr(i % 10 + 48)}-{chr(i % 26 + 97)}]" for i in range(1600))},
+        {"json_schema": {"$ref": "#/$defs/d0", "$defs": CHAIN | {"d1000": {}}}},
+        {"json_schema": {"anyOf": [{"pattern": f"(?i){CHINESE[i : i + 60]}"} for i in range(250)]}},
+        {"json_schema": {"anyOf": [{"anyOf": [{"pattern": f"{i}"}] * 100} for i in range(20)]}},
+        {"structural_tag": {"structures": STRUCTURES, "triggers": ["a"] * 20_000 + ["b"]}},
+        {"structural_tag": {"format": {"type": "or", "elements": [{"type": "regex", "pattern": CHINESE[i : i + 50]}
+            for i in range(400)]}}},
+        {"structural_tag": {"format": {"type": "or", "elements": [{"type": "json_schema", "json_schema": {"const": i}}
+            for i in range(2000)]}}},
+    ],
+)  # fmt: skip
+def test_a_constraint_does_not_hold_its_caller_for_long(params: Mapping[str, Any]) -> None:
+    text = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in params.items()}
+    SamplingParams.parse({"json_schema": {}})  # slow imports
+    begun_at = time.thread_time()
+    with contextlib.suppress(ValueError):
+        SamplingParams.parse(text)
+    assert time.thread_time() - begun_at < GENEROUS_S
