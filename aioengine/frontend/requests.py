@@ -392,7 +392,9 @@ def given_rows(
 
 def _num_dimensions(value: object) -> int:
     """Of an array of numpy or torch, which gives its rows one by one: as lists, all of them could hold the loop."""
-    if isinstance(value, memoryview) or not isinstance(value, checks.Array) or not checks.num_items(value):
+    if isinstance(value, list | tuple | memoryview):  # asked first: a protocol is slow to check
+        return 0
+    if not isinstance(value, checks.Array) or not checks.num_items(value):
         return 0
     found: object = getattr(value, "ndim", 0)
     return found if isinstance(found, int) else 0
