@@ -112,7 +112,7 @@ async def test_what_does_not_exist_yet_may_be_switched_off(world: World) -> None
     off = {
         "image_data": None, "lora_path": [None], "return_hidden_states": False, "session_params": None,
     }  # fmt: skip
-    params = {"max_new_tokens": 2, "json_schema": None, "regex": "", "custom_params": {}}
+    params = {"max_new_tokens": 2, "json_schema": None, "regex": None, "custom_params": {}}
     out = await world.engine.async_generate(["a"], params, **off)  # type: ignore[call-overload]
     assert out[0]["meta_info"]["completion_tokens"] == 2
 
