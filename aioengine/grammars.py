@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 
+from aioengine.constraints.lark import check_lark
+from aioengine.errors import UnsupportedSchemaError
 from aioengine.text.token_table import TokenizerFile, read_token_table
 from aioengine.tokenizer import Tokenizer
 
@@ -211,11 +213,15 @@ class Grammars:
         text = grammar.text
         try:
             if grammar.kind == "ebnf":
-                text = LLMatcher.grammar_from_lark(any_to_lark(text))
+                text = any_to_lark(text)
+                check_lark(text)
+                text = LLMatcher.grammar_from_lark(text)
             elif grammar.kind == "regex":
                 text = LLMatcher.grammar_from_regex(text)
+        except UnsupportedSchemaError as error:
+            raise GrammarError(f"its %json cannot be enforced: {error}") from error
         except Exception as error:  # whatever its parser in Python meets
-            raise GrammarError(f"it is neither a GBNF nor a Lark grammar: {error}") from error
+            raise GrammarError(f"it is neither a GBNF nor a Lark grammar that can be enforced: {error}") from error
         limits = LLParserLimits(step_lexer_fuel=_MASK_FUEL, max_lexer_states=_MAX_STATES, verbose_errors=False)
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
