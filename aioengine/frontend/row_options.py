@@ -135,7 +135,8 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
     """The options that are there, checked; None: no prompt gets logprobs.
 
     Raises:
-        TypeError, ValueError: what is wrong, with the field and the value; also a list together with ``n`` above 1.
+        TypeError, ValueError: what is wrong, with the field and the value; also a list together with ``n`` above 1,
+            and what is asked for without ``return_logprob`` being True or False.
     """
     found = LogprobOptions(
         _option("return_logprob", options, checks.switch, rows, default=False),
@@ -144,8 +145,18 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
         _token_ids_option(options, rows),
         _option("return_text_in_logprobs", options, checks.switch, rows, default=False),
     )
+    if options.get("return_logprob") is None:
+        _refuse_alone(found, options)
     is_off = not found.wanted.is_list and not found.wanted.of(0)
     return None if is_off else found
+
+
+def _refuse_alone(found: LogprobOptions, options: Mapping[str, object]) -> None:
+    """Raise ValueError for an option that asks for more of the logprobs which nothing asks for."""
+    for option, off in zip(found[1:], (-1, 0, (), False), strict=True):
+        if option.is_list or option.of(0) != off:
+            given = f"{option.name}={checks.shown(options[option.name])}"
+            raise ValueError(f"{given} is given without return_logprob; add return_logprob=True, or False for none")
 
 
 class _Check(Protocol[Checked]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -257,9 +258,33 @@ async def test_what_does_not_fit_the_prompt_is_named_at_the_await(
         await engine.async_generate("abc", PARAMS, return_logprob=True, top_logprobs_num=10)
 
 
-async def test_without_return_logprob_the_others_have_no_effect(engine: AsyncEngine) -> None:
-    out = await engine.async_generate(PROMPT, PARAMS, top_logprobs_num=2, logprob_start_len=0, token_ids_logprob=[3])
+async def test_logprobs_that_are_switched_off_may_be_described(engine: AsyncEngine) -> None:
+    asked = {"top_logprobs_num": 2, "logprob_start_len": 0, "token_ids_logprob": [3], "return_text_in_logprobs": True}
+    out = await engine.async_generate(PROMPT, PARAMS, return_logprob=False, **asked)  # type: ignore[call-overload]
     assert not any("logprob" in name for name in out["meta_info"])
+    off = {"top_logprobs_num": 0, "logprob_start_len": -1, "token_ids_logprob": [], "return_text_in_logprobs": False}
+    out = await engine.async_generate(PROMPT, PARAMS, **off)  # type: ignore[call-overload]
+    assert not any("logprob" in name for name in out["meta_info"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_logprobs_num", 2),
+        ("logprob_start_len", 0),
+        ("token_ids_logprob", [3]),
+        ("return_text_in_logprobs", True),
+        ("top_logprobs_num", [0, 2]),
+    ],
+)
+async def test_what_is_said_of_logprobs_that_are_not_asked_for_is_refused(
+    engine: AsyncEngine, name: str, value: object
+) -> None:
+    prompt = ["a", "b"] if isinstance(value, list) and name == "top_logprobs_num" else "a"
+    message = re.escape(f"{name}={value!r} is given without return_logprob; add return_logprob=True")
+    for extra in ({}, {"return_logprob": None}):
+        with pytest.raises(ValueError, match=message):
+            engine.async_generate(prompt, PARAMS, **{name: value}, **extra)  # type: ignore[call-overload]
 
 
 async def test_prompt_token_ids_stand_beside_the_text(engine: AsyncEngine) -> None:
