@@ -516,12 +516,17 @@ def _states(value: object) -> str:
     """``Sampling.hidden_states``."""
     if value is None or isinstance(value, bool):
         return ALL_STATES if value else ""
-    if checks.plain(value) != LAST_STATES:
-        raise checks.wrong_value("return_hidden_states", "True, False or 'last'", value)
+    allowed = "True, False or 'last'"
+    if not isinstance(value, str):
+        raise checks.wrong_type("return_hidden_states", allowed, value)
+    if value != LAST_STATES:
+        raise checks.wrong_value("return_hidden_states", allowed, value)
     return LAST_STATES
 
 
 def _processor(value: object) -> str:
+    if value == "":
+        raise ValueError("custom_logit_processor is empty; give the name of one, or leave it out for none")
     return "" if value is None else checks.text("custom_logit_processor", value)
 
 

@@ -83,6 +83,12 @@ def test_a_processor_that_does_not_end_fails_its_rows_alone(llm: Engine) -> None
     [
         ({"custom_logit_processor": "os:system"}, ValueError, "'os:system' is not known: this engine allows tests.kit"),
         ({"custom_logit_processor": 5}, TypeError, "custom_logit_processor must be a string, got 5"),
+        ({"custom_logit_processor": ""}, ValueError, "custom_logit_processor is empty; give the name of one"),
+        (
+            {"sampling_params": forced(50)},
+            ValueError,
+            r"custom_params=\{'token': 50\} is given without custom_logit_processor",
+        ),
         ({"custom_logit_processor": [FORCE]}, TypeError, "custom_logit_processor is a list, but there is one prompt"),
     ],
 )
@@ -90,7 +96,7 @@ def test_misuse_of_custom_processors_is_refused_at_the_call(
     llm: Engine, options: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        llm.generate("a", EIGHT, **options)  # type: ignore[call-overload]
+        llm.generate("a", **{"sampling_params": EIGHT, **options})  # type: ignore[call-overload]
 
 
 def states_of(piece: Any) -> list[np.ndarray]:
@@ -142,7 +148,7 @@ def test_the_last_hidden_state_comes_with_the_last_chunk_also_behind_a_stop(llm:
 
 @pytest.mark.parametrize(
     ("value", "error"),
-    [("first", ValueError), (1, ValueError), (["last", "x"], TypeError), ("LAST", ValueError)],
+    [("first", ValueError), (1, TypeError), (["last", "x"], TypeError), ("LAST", ValueError)],
 )
 def test_misuse_of_hidden_states_is_refused_at_the_call(llm: Engine, value: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="return_hidden_states"):
@@ -228,7 +234,7 @@ def test_embeddings_in_streams_and_samples_with_the_options_of_a_call(llm: Engin
         (
             {"input_embeds": MANY, "return_logprob": True, "logprob_start_len": 0},
             ValueError,
-            "logprob_start_len is for",
+            "logprob_start_len=0 is for .*leave it out",
         ),
         ({"input_embeds": np.zeros((5000, 256))}, RequestTooLargeError, "5000 tokens"),
     ],
