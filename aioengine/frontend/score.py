@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_LABELS: Final = 1 << 17
 MAX_TEMPERATURE: Final = 1e6
+ITEMS: Final = "a string, or a list of strings or of lists of token ids"
 LABELS: Final = "a list of token ids, or one for each item"
 
 
@@ -89,6 +90,9 @@ def score_request(
     is_classifier = model.task == "classify"
     if labels is None and not is_classifier:
         raise ValueError("label_token_ids is missing: the token ids of which the probabilities are the scores")
+    for place, joined in enumerate(texts or ids):
+        if not joined and not is_classifier:
+            raise ValueError(f"query and items[{place}] are both empty; give at least one character or token id")
     request = ScoreRequest(
         texts=texts,
         ids=ids,
@@ -108,21 +112,23 @@ def _prompts(query: object, items: object, *, is_item_first: bool) -> tuple[list
     """Query and item of each prompt together: as texts, or as ids."""
     if items is None:
         raise ValueError("items is missing: the texts (or lists of token ids) to be scored")
-    given: list[Any] = [items] if isinstance(items, str) else checks.items("items", items, checks.MAX_COUNT)
+    given: list[Any] = (
+        [items] if isinstance(items, str) else checks.items("items", items, checks.MAX_COUNT, allowed=ITEMS)
+    )
     if given and all(_is_id(entry) for entry in given):
         given = [given]
-    if not given:
-        return [], []
-    if isinstance(given[0], str):
-        if query is not None and not isinstance(query, str):
-            raise ValueError("query is a list of token ids and the items are texts; give both in one form")
-        before = "" if query is None else checks.text("query", query)
-        texts = [checks.text(f"items[{place}]", entry) for place, entry in enumerate(given)]
-        return _joined(before, texts, is_item_first), []
-    if isinstance(query, str):
-        raise ValueError("query is text and the items are lists of token ids; give both in one form")
-    first = [] if query is None else _ids("query", query)
-    return [], _joined(first, [_ids(f"items[{place}]", entry) for place, entry in enumerate(given)], is_item_first)
+    before = None if query is None else _text_or_ids("query", query)
+    found = [_text_or_ids(f"items[{place}]", entry) for place, entry in enumerate(given)]
+    first = ("query", before) if before is not None or not found else ("items[0]", found[0])
+    kind = type(first[1])
+    for place, entry in enumerate(found):
+        if not isinstance(entry, kind):
+            raise ValueError(
+                f"items[{place}] is {checks.shown(entry)} and {first[0]} is {checks.shown(first[1])}; give all of them "
+                "as texts, or all as lists of token ids"
+            )
+    joined = _joined(kind() if before is None else before, found, is_item_first) if found else []
+    return ([], joined) if kind is list else (joined, [])
 
 
 def _joined(query: Any, items: list[Any], is_item_first: bool) -> list[Any]:
@@ -133,8 +139,11 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _ids(name: str, value: object) -> list[int]:
-    return [checks.whole(f"{name} entries", entry, 0) for entry in checks.items(name, value, checks.MAX_COUNT)]
+def _text_or_ids(name: str, value: object) -> str | list[int]:
+    if isinstance(value, str):
+        return checks.text(name, value)
+    entries = checks.items(name, value, checks.MAX_COUNT, allowed="a string or a list of token ids")
+    return [checks.whole(f"{name} entries", entry, 0) for entry in entries]
 
 
 def _labels(value: object, num_items: int, parts: Running) -> list[list[int]]:
