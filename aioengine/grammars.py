@@ -157,6 +157,13 @@ class Grammars:
         self._compiled.move_to_end(key)
         return found
 
+    def leave(self, compiled: Future[Any]) -> None:
+        """Nobody waits for this grammar any more: do not compile it, unless that has begun."""
+        if compiled.cancel():
+            key = next(key for key, future in self._compiled.items() if future is compiled)
+            del self._compiled[key]
+            self._num_bytes -= _num_bytes(key)
+
     def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> Constraint:
         """Follow a grammar from its beginning, behind the tokens of the request: prompt, then output.
 

@@ -15,12 +15,15 @@ from aioengine.constraints.json_schema import MAX_CHARACTERS, compiled
 from aioengine.constraints.python_regex import MAX_BYTES as MAX_REGEX_BYTES
 from aioengine.constraints.python_regex import escaped, translate
 from aioengine.constraints.structural_tag import lark_of
+from aioengine.errors import UnsupportedSchemaError
 from aioengine.protocol.messages import Grammar
 
 MAX_EBNF_BYTES: Final = 65_536
 MAX_CHOICES: Final = 10_000
 MAX_CHOICE_BYTES: Final = 131_072
 MAX_REASONING_BYTES: Final = 256
+MAX_CLASSES: Final = 1024
+"""Parts of classes of Unicode; a thousand of them take 0.1 s to compile."""
 
 KINDS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 """The parameters of which a request may have one."""
@@ -163,6 +166,9 @@ def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None
         raise ValueError(f"whitespace is given with {name}; it belongs to JSON: json_schema and json_object")
     value = values[name]
     kind, made = _made(name, tuple(cast("list[str]", value)) if isinstance(value, list) else value, space)
+    if made.count(r"\p{") > MAX_CLASSES:
+        message = f"{name} has too many classes such as \\w that are not ASCII, each of which takes long to compile"
+        raise UnsupportedSchemaError(message, keyword=name)
     return Grammar(
         kind,
         made,

@@ -198,9 +198,14 @@ class SchedulerService:
 
     def _take_compiled(self) -> None:
         for uid, compiled in list(self._compiling.items()):
-            if not compiled.done():
+            has_ended = uid not in self._core.requests.gated
+            if not compiled.done() and not has_ended:
                 continue
             del self._compiling[uid]
+            if has_ended:
+                if self._grammars is not None and compiled not in self._compiling.values():
+                    self._grammars.leave(compiled)
+                continue
             error = compiled.exception()
             if error is None:
                 self._core.requests.open_gate([uid], Gate.GRAMMAR)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
+from aioengine.grammars import Grammars
 from aioengine.processes.profile import Profile
 from aioengine.processes.scheduler_process import SchedulerService, build_service, load_factory
 from aioengine.protocol.messages import (
@@ -14,6 +17,7 @@ from aioengine.protocol.messages import (
     Control,
     End,
     FinishCode,
+    Grammar,
     Limits,
     Message,
     Progress,
@@ -26,6 +30,7 @@ from aioengine.protocol.messages import (
 )
 from aioengine.scheduler.requests import Requests
 from aioengine.scheduler.scheduler import Scheduler
+from tests.kit.waiting import until
 from tests.processes.engine_kit import FAKE, fake_settings
 
 M = TypeVar("M")
@@ -244,3 +249,34 @@ def test_pages_are_counted_on_going_idle() -> None:
     loop.give(2.0, submit(2))
     with pytest.raises(RuntimeError, match=r"free.*cached.*owned pages"):
         loop.run(2.0)
+
+
+class SlowGrammars(Grammars):
+    """Whose compiler waits for the test."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 100)
+        self.compiled: list[str] = []
+        self.may_end = threading.Event()
+
+    def _compile(self, grammar: Grammar) -> str:
+        self.may_end.wait(10)
+        self.compiled.append(grammar.text)
+        return grammar.text
+
+
+async def test_grammars_for_which_nobody_waits_are_not_compiled() -> None:
+    loop, grammars = Loop(), SlowGrammars()
+    loop.service._grammars = grammars
+    texts = ["a", "b", "c", "c", "d", "d"]
+    for uid, text in enumerate(texts):
+        request = submit(uid)
+        grammar = Grammar("regex", text)
+        loop.give(1.0, replace(request, sampling=replace(request.sampling, grammar=grammar)))
+    loop.give(1.0, Abort([0, 2, 3, 4]))
+    grammars.may_end.set()
+    await until(lambda: loop.give(1.0) or not loop.service._compiling)
+    loop.run(1.0)
+    assert sorted(grammars.compiled) == ["a", "b", "d"]
+    assert {uid for uid, end in loop.ends().items() if end.code == FinishCode.LENGTH} == {1, 5}
+    assert grammars.compile(Grammar("regex", "c")).result(10) == "c"

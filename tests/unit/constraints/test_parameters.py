@@ -13,6 +13,7 @@ import pydantic
 import pytest
 
 from aioengine import SamplingParams
+from aioengine.errors import UnsupportedSchemaError
 from aioengine.frontend.requests import generate_request
 from aioengine.frontend.submitter import PromptRules, RequestChecks
 from tests.kit.grammar_walks import demo_grammars, grammar_of, text_of, walk
@@ -208,3 +209,11 @@ def test_a_constraint_does_not_hold_its_caller_for_long(params: Mapping[str, Any
     with contextlib.suppress(ValueError):
         SamplingParams.parse(text)
     assert time.thread_time() - begun_at < GENEROUS_S
+
+
+@pytest.mark.parametrize(
+    "params", [{"regex": r"\w" * 2000}, {"json_schema": {"anyOf": [{"pattern": r"\W" * 400}] * 8}}]
+)
+def test_what_would_take_long_to_compile_is_refused(params: Mapping[str, Any]) -> None:
+    with pytest.raises(UnsupportedSchemaError, match="too many classes"):
+        SamplingParams.parse(params)
