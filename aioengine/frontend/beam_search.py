@@ -19,7 +19,8 @@ from msgspec import Struct
 from aioengine import checks
 from aioengine import params as wire
 from aioengine.answers import Answer, BatchOutput, FinishReason
-from aioengine.params import SamplingParams
+from aioengine.foreign_names import our_way
+from aioengine.params import SamplingParams, is_sampling_parameter
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS, make_detokenizer
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ ALWAYS: Final = ("stop_token_ids", "ignore_eos", "min_new_tokens", "skip_special
 
 IF_PROCESSED: Final = ("temperature", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words")
 """Those of an engine whose logprobs are processed."""
+
+PROMPT: Final = "one prompt, a string or a list of token ids"
+OWN: Final = ("prompt", "beam_width", "max_new_tokens", "length_penalty")
+_TAKEN: Final = f"{', '.join(ALWAYS)}, and with logprobs_mode='processed' {', '.join(IF_PROCESSED)}"
 
 
 class Beam(NamedTuple):
@@ -132,15 +137,15 @@ def search_options(
     width = checks.whole("beam_width", beam_width, 1, MAX_BEAMS)
     length = checks.whole("max_new_tokens", max_new_tokens, 1)
     penalty = checks.number("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    for name in sampling:
+        if not is_sampling_parameter(name):
+            raise _unknown(name)
     params = SamplingParams.parse({**sampling, "max_new_tokens": length})
     given = {name: value for name, value in sampling.items() if value is not None}
     own = SamplingParams.__table__.by_own_names(given)
     for name in own:
         if name not in (*ALWAYS, *IF_PROCESSED):
-            raise ValueError(
-                f"beam_search takes no {name!r}, got {checks.shown(own[name])}; it takes {', '.join(ALWAYS)}, and with "
-                f"logprobs_mode='processed' {', '.join(IF_PROCESSED)}"
-            )
+            raise ValueError(f"beam_search takes no {name!r}, got {checks.shown(own[name])}; it takes {_TAKEN}")
         if name in IF_PROCESSED and mode != "processed":
             raise ValueError(
                 f"beam_search takes {name!r} where the engine is made with logprobs_mode='processed' alone: it goes by "
@@ -150,6 +155,19 @@ def search_options(
     return SearchOptions(width, penalty, params, {"temperature": 0, **step, "max_new_tokens": 1, "ignore_eos": True})
 
 
+def _unknown(name: str) -> TypeError:
+    hint = our_way(name) or checks.did_you_mean(name, (*OWN, *ALWAYS, *IF_PROCESSED))
+    return TypeError(f"unexpected argument {name!r}{hint}: beam_search takes {', '.join(OWN)}, {_TAKEN}")
+
+
+def _check_prompt(prompt: object) -> None:
+    """Raise TypeError for what is no prompt, or several; its ids are checked with the first call."""
+    is_list = isinstance(prompt, list | tuple)
+    first = next(iter(cast("Sequence[object]", prompt)), 0) if is_list else 0
+    if not (is_list or isinstance(prompt, str | checks.Array)) or isinstance(first, str | list | tuple):
+        raise checks.wrong_type("prompt", PROMPT, prompt)
+
+
 async def beam_search(
     generate: Callable[..., Awaitable[object]], parts: Running, prompt: object, options: SearchOptions
 ) -> BatchOutput:
@@ -157,6 +175,7 @@ async def beam_search(
 
     Raises what ``generate`` raises, and RequestTooLargeError where the longest beam would not fit.
     """
+    _check_prompt(prompt)
     started_at = time.monotonic()
     model, params = parts.settings.model, options.params
     search = BeamSearch(
@@ -174,8 +193,8 @@ async def beam_search(
     )
     name = "prompt" if isinstance(prompt, str) else "input_ids"
     first = cast("Answer", await ask(**{name: prompt}, return_prompt_token_ids=True))
-    if isinstance(first, list):
-        raise TypeError("prompt is a batch; beam_search takes one prompt, a string or a list of token ids")
+    if isinstance(first, list):  # of an array of two dimensions
+        raise checks.wrong_type("prompt", PROMPT, prompt)
     prompt_ids = first.get("prompt_token_ids", [])
     wire.output_limit(
         params, len(prompt_ids), context_length=model.context_length, max_total_tokens=parts.max_total_tokens

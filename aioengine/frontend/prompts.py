@@ -286,7 +286,9 @@ def pair_prompt(
 
 
 def _any_text(name: str, value: object, budget: CheckBudget) -> TextPrompt:
-    return TextPrompt("", 0) if checks.plain(value) == "" else text_prompt(name, value, budget)
+    if not isinstance(value, str):
+        raise checks.wrong_type(name, "a string", value)
+    return text_prompt(name, value, budget) if value else TextPrompt("", 0)
 
 
 def ids_prompt(

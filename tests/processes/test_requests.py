@@ -315,8 +315,9 @@ async def test_beam_search_of_both_faces_on_any_loop(llm: Engine) -> None:
 def test_misuse_of_beam_search_is_refused(llm: Engine) -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
         llm.beam_search("")
-    with pytest.raises(TypeError, match="one prompt"):
-        llm.beam_search([[1, 2], [3]])  # type: ignore[list-item]
+    for wrong in ([[1, 2], [3]], ["a", "b"], np.array([[1, 2]]), None, 5, {1}):
+        with pytest.raises(TypeError, match="prompt must be one prompt, a string or a list of token ids, got"):
+            llm.beam_search(wrong)  # type: ignore[arg-type]
     with pytest.raises(RequestTooLargeError, match="max_new_tokens=100000"):
         llm.beam_search("a", max_new_tokens=100_000)
 

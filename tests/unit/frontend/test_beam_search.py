@@ -90,7 +90,14 @@ def test_what_cannot_be_drawn_is_in_no_beam() -> None:
         ({}, {"n": 2}, ValueError, "beam_search takes no 'n'"),
         ({}, {"logit_bias": {5: 1.0}}, ValueError, "takes 'logit_bias' where .* logprobs_mode='processed'"),
         ({}, {"stop_token_ids": "x"}, TypeError, "stop_token_ids"),
-        ({}, {"beams": 3}, TypeError, "unknown sampling parameter 'beams'"),
+        (
+            {},
+            {"beams": 3},
+            TypeError,
+            "unexpected argument 'beams': beam_search takes prompt, beam_width",
+        ),
+        ({}, {"timeout": 3}, TypeError, "unexpected argument 'timeout': beam_search takes"),
+        ({}, {"beam_widht": 3}, TypeError, "unexpected argument 'beam_widht' .did you mean 'beam_width'"),
     ],
 )
 def test_misuse_names_the_argument(

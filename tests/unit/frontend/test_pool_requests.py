@@ -68,6 +68,7 @@ def test_what_encode_refuses(
         (("q", "a", None), TypeError, r"documents must be a list of strings \(\[document\] for a.* one\), got 'a'"),
         (([["q", "a"]], None, 1), ValueError, "top_n is for a query with documents"),
         (("q", ["a"], 0), ValueError, "top_n .*got 0"),
+        (("q", [1], None), TypeError, r"documents\[0\] must be a string, got 1 of type int"),
         (([["q", "a", "b"]], None, None), ValueError, r"query must have at most 2|query\[0\] must have at most 2"),
         (([["q"]], None, None), ValueError, "a pair .query, document., got 1"),
         (([["q", 5]], None, None), TypeError, "must be a string"),
