@@ -28,6 +28,9 @@ MAX_CLASSES: Final = 1024
 KINDS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 """The parameters of which a request may have one."""
 
+JSON_KINDS: Final = ("json_schema", "json_object", "structural_tag")
+"""Those that take ``whitespace``."""
+
 _ONE_SPACE: Final = r"[ \n]?"
 _ANY_JSON: Final = "$$ANY$$"
 
@@ -58,7 +61,8 @@ def _schema_of_type(name: str, of: object) -> str:
         return _made_schema(of)
     except TypeError as error:
         allowed = "JSON text, a dict, or a class (pydantic, msgspec or dataclass)"
-        raise TypeError(f"{checks.wrong_type(name, allowed, of)}: {error}") from error
+        reason = " ".join(str(error).split())  # of several lines
+        raise TypeError(f"{checks.wrong_type(name, allowed, of)}: {reason}") from error
 
 
 @lru_cache(maxsize=64)
@@ -151,19 +155,24 @@ def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None
     """
     kinds = [name for name in KINDS if values[name]]
     if len(kinds) > 1:
-        raise ValueError(f"{' and '.join(kinds)} are given together; an output has one constraint")
+        raise ValueError(f"{' and '.join(kinds)} are given together; an output has one constraint: keep one of them")
     space, end, most = values["whitespace"], values["reasoning_end"], values["max_thinking_tokens"]
     if not kinds:
         others = {"whitespace": space, "reasoning_end": end, "max_thinking_tokens": most}
         for name, value in others.items():
             if value is not None:
-                raise ValueError(f"{name} is given without a constraint: {', '.join(KINDS)}")
+                known = ", ".join(JSON_KINDS if name == "whitespace" else KINDS)
+                raise ValueError(f"{name}={checks.shown(value)} is given without a constraint; add one of {known}")
         return None
     if most is not None and end is None:
-        raise ValueError("max_thinking_tokens is given without reasoning_end, the end of what it bounds")
+        raise ValueError(
+            f"max_thinking_tokens={most} is given without reasoning_end, the end of what it bounds; add that"
+        )
     name = kinds[0]
-    if space is not None and name in {"regex", "ebnf", "choice"}:
-        raise ValueError(f"whitespace is given with {name}; it belongs to JSON: json_schema and json_object")
+    if space is not None and name not in JSON_KINDS:
+        raise ValueError(
+            f"whitespace={checks.shown(space)} is given with {name}; it is for {', '.join(JSON_KINDS)}: leave it out"
+        )
     value = values[name]
     kind, made = _made(name, tuple(cast("list[str]", value)) if isinstance(value, list) else value, space)
     if made.count(r"\p{") > MAX_CLASSES:

@@ -43,19 +43,27 @@ class Bird(pydantic.BaseModel):
 
 
 @pytest.mark.parametrize(
-    "params",
+    ("params", "message"),
     [
-        {"json_schema": {}, "regex": "a"},
-        {"json_object": True, "choice": ["a"]},
-        {"whitespace": "flexible"},
-        {"reasoning_end": "</think>"},
-        {"regex": "a", "max_thinking_tokens": 3},
-        {"regex": "a", "whitespace": "flexible"},
+        ({"json_schema": {}, "regex": "a"}, "json_schema and regex are given together; .* keep one"),
+        ({"json_object": True, "choice": ["a"]}, "json_object and choice are given together; .* keep one"),
+        (
+            {"whitespace": "flexible"},
+            "whitespace='flexible' is given without .* json_schema, json_object, structural_tag$",
+        ),
+        ({"reasoning_end": "</think>"}, "reasoning_end='</think>' is given without a constraint; add one of .*regex"),
+        ({"regex": "a", "max_thinking_tokens": 3}, "max_thinking_tokens=3 is given without reasoning_end.*; add"),
+        ({"regex": "a", "whitespace": "flexible"}, "whitespace='flexible' is given with regex; .*leave it out"),
     ],
 )
-def test_parameters_that_contradict_each_other_are_refused(params: Mapping[str, Any]) -> None:
-    with pytest.raises(ValueError, match=" given "):
+def test_parameters_that_contradict_each_other_are_refused(params: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         SamplingParams.parse(params)
+
+
+def test_an_object_that_has_no_schema_is_refused_in_one_line() -> None:
+    with pytest.raises(TypeError, match=r"^json_schema must be JSON text, .* got <object .* of type object: [^\n]*$"):
+        SamplingParams(json_schema=object())
 
 
 @pytest.mark.parametrize("name", ["json_schema", "regex", "ebnf", "structural_tag", "reasoning_end"])
