@@ -290,6 +290,9 @@ class CallRequest(Struct, kw_only=True):
             try:
                 if given.params is not None:
                     self.params.append(self._parsed(given.params[place]))
+                if self.processors is None and (unread := self.params_of(place).custom_params):
+                    message = "is given without custom_logit_processor, which reads it; name one"
+                    raise ValueError(f"custom_params={checks.shown(unread)} {message}")
                 name = f"{given.name}[{place}]" if given.is_batch else given.name
                 prompt: Prompt | PromptError = given.make(name, given.values[place], budget)
             except (TypeError, ValueError) as error:

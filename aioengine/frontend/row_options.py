@@ -204,13 +204,17 @@ def _refuse_with_samples(name: str, rows: Rows) -> None:
         )
 
 
-def check_lengths(rules: LogprobRules, *, num_prompt: int, num_output: int) -> None:
-    """Check rules once the length of the prompt is known.
+def check_lengths(rules: LogprobRules, *, num_prompt: int, num_output: int, has_ids: bool) -> None:
+    """Check rules once the prompt is known; ``has_ids``: it is not embeddings.
 
     Raises:
-        ValueError: the logprobs of the prompt begin behind its end.
+        ValueError: the logprobs of the prompt begin behind its end, or it has no token ids.
         RequestTooLargeError: there would be too many logprobs.
     """
+    if rules.start >= 0 and not has_ids:
+        raise ValueError(
+            f"logprob_start_len={rules.start} is for prompts with token ids, and input_embeds has none; leave it out"
+        )
     if rules.start > num_prompt:
         raise checks.wrong_value("logprob_start_len", f"at most {num_prompt}, the tokens of the prompt", rules.start)
     for what, num_positions, most in (

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from aioengine import params as wire
 from aioengine.answers import RowFacts
-from aioengine.checks import shown
 from aioengine.config import PoolingSettings
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.encoder import Encoder, Job, checked
@@ -140,9 +139,6 @@ class RequestChecks:
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
         if self.encoder is None and parts.sampling.grammar:
             raise ValueError("structured output needs a tokenizer, and this engine has none (skip_tokenizer_init)")
-        if params.custom_params and request.processors is None:
-            given = shown(params.custom_params)
-            raise ValueError(f"custom_params={given} is given without custom_logit_processor, which reads it; name one")
 
     def _check_processor(self, name: str) -> None:
         known = self.rules.logits_processors
@@ -427,12 +423,8 @@ class Submitter:
                 raise ValueError("the prompt has no tokens; give at least one character or token id")
             max_new_tokens = 0 if is_pooled else self.checks.output_limit(params, len(ids))
             if rules is not None:
-                if rules.start >= 0 and isinstance(ids, EmbedsIds):
-                    raise ValueError(
-                        f"logprob_start_len={rules.start} is for prompts that have token ids, and input_embeds has "
-                        "none; leave it out"
-                    )
-                check_lengths(rules, num_prompt=len(ids), num_output=max_new_tokens)
+                has_ids = not isinstance(ids, EmbedsIds)
+                check_lengths(rules, num_prompt=len(ids), num_output=max_new_tokens, has_ids=has_ids)
             if facts.states:
                 self.checks.check_states(facts.states, len(ids), max_new_tokens)
         except ValueError as error:
