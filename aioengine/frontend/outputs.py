@@ -153,7 +153,7 @@ class RowStream:
 
     def put_extra(self, extra: Extra) -> None:
         """Add what came beside a token (or the prompt: the first token), unless that was read. Under the lock."""
-        if max(extra.index, 0) >= self.token_offset:
+        if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
         if self.facts.states == LAST_STATES:
             num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
@@ -163,6 +163,9 @@ class RowStream:
         """Those of the tokens up to the last of ``token_ids``."""
         end = self.token_offset + len(self.token_ids)
         taken = [extra for extra in self.extras.values() if extra.index < end]
+        if len(taken) == len(self.extras):
+            self.extras.clear()
+            return taken
         for extra in taken:
             del self.extras[extra.index, extra.kind]
         return taken

@@ -72,38 +72,40 @@ class LogprobRules(Struct, frozen=True, array_like=True, gc=False):
         return 0 if self.start < 0 else num_prompt - self.start
 
 
-class _Lists:
-    """Entries by position: of the token itself, of the likeliest tokens, of the tokens asked for."""
+_Lists = tuple[list[Entry], list[list[Entry] | None], list[list[Entry] | None]]
+"""Entries by position: of the token itself, of the likeliest tokens, of the tokens asked for."""
 
-    __slots__ = ("asked", "own", "top")
-
-    def __init__(self) -> None:
-        self.own: list[Entry] = []
-        self.top: list[list[Entry] | None] = []
-        self.asked: list[list[Entry] | None] = []
+_LENGTH: Final = "output_token_logprobs_length"
+_NAMES: Final = {
+    side: (f"{side}_token_logprobs", f"{side}_top_logprobs", f"{side}_token_ids_logprobs")
+    for side in ("input", "output")
+}
+"""In ``meta_info``, of ``_Lists``."""
 
 
 class LogprobReader:
     """Makes the lists of ``meta_info`` for one request, by its ``rules``."""
 
-    __slots__ = ("_format", "_num_prompt", "_num_top", "_num_values", "rules")
+    __slots__ = ("_format", "_num_prompt", "_num_top", "_num_values", "_token_ids", "_with_text", "rules")
 
     def __init__(self, rules: LogprobRules, num_prompt: int) -> None:
         self.rules = rules
         self._num_prompt = num_prompt
         self._num_top, self._num_values = rules.num_top, rules.num_values
+        self._token_ids, self._with_text = rules.token_ids, rules.with_text
         self._format = Format(f"<{rules.num_values}f{1 + rules.num_top}i")
 
     def empty(self, side: str) -> dict[str, object]:
         """The lists of ``side`` ("input" or "output") without any position."""
-        return self._named(side, _Lists())
+        return self._named(side, ([], [], []))
 
     def read(self, extras: list[Extra], *, is_first: bool) -> tuple[dict[str, object], list[Extra]]:
         """The lists that the ``extras`` of a chunk give, and the extras of other kinds.
 
         ``is_first``: it is the first chunk of the request, which has the lists of the prompt.
         """
-        output, prompt = _Lists(), _Lists()
+        output: _Lists = [], [], []
+        prompt: _Lists = [], [], []
         others: list[Extra] = []
         for extra in extras if len(extras) == 1 else sorted(extras, key=_index):
             kind = extra.kind
@@ -112,11 +114,12 @@ class LogprobReader:
             elif kind == PROMPT_LOGPROBS:
                 self._add(extra.data, self.rules.num_prompt_positions(self._num_prompt), prompt)
                 if self.rules.start == 0:
-                    prompt.own[0] = (None, *prompt.own[0][1:])
-                    prompt.top[:1] = prompt.asked[:1] = [None]
+                    own, top, asked = prompt
+                    own[0] = (None, *own[0][1:])
+                    top[:1] = asked[:1] = [None]
             elif kind == NEXT_LOGPROBS:
                 self._add(extra.data, 1, output)
-                output.own.pop()
+                output[0].pop()
             else:
                 others.append(extra)
         named = self._named("output", output)
@@ -124,54 +127,60 @@ class LogprobReader:
 
     def _add(self, data: bytes, num_positions: int, lists: _Lists) -> None:
         """Append the entries of positions."""
-        num_top, num_values, ids = self._num_top, self._num_values, self.rules.token_ids
-        end = num_positions * self._format.size
-        found = _texts.decode(data[end:]) if self.rules.with_text else []
+        texts: list[str] = []
+        if self._with_text:
+            end = num_positions * self._format.size
+            data, texts = data[:end], _texts.decode(data[end:])
         if num_positions > 1:
-            self._add_columns(memoryview(data)[:end], found, lists)
+            self._add_columns(data, texts, lists)
             return
-        values = self._format.unpack_from(data)
-        texts = iter(found) if found else _NO_TEXTS
-        lists.own.append((values[0], values[num_values], next(texts)))
+        own, top, asked = lists
+        num_top, num_values, ids = self._num_top, self._num_values, self._token_ids
+        values = self._format.unpack(data)
+        next_texts = iter(texts) if texts else _NO_TEXTS
+        own.append((values[0], values[num_values], next(next_texts)))
         if num_top:
-            lists.top.append(list(zip(values[1 : 1 + num_top], values[num_values + 1 :], texts, strict=False)))
+            best = zip(values[1 : 1 + num_top], values[num_values + 1 :], next_texts)  # noqa: B905  # a keyword is slow
+            top.append(list(best))
         if ids:
-            lists.asked.append(list(zip(values[1 + num_top : num_values], ids, texts, strict=False)))
+            asked.append(list(zip(values[1 + num_top : num_values], ids, next_texts, strict=False)))
 
-    def _add_columns(self, numbers: memoryview, texts: list[str], lists: _Lists) -> None:
+    def _add_columns(self, numbers: bytes, texts: list[str], lists: _Lists) -> None:
         """Append the entries of many positions, without a step of Python for each."""
-        num_top, num_values = self._num_top, self._num_values
-        asked_ids = self.rules.token_ids
-        num_texts = len(texts) - len(asked_ids)
+        own, top, asked = lists
+        num_top, num_values, asked_ids = self._num_top, self._num_values, self._token_ids
+        num_texts = max(len(texts) - len(asked_ids), 0)
         asked_texts = texts[num_texts:] or _NO_TEXTS
-        values, ids, width = numbers.cast("f"), numbers.cast("i"), num_values + 1 + num_top
+        view = memoryview(numbers)
+        values, ids, width = view.cast("f"), view.cast("i"), num_values + 1 + num_top
         ranks = [
             zip(
                 values[place::width].tolist(),
                 ids[num_values + place :: width].tolist(),
-                texts[place : max(num_texts, 0) : 1 + num_top] or _NO_TEXTS,
+                texts[place : num_texts : 1 + num_top] or _NO_TEXTS,
                 strict=False,
             )
             for place in range(1 + num_top)
         ]
-        lists.own += ranks[0]
+        own += ranks[0]
         if num_top:
-            lists.top += map(list, zip(*ranks[1:], strict=True))
+            top += map(list, zip(*ranks[1:], strict=True))
         if asked_ids:
-            asked = [
+            columns = [
                 zip(values[1 + num_top + place :: width].tolist(), repeat(token_id), repeat(text), strict=False)
                 for place, (token_id, text) in enumerate(zip(asked_ids, asked_texts, strict=False))
             ]
-            lists.asked += map(list, zip(*asked, strict=True))
+            asked += map(list, zip(*columns, strict=True))
 
     def _named(self, side: str, lists: _Lists) -> dict[str, object]:
-        named: dict[str, object] = {side + "_token_logprobs": lists.own}
+        own, top, asked = _NAMES[side]
+        named: dict[str, object] = {own: lists[0]}
         if side == "output":
-            named["output_token_logprobs_length"] = len(lists.own)
+            named[_LENGTH] = len(lists[0])
         if self._num_top:
-            named[side + "_top_logprobs"] = lists.top
-        if self.rules.token_ids:
-            named[side + "_token_ids_logprobs"] = lists.asked
+            named[top] = lists[1]
+        if self._token_ids:
+            named[asked] = lists[2]
         return named
 
 
