@@ -15,6 +15,7 @@ from aioengine import folder_files, models, plugins
 from aioengine.attention import fused
 from aioengine.attention._base import BackendUnavailableError
 from aioengine.families._config import Task, as_embedder
+from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
@@ -170,7 +171,7 @@ def load_model(
     with memory.take("the weights", advice=advice, need=need), torch.no_grad():
         model = _model(settings, dtype, memory.device)
         if memory.device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
-            _compile_sampling(model, vocab_size, memory.device)
+            _compile_sampling(model, vocab_size, memory.device, logprobs_mode=settings.runner.logprobs_mode)
         times.end("device")
         shape, device = model.attention_shape, memory.device
         choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
@@ -186,11 +187,15 @@ def load_model(
     return model, choice, weights_bytes
 
 
-def _compile_sampling(model: Model, vocab_size: int, device: torch.device) -> None:
+def _compile_sampling(model: Model, vocab_size: int, device: torch.device, *, logprobs_mode: str) -> None:
     """These kernels take the longest to compile; meanwhile FlashInfer is imported and the weights are read."""
     module = importlib.import_module("aioengine.runner.sampling.device_sampler")
     width = model.vocab_size
-    module.compile_kernels(vocab_size=min(vocab_size, width), num_embeddings=width, dtype=model.dtype, device=device)
+    vocab_size = min(vocab_size, width)
+    module.compile_kernels(vocab_size=vocab_size, num_embeddings=width, dtype=model.dtype, device=device)
+    token_logprobs.compile_kernels(width, model.dtype, device)
+    if logprobs_mode == "processed":
+        token_logprobs.compile_kernels(vocab_size, torch.float32, device)
 
 
 def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Model:

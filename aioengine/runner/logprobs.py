@@ -5,24 +5,25 @@ lower id, whatever stands beside it. The logits of prompts are computed for some
 not grow with the prompt.
 
 Shape letters: N positions, V vocabulary, K likeliest tokens, M tokens asked for, W = 2 + 2 K + M numbers of a position
-(``protocol.packed_logprobs``), T tokens of the step, S rows that sample, D model size, C candidates.
+(``protocol.packed_logprobs``), T tokens of the step, S rows that sample, D model size, X rows of a group.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, repeat
+from operator import is_
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
+from aioengine.kernels.token_logprobs import measure
 from aioengine.protocol.columns import NO_TOKEN, Extra
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
 from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.transfer import host_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import numpy.typing as npt
     from torch import Tensor
@@ -33,17 +34,14 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
 
-SEGMENT = 128
-"""Logits whose maximum stands for them in the search for the likeliest tokens."""
-
 CPU_ROWS = 32
-"""Positions that are worked on at once on a CPU; ``SAMPLED_ROWS`` on a GPU."""
+"""Positions that are worked on at once on a CPU."""
+
+PROMPT_ROWS = 2 * SAMPLED_ROWS
+"""Positions of prompts that are worked on at once on a GPU: in 16 bits as large as what is sampled at once in fp32."""
 
 MAX_NUMBERS, MANY_VALUES_ROWS = 1 << 22, 16
 """For requests of another class than 0: about how many numbers are worked on at once, of how many positions at most."""
-
-_LOW_WORD = (1 << 32) - 1
-_LEAST_KEY = -(1 << 63)
 
 
 class Run(NamedTuple):
@@ -65,60 +63,32 @@ class PromptRuns(NamedTuple):
     ended: list[RequestRow]
 
 
-def likeliest(logits: Tensor, count: int) -> Tensor:
-    """The ids [N, K] of the ``count`` largest logits of each row [N, V], best first; the lower id of equal ones.
+class _Wanted(NamedTuple):
+    """What N positions get: the most likeliest tokens, and the most tokens asked for, that one of them wants.
 
-    Over few of many logits the largest of each segment come first: they say which segments hold the result.
+    asked: [N, num_asked] int64 on the device; None: no position has such tokens.
     """
-    num_rows, width = logits.shape
-    places = torch.arange(width, device=logits.device)
-    if 4 * count * SEGMENT > width:
-        return _ranked(logits, places.expand(num_rows, width), count)
-    whole = width // SEGMENT
-    best = logits[:, : whole * SEGMENT].unflatten(-1, (whole, SEGMENT)).amax(-1)
-    if whole * SEGMENT < width:
-        best = torch.cat([best, logits[:, whole * SEGMENT :].amax(-1, keepdim=True)], dim=-1)
-    segments = _ranked(best, places[: best.shape[1]].expand(best.shape), count)
-    candidates = (segments[:, :, None] * SEGMENT + places[:SEGMENT]).flatten(1)
-    values = logits.gather(-1, candidates.clamp(max=width - 1)).float()
-    return _ranked(values.masked_fill(candidates >= width, -torch.inf), candidates, count)
+
+    num_top: int
+    num_asked: int
+    asked: Tensor | None
 
 
-def _ranked(values: Tensor, ids: Tensor, count: int) -> Tensor:
-    """Of ids [N, C] those of the ``count`` largest values [N, C], as [N, count]: by one key of value and id."""
-    bits = (values.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it is equal to
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the values
-    keys = order.to(torch.int64) * (1 << 32) + (_LOW_WORD - ids)
-    return _LOW_WORD - (keys.topk(count, dim=-1).values & _LOW_WORD)
+class _Group(NamedTuple):
+    """Rows that sample and are computed together: ``chosen`` [X] of a step, and the same on the device."""
 
-
-def measure(logits: Tensor, token_ids: Tensor, num_top: int, asked: Tensor | None) -> Tensor:
-    """The numbers of each position, in the order of ``protocol.packed_logprobs``.
-
-    Args:
-        logits: [N, V].
-        token_ids: [N] int64, the token of each position.
-        num_top: how many of the likeliest tokens.
-        asked: [N, M] int64, further tokens.
-
-    Returns:
-        [N, W] int32; the logprobs are the bits of fp32.
-    """
-    ids = token_ids[:, None]
-    if num_top:
-        ids = torch.cat([ids, likeliest(logits, num_top)], dim=-1)
-    wanted = ids if asked is None else torch.cat([ids, asked], dim=-1)
-    values = torch.log_softmax(logits, -1, dtype=torch.float32).gather(-1, wanted)
-    return torch.cat([values.view(torch.int32), ids.to(torch.int32)], dim=-1)
+    requests: list[RequestRow]
+    chosen: Ints
+    places: Tensor | slice
+    wanted: _Wanted
 
 
 class _Part(NamedTuple):
-    """The numbers [N, W] of some runs on the host, made for the largest ``num_top`` and ``num_asked`` of them."""
+    """The numbers [N, W] of some runs on the host. ``runs``: as ``Run``s."""
 
-    runs: list[Run]
+    runs: Iterable[tuple[RequestRow, int, int]]
     numbers: Tensor
-    num_top: int
-    num_asked: int
+    wanted: _Wanted
 
 
 class StepLogprobs:
@@ -151,7 +121,7 @@ def _read(part: _Part, found: list[Extra]) -> None:
     """Append the extras of output tokens to ``found``, and the numbers of prompts to their rows."""
     numbers = part.numbers.numpy()
     whole, row_bytes = numbers.tobytes(), numbers.strides[0]
-    most = part.num_top, part.num_asked
+    most = part.wanted.num_top, part.wanted.num_asked
     start = 0
     for request, first, count in part.runs:
         own = request.logprobs
@@ -187,7 +157,7 @@ class Processes(Protocol):
     """The logits processors of a sampler."""
 
     def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """Logits [S, >= V] of these rows -> [S, V] fp32 after the processors; valid until the next call."""
+        """Logits [S, >= V] of these rows -> [S, V] after the processors; valid until the next call."""
         ...
 
 
@@ -200,6 +170,8 @@ class Logprobs:
         self._upload = upload
         self._processes = processes
         self._step: StepLogprobs | None = None
+        self._requests: list[RequestRow] = []
+        self._groups: list[_Group] = []  # of these requests
 
     def take(self) -> StepLogprobs | None:
         """What the step gives; None: nothing."""
@@ -228,11 +200,11 @@ class Logprobs:
     def add_prompts(self, hidden: Tensor, found: PromptRuns) -> None:
         """hidden: [N, D] of ``found.places``."""
         done = 0
-        for runs in _pieces(found.runs, self._max_rows(hidden)):
-            count = sum(run.count for run in runs)
-            logits = self._compute_logits(hidden[done : done + count])
-            self._measure(logits, self._upload(np.concatenate([_targets(run) for run in runs])), runs)
-            done += count
+        for runs in _pieces(found.runs, CPU_ROWS if hidden.device.type == "cpu" else PROMPT_ROWS):
+            token_ids = np.concatenate([_targets(run) for run in runs])
+            logits = self._compute_logits(hidden[done : done + len(token_ids)])
+            done += len(token_ids)
+            self._measure(logits, self._upload(token_ids), self._wanted(runs), runs)
         self._present.end(found.ended)
 
     def add_sampled(self, logits: Tensor, rows: SampledRows, token_ids: Tensor, order: Tensor | None = None) -> None:
@@ -244,29 +216,22 @@ class Logprobs:
             token_ids: [S] int64, negative for a bad row.
             order: [S] int64, the place of each row in ``logits``; None: its own.
         """
-        asking = _asking(rows.requests)
-        runs = [Run(rows.requests[i], int(rows.positions[i]), 1) for i in asking]
-        done = 0
-        for part in _pieces(runs, self._max_rows(logits)):
-            chosen = np.array(asking[done : done + len(part)], dtype=np.int64)
-            done += len(part)
-            is_all = np.array_equal(chosen, np.arange(len(rows.requests)))
-            places = slice(len(chosen)) if is_all else self._upload(chosen)
-            of_logits = places if order is None else order[places]
-            scores = logits[of_logits]
+        if len(rows.requests) != len(self._requests) or not all(map(is_, rows.requests, self._requests)):
+            self._requests = rows.requests
+            max_rows = CPU_ROWS if logits.device.type == "cpu" else SAMPLED_ROWS
+            self._groups = list(self._grouped(rows.requests, max_rows))
+        for group in self._groups:
+            scores = logits[group.places if order is None else order[group.places]]
             if self._processes is not None:
-                scores = self._processed(scores, rows.part(chosen))
-            self._measure(scores, token_ids[places].clamp(min=0), part)
+                scores = self._processed(scores, rows.part(group.chosen))
+            runs = zip(group.requests, rows.positions[group.chosen].tolist(), repeat(1), strict=False)
+            self._measure(scores, token_ids[group.places].clamp(min=0), group.wanted, runs)
 
     @property
     def _present(self) -> StepLogprobs:
         if self._step is None:
             self._step = StepLogprobs()
         return self._step
-
-    def _max_rows(self, tensor: Tensor) -> int:
-        """Positions at once for a tensor [...] on the device."""
-        return CPU_ROWS if tensor.device.type == "cpu" else SAMPLED_ROWS
 
     def _processed(self, logits: Tensor, rows: SampledRows) -> Tensor:
         """Logits [N, V] -> [N, V] fp32 as they are drawn from, but for truncation; greedy rows at temperature 1."""
@@ -275,19 +240,36 @@ class Logprobs:
         temperatures = np.where(records["is_greedy"], np.float32(1.0), records["temperature"]).astype(np.float32)
         return self._processes.process(logits, rows) / self._upload(temperatures)[:, None]
 
-    def _measure(self, logits: Tensor, token_ids: Tensor, runs: list[Run]) -> None:
-        """logits [N, V] and tokens [N] of the positions of these runs, one after the other."""
+    def _grouped(self, requests: list[RequestRow], max_rows: int) -> Iterator[_Group]:
+        """Those of the requests [S] that want logprobs, as they are computed in a step in which each gives a token."""
+        asking = _asking(requests)
+        done = 0
+        for runs in _pieces([Run(requests[i], 0, 1) for i in asking], max_rows):
+            chosen = np.array(asking[done : done + len(runs)], dtype=np.int64)
+            done += len(runs)
+            start, end = int(chosen[0]), int(chosen[-1]) + 1
+            is_range = np.array_equal(chosen, np.arange(start, end))
+            places = slice(start, end) if is_range else self._upload(chosen)
+            yield _Group([run.request for run in runs], chosen, places, self._wanted(runs))
+
+    def _wanted(self, runs: list[Run]) -> _Wanted:
+        """What the positions of these runs get."""
         rules = [run.request.logprobs.rules for run in runs if run.request.logprobs is not None]
         num_top = max(each.num_top for each in rules)
         num_asked = max(len(each.token_ids) for each in rules)
-        asked = None
-        if num_asked:
-            table = np.zeros((len(runs), num_asked), dtype=np.int64)
-            for row, each in zip(table, rules, strict=True):
-                row[: len(each.token_ids)] = each.token_ids
-            asked = self._upload(np.repeat(table, [run.count for run in runs], axis=0))
-        numbers = host_copy(measure(logits, token_ids, num_top, asked))
-        self._present.add(_Part(runs, numbers, num_top, num_asked))
+        if not num_asked:
+            return _Wanted(num_top, 0, None)
+        table = np.zeros((len(runs), num_asked), dtype=np.int64)
+        for row, each in zip(table, rules, strict=True):
+            row[: len(each.token_ids)] = each.token_ids
+        return _Wanted(num_top, num_asked, self._upload(np.repeat(table, [run.count for run in runs], axis=0)))
+
+    def _measure(
+        self, logits: Tensor, token_ids: Tensor, wanted: _Wanted, runs: Iterable[tuple[RequestRow, int, int]]
+    ) -> None:
+        """logits [N, V] and tokens [N] of the positions of these runs, one after the other."""
+        numbers = host_copy(measure(logits, token_ids, wanted.num_top, wanted.asked))
+        self._present.add(_Part(runs, numbers, wanted))
 
 
 def _asking(requests: list[RequestRow]) -> list[int]:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from aioengine.config import Settings
+from aioengine.kernels.token_logprobs import SEGMENT, likeliest
 from aioengine.protocol.messages import FinishCode, Sampling
 from aioengine.protocol.packed_logprobs import LogprobReader, LogprobRules
-from aioengine.runner.logprobs import CPU_ROWS, SEGMENT, likeliest
+from aioengine.runner.logprobs import CPU_ROWS
 from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
 
 PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(41)]

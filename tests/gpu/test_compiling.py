@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from aioengine.protocol.messages import Sampling
+from aioengine.protocol.packed_logprobs import LogprobRules
 from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
 
 HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
@@ -55,7 +56,8 @@ def test_requests_compile_nothing(tmp_path: Path, backend: str, graphs: int, mon
         for _ in range(burst):
             prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 5, 16, 17, 40, 64, 150]))]
             prompt = shared + prompt if rng.random() < 0.3 else prompt
-            world.submit(prompt, some_sampling(rng, burst), max_new_tokens=rng.randrange(1, 20))
+            logprobs = rng.choice([None, LogprobRules(num_top=5), LogprobRules(start=0, num_top=20, token_ids=(3,))])
+            world.submit(prompt, some_sampling(rng, burst), max_new_tokens=rng.randrange(1, 20), logprobs=logprobs)
         for _ in range(rng.randrange(30)):
             world.step()
     world.run()

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.kernels import add_rms_norm, gated_linear, linear, rms_norm, rotate_and_write, rotate_heads, silu_and_mul
+from aioengine.kernels import (
+    add_rms_norm,
+    gated_linear,
+    linear,
+    rms_norm,
+    rotate_and_write,
+    rotate_heads,
+    silu_and_mul,
+    token_logprobs,
+)
 from aioengine.runner.sampling.philox import uniforms
 from aioengine.runner.sampling.truncation import draw, kept
 
@@ -188,3 +197,25 @@ def test_masks_of_grammars(num_tokens: int) -> None:
     expected = logits.masked_fill(is_banned, -torch.inf)
     mask(logits, rows, words)
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300, 2048, 151_936, 151_937])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logprobs(num_tokens: int, dtype: torch.dtype) -> None:
+    logits = 4 * random(7, num_tokens + 3, dtype=dtype)[:, :num_tokens]
+    logits[1] = logits[1].round()
+    logits[2] = 0.0
+    logits[3, : num_tokens // 2] = -torch.inf
+    token_ids = torch.randint(num_tokens, (7,), device="cuda")
+    token_ids[3] = num_tokens - 1
+    for num_top in {0, 1, 8, 9, 64, 65} - set(range(num_tokens + 1, 100)):
+        for num_asked in (0, 3, 70):
+            asked = torch.randint(num_tokens, (7, num_asked), device="cuda") if num_asked else None
+            found = token_logprobs.measure(logits, token_ids, num_top, asked)
+            expected = token_logprobs.reference(logits, token_ids, num_top, asked)
+            num_values = 1 + num_top + num_asked
+            assert torch.equal(found[:, num_values:], expected[:, num_values:])
+            values, exact = (each[:, :num_values].contiguous().view(torch.float32) for each in (found, expected))
+            torch.testing.assert_close(values, exact, atol=3e-5, rtol=1e-5)
+            alone = token_logprobs.measure(logits[2:3], token_ids[2:3], num_top, None if asked is None else asked[2:3])
+            assert torch.equal(alone, found[2:3]), "a position gives the same bits in any batch"

@@ -1,0 +1,156 @@
+"""Logprobs of tokens and of the likeliest tokens on a GPU, in one pass over the logits.
+
+The first kernel reads the logits once: of each block of a row it keeps the largest logit and the mass relative to it,
+and of each segment of a block the largest logit. The second finds the segments with the largest ones, which hold the
+likeliest tokens, and reads these segments alone. What a row gives is a function of its logits and of what it asks for:
+every sum is taken in an order that the width decides, and every value is the logit less the same two numbers.
+
+N rows, V vocabulary, B blocks, S segments, K likeliest tokens, M tokens asked for, W = 2 + 2 K + M.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SEGMENT = 128
+NUM_SEGMENTS = 16
+"""Of a block."""
+
+BLOCK = SEGMENT * NUM_SEGMENTS
+
+FEW, MANY = 8, 64
+"""The likeliest tokens for which the second kernel is compiled: up to so many."""
+
+_ASKED = 64
+
+
+@triton.jit
+def _summary_kernel(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    summary: tl.tensor,
+    summary_stride: tl.tensor,
+    SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+) -> None:
+    """``summary``: [N, 2 B + S], of a row the largest logits of its blocks, their masses, those of its segments."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    segments = tl.arange(0, SEGMENTS)
+    columns = (block * SEGMENTS + segments[:, None]) * SEGMENT + tl.arange(0, SEGMENT)[None, :]
+    x = tl.load(logits + row * row_stride + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
+    best = tl.max(x, 1)
+    largest = tl.max(best, 0)
+    base = tl.where(largest == -float("inf"), 0.0, largest)
+    mass = tl.sum(tl.sum(tl.exp(x - base), 1), 0)
+    out = summary + row * summary_stride
+    num_blocks = tl.num_programs(1)
+    tl.store(out + block, largest)
+    tl.store(out + num_blocks + block, mass)
+    tl.store(out + 2 * num_blocks + block * SEGMENTS + segments, best)
+
+
+@triton.jit
+def _keys(x: tl.tensor, ids: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """int64 numbers in the order of the values x, of equal ones of falling ids; the least one where not ``inside``."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is equal to 0.0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (order.to(tl.int64) << 32) + (0x7FFFFFFF - ids).to(tl.int64)
+    return tl.where(inside, keys, -0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit(
+    do_not_specialize=["num_top", "num_asked"], do_not_specialize_on_alignment=["token_ids", "asked", "summary", "out"]
+)
+def _measure_kernel(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    summary: tl.tensor,
+    num_blocks: tl.tensor,
+    token_ids: tl.tensor,
+    num_top: tl.tensor,
+    asked: tl.tensor,
+    num_asked: tl.tensor,
+    out: tl.tensor,
+    BLOCKS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TOP: tl.constexpr,
+    ASKED: tl.constexpr,
+) -> None:
+    """``out``: [N, W] int32, see ``kernels.token_logprobs``."""
+    row = tl.program_id(0).to(tl.int64)
+    num_segments = num_blocks * (SEGMENTS // BLOCKS)
+    x = logits + row * row_stride
+    found = summary + row * (2 * num_blocks + num_segments)
+    blocks = tl.arange(0, BLOCKS)
+    largest = tl.load(found + blocks, mask=blocks < num_blocks, other=-float("inf"))
+    masses = tl.load(found + num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+    top = tl.max(largest, 0)
+    rest = tl.log(tl.sum(masses * tl.exp(largest - top), 0))
+
+    out += row * (2 + 2 * num_top + num_asked)
+    token_id = tl.load(token_ids + row)
+    tl.store(out, (tl.load(x + token_id).to(tl.float32) - top - rest).to(tl.int32, bitcast=True))
+    for first in range(0, num_asked, ASKED):
+        places = first + tl.arange(0, ASKED)
+        inside = places < num_asked
+        ids = tl.load(asked + row * num_asked + places, mask=inside, other=0)
+        values = tl.load(x + ids, mask=inside, other=0.0).to(tl.float32) - top - rest
+        tl.store(out + 1 + num_top + places, values.to(tl.int32, bitcast=True), mask=inside)
+    ids_out = out + 1 + num_top + num_asked
+    tl.store(ids_out, token_id.to(tl.int32))
+
+    if num_top > 0:
+        segments = tl.arange(0, SEGMENTS)
+        is_segment = segments < num_segments
+        keys = _keys(tl.load(found + 2 * num_blocks + segments, mask=is_segment, other=0.0), segments, is_segment)
+        places = tl.arange(0, TOP)
+        chosen = tl.full((TOP,), -1, tl.int32)
+        for place in range(tl.minimum(num_top, num_segments)):
+            best = tl.max(keys, 0)
+            chosen = tl.where(places == place, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), chosen)
+            keys = tl.where(keys == best, -0x7FFFFFFFFFFFFFFF, keys)
+        columns = tl.reshape(chosen[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :], (TOP * SEGMENT,))
+        inside = (columns >= 0) & (columns < num_tokens)
+        keys = _keys(tl.load(x + columns, mask=inside, other=0.0).to(tl.float32), columns, inside)
+        for place in range(num_top):
+            best = tl.max(keys, 0)
+            keys = tl.where(keys == best, -0x7FFFFFFFFFFFFFFF, keys)
+            order = (best >> 32).to(tl.int32)
+            value = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True) - top - rest
+            tl.store(out + 1 + place, value.to(tl.int32, bitcast=True))
+            tl.store(ids_out + 1 + place, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32))
+
+
+_summarize = Launcher(_summary_kernel)
+_measure = Launcher(_measure_kernel)
+
+
+def measure(logits: Tensor, token_ids: Tensor, num_top: int, asked: Tensor | None) -> Tensor:
+    """logits [N, V], token_ids [N], asked [N, M] -> [N, W]: see ``kernels.token_logprobs``. At most ``MANY`` tops."""
+    num_rows, width = logits.shape
+    num_blocks = triton.cdiv(width, BLOCK)
+    num_asked = 0 if asked is None else asked.shape[1]
+    summary = torch.empty(num_rows, num_blocks * (2 + NUM_SEGMENTS), device=logits.device)
+    out = torch.empty(num_rows, 2 + 2 * num_top + num_asked, dtype=torch.int32, device=logits.device)
+    rows = logits, logits.stride(0), width
+    key = logits.dtype, logits.stride(0), width, logits.data_ptr() % 16
+    arguments = (*rows, summary, summary.stride(0), NUM_SEGMENTS, SEGMENT)
+    _summarize((num_rows, num_blocks, 1), key, arguments, {"num_warps": 1})
+    blocks, most = next_power_of_2(num_blocks), FEW if num_top <= FEW else MANY
+    sizes = blocks, blocks * NUM_SEGMENTS, SEGMENT, most, _ASKED
+    tokens = token_ids, num_top, token_ids if asked is None else asked, num_asked
+    arguments = (*rows, summary, num_blocks, *tokens, out, *sizes)
+    _measure((num_rows, 1, 1), (*key, most), arguments, {"num_warps": 4 if most == FEW else 8})
+    return out
