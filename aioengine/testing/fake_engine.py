@@ -42,7 +42,7 @@ from aioengine.frontend.startup import Blueprint
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.sync import Engine
 from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
-from aioengine.testing.fake_runner import PRINTABLE
+from aioengine.testing.fake_runner import HIDDEN_SIZE, PRINTABLE
 from aioengine.testing.faults import Faults
 from aioengine.testing.scripted_runner import ANSWERS_OPTION
 from aioengine.tokenizer import Tokenizer
@@ -133,6 +133,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
                 load_format="dummy",
                 context_length=self.context_length,
                 vocab_size=VOCAB_SIZE,
+                hidden_size=HIDDEN_SIZE,
             ),
             memory=MemorySettings(page_size=PAGE_SIZE, num_pages=self.num_pages, mem_fraction_static=0.1),
             scheduler=SchedulerSettings(

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns
-from aioengine.protocol.messages import Reply, RequestKind
+from aioengine.protocol.columns import HIDDEN_STATES, NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns
+from aioengine.protocol.messages import ALL_STATES, Reply, RequestKind
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
 from aioengine.scheduler.plan import StepResult, UnknownOrderError
 from aioengine.scheduler.planner import GIVES
@@ -37,6 +37,7 @@ DEFAULT_NUM_PAGES = 4096
 ECHO = "echo"
 """The one order that fake runners implement."""
 FAKE_EXTRA = "fake"
+HIDDEN_SIZE = 8
 PRINTABLE = "abcdefghijklmnopqrstuvwxyz etaoin. "  # an alphabet whose texts look a little like text
 
 
@@ -115,9 +116,20 @@ def reference_output(prompt_token_ids: list[int], sampling: Sampling, limits: Li
     return token_ids[len(prompt_token_ids) :]
 
 
+def fake_vector(number: int) -> bytes:
+    """``HIDDEN_SIZE`` floats from -1 to 1 that depend on the number."""
+    return pack(f"<{HIDDEN_SIZE}f", *((_mix(number + (i << 32)) >> 40) / (1 << 23) - 1 for i in range(HIDDEN_SIZE)))
+
+
 def reference_vector(prompt_token_ids: list[int]) -> bytes:
-    """The vector of a pooled request, from the definition: a checksum of its prompt."""
-    return zlib.crc32(array("q", prompt_token_ids)).to_bytes(4, "little")
+    """The vector of a pooled request, from the definition: of a checksum of its prompt."""
+    return fake_vector(zlib.crc32(array("q", prompt_token_ids)))
+
+
+def fake_states(sampling: Sampling, position: int, num_prompt: int) -> bytes:
+    """The hidden states that come with the token at this position: of the position before it, or of the prompt."""
+    has_prompt = sampling.hidden_states == ALL_STATES and position == num_prompt
+    return b"".join(map(fake_vector, range(0 if has_prompt else position - 1, position)))
 
 
 def extra_of(uid: int, index: int, token_id: int) -> Extra:
@@ -278,6 +290,9 @@ class FakeRunner:
             if held.logprobs is not None:
                 numbers = fake_logprobs(held.logprobs, held.last_token, self._model.vocab_size)
                 tokens.extras.append(Extra(row.uid, position - held.num_prompt, OUTPUT_LOGPROBS, numbers))
+            if held.sampling.hidden_states:
+                states = fake_states(held.sampling, position, held.num_prompt)
+                tokens.extras.append(Extra(row.uid, position - held.num_prompt, HIDDEN_STATES, states))
             if self._model.gives_extras:
                 tokens.extras.append(extra_of(row.uid, position - held.num_prompt, held.last_token))
         tokens.add(row.uid, new)
@@ -292,7 +307,7 @@ class FakeRunner:
     def _last_extra(self, row: Row, held: _FakeRow, checksum: int) -> Extra:
         """What a request without output tokens gives at the end of its prompt."""
         if held.kind is RequestKind.POOL:
-            return Extra(row.uid, NO_TOKEN, POOLED_VECTOR, checksum.to_bytes(4, "little"))
+            return Extra(row.uid, NO_TOKEN, POOLED_VECTOR, fake_vector(checksum))
         if held.logprobs is None:
             raise RuntimeError(f"request {row.uid} of kind SCORE asks for no logprobs")
         likeliest = self._next_token(checksum, row.start + row.count, held.num_prompt, held.sampling)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from aioengine.errors import EngineDeadError, EngineOverloadedError, EngineStartupError, RequestError
 from aioengine.params import SamplingParams
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from aioengine.testing.fake_runner import HIDDEN_SIZE
 from aioengine.testing.faults import Faults
 
 if TYPE_CHECKING:
@@ -173,6 +175,31 @@ class TestUnderLoad:
             out = await engine.async_generate("p", {"max_new_tokens": 900}, timeout=0.02)
             assert out["meta_info"]["finish_reason"] == "deadline"
             assert 0 < len(out["text"]) < 900
+
+
+class TestVectors:
+    """What is no text has the shapes that a model gives."""
+
+    @pytest.mark.parametrize("answers", [None, ANSWERS])
+    async def test_vectors(self, answers: dict[str, str] | None) -> None:
+        async with fake_async_engine(answers) as engine:
+            one, same, other = await engine.async_encode(["a", "a", "b"], normalize=False)
+            assert one["embedding"].shape == (HIDDEN_SIZE,)
+            assert np.array_equal(one["embedding"], same["embedding"])
+            assert not np.array_equal(one["embedding"], other["embedding"])
+            cut = await engine.async_encode("a", dimensions=3)
+            assert np.linalg.norm(cut["embedding"]) == pytest.approx(1)
+
+    @pytest.mark.parametrize("answers", [None, ANSWERS])
+    async def test_hidden_states(self, answers: dict[str, str] | None) -> None:
+        async with fake_async_engine(answers) as engine:
+            params = {"max_new_tokens": 3}
+            out = await engine.async_generate("France", params, return_hidden_states=True)
+            states = out["meta_info"].get("hidden_states", [])
+            num_prompt = out["meta_info"]["prompt_tokens"]
+            assert [state.shape for state in states] == [(num_prompt, HIDDEN_SIZE), (HIDDEN_SIZE,), (HIDDEN_SIZE,)]
+            last = await engine.async_generate("France", params, return_hidden_states="last")
+            assert np.array_equal(last["meta_info"].get("hidden_states", []), states[-1:])
 
 
 class TestFaults:
