@@ -276,7 +276,7 @@ def pair_prompt(
 ) -> PooledPrompt:
     """A query and a document: both in ``value``, or the document where the query is given."""
     if query is None:
-        pair = checks.sequence(name, value, 2, allowed="a pair [query, document]")
+        pair = checks.sequence(name, value, allowed="a pair [query, document]")
         if len(pair) != 2:
             raise ValueError(f"{name} must be a pair [query, document], got {len(pair)} entries")
         first, second = pair

@@ -487,9 +487,9 @@ def check_names(
 
 
 def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
-    if is_sampling_parameter(name):
+    if is_sampling_parameter(name) and "sampling_params" in known:
         return TypeError(f"unexpected argument {name!r}: it belongs in sampling_params, as {{{name!r}: ...}}")
-    if name in CHAT_ARGUMENTS:
+    if name in CHAT_ARGUMENTS and "sampling_params" in known:
         return TypeError(f"unexpected argument {name!r}: chat takes it, for its messages")
     if hint := our_way(name):
         return TypeError(f"unexpected argument {name!r}{hint}")
