@@ -72,9 +72,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
             fallback_backend="triton" if config.device.attention_backend == "auto" else "",
             num_threads=_num_threads(model, device),
             batch_invariant=config.device.batch_invariant,
-            cuda_graph_max_rows=(
-                _graph_rows(config, scheduler.max_running) if is_on_gpu and model.task == "generate" else 0
-            ),
+            cuda_graph_max_rows=_graph_rows(config, scheduler.max_running) if is_on_gpu else 0,
             compile_timeout_s=COMPILE_SHARE * config.supervision.startup_timeout_s,
             logprobs_mode=config.logprobs_mode,
             logits_processors=config.device.logits_processors,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    import torch
     from torch import Tensor
 
     from aioengine.kernels.rotate_and_write import KVTarget
@@ -65,6 +66,11 @@ class AttentionShape:
     def num_kv_layers(self) -> int:
         """Layers that keep K and V for later steps."""
         return self.num_layers if self.is_causal else 0
+
+    def window(self, layer: int, longest: int) -> int | None:
+        """How far a token of this layer attends to either side, in rows of up to ``longest`` tokens; None: to all."""
+        window = self.windows[layer] if self.windows else None
+        return None if window is None or window >= longest else window
 
 
 def kv_pool_shape(shape: AttentionShape, *, num_pages: int, page_size: int) -> tuple[int, int, int, int, int, int]:
@@ -201,4 +207,25 @@ class PiecewiseAttention(AttentionBackend, Protocol):
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
         """``attend``, to ``out`` [T, H, E]."""
+        ...
+
+
+class FixedRows(StepAttention, Protocol):
+    """Attention of steps of a fixed size, of rows that are whole, over memory that is filled before each step."""
+
+    def fill(self, lengths: list[int]) -> None:
+        """The tokens of each row; those behind the last row attend to nothing, and what they get is undefined."""
+        ...
+
+
+@runtime_checkable
+class WholeAttention(AttentionBackend, Protocol):
+    """A backend whose steps can be captured in a CUDA graph together with all other operations."""
+
+    device: torch.device
+    has_kernel: bool
+    """Whether the kernel that can be captured is used here."""
+
+    def fixed_rows(self, num_rows: int, max_length: int) -> FixedRows:
+        """For steps of up to ``num_rows`` rows of up to ``max_length`` tokens each."""
         ...

@@ -11,6 +11,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -36,48 +37,27 @@ def _nothing(k: Tensor, v: Tensor) -> None:
     """k and v [T, K, E] are not kept."""
 
 
-class PackedAttention:
-    """Implements ``AttentionBackend``; its pool has no layers."""
+class _PackedRows:
+    """Attends with the kernel to rows that begin at ``starts`` and have up to ``longest`` tokens; ``FixedRows``."""
 
-    def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
-        """kv_pool: [0, 2, N, K, S, E], for its dtype and device alone."""
+    def __init__(self, shape: AttentionShape, num_rows: int, longest: int, device: torch.device) -> None:
         self._shape = shape
-        self._has_kernel = kv_pool.is_cuda and kv_pool.dtype != torch.float32
-        self._rows: list[_Rows] = []
-        self._starts = torch.empty(0, dtype=torch.int32, device=kv_pool.device)
-        self._longest = 0
+        self._starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        self._longest = longest
 
-    def prepare(self, batch: ForwardBatch) -> None:
-        lengths = batch.query_lengths
-        assert lengths == batch.kv_lengths, "a row that attends in both directions is computed in one step"
-        self._longest = max(lengths)
-        if self._has_kernel:
-            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            self._starts = ends.pin_memory().to(self._starts.device, non_blocking=True)
-            return
-        self._rows, start = [], 0
-        for length, same in groupby(lengths):
-            rows = _Rows(start, len(list(same)), length)
-            self._rows.append(rows)
-            start = rows.tokens.stop
+    def fill(self, lengths: list[int]) -> None:
+        """The tokens of each row, of as many rows as there are or fewer."""
+        ends = np.zeros(len(self._starts), dtype=np.int32)
+        ends[1 : len(lengths) + 1] = lengths
+        starts = torch.from_numpy(ends.cumsum(dtype=np.int32)).pin_memory()
+        self._starts.copy_(starts, non_blocking=True)
 
     def target(self, layer: int) -> WriteKV:
         return _nothing
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
-        window = self._shape.windows[layer] if self._shape.windows else None
-        if window is not None and window >= self._longest:
-            window = None
-        if self._has_kernel:
-            return self._attend_packed(q, k, v, window).flatten(1)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for rows in self._rows:
-            self._attend_rows(rows, (q, k, v), window, out)
-        return out.flatten(1)
-
-    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q [T, H, E], k and v [T, K, E] -> [T, H, E]."""
+        window = self._shape.window(layer, self._longest)
         reach = -1 if window is None else window
         found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward.default(
             *(q, k, v, self._starts, self._starts, self._longest, self._longest, 0.0, False, False),
@@ -85,7 +65,51 @@ class PackedAttention:
             window_size_left=reach,
             window_size_right=reach,
         )
-        return found[0]
+        return found[0].flatten(1)
+
+
+class PackedAttention:
+    """Implements ``AttentionBackend``; its pool has no layers."""
+
+    def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
+        """kv_pool: [0, 2, N, K, S, E], for its dtype and device alone."""
+        self._shape = shape
+        self.device = kv_pool.device
+        self.has_kernel = kv_pool.is_cuda and kv_pool.dtype != torch.float32
+        self._packed: _PackedRows | None = None
+        self._rows: list[_Rows] = []
+        self._longest = 0
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        lengths = batch.query_lengths
+        assert lengths == batch.kv_lengths, "a row that attends in both directions is computed in one step"
+        self._longest = max(lengths)
+        if self.has_kernel:
+            self._packed = self.fixed_rows(len(lengths), self._longest)
+            self._packed.fill(lengths)
+            return
+        self._rows, start = [], 0
+        for length, same in groupby(lengths):
+            rows = _Rows(start, len(list(same)), length)
+            self._rows.append(rows)
+            start = rows.tokens.stop
+
+    def fixed_rows(self, num_rows: int, max_length: int) -> _PackedRows:
+        """See ``WholeAttention``; where there is the kernel (``has_kernel``)."""
+        return _PackedRows(self._shape, num_rows, max_length, self.device)
+
+    def target(self, layer: int) -> WriteKV:
+        return _nothing
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
+        if self._packed is not None:
+            return self._packed.attend(q, k, v, layer)
+        window = self._shape.window(layer, self._longest)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for rows in self._rows:
+            self._attend_rows(rows, (q, k, v), window, out)
+        return out.flatten(1)
 
     def _attend_rows(self, rows: _Rows, heads: tuple[Tensor, ...], window: int | None, out: Tensor) -> None:
         """q [T, H, E], k and v [T, K, E], of which these rows are computed to out [T, H, E]."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from aioengine.kernels.add_layer_norm import add_layer_norm
 from aioengine.kernels.add_rms_norm import add_rms_norm
 from aioengine.kernels.rms_norm import rms_norm
 from aioengine.layers.placement import Target
@@ -51,3 +52,9 @@ class LayerNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._epsilon)
+
+    def after(self, delta: Tensor, residual: Tensor, *, keeps_sum: bool) -> Tensor:
+        """The norm of ``delta`` + ``residual``, [T, D] each -> [T, D]; ``keeps_sum``: ``residual`` becomes the sum."""
+        return add_layer_norm(
+            delta, residual, weight=self._weight, bias=self._bias, epsilon=self._epsilon, keeps_sum=keeps_sum
+        )

@@ -94,11 +94,10 @@ class _Block:
         delta = self._output(attended)
         assert self._mlp_norm is not None, "only the norm of attention may be missing"
         if self._is_pre_norm:
-            x = x + delta
-            return x + self._mlp(self._mlp_norm(x))
+            return self._mlp(self._mlp_norm.after(delta, x, keeps_sum=True)).add_(x)
         assert self._attention_norm is not None, "a norm behind attention is never missing"
-        x = self._attention_norm(x + delta)
-        return self._mlp_norm(x + self._mlp(x))
+        x = self._attention_norm.after(delta, x, keeps_sum=False)
+        return self._mlp_norm.after(self._mlp(x), x, keeps_sum=False)
 
     def _attend(self, x: Tensor, step: _Step) -> Tensor:
         """[T, D] -> [T, D]."""

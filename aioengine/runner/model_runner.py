@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model, ModelInputs
     from aioengine.protocol.messages import Control, Reply
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
+    from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
     from aioengine.runner.hidden_states import StepStates
     from aioengine.runner.inputs import StepRows
@@ -128,7 +129,7 @@ class ModelRunner:
         self._states = HiddenStates(self._table.upload)
         self._pooler = Pooler(parts.model, parts.pooling, self._table.upload)
         self._graphs: DecodeGraphs | None = None
-        self.piece_graphs: PieceGraphs | None = None
+        self.prompt_graphs: PieceGraphs | EncoderGraphs | None = None
         self._broken: dict[int, str] = {}
         self._poisoned: set[int] = set()
         self._newest: Ticket | None = None  # as long as it is not collected
@@ -335,11 +336,12 @@ class ModelRunner:
         """Hidden states: of all tokens [T, D], or first [R, D] of one token of each row; ``has_more_outputs``: then of
         other tokens.
         """
-        graphs = self.piece_graphs
+        graphs = self.prompt_graphs
         has_given_embeds = inputs.token_ids is None and not self._model.input_spec.embeddings
-        is_usual = inputs.outputs is not None and not has_more_outputs and not has_given_embeds
-        if is_usual and graphs is not None and graphs.fits(batch):
-            return graphs.replay(inputs, batch)
+        if graphs is not None and not (has_more_outputs or has_given_embeds):
+            gives_all = inputs.outputs is None
+            if gives_all == graphs.gives_all and graphs.fits(batch):
+                return graphs.replay(inputs, batch)
         with part("prepare"):
             self._attention.prepare(batch)
         return self._model.forward(inputs, self._attention)

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 
+MEAN = "mean"
+"""``PoolingSettings.kind`` that needs the hidden states of all tokens."""
+
+
 class PooledVectors:
     """The vectors of a step, on their way to the host."""
 
@@ -76,13 +80,13 @@ class Pooler:
 
     def outputs(self, rows: StepRows) -> Ints | None:
         """[R] tokens of which the hidden states are needed; None: of all."""
-        if self._kind == "mean":
+        if self._kind == MEAN:
             return None
         return rows.token_ends - (rows.counts if self._kind == "cls" else 1)
 
     def states(self, hidden: Tensor, rows: StepRows) -> Tensor:
         """Hidden states of ``outputs`` [R or more, D], or of all tokens [T, D] -> [R, D]."""
-        if self._kind != "mean":
+        if self._kind != MEAN:
             return hidden[: len(rows.counts)]
         lengths = self._upload(rows.counts)
         return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, axis=0, unsafe=True)

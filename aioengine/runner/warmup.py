@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aioengine.attention._base import CapturableAttention, PiecewiseAttention
+from aioengine.attention._base import CapturableAttention, PiecewiseAttention, WholeAttention
 from aioengine.families._config import Task
 from aioengine.protocol.messages import Progress, Sampling
+from aioengine.resolve import PACKED
 from aioengine.runner.device_memory import NoAttention
+from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_piece
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
+from aioengine.runner.pooler import MEAN
 from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
 
 if TYPE_CHECKING:
@@ -56,7 +59,8 @@ def longest_graph(settings: Settings, weights_bytes: int, dtype: torch.dtype) ->
     """Tokens of the largest step with prompts that gets CUDA graphs; 0: none does."""
     if not settings.runner.cuda_graph_max_rows:
         return 0
-    return longest_piece(weights_bytes // dtype.itemsize, settings.scheduler.max_step_tokens)
+    is_whole = settings.runner.attention_backend == PACKED
+    return longest_piece(weights_bytes // dtype.itemsize, settings.scheduler.max_step_tokens, is_whole=is_whole)
 
 
 def token_counts(largest: int, longest_graph: int) -> range:
@@ -84,11 +88,11 @@ def warm_up_device(
     """Capture CUDA graphs where the attention backend supports it, and run all warm-up steps."""
     if isinstance(parts.attention, CapturableAttention):
         parts.attention.warm_up()
-        if settings.runner.cuda_graph_max_rows:
-            _capture(runner, parts, settings, report)
+    if settings.runner.cuda_graph_max_rows:
+        _capture(runner, parts, settings, report)
     times.end("graphs")
     limits = settings.scheduler
-    longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype) if runner.piece_graphs else 0
+    longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype) if runner.prompt_graphs else 0
     load_kernels(parts.model, token_counts(limits.max_step_tokens, longest))
     pages = parts.kv_pool.num_pages
     samples = parts.model.task is Task.GENERATE
@@ -116,14 +120,27 @@ def _no_garbage_collection() -> Iterator[None]:
 def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report: Callable[[Progress], None]) -> None:
     max_rows = settings.runner.cuda_graph_max_rows
     with _no_garbage_collection():
-        runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
-        if isinstance(parts.attention, PiecewiseAttention):
-            pieces = PieceGraphs(parts.model, parts.attention, parts.kv_pool.tensor, max_rows=parts.max_rows)
+        if isinstance(parts.attention, CapturableAttention) and parts.model.task is Task.GENERATE:
+            runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
+        graphs = _prompt_graphs(parts)
+        if graphs is not None:
             longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype)
-            pieces.capture(
+            graphs.capture(
                 longest, lambda done, total: report(Progress("capturing CUDA graphs of prompts", done, total))
             )
-            runner.piece_graphs = pieces
+            runner.prompt_graphs = graphs
+
+
+def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
+    """Graphs of steps with prompts, without any captured; None: attention supports none."""
+    attention, max_rows = parts.attention, parts.max_rows
+    if isinstance(attention, PiecewiseAttention):
+        return PieceGraphs(parts.model, attention, parts.kv_pool.tensor, max_rows=max_rows)
+    if isinstance(attention, WholeAttention) and attention.has_kernel:
+        gives_all = parts.pooling == MEAN
+        length = parts.context_length
+        return EncoderGraphs(parts.model, attention, max_rows=max_rows, max_length=length, gives_all=gives_all)
+    return None
 
 
 def _weights_bytes(runner: ModelRunner) -> int:

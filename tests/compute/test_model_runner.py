@@ -334,6 +334,8 @@ def test_what_cannot_be_built_says_why(qwen: Path, tmp_path: Path) -> None:
 class Graphs:
     """Of steps with prompts, of up to so many rows: gives zeros, and remembers how many tokens there were."""
 
+    gives_all = False
+
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
         self.replayed: list[int] = []
@@ -349,7 +351,7 @@ class Graphs:
 def test_steps_with_prompts_that_fit_are_replayed(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(make_settings(qwen))
     graphs = Graphs(max_rows=2)
-    monkeypatch.setattr(world.runner, "piece_graphs", graphs)
+    monkeypatch.setattr(world.runner, "prompt_graphs", graphs)
     for prompts in ([[1]], [[2] * 9], [[3] * 5, [4] * 7], [[5] * 4] * 3):
         world.answers(prompts)
     assert graphs.replayed == [9, 12], "a prompt of one token is a decode step, and three rows do not fit"

@@ -140,14 +140,15 @@ def test_token_counts_of_steps_without_graphs() -> None:
     assert max(warmup.token_counts(131_072, 0)) == 8192, "a start is not to take minutes"
 
 
-def test_no_garbage_is_collected_while_graphs_are_captured(tmp_path: Path) -> None:
+def test_no_garbage_is_collected_while_graphs_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
-    def capture_graphs(*_: object) -> None:
+    def prompt_graphs(_: object) -> None:
         seen.append(gc.isenabled())
         raise RuntimeError("no device")
 
-    runner, parts = SimpleNamespace(capture_graphs=capture_graphs), SimpleNamespace(attention=None)
+    monkeypatch.setattr(warmup, "_prompt_graphs", prompt_graphs)
+    runner, parts = SimpleNamespace(), SimpleNamespace(attention=None)
     with pytest.raises(RuntimeError, match="no device"):
         warmup._capture(runner, parts, make_settings(tmp_path), lambda _: None)  # type: ignore[arg-type]
     assert (seen, gc.isenabled()) == ([False], True)

@@ -55,15 +55,17 @@ def test_attention_of_packed_rows_is_that_of_a_cpu(dtype: torch.dtype, windows: 
         torch.testing.assert_close(close, wanted, atol=2e-2 if dtype != torch.float32 else 1e-5, rtol=1e-2)
 
 
+@pytest.mark.parametrize("graphs", [0, 8])
 @pytest.mark.parametrize("kind", ["cls", "mean"])
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_vectors_are_those_of_a_cpu(kind: str, family: str, tmp_path: Path) -> None:
+def test_vectors_are_those_of_a_cpu(family: str, kind: str, graphs: int, tmp_path: Path) -> None:
     config = BertConfig(**WIDE) if family == "bert" else ModernBertConfig(**WIDE, **SPECIAL, local_attention=12)
     saved(config, tmp_path)
     settings = settings_for(tmp_path, "embed", kind)
     expected = PoolWorld(settings).vectors_of(PROMPTS)
     for dtype, least in (("float32", 0.99999), ("bfloat16", 0.99)):
-        runner = replace(settings.runner, device="cuda")
-        on_gpu = replace(settings, runner=runner, model=replace(settings.model, dtype=dtype))
-        for wanted, found in zip(expected, PoolWorld(on_gpu).vectors_of(PROMPTS), strict=True):
+        runner = replace(settings.runner, device="cuda", cuda_graph_max_rows=graphs)
+        world = PoolWorld(replace(settings, runner=runner, model=replace(settings.model, dtype=dtype)))
+        assert (world.runner.prompt_graphs is not None) == (graphs > 0 and dtype == "bfloat16")
+        for wanted, found in zip(expected, world.vectors_of(PROMPTS), strict=True):
             assert torch.cosine_similarity(wanted, found, dim=0) > least

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from aioengine.kernels import (
+    add_layer_norm,
     add_rms_norm,
     gated_linear,
     linear,
@@ -40,6 +41,20 @@ def test_norms(num_rows: int, size: int) -> None:
     expected = add_rms_norm.reference(delta, expected_residual, weight, epsilon)
     assert torch.equal(residual, expected_residual)
     assert error(found, expected) < 2e-3
+
+
+@pytest.mark.parametrize("keeps_sum", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("num_rows", "size"), [*SIZES, (5, 768)])
+def test_layer_norm_of_a_sum(num_rows: int, size: int, dtype: torch.dtype, keeps_sum: bool) -> None:
+    x, delta = random(num_rows, size, dtype=dtype), random(num_rows, size, dtype=dtype)
+    for bias in (None, random(size, dtype=dtype)):
+        options = {"weight": random(size, dtype=dtype), "bias": bias, "epsilon": 1e-5, "keeps_sum": keeps_sum}
+        residual, expected_residual = x.clone(), x.clone()
+        found = add_layer_norm.add_layer_norm(delta, residual, **options)
+        expected = add_layer_norm.reference(delta, expected_residual, **options)
+        assert torch.equal(residual, expected_residual)
+        assert error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize(("num_rows", "size"), SIZES)

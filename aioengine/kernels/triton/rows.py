@@ -47,6 +47,40 @@ def _norm_kernel(
 
 
 @triton.jit
+def _layer_norm_kernel(
+    delta: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_columns: tl.tensor,
+    EPSILON: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KEEPS_SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.zeros_like(scale)
+    if HAS_BIAS:
+        shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    places = row * num_columns + columns
+    x = tl.load(residual + places, mask=inside, other=0.0) + tl.load(delta + places, mask=inside, other=0.0)
+    if KEEPS_SUM:
+        tl.store(residual + places, x, mask=inside)
+    wide = x.to(tl.float32)
+    wide = tl.where(inside, wide - tl.sum(wide, 0) / num_columns, 0.0)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + EPSILON)
+    tl.store(out + places, (wide * inverse * scale + shift).to(x.dtype), mask=inside)
+
+
+@triton.jit
 def _silu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -66,6 +100,7 @@ def _num_warps(block: int) -> int:
 
 
 _norm = Launcher(_norm_kernel)
+_layer_norm = Launcher(_layer_norm_kernel)
 _silu = Launcher(_silu_kernel)
 
 
@@ -81,6 +116,23 @@ def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon
         *(residual.stride(0), num_columns, epsilon, adds, block, has_dependent_launch()),
     )
     _norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
+    return out
+
+
+def add_layer_norm(
+    delta: Tensor, residual: Tensor, *, weight: Tensor, bias: Tensor | None, epsilon: float, keeps_sum: bool
+) -> Tensor:
+    """The norm of delta + residual [T, D], both contiguous; with ``keeps_sum`` the residual becomes the sum."""
+    out = torch.empty_like(residual)
+    num_rows, num_columns = residual.shape
+    block = next_power_of_2(num_columns)
+    arguments = (
+        *(delta, residual, weight, weight if bias is None else bias, out, num_columns),
+        *(epsilon, bias is not None, keeps_sum, block, has_dependent_launch()),
+    )
+    alignments = delta.data_ptr() % 16, residual.data_ptr() % 16
+    key = (residual.dtype, num_columns, epsilon, bias is not None, keeps_sum, alignments)
+    _layer_norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out
 
 

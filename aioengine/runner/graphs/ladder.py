@@ -23,6 +23,10 @@ _PIECE = 256
 """Tokens of a tile of large matmuls."""
 MAX_SEEN_TOKENS = 8192
 """Tokens of the largest step that is captured or warmed up, so that a start takes seconds, not minutes."""
+MAX_WHOLE_TOKENS = 2048
+"""Tokens of the largest step of an encoder that is captured. Larger ones take the device longer than the host, which
+launches them while the device computes the step before.
+"""
 _WORK = 5e12
 """Parameters times tokens of the step at which an H200 computes as long as the host launches kernels."""
 
@@ -39,6 +43,8 @@ def piece_ladder(max_tokens: int) -> list[int]:
     return [*(size for size in sizes if size < max_tokens), max_tokens] if max_tokens else []
 
 
-def longest_piece(num_weights: int, chunk_tokens: int) -> int:
-    """Tokens of the largest step with prompts that is faster with graphs, for a model of ``num_weights`` parameters."""
-    return min(chunk_tokens, int(_WORK / num_weights), MAX_SEEN_TOKENS)
+def longest_piece(num_weights: int, chunk_tokens: int, *, is_whole: bool = False) -> int:
+    """Tokens of the largest step with prompts that is faster with graphs, for a model of ``num_weights`` parameters.
+    ``is_whole``: attention is captured too.
+    """
+    return min(chunk_tokens, int(_WORK / num_weights), MAX_WHOLE_TOKENS if is_whole else MAX_SEEN_TOKENS)

@@ -1,0 +1,31 @@
+"""The sum of two tensors, normed with its mean taken away: delta and residual [T, D] -> [T, D], computed in fp32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.nn import functional
+
+from aioengine.kernels.triton import launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def reference(
+    delta: Tensor, residual: Tensor, *, weight: Tensor, bias: Tensor | None, epsilon: float, keeps_sum: bool
+) -> Tensor:
+    """delta and residual [T, D], weight and bias [D] -> [T, D]. ``keeps_sum``: the residual becomes the sum."""
+    total = residual.add_(delta) if keeps_sum else residual + delta
+    return functional.layer_norm(total, weight.shape, weight, bias, epsilon)
+
+
+def add_layer_norm(
+    delta: Tensor, residual: Tensor, *, weight: Tensor, bias: Tensor | None, epsilon: float, keeps_sum: bool
+) -> Tensor:
+    """As ``reference``: delta and residual [T, D] -> [T, D]."""
+    if not launcher.serves(residual):
+        return reference(delta, residual, weight=weight, bias=bias, epsilon=epsilon, keeps_sum=keeps_sum)
+    from aioengine.kernels.triton import rows
+
+    return rows.add_layer_norm(delta, residual, weight=weight, bias=bias, epsilon=epsilon, keeps_sum=keeps_sum)
