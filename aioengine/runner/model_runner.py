@@ -323,10 +323,11 @@ class ModelRunner:
         if len(sampled) == len(rows.requests):
             return self._sample(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
         # A non-finite number anywhere in a row has reached its last token through attention.
-        silent_rows = self._table.upload(np.flatnonzero(~rows.samples))
-        silent = torch.where(hidden[silent_rows].isfinite().all(-1), 0, FAILED)
+        is_finite = hidden.isfinite().all(-1)
         if not sampled:
-            return silent
+            return torch.where(is_finite, 0, FAILED)
+        silent_rows = self._table.upload(np.flatnonzero(~rows.samples))
+        silent = torch.where(is_finite[silent_rows], 0, FAILED)
         row_indices, positions = rows.row_indices[rows.samples], (rows.starts + rows.counts)[rows.samples]
         sampled_rows = self._table.upload(np.flatnonzero(rows.samples))
         token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions))
