@@ -32,6 +32,11 @@ COMPILE_SHARE: Final = 0.9
 """The part of ``startup_timeout`` that kernels may take to compile: their error is clearer than that of the start."""
 
 GPU_LIMITS: Final = 8192, 1024
+EMBEDDER_WORK: Final = 3.5e12
+MOST_EMBEDDER_TOKENS: Final = 32_768
+"""Parameters times tokens of a step of a model that gives vectors, for which an H200 takes about 15 ms, and its most
+tokens: more tokens than ``GPU_LIMITS`` where the host would take longer for a step than the device.
+"""
 GPU_DECODE_COST: Final = 4
 """On an H200 a row that decodes after 128 to 1000 positions takes as long as 2 (8 billion weights) to 6 (0.6 billion)
 tokens of a prompt.
@@ -100,9 +105,13 @@ def context_length(config: EngineConfig, model: ModelFacts) -> int:
     return wanted
 
 
+def _num_parameters(model: ModelFacts) -> int:
+    """About."""
+    return 12 * model.num_layers * model.hidden_size**2 + model.vocab_size * model.hidden_size
+
+
 def _num_threads(model: ModelFacts, device: DeviceFacts) -> int:
-    parameters = 12 * model.num_layers * model.hidden_size**2 + model.vocab_size * model.hidden_size
-    return device.num_threads if parameters >= THREADED_PARAMETERS else 1
+    return device.num_threads if _num_parameters(model) >= THREADED_PARAMETERS else 1
 
 
 def _device(config: EngineConfig, device: DeviceFacts) -> str:
@@ -191,6 +200,9 @@ def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: b
     """
     length, wanted = context_length(config, model), config.scheduler
     default_chunk, default_running = GPU_LIMITS if is_on_gpu else CPU_LIMITS
+    if is_on_gpu and model.task != "generate":
+        enough = int(EMBEDDER_WORK / _num_parameters(model)) // 1024 * 1024
+        default_chunk = min(max(enough, default_chunk), MOST_EMBEDDER_TOKENS)
     chunk = default_chunk if wanted.chunk_tokens is None else wanted.chunk_tokens
     if wanted.chunk_tokens == -1:
         chunk = length

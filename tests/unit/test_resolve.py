@@ -106,6 +106,16 @@ def test_defaults_on_a_gpu() -> None:
     assert settings(model, machine, dtype="half").model.dtype == "float16"
 
 
+def test_steps_of_embedders_on_a_gpu_hold_more_tokens_the_smaller_the_model() -> None:
+    machine = replace(MACHINE, num_gpus=1, has_triton=True)
+    base = replace(MODEL, task="embed", is_causal=False, vocab_size=30_522, hidden_size=768, num_layers=12)
+    large, largest = replace(base, hidden_size=1024, num_layers=24), replace(base, hidden_size=4096, num_layers=36)
+    found = [settings(model, machine).scheduler.chunk_tokens for model in (MODEL, base, large, largest)]
+    assert found == [8192, 31_744, 10_240, 8192]
+    assert settings(base, machine, chunked_prefill_size=64).scheduler.chunk_tokens == 64
+    assert settings(base, machine, device="cpu").scheduler.chunk_tokens == 512
+
+
 def test_the_attention_backend_fits_the_model() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
 
