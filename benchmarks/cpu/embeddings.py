@@ -5,8 +5,8 @@
 
 The texts are random token ids, of 16 to 256 tokens, new ones each turn; vectors are the first token's, normalised.
 transformers computes in fp32 with its own attention (sdpa), in batches of 32 sorted by length, as sentence-transformers
-The texts are random ids, of 16 to 256 tokens, new ones each turn; vectors are those of the first token, normalised.
-more than the rate where the machine has other work. ``ratio``: transformers' CPU time over the engine's.
+does. ``ratio``: transformers' CPU time over the engine's, which says more than the rate where the machine has other
+work.
 """
 
 from __future__ import annotations
