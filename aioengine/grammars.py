@@ -7,19 +7,20 @@ fails alone. It is imported, and the tokenizer read, when the first grammar come
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from operator import itemgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from weakref import WeakSet
 
 import numpy as np
 
 from aioengine.constraints.lark import check_lark
 from aioengine.errors import UnsupportedSchemaError
+from aioengine.machine import num_threads
 from aioengine.text.token_table import TokenizerFile, read_token_table
-from aioengine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +39,20 @@ BYTES_PER_CHARACTER: Final = 256
 
 _NUM_COMPILERS: Final = 2
 _MAX_MASK_THREADS: Final = 8
+_REQUESTS_PER_TEMPLATE: Final = 24
+"""The copies of a template read characters with one lexer behind one lock, so that their masks are computed one after
+the other. A grammar of more requests at a time is compiled again."""
+
+_LENGTHS: Final = (2, 4, 6, 10)
+_SLICES: Final = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"[a-z0-9]{{1,{length}}}" for length in _LENGTHS),
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (*_LENGTHS, 30)),
+    r'[^"\\\x00-\x1F\x7F]+',
+)
+"""Sets of tokens that are allowed as a whole where a grammar allows all texts of this kind. The short ones are for the
+ends of strings with a ``maxLength``, the plain letters for patterns; elsewhere most of the vocabulary would be read."""
+
 _MASK_FUEL: Final = 100_000
 """The library's measure of work for one mask, about 7 ms."""
 
@@ -102,35 +117,63 @@ class Constraint:
 
     Attributes:
         source: computes its masks. is_complete: no further token is allowed. error: why it cannot be followed any
-            further; empty while it can.
+            further; empty while it can. forced: the next tokens where no others are allowed, ``num_forced`` of which
+            the request has; the library follows them together.
     """
 
-    __slots__ = ("error", "grammar", "is_complete", "matcher", "source", "thinking", "tokens")
+    __slots__ = (
+        "__weakref__", "error", "forced", "grammar", "is_complete", "matcher", "num_forced", "source", "template",
+        "thinking", "tokens",
+    )  # fmt: skip
 
     def __init__(
-        self, source: Grammars, grammar: Grammar, matcher: Any, tokens: list[bytes], *, thinking: Thinking | None
+        self, source: Grammars, grammar: Grammar, template: _Template, tokens: list[bytes], *, thinking: Thinking | None
     ) -> None:
         self.source = source
         self.grammar = grammar
-        self.matcher = matcher
+        self.template = template
+        self.matcher: Any = template.matcher.result().deep_copy()
         self.thinking = thinking
         self.is_complete = False
         self.error = ""
         self.tokens = tokens
+        self.forced: list[int] = self.matcher.compute_ff_tokens()
+        self.num_forced = 0
 
     def advance(self, token_id: int) -> None:
         """The request has this token next."""
         if self.thinking is not None:
             if self.thinking.push(self.tokens[token_id]):
                 self.thinking = None
-        elif not self.matcher.consume_token(token_id):
-            self.error = f"token {token_id} does not fit the grammar: {self.matcher.get_error()}"
-        else:
+            return
+        new = [token_id]
+        if self.forced:
+            self.num_forced += 1
+            if token_id == self.forced[self.num_forced - 1]:
+                if self.num_forced < len(self.forced):
+                    return
+                new = self.forced
+            else:
+                new = [*self.forced[: self.num_forced - 1], token_id]
+        if self.matcher.consume_tokens(new):
             self.is_complete = self.matcher.is_stopped()
+            # In this thread: threads of the library would wait for Python, which tokenizes what is forced.
+            self.forced = [] if self.is_complete else self.matcher.compute_ff_tokens()
+            self.num_forced = 0
+        else:
+            self.error = f"token {token_id} does not fit the grammar: {_why(self.matcher)}"
 
     @property
     def is_over(self) -> bool:
         return self.is_complete or bool(self.error)
+
+
+class _Template:
+    """A compiled grammar. matcher: of the library, at the beginning. live: the constraints that share its lexer."""
+
+    def __init__(self, matcher: Future[Any]) -> None:
+        self.matcher = matcher
+        self.live: WeakSet[Constraint] = WeakSet()
 
 
 class Grammars:
@@ -143,26 +186,18 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = Lock()
         self._vocabulary: _Vocabulary | None = None
-        self._compiled: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], list[_Template]] = OrderedDict()
         self._num_bytes = 0
+        self._num_threads = max(1, min(_MAX_MASK_THREADS, num_threads() // 2))
 
     def compile(self, grammar: Grammar) -> Future[Any]:
         """Begin to compile a grammar that is not there yet. The future raises GrammarError where that fails."""
-        key = (grammar.kind, grammar.text)
-        found = self._compiled.get(key)
-        if found is None:
-            found = self._compiled[key] = self._compilers.submit(self._compile, grammar)
-            self._num_bytes += _num_bytes(key)
-            self._make_room()
-        self._compiled.move_to_end(key)
-        return found
+        return self._templates(grammar)[0].matcher
 
     def leave(self, compiled: Future[Any]) -> None:
         """Nobody waits for this grammar any more: do not compile it, unless that has begun."""
         if compiled.cancel():
-            key = next(key for key, future in self._compiled.items() if future is compiled)
-            del self._compiled[key]
-            self._num_bytes -= _num_bytes(key)
+            self._forget(next(key for key, each in self._compiled.items() if each[0].matcher is compiled))
 
     def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> Constraint:
         """Follow a grammar from its beginning, behind the tokens of the request: prompt, then output.
@@ -170,30 +205,46 @@ class Grammars:
         Raises:
             GrammarError: it cannot be compiled, or the output does not fit it.
         """
-        template = self.compile(grammar).result()
+        templates = self._templates(grammar)
+        templates[0].matcher.result()
+        template = min((each for each in templates if each.matcher.done()), key=lambda each: len(each.live))
         vocabulary = self._read_vocabulary(grammar.eos_token_ids)
         thinking = self._thinking(grammar, vocabulary, token_ids[:num_prompt])
-        constraint = Constraint(self, grammar, template.deep_copy(), vocabulary.tokens, thinking=thinking)
+        constraint = Constraint(self, grammar, template, vocabulary.tokens, thinking=thinking)
+        template.live.add(constraint)
+        if len(template.live) > _REQUESTS_PER_TEMPLATE and templates[-1].matcher.done():
+            self._add_template(grammar, templates)
         for token_id in token_ids[num_prompt:]:
             constraint.advance(token_id)
         return constraint
 
     def fill(self, constraints: Sequence[Constraint], masks: Words) -> None:
         """The tokens that each may have next, as bits of masks [constraints, num_words]; none where it has an error."""
-        matchers: list[tuple[Any, int]] = []
+        computed: list[tuple[int, Any, int]] = []
+        forced: list[tuple[int, int]] = []
         for row, constraint in enumerate(constraints):
             if constraint.is_over:
                 masks[row] = 0
             elif constraint.thinking is not None:
                 constraint.thinking.fill(masks[row], constraint.grammar.eos_token_ids)
+            elif constraint.forced:
+                forced.append((row, constraint.forced[constraint.num_forced]))
             else:
-                matchers.append((constraint.matcher, row))
-        if matchers:
-            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+                computed.append((id(constraint.template), constraint.matcher, row))
+        if forced:
+            rows, token_ids = np.array(forced, dtype=np.int64).T
+            masks[rows] = 0
+            masks[rows, token_ids >> 5] = (np.uint32(1) << (token_ids & 31).astype(np.uint32)).view(np.int32)
+        if not computed:
+            return
+        computed.sort(key=itemgetter(0))  # threads take neighbours, and those of one template wait for each other
+        matchers = [(matcher, row) for _, matcher, row in computed]
+        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
         for matcher, row in matchers:
             constraint = constraints[row]
             if matcher.is_error():
-                constraint.error = f"the grammar takes too much work here: {matcher.get_error()}"
+                constraint.error = f"the grammar cannot be followed any further: {_why(matcher)}"
+                self._forget(_key(constraint.grammar))  # its lexer, which other requests read with, may be full
             elif constraint.grammar.ignore_eos:
                 _clear_where_possible(masks[row], constraint.grammar.eos_token_ids)
 
@@ -210,7 +261,7 @@ class Grammars:
     def _executor(self) -> Any:
         import llguidance  # slow to import, and most programs give no grammar
 
-        return llguidance.LLExecutor(max(1, min(_MAX_MASK_THREADS, (os.cpu_count() or 1) // 2)))
+        return llguidance.LLExecutor(self._num_threads)
 
     def _compile(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher, LLParserLimits
@@ -218,30 +269,49 @@ class Grammars:
 
         tokenizer = self._read_vocabulary(grammar.eos_token_ids).tokenizer
         text = grammar.text
-        try:
-            if grammar.kind == "ebnf":
+        if grammar.kind == "regex":
+            text = LLMatcher.grammar_from_regex(text)
+        elif grammar.kind == "ebnf":
+            try:
                 text = any_to_lark(text)
                 check_lark(text)
-                text = LLMatcher.grammar_from_lark(text)
-            elif grammar.kind == "regex":
-                text = LLMatcher.grammar_from_regex(text)
-        except UnsupportedSchemaError as error:
-            raise GrammarError(f"its %json cannot be enforced: {error}") from error
-        except Exception as error:  # whatever its parser in Python meets
-            raise GrammarError(f"it is neither a GBNF nor a Lark grammar that can be enforced: {error}") from error
+            except UnsupportedSchemaError as error:
+                raise GrammarError(f"its %json cannot be enforced: {error}") from error
+            except Exception as error:  # whatever its parser in Python meets
+                raise GrammarError(f"it is neither a GBNF nor a Lark grammar that can be enforced: {error}") from error
+            text = LLMatcher.grammar_from_lark(text)
         limits = LLParserLimits(step_lexer_fuel=_MASK_FUEL, max_lexer_states=_MAX_STATES, verbose_errors=False)
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # which fails where no text fits, and readies the lexer for the first tokens
         if matcher.is_error():
-            raise GrammarError(f"it cannot be enforced: {matcher.get_error()}")
+            raise GrammarError(f"it cannot be enforced: {_why(matcher)}")
         return matcher
 
+    def _templates(self, grammar: Grammar) -> list[_Template]:
+        """Those of a grammar; the first one is compiled from now on."""
+        key = _key(grammar)
+        found = self._compiled.setdefault(key, [])
+        self._compiled.move_to_end(key)
+        if not found:
+            self._add_template(grammar, found)
+        return found
+
+    def _add_template(self, grammar: Grammar, templates: list[_Template]) -> None:
+        if len(templates) < self._num_threads:
+            templates.append(_Template(self._compilers.submit(self._compile, grammar)))
+            self._num_bytes += _num_bytes(_key(grammar))
+            self._make_room()
+
     def _make_room(self) -> None:
-        for key, future in list(self._compiled.items())[:-1]:
+        for key, templates in list(self._compiled.items())[:-1]:
             if self._num_bytes <= MAX_CACHED_BYTES:
                 return
-            if future.done():
-                del self._compiled[key]
-                self._num_bytes -= _num_bytes(key)
+            if all(each.matcher.done() for each in templates):
+                self._forget(key)
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        self._num_bytes -= _num_bytes(key) * len(self._compiled.pop(key, ()))
 
     # ------------------------------------------------------------ the vocabulary
 
@@ -253,6 +323,8 @@ class Grammars:
 
     def _make_vocabulary(self, eos_token_ids: Sequence[int]) -> _Vocabulary:
         from llguidance import LLTokenizer, TokenizerWrapper
+
+        from aioengine.tokenizer import Tokenizer
 
         if self._tokenizer_path is None:
             raise GrammarError("structured output needs a tokenizer, and this engine has none")
@@ -267,7 +339,7 @@ class Grammars:
         known = tokens if ends else [*tokens, _SPECIAL + b"end"]  # the library needs an end
         encode = partial(own.encode, add_special_tokens=False)
         source = _Source(known, special, ends or [len(tokens)], encode)
-        tokenizer = LLTokenizer(TokenizerWrapper(source), eos_token=source.eos_token_ids)
+        tokenizer = LLTokenizer(TokenizerWrapper(source), eos_token=source.eos_token_ids, slices=list(_SLICES))
         return _Vocabulary(tokens, tokenizer, encode)
 
     def _thinking(self, grammar: Grammar, vocabulary: _Vocabulary, prompt: Sequence[int]) -> Thinking | None:
@@ -282,6 +354,12 @@ class Grammars:
         return None if _ends_with(tail, text) else Thinking(text, ids, max_tokens=grammar.max_thinking_tokens)
 
 
+def _why(matcher: Any) -> str:
+    """Why a matcher of the library has failed."""
+    error: str = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return "no text fits it" if error == "NoExtensionBias" else error
+
+
 def _ends_with(text: bytes, end: bytes) -> bool:
     """Spaces aside, where ``end`` is more than that."""
     return (text if end.isspace() else text.rstrip(_SPACES)).endswith(end)
@@ -290,6 +368,10 @@ def _ends_with(text: bytes, end: bytes) -> bool:
 def _token_bytes(text: str | bytes, is_special: bool) -> bytes:
     data = text.encode() if isinstance(text, str) else text
     return _SPECIAL + data if is_special else data
+
+
+def _key(grammar: Grammar) -> tuple[str, str]:
+    return grammar.kind, grammar.text
 
 
 def _num_bytes(key: tuple[str, str]) -> int:

@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import time
+from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, runtime_checkable
 
@@ -59,8 +60,8 @@ Facts = dict[str, str | int | float | bool]
 Ticket = TypeVar("Ticket")
 
 _CONTROL_STAGE = "control"
-_COMPILING_WAIT_S = 0.0005
-"""How long to wait for messages while grammars are being compiled and nothing else is to be done."""
+_COMPILING_WAIT_S = 0.001
+"""How long to wait for a grammar that is being compiled while nothing else is to be done, before messages are read."""
 
 
 @runtime_checkable
@@ -140,6 +141,8 @@ class SchedulerService:
         """One step where there is work, with replies and statistics."""
         to_peer: list[Message] = []
         if self._compiling:
+            if not self._core.has_work:
+                wait(set(self._compiling.values()), _COMPILING_WAIT_S, FIRST_COMPLETED)
             self._take_compiled()
         if self._refused:
             to_peer.append(StepOutput(ended=self._refused))
@@ -157,10 +160,8 @@ class SchedulerService:
 
     def wait_s(self, now: float) -> float:
         """0 while there is work or its end is to be reported, else until the next deadline or heartbeat."""
-        if self._core.has_work or self._was_busy:
+        if self._core.has_work or self._was_busy or self._compiling:
             return 0.0
-        if self._compiling:
-            return _COMPILING_WAIT_S
         until = self._stats_sent_at + HEARTBEAT_S
         deadline = self._core.requests.next_deadline()
         return max(0.0, (until if deadline is None else min(until, deadline)) - now)

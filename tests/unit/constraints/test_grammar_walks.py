@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioengine.errors import UnsupportedSchemaError
-from aioengine.grammars import GrammarError
-from tests.kit.grammar_walks import allowed, demo_grammars, grammar_of, text_of, walk
+from aioengine.grammars import Constraint, GrammarError, Grammars
+from tests.kit.grammar_walks import FOLDER, VOCAB_SIZE, allowed, demo_grammars, grammar_of, text_of, token_bytes, walk
 
 Schema = dict[str, Any]
 
@@ -99,6 +101,57 @@ def test_every_complete_output_is_valid() -> None:
 
     check()
     assert counts["complete"] > 100, counts  # of 240 walks
+
+
+def test_many_requests_of_one_grammar_get_the_same_masks() -> None:
+    grammars = Grammars(str(FOLDER), VOCAB_SIZE)
+    grammars._num_threads = 3
+    grammar = grammar_of(json_schema={"type": "string", "maxLength": 9})
+    constraints: list[Constraint] = []
+    for _ in range(100):
+        constraints.append(grammars.open(grammar, [], 0))
+        for template in grammars._compiled[grammar.kind, grammar.text]:
+            template.matcher.result()
+    templates = grammars._compiled[grammar.kind, grammar.text]
+    assert [len(each.live) for each in templates] == [34, 33, 33]
+    masks = np.zeros((len(constraints), grammars.num_words), dtype=np.int32)
+    drawn = random.Random(0)
+    while not constraints[0].is_complete:
+        grammars.fill(constraints, masks)
+        assert (masks == masks[0]).all()
+        token_id = drawn.choice(np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")).tolist())
+        for constraint in constraints:
+            constraint.advance(token_id)
+    assert all(each.is_complete for each in constraints)
+    del constraints[1:], constraint
+    assert sum(len(each.live) for each in templates) == 1
+    grammars.close()
+
+
+def test_a_grammar_whose_lexer_is_full_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.grammars._MAX_STATES", 500)
+    grammars = demo_grammars()
+    grammar = grammar_of(regex="(a|b)*a(a|b){12}c")
+    before = grammars.compile(grammar)
+    constraint = grammars.open(grammar, [], 0)
+    letters = [token_bytes().index(b"a"), token_bytes().index(b"b")]
+    drawn = random.Random(0)
+    num_tokens = 0
+    while not constraint.error:
+        constraint.advance(drawn.choice(letters))
+        allowed(constraint)
+        num_tokens += 1
+    assert num_tokens > 10
+    assert "cannot be followed any further" in constraint.error
+    assert grammars.compile(grammar) is not before
+    grammars.open(grammar, letters, 0)
+
+
+@pytest.mark.parametrize("params", [{"regex": r"[^\s\S]"}, {"regex": "a[^\\w\\W]"}])
+def test_what_no_text_fits_is_refused_in_plain_words(params: dict[str, str]) -> None:
+    with pytest.raises(GrammarError) as raised:
+        demo_grammars().open(grammar_of(**params), [], 0)
+    assert str(raised.value) == "it cannot be enforced: no text fits it"
 
 
 @pytest.mark.parametrize(
