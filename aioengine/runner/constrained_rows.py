@@ -45,11 +45,6 @@ class ConstrainedRows:
         self.grammars: Grammars | None = None
         self._unfollowed: deque[Launched] = deque()
 
-    @property
-    def has_unfollowed(self) -> bool:
-        """Whether there are launched tokens that constraints have not followed."""
-        return bool(self._unfollowed)
-
     def open(self, opened: NewRow, request: RequestRow) -> None:
         """Give an open request the constraint of its grammar, behind its output so far.
 

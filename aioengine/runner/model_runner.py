@@ -17,6 +17,7 @@ from aioengine.runner.constrained_rows import ConstrainedRows
 from aioengine.runner.custom_processors import CustomProcessors
 from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.inputs import InputBuilder
+from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.pooler import Pooler
 from aioengine.runner.rows import RowTable
@@ -134,6 +135,8 @@ class ModelRunner:
         self._poisoned: set[int] = set()
         self._newest: Ticket | None = None  # as long as it is not collected
         self._constrained = ConstrainedRows()
+        masks = next(each for each in processors if isinstance(each, GrammarMask))
+        masks.follow = self._constrained.follow
         self._is_closed = False
 
     @torch.inference_mode()
@@ -358,23 +361,26 @@ class ModelRunner:
         sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
         step = graphs.replay(rows, sampled)
         if step.token_ids is None:
-            return self._sample(step.hidden, sampled)
+            return self._sample(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
         if self._table.num_with_logprobs:
             self._logprobs.add_sampled(graphs.logits(step), sampled, step.token_ids, step.order)
         if self._table.num_with_states:
             self._states.add_sampled(step.hidden, sampled)
         return step.token_ids
 
-    def _sample(self, hidden: Tensor, rows: SampledRows) -> Tensor:
-        """Hidden states [S, D] -> token ids [S], which the table stores as last tokens."""
+    def _sample(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor:
+        """Hidden states [S, D] -> token ids [S], which the table stores as last tokens.
+
+        logits: [>= S, V] of them, where they are computed already.
+        """
         num_rows = len(hidden)
-        num_missing = self._num_padded(num_rows) - num_rows
         if self._table.num_with_states:
             self._states.add_sampled(hidden, rows)
-        padded = functional.pad(hidden, (0, 0, 0, num_missing)) if num_missing else hidden
-        logits = self._model.compute_logits(padded)[:num_rows]
-        if self._constrained.has_unfollowed:
-            self._constrained.follow()
+        if logits is None:
+            num_missing = self._num_padded(num_rows) - num_rows
+            padded = functional.pad(hidden, (0, 0, 0, num_missing)) if num_missing else hidden
+            logits = self._model.compute_logits(padded)
+        logits = logits[:num_rows]
         with part("sample"):
             token_ids = self._sampler.sample(logits, rows)
             if self._table.num_with_logprobs:

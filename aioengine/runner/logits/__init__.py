@@ -67,7 +67,7 @@ class Grammars(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LogitsRow:
     """A row of logits and the request that it belongs to.
 

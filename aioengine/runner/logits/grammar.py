@@ -12,42 +12,82 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
-    from aioengine.runner.logits import LogitsRow
+    from aioengine.runner.logits import Constraint, LogitsRow
     from aioengine.runner.transfer import Upload
-
-_ROWS_AT_ONCE = 128
-"""Masks that are computed and uploaded together: of 200,000 tokens they have 3.2 MB."""
 
 
 class GrammarMask:
+    """follow: called before masks are computed, as late as the device allows: constraints then follow the last tokens,
+    for which the host waits.
+    """
+
+    def __init__(self) -> None:
+        self.follow: Callable[[], None] | None = None
+        self._buffers = [_Buffer(), _Buffer()]
+
     def wants(self, sampling: Sampling) -> bool:
         return sampling.grammar is not None
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
         """Rule tokens out of rows of logits [S, W]. A row whose constraint is over is left as it is: it ends."""
-        for start in range(0, len(rows), _ROWS_AT_ONCE):
-            live = [
-                (row.index, row.constraint)
-                for row in rows[start : start + _ROWS_AT_ONCE]
-                if row.constraint is not None and not row.constraint.is_over
-            ]
-            if not live:
-                continue
-            source = live[0][1].source
-            masks = np.empty((len(live), source.num_words), dtype=np.int32)
-            source.fill([constraint for _, constraint in live], masks)
-            usable = [place for place, (_, constraint) in enumerate(live) if not constraint.error]
-            indices = np.array([live[place][0] for place in usable], dtype=np.int64)
-            masks = masks[usable] if len(usable) < len(live) else masks
-            if not logits.is_cuda:
-                _mask(logits, indices, masks)
-            elif usable:
-                kernel = import_module("aioengine.kernels.triton.grammar_mask")
-                kernel.mask(logits, upload(indices), upload(masks))
+        self.mask(logits, [row.index for row in rows], [row.constraint for row in rows], upload)
+
+    def mask(
+        self, logits: Tensor, indices: Sequence[int], constraints: Sequence[Constraint | None], upload: Upload
+    ) -> None:
+        """As ``apply``, for the rows ``indices`` of logits [S, W] and their constraints."""
+        if self.follow is not None:
+            self.follow()
+        live = [
+            (index, constraint)
+            for index, constraint in zip(indices, constraints, strict=True)
+            if constraint is not None and not constraint.is_complete and not constraint.error
+        ]
+        if not live:
+            return
+        source = live[0][1].source
+        shape = len(live), source.num_words
+        masks = self._buffers[0].array(shape) if logits.is_cuda else np.empty(shape, dtype=np.int32)
+        source.fill([constraint for _, constraint in live], masks)
+        usable = [place for place, (_, constraint) in enumerate(live) if not constraint.error]
+        places = np.array([live[place][0] for place in usable], dtype=np.int64)
+        if len(usable) < len(live):
+            masks[: len(usable)] = masks[usable]
+        if not logits.is_cuda:
+            _mask(logits, places, masks)
+        elif usable:
+            kernel = import_module("aioengine.kernels.triton.grammar_mask")
+            kernel.mask(logits, upload(places), self._buffers[0].send(len(usable), logits.device))
+            self._buffers.reverse()
+
+
+class _Buffer:
+    """Pinned memory for masks that a GPU reads: they are computed where they are copied from."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, 0, dtype=torch.int32)
+        self._left: torch.cuda.Event | None = None
+
+    def array(self, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
+        """An array of the shape [X, words], once the copy of the last one has left."""
+        if self._left is not None:
+            self._left.synchronize()
+        if len(self._memory) < shape[0] or self._memory.shape[1] != shape[1]:
+            self._memory = torch.empty(shape, dtype=torch.int32, pin_memory=True)
+        return self._memory[: shape[0]].numpy()
+
+    def send(self, num_rows: int, device: torch.device) -> Tensor:
+        """The first ``num_rows`` [X, words] on the device."""
+        sent = self._memory[:num_rows].to(device, non_blocking=True)
+        self._left = self._left or torch.cuda.Event()
+        self._left.record()
+        return sent
 
 
 def _mask(logits: Tensor, indices: npt.NDArray[np.int64], masks: npt.NDArray[np.int32]) -> None:

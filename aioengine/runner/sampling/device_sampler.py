@@ -15,6 +15,7 @@ import torch
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.device_memory import SAMPLED_ROWS
+from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.penalties import Penalties
 from aioengine.runner.rows import logits_row
 from aioengine.runner.sampling.token_counts import TokenCounts
@@ -110,6 +111,9 @@ class DeviceSampler:
                 continue
             if isinstance(processor, Penalties):
                 self._counts.apply(scores, rows, users, start)
+            elif isinstance(processor, GrammarMask):
+                constraints = [rows.requests[start + user].constraint for user in users.tolist()]
+                processor.mask(scores, users.tolist(), constraints, self._upload)
             else:
                 processor.apply(scores, [_logits_row(rows, start, user) for user in users.tolist()], self._upload)
         return scores
