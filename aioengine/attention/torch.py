@@ -39,7 +39,8 @@ class _Row:
         first_token: index in T of its first token.
         start: position of that token in its request.
         stop: the position after its last token.
-        pairs: [K, P] indices into (page, kv head) pairs of the pool, for positions 0 to ``stop`` rounded up to blocks.
+        pairs: [K, P] indices into the flattened dimensions (page, kv head) of the pool: the pages of positions 0 to
+            ``stop``, rounded up to whole blocks.
     """
 
     first_token: int
@@ -66,6 +67,7 @@ class TorchAttention:
         first_token = 0
         for table, count, stop in zip(batch.page_table, batch.query_lengths, batch.kv_lengths, strict=True):
             num_pages = -(-_round_up(stop) // self.page_size)
+            # a block may reach past the row's own pages: the padding page 0 stands there, and is masked
             pages = functional.pad(table[:num_pages], (0, max(0, num_pages - len(table))))
             pairs = pages * self._num_kv_heads + torch.arange(self._num_kv_heads, device=pages.device).unsqueeze(1)
             self._rows.append(_Row(first_token, stop - count, stop, pairs))

@@ -36,10 +36,10 @@ GRAPHS_BYTES = 2 << 30
 SAMPLED_ROWS = 256
 """Rows that the sampler processes at once, with their logits in fp32: bounds its memory."""
 
-_ROWS = 1, 2, 17, 33, 65
-"""Row counts of the warm-up before a measurement: one of each range in which matmuls use another kernel."""
+_WARMUP_ROWS = 1, 2, 17, 33, 65
+"""Row counts that are run before a measurement: one for each range of row counts with a matmul kernel of its own."""
 
-_LIST_TIMEOUT_S = 10.0
+_SMI_TIMEOUT_S = 10.0
 
 
 class LargestStep(NamedTuple):
@@ -48,7 +48,7 @@ class LargestStep(NamedTuple):
     Attributes:
         num_tokens: tokens of any step.
         num_rows: rows that sample in one step.
-        num_captured: tokens of a step with prompts that runs in CUDA graphs; 0: there are none.
+        num_captured: tokens of the largest step with prompts that has CUDA graphs; 0: no such step has any.
     """
 
     num_tokens: int
@@ -57,7 +57,7 @@ class LargestStep(NamedTuple):
 
 
 class DeviceMemory:
-    """The memory that this process takes of one device, by purpose; not recorded on a CPU."""
+    """Records how much memory of one device this process has allocated, by purpose; nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -77,7 +77,7 @@ class DeviceMemory:
         before = torch.cuda.memory_reserved(self.device)
         try:
             yield
-        except RuntimeError as error:  # with nothing left for CUDA itself it is not torch's OutOfMemoryError
+        except RuntimeError as error:  # no OutOfMemoryError where nothing is left for CUDA itself
             if "out of memory" not in str(error):
                 raise
             needed = "" if need is None else f" ({format_bytes(need)})"
@@ -96,7 +96,7 @@ class DeviceMemory:
         advice = "Lower chunked_prefill_size or max_running_requests"
         with self.take("a step of the largest size", advice=advice):
             peak = peak_memory(model, self.device, largest)
-        steps = peak + peak // 4  # a margin: the tensors of smaller steps may leave more gaps between them
+        steps = peak + peak // 4  # a margin: steps of mixed sizes fragment the allocator's memory
         counts = 4 * largest.num_rows * model.vocab_size  # the token counts of penalties
         # 2 * counts: while the table of counts grows, the old and the new one exist
         reserved = steps + 2 * counts + GRAPHS_BYTES + captured_bytes(model, largest, steps)
@@ -136,7 +136,7 @@ class DeviceMemory:
 
 
 class NoAttention:
-    """Returns the queries, and allocates as much memory as attention does: its output."""
+    """Stands in for attention while memory is measured: returns a copy of the queries, as large as its output."""
 
     def target(self, layer: int) -> WriteKV:
         return lambda k, v: None
@@ -147,9 +147,9 @@ class NoAttention:
 
 
 def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
-    """Memory that the graphs of steps with prompts keep: their intermediate tensors, as many as in the largest of
-    these steps, and the buffers of q, k, v, the attention output and input embeddings. ``step_bytes``: what a step of
-    ``largest.num_tokens`` takes without graphs.
+    """Memory that the graphs of steps with prompts keep: the intermediate tensors of the largest of these steps, which
+    all share, and the buffers of q, k, v, the attention output and input embeddings. ``step_bytes``: peak memory of a
+    step of ``largest.num_tokens`` without graphs.
     """
     shape = model.attention_shape
     num_heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k and v, and the output, which is as large as q
@@ -167,7 +167,7 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int
         torch.OutOfMemoryError: not even that step fits.
     """
     with compile_only():  # warm-up: what kernels and libraries allocate once is no part of a step
-        for num_rows in _ROWS:
+        for num_rows in _WARMUP_ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
             model.compute_logits(model.forward(model_inputs(model, ids, ids), NoAttention()))
     torch.cuda.synchronize(device)
@@ -189,7 +189,7 @@ def other_processes(device: torch.device) -> list[str]:
     command = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
     try:
         command.append(f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
-        output = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True).stdout
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return []
     return listed_processes(output, os.getpid())
@@ -231,8 +231,8 @@ class PoolBudget:
     """Memory for the pool.
 
     Attributes:
-        free_bytes: limit for a requested number of pages.
-        usable_bytes: limit where as many pages as fit are taken.
+        free_bytes: limit of a pool whose size the user gave: all memory that is left.
+        usable_bytes: limit of a pool of the default size, which keeps to ``mem_fraction_static``.
         explanation: how the limits came about, for error messages.
     """
 

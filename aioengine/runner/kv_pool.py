@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 PADDING_PAGE = 0
-"""The page of no request: it fills the unused entries of page tables, and takes the keys and values of the rows and
-tokens that pad a CUDA graph; without graphs it stays zero. Plans do not count it.
+"""A page that no request owns: it fills the unused entries of page tables, and takes the keys and values of the rows
+and tokens that pad a CUDA graph; without graphs it stays zero. Plans number the pages without it.
 """
 
 FIRST_PAGE = 1
-"""The page of the pool that is page 0 in plans."""
+"""Index in the pool of the page that plans call page 0."""
 
 
 class KVPool:
@@ -73,7 +73,7 @@ class KVPool:
             layer[:, indices] = layer[:, indices].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def clean_marked(self, pages: dict[int, list[int]], marks: Tensor, upload: Upload) -> None:
-        """Queue the same after a step in flight, for the rows that it marks as failed.
+        """Queue this cleaning on the device, behind a step in flight, for the rows that the step marks as failed.
 
         Args:
             pages: index into ``marks`` -> pages of that row.

@@ -69,7 +69,7 @@ class DeviceParts:
 
     @property
     def max_row_pages(self) -> int:
-        """Of the longest request: a step in flight computes no position past the end of the context."""
+        """Pages of the longest request: no position past the context is computed, not even by a step in flight."""
         return min(-(-self.context_length // self.kv_pool.page_size), self.kv_pool.num_pages)
 
 
@@ -77,11 +77,14 @@ class DeviceParts:
 class Ticket:
     """A launched step.
 
-    wanted: uids of the rows that give anything, in the order of the plan. sampled: those that were computed. silent:
-    uids of the computed rows that do not sample. values: a token for each of ``sampled``, then for each of ``silent``
-    0 or, where its numbers are bad, FAILED. failed: rows that were not computed, or whose grammar cannot be followed.
-    logprobs, states (hidden states), pooled (vectors): those that rows asked for; None: no row did.
-    constraints: of the rows with a grammar, by their place in ``sampled``. complete: uids of those that are complete.
+    Attributes:
+        wanted: uids of the rows that give anything (``Row.gives``), in the order of the plan.
+        sampled: uids of the computed rows that sample. silent: of the other computed rows.
+        values: a token or FAILED for each of ``sampled``, then 0 or FAILED (not finite) for each of ``silent``.
+        failed: by uid, why a row was not computed, or why its grammar cannot be followed.
+        logprobs, states, pooled: logprobs, hidden states and vectors that rows asked for; None: no row did.
+        constraints: of the rows with a grammar, by their index in ``sampled``.
+        complete: uids of the rows whose grammar is complete.
     """
 
     wanted: list[int]
@@ -131,8 +134,8 @@ class ModelRunner:
         self._pooler = Pooler(parts.model, parts.pooling, self._table.upload)
         self._graphs: DecodeGraphs | None = None
         self.prompt_graphs: PieceGraphs | EncoderGraphs | None = None
-        self._broken: dict[int, str] = {}
-        self._poisoned: set[int] = set()
+        self._broken: dict[int, str] = {}  # uid -> why the row fails in each step until it is closed
+        self._poisoned: set[int] = set()  # uids whose pages may hold non-finite numbers
         self._newest: Ticket | None = None  # as long as it is not collected
         self._constrained = ConstrainedRows()
         masks = next(each for each in processors if isinstance(each, GrammarMask))
@@ -192,11 +195,11 @@ class ModelRunner:
         return ticket
 
     def use_grammars(self, grammars: Grammars) -> None:
-        """Where the constraints of requests with a grammar come from."""
+        """Set what opens the constraints of requests with a grammar."""
         self._constrained.grammars = grammars
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for the step and return its tokens: the only copy from the device to the host."""
+        """Wait for the step and return what it gives."""
         if ticket is self._newest:
             self._newest = None
         values = ticket.values.wait()
@@ -268,8 +271,9 @@ class ModelRunner:
                     self._break(row.uid, str(error))
 
     def _clean_behind(self, ticket: Ticket, closed: list[int]) -> None:
-        """Queue the cleaning of the pages of closed requests that the step in flight may find non-finite: when the host
-        learns of it, the pages may belong to another request.
+        """Queue the cleaning of pages of closed requests, if the step in flight marks them as failed.
+
+        The host learns of the failure after the step. The pages may belong to another request by then.
         """
         places = {uid: place for place, uid in enumerate([*ticket.sampled, *ticket.silent])}
         pages = {places[uid]: self._table.pages(uid) for uid in closed if uid in places}
@@ -309,12 +313,12 @@ class ModelRunner:
         states = self._states.find_prompts(rows) if self._table.num_with_states else None
         num_outputs = self._num_padded(num_rows)
         with part("prepare"):
-            others = [each.places for each in (states, prompts) if each is not None]
-            more = np.concatenate(others) if others else None
+            places = [each.places for each in (states, prompts) if each is not None]
+            others = np.concatenate(places) if places else None
             inputs, batch = self._inputs.build(
-                self._model, rows, self._pooler.outputs(rows), num_outputs=num_outputs, others=more
+                self._model, rows, self._pooler.outputs(rows), num_outputs=num_outputs, others=others
             )
-        hidden = self._forward(inputs, batch, has_more_outputs=more is not None)
+        hidden = self._forward(inputs, batch, has_more_outputs=others is not None)
         num_states = 0 if states is None else len(states.places)
         if states is not None:
             self._states.add_prompts(hidden[num_outputs : num_outputs + num_states], states)
@@ -337,8 +341,8 @@ class ModelRunner:
         return torch.cat([token_ids, silent])
 
     def _forward(self, inputs: ModelInputs, batch: ForwardBatch, *, has_more_outputs: bool) -> Tensor:
-        """Hidden states: of all tokens [T, D], or first [R, D] of one token of each row; ``has_more_outputs``: then of
-        other tokens.
+        """Hidden states [T, D] of all tokens, or, where ``inputs.outputs`` names some, of these: one token of each row,
+        and with ``has_more_outputs`` other tokens behind them.
         """
         graphs = self.prompt_graphs
         has_given_embeds = inputs.token_ids is None and not self._model.input_spec.embeddings
@@ -351,8 +355,8 @@ class ModelRunner:
         return self._model.forward(inputs, self._attention)
 
     def _num_padded(self, num_rows: int) -> int:
-        """The row count of a captured decode step: for matmuls of a new number of rows CUDA loads kernels, for which it
-        waits for all queued work.
+        """The row count of the next larger captured decode step: for a matmul of a row count not seen before, CUDA may
+        load a kernel, and waits for all queued work to do so.
         """
         return num_rows if self._graphs is None else self._graphs.padded(num_rows)
 
@@ -389,7 +393,7 @@ class ModelRunner:
         return token_ids
 
 
-class _Samples(Protocol):
+class _AnySampler(Protocol):
     """``sampler.Sampler``, or ``device_sampler.DeviceSampler`` on a GPU."""
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
@@ -401,7 +405,7 @@ class _Samples(Protocol):
         ...
 
 
-def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProcessor, ...]) -> _Samples:
+def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProcessor, ...]) -> _AnySampler:
     num_embeddings = parts.model.vocab_size
     vocab_size = min(parts.vocab_size, num_embeddings)
     if parts.device.type == "cpu":
@@ -410,7 +414,7 @@ def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProces
         message = "the package triton is not installed, which device='cuda' needs: torch's own wheels for CUDA bring it"
         raise ValueError(message)
     module = importlib.import_module("aioengine.runner.sampling.device_sampler")
-    sampler: _Samples = module.DeviceSampler(
+    sampler: _AnySampler = module.DeviceSampler(
         vocab_size=vocab_size, num_embeddings=num_embeddings, table=table, processors=processors
     )
     return sampler

@@ -27,14 +27,14 @@ class Upload(Protocol):
 class PinnedUpload:
     """Copies through pinned memory, so that the host does not wait for earlier steps of the device.
 
-    The memory is a ring of segments; one is reused once every copy from it has arrived.
+    The memory is a ring of segments; a segment is reused once all copies from it are done, which its event records.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._segments = torch.empty(_NUM_SEGMENTS, _SEGMENT_BYTES, dtype=torch.uint8, pin_memory=True)
         self._views: list[npt.NDArray[np.uint8]] = [segment.numpy() for segment in self._segments]
-        self._left = [torch.cuda.Event() for _ in range(_NUM_SEGMENTS)]
+        self._copied = [torch.cuda.Event() for _ in range(_NUM_SEGMENTS)]
         self._segment = 0
         self._used = 0
 
@@ -52,19 +52,19 @@ class PinnedUpload:
         return torch.from_numpy(pinned).to(self._device, non_blocking=True)
 
     def _next_segment(self) -> None:
-        self._left[self._segment].record()
+        self._copied[self._segment].record()
         self._segment = (self._segment + 1) % _NUM_SEGMENTS
-        self._left[self._segment].synchronize()
+        self._copied[self._segment].synchronize()
         self._used = 0
 
 
 def upload_to(device: torch.device) -> Upload:
-    """The upload to this device; on a CPU without the microseconds of a ``to`` that copies nothing."""
+    """The upload to this device; on a CPU ``from_numpy`` alone: ``to`` would copy nothing, in microseconds."""
     return cast("Upload", torch.from_numpy) if device.type == "cpu" else PinnedUpload(device)
 
 
 def host_copy(values: Tensor) -> Tensor:
-    """[...] on the device -> [...] on the host, where it is once the work queued so far is done; on a CPU the same."""
+    """[...] on the device -> [...] on the host, valid once the work queued so far is done; on a CPU the same tensor."""
     if not values.is_cuda:
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

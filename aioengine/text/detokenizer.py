@@ -34,7 +34,7 @@ _REPLACEMENT = "\ufffd"
 _REPLACEMENT_BYTES = _REPLACEMENT.encode()
 _SURROGATES = b"\xed\xa0"  # up to ED BF: the start of a surrogate, which UTF-8 does not allow
 _MAX_INCOMPLETE = 3  # bytes of an incomplete character
-_MAX_WINDOW = 16  # ids that WindowDetokenizer keeps at least, and decodes again for each token
+_WINDOW = 16  # the fewest ids that WindowDetokenizer keeps, and decodes again with each new one
 
 
 class Decode(Protocol):
@@ -111,7 +111,7 @@ class TableDetokenizer:
         if self._pending_is_from_prompt and len(self._pending) < len(data):
             self._pending_is_from_prompt = False
             if text.startswith(_REPLACEMENT) and not data.startswith(_REPLACEMENT_BYTES):
-                text = text[1:]
+                text = text[1:]  # it stands for the character of the prompt that the output did not complete
         self._uses_table = self._can_use_table()
         return text
 
@@ -164,7 +164,7 @@ class WindowDetokenizer:
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()) -> None:
         """``prompt_ids``: the prompt, or as much of its end as is known."""
         self._decode = decode
-        self._window = list(prompt_ids[-4 * _MAX_WINDOW :])
+        self._window = list(prompt_ids[-4 * _WINDOW :])
         self._text = decode(self._window) if self._window else ""
         self._num_incomplete = 0  # ids since the decoded text last ended with a complete character
         text = self._text
@@ -173,7 +173,7 @@ class WindowDetokenizer:
             text = decode(self._window[: -self._num_incomplete])
         self._num_returned = len(text.rstrip(_REPLACEMENT))
         self._num_from_prompt = len(self._text) - self._num_returned  # U+FFFD at the end of the decoded prompt
-        self._shorten_at = 2 * _MAX_WINDOW
+        self._shorten_at = 2 * _WINDOW
         self._shorten()
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -209,31 +209,31 @@ class WindowDetokenizer:
         text = self._text[self._num_returned : end]
         self._num_returned = end
         if self._num_from_prompt:
-            prompts = _REPLACEMENT * self._num_from_prompt
+            of_prompt = _REPLACEMENT * self._num_from_prompt
             self._num_from_prompt = 0
-            if text.startswith(prompts):
-                return text[len(prompts) :]
+            if text.startswith(of_prompt):
+                return text[len(of_prompt) :]
         return text
 
     def _shorten(self) -> None:
         """Drop the oldest ids, at a cut after which the remaining ids decode to the end of the same text."""
-        if self._num_incomplete and len(self._window) < 8 * _MAX_WINDOW:
-            return  # a cut could split the character; later it is tried, since a run of invalid bytes may never end
-        self._shorten_at = len(self._window) + _MAX_WINDOW
-        for cut in range(len(self._window) - _MAX_WINDOW, 0, -1):
+        if self._num_incomplete and len(self._window) < 8 * _WINDOW:
+            return  # a cut could split the character; a long window is cut all the same: invalid bytes may never end
+        self._shorten_at = len(self._window) + _WINDOW
+        for cut in range(len(self._window) - _WINDOW, 0, -1):
             text = self._decode(self._window[cut:])
             num_lost = len(self._text) - len(text)
             if text and num_lost <= self._num_returned and self._text.endswith(text):
                 self._window = self._window[cut:]
                 self._text = text
                 self._num_returned -= num_lost
-                self._shorten_at = 2 * _MAX_WINDOW
+                self._shorten_at = 2 * _WINDOW
                 return
-        without_middle = self._window[:_MAX_WINDOW] + self._window[-_MAX_WINDOW:]
+        without_middle = self._window[:_WINDOW] + self._window[-_WINDOW:]
         if len(without_middle) < len(self._window) and self._decode(without_middle) == self._text:
             # The ids between them have no text.
             self._window = without_middle
-            self._shorten_at = 3 * _MAX_WINDOW
+            self._shorten_at = 3 * _WINDOW
 
 
 def _decode_utf8(data: bytes) -> tuple[str, bytes]:

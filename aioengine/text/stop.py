@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StopMatcher:
-    """Returns the text that is pushed, up to a stop.
+    """Passes pushed text on up to the first stop, and holds back the end that could become one.
 
     Attributes:
         matched: the stop string or pattern that ended the text, else None.
@@ -49,9 +49,7 @@ class StopMatcher:
         self._find_start = None if self._strings is None or self.search is not None else self._strings.find_start
         self._keeps_stop = no_stop_trim
         self._held = ""
-        self._num_open = (
-            0  # characters at the end of ``_held`` that could become a stop string; patterns may hold back more
-        )
+        self._num_open = 0  # characters at the end of ``_held`` that may begin a stop string; patterns may hold more
         self.matched: str | None = None
 
     @property
@@ -62,8 +60,8 @@ class StopMatcher:
     def push(self, text: str) -> str:
         """Take the next piece of text and return what cannot be part of a stop any more.
 
-        After a match all text is dropped. With patterns, push the text of one token at a time: they are searched for
-        once a call.
+        After a match all text is dropped. With patterns, push the text of one token at a time: each call searches for
+        them once.
 
         Raises:
             RequestError: a pattern took too long.

@@ -24,11 +24,11 @@ SMALL: Tile = 64, 64, 128, 4, 4
 MEDIUM: Tile = 64, 128, 64, 4, 4
 LARGE: Tile = 128, 256, 64, 3, 8
 FP32: Tile = 32, 32, 32, 2, 4
-"""Matmuls of fp32 numbers run without tensor cores, in one tile only."""
+"""The only tile of fp32 matmuls, which run without tensor cores."""
 ENOUGH_TILES = 128
 """The number of tiles that fills a GPU."""
 BAND = 8
-"""Row tiles that go over the weights together, so that these are read from the cache."""
+"""Row tiles that are computed side by side for the same outputs, so that the weights are read from the cache."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one specialization serves all counts
@@ -84,7 +84,7 @@ def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
 
 
 def tile_for(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
-    """The largest tile with which the GPU is filled."""
+    """The largest tile that still gives enough tiles to fill the GPU."""
     if dtype == torch.float32:
         return FP32
     fitting = (tile for tile in (LARGE, MEDIUM) if _num_tiles(num_rows, num_outputs, tile) >= ENOUGH_TILES)
@@ -98,9 +98,9 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = N
     tile = tile or tile_for(num_rows, num_outputs, x.dtype)
     rows, outputs, block, num_stages, num_warps = tile
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    some_bias = weight if bias is None else bias
-    arguments = (x, weight, some_bias, out, num_rows, num_outputs, size, rows, outputs, block, BAND, bias is not None)
-    alignments = tuple(tensor.data_ptr() % 16 for tensor in (x, weight, some_bias))
+    any_bias = weight if bias is None else bias  # without a bias it is never read
+    arguments = (x, weight, any_bias, out, num_rows, num_outputs, size, rows, outputs, block, BAND, bias is not None)
+    alignments = tuple(tensor.data_ptr() % 16 for tensor in (x, weight, any_bias))
     key = x.dtype, weight.shape, tile, bias is None, alignments
     grid = _num_tiles(num_rows, num_outputs, tile), 1, 1
     _matmul(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
