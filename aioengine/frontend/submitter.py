@@ -588,7 +588,8 @@ def _size(submit: Submit) -> int:
     num_ids += 0 if submit.logprobs is None else 2 * len(submit.logprobs.token_ids)
     num_ids += 3 * len(sampling.logit_bias) + len(sampling.suppressed_token_ids) + len(sampling.allowed_token_ids)
     num_ids += sum(map(len, sampling.bad_token_ids))
-    return len(submit.embeds) + 4 * num_ids + sum(map(len, text.stop)) + sum(map(len, text.stop_regex))
+    num_bytes = len(submit.embeds) + sum(map(len, text.stop)) + sum(map(len, text.stop_regex))
+    return 4 * num_ids + num_bytes + (0 if sampling.grammar is None else len(sampling.grammar.text))
 
 
 def _scrambled(value: int) -> int:

@@ -49,6 +49,16 @@ async def test_samples_with_large_stop_strings_begin_in_parts(
         assert sum(map(submitter._size, part[:-1])) < submitter.MAX_BYTES_AT_ONCE
 
 
+async def test_samples_with_large_grammars_begin_in_parts(sent: list[list[Submit]]) -> None:
+    choices = [chr(0x4E00 + number) * 13 for number in range(10_000)]
+    async with fake_async_engine(processes=False) as engine:
+        outs = await engine.async_generate(["a"] * 30, {"choice": choices}, return_exceptions=True)
+    assert len(outs) == 30
+    for part in sent:
+        assert sum(map(submitter._size, part[:-1])) < submitter.MAX_BYTES_AT_ONCE
+    assert max(len(part) for part in sent) < 10
+
+
 async def test_samples_of_a_long_prompt_begin_in_parts(
     sent: list[list[Submit]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
