@@ -210,14 +210,6 @@ class PiecewiseAttention(AttentionBackend, Protocol):
         ...
 
 
-class FixedRows(StepAttention, Protocol):
-    """Attention of steps of a fixed size, of rows that are whole, over memory that is filled before each step."""
-
-    def fill(self, lengths: list[int]) -> None:
-        """The tokens of each row; those behind the last row attend to nothing, and what they get is undefined."""
-        ...
-
-
 @runtime_checkable
 class WholeAttention(AttentionBackend, Protocol):
     """A backend whose steps can be captured in a CUDA graph together with all other operations."""
@@ -226,6 +218,9 @@ class WholeAttention(AttentionBackend, Protocol):
     has_kernel: bool
     """Whether the kernel that can be captured is used here."""
 
-    def fixed_rows(self, num_rows: int, max_length: int) -> FixedRows:
-        """For steps of up to ``num_rows`` rows of up to ``max_length`` tokens each."""
+    def fixed_rows(self, starts: Tensor, max_length: int) -> StepAttention:
+        """Attention of rows of up to ``max_length`` tokens that begin at ``starts`` [R + 1] int32, which also has the
+        end of the last one. It reads this memory anew in each step. Tokens behind the last row attend to nothing, and
+        what they get is undefined.
+        """
         ...

@@ -11,7 +11,6 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -38,19 +37,13 @@ def _nothing(k: Tensor, v: Tensor) -> None:
 
 
 class _PackedRows:
-    """Attends with the kernel to rows that begin at ``starts`` and have up to ``longest`` tokens; ``FixedRows``."""
+    """Attends with the kernel to rows that begin at ``starts`` and have up to ``longest`` tokens."""
 
-    def __init__(self, shape: AttentionShape, num_rows: int, longest: int, device: torch.device) -> None:
+    def __init__(self, shape: AttentionShape, starts: Tensor, longest: int) -> None:
+        """starts: [R + 1] int32 on the device."""
         self._shape = shape
-        self._starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        self._starts = starts
         self._longest = longest
-
-    def fill(self, lengths: list[int]) -> None:
-        """The tokens of each row, of as many rows as there are or fewer."""
-        ends = np.zeros(len(self._starts), dtype=np.int32)
-        ends[1 : len(lengths) + 1] = lengths
-        starts = torch.from_numpy(ends.cumsum(dtype=np.int32)).pin_memory()
-        self._starts.copy_(starts, non_blocking=True)
 
     def target(self, layer: int) -> WriteKV:
         return _nothing
@@ -85,8 +78,9 @@ class PackedAttention:
         assert lengths == batch.kv_lengths, "a row that attends in both directions is computed in one step"
         self._longest = max(lengths)
         if self.has_kernel:
-            self._packed = self.fixed_rows(len(lengths), self._longest)
-            self._packed.fill(lengths)
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            starts = ends.pin_memory().to(self.device, non_blocking=True)
+            self._packed = self.fixed_rows(starts, self._longest)
             return
         self._rows, start = [], 0
         for length, same in groupby(lengths):
@@ -94,9 +88,9 @@ class PackedAttention:
             self._rows.append(rows)
             start = rows.tokens.stop
 
-    def fixed_rows(self, num_rows: int, max_length: int) -> _PackedRows:
-        """See ``WholeAttention``; where there is the kernel (``has_kernel``)."""
-        return _PackedRows(self._shape, num_rows, max_length, self.device)
+    def fixed_rows(self, starts: Tensor, max_length: int) -> _PackedRows:
+        """See ``WholeAttention``; where there is the kernel (``has_kernel``). starts: [R + 1] int32."""
+        return _PackedRows(self._shape, starts, max_length)
 
     def target(self, layer: int) -> WriteKV:
         return _nothing

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import torch
 
 from aioengine.attention._base import ForwardBatch
 from aioengine.models._base import ModelInputs
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from aioengine.models._base import Model
     from aioengine.runner.rows import RequestRow, RowTable
+    from aioengine.runner.transfer import Upload
     from aioengine.scheduler.plan import Row
 
     Ints = npt.NDArray[np.int64]
@@ -63,6 +65,15 @@ def model_inputs(
         token_types=token_types,
         outputs=outputs,
     )
+
+
+def _token_types(rows: StepRows, row_of_token: Ints, positions: Ints, upload: Upload) -> Tensor | None:
+    """[T] int64 from the row and the position of each token; None where no row is a pair."""
+    starts = np.array([request.second_text for request in rows.requests])
+    if not starts.any():
+        return None
+    starts[starts == 0] = np.iinfo(np.int64).max
+    return upload((positions >= starts[row_of_token]).astype(np.int64))
 
 
 class InputBuilder:
@@ -117,15 +128,24 @@ class InputBuilder:
         return f"token id {wrong[0]} is outside the vocabulary of {self._num_embeddings}" if wrong else ""
 
     def build(
-        self, model: Model, rows: StepRows, wanted: Ints | None, *, num_outputs: int, others: Ints | None = None
+        self,
+        model: Model,
+        rows: StepRows,
+        wanted: Ints | None,
+        *,
+        num_outputs: int,
+        others: Ints | None = None,
+        on_host: bool = False,
     ) -> tuple[ModelInputs, ForwardBatch]:
-        """What the model and attention read of valid rows, at least one.
+        """What the model and attention read of valid rows, at least one. ``on_host``: its tensors stay there; for rows
+        whose tokens are all known.
 
         The model returns the hidden states of the tokens ``wanted`` [R], one of each row; None: of all. Where they are
         those of one token and rows have several, ``num_outputs`` is how many there are, at least one for each row;
         those beyond are of the first token of the step. Behind these come those of the tokens ``others`` [N].
         """
-        upload, page_size = self._table.upload, self._page_size
+        upload = cast("Upload", torch.from_numpy) if on_host else self._table.upload
+        page_size = self._page_size
         kv_lengths = rows.starts + rows.counts
         num_pages = -(-int(kv_lengths.max()) // page_size)
         page_table_RP = self._table.page_table[rows.row_indices, :num_pages]
@@ -144,10 +164,10 @@ class InputBuilder:
         slot_mapping = positions + (page_table_RP[row_of_token, page_places] - page_places) * page_size
         inputs = model_inputs(
             model,
-            self._token_ids(rows, num_tokens),
+            upload(rows.known_ids) if on_host else self._token_ids(rows, num_tokens),
             upload(positions),
             rows=upload(row_of_token) if model.input_spec.rows else None,
-            token_types=self._token_types(rows, row_of_token, positions) if model.input_spec.token_types else None,
+            token_types=_token_types(rows, row_of_token, positions, upload) if model.input_spec.token_types else None,
             outputs=None if outputs is None else upload(outputs),
         )
         if self._table.num_with_embeds:
@@ -159,14 +179,6 @@ class InputBuilder:
             kv_lengths=kv_lengths.tolist(),
         )
         return inputs, batch
-
-    def _token_types(self, rows: StepRows, row_of_token: Ints, positions: Ints) -> Tensor | None:
-        """[T] int64 from the row and the position of each token; None where no row is a pair."""
-        starts = np.array([request.second_text for request in rows.requests])
-        if not starts.any():
-            return None
-        starts[starts == 0] = np.iinfo(np.int64).max
-        return self._table.upload((positions >= starts[row_of_token]).astype(np.int64))
 
     def _with_embeds(self, model: Model, rows: StepRows, inputs: ModelInputs) -> ModelInputs:
         """With the embeddings [T, D] of all tokens, where some of these rows are of prompts that are embeddings."""

@@ -15,6 +15,7 @@ from aioengine.protocol.columns import TokenColumns
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.constrained_rows import ConstrainedRows
 from aioengine.runner.custom_processors import CustomProcessors
+from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.logits.grammar import GrammarMask
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model, ModelInputs
     from aioengine.protocol.messages import Control, Reply
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
-    from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
     from aioengine.runner.hidden_states import StepStates
     from aioengine.runner.inputs import StepRows
@@ -312,13 +312,23 @@ class ModelRunner:
         prompts = self._logprobs.find_prompts(rows) if self._table.num_with_logprobs else None
         states = self._states.find_prompts(rows) if self._table.num_with_states else None
         num_outputs = self._num_padded(num_rows)
+        graphs = self.prompt_graphs
+        whole = graphs if isinstance(graphs, EncoderGraphs) else None
+        if whole is not None and not whole.has_size(num_rows, int(rows.token_ends[-1])):
+            whole = None
         with part("prepare"):
             places = [each.places for each in (states, prompts) if each is not None]
             others = np.concatenate(places) if places else None
             inputs, batch = self._inputs.build(
-                self._model, rows, self._pooler.outputs(rows), num_outputs=num_outputs, others=others
+                *(self._model, rows, self._pooler.outputs(rows)),
+                num_outputs=num_outputs,
+                others=others,
+                on_host=whole is not None,
             )
-        hidden = self._forward(inputs, batch, has_more_outputs=others is not None)
+        if whole is not None:
+            hidden = whole.replay(inputs, batch)
+        else:
+            hidden = self._forward(inputs, batch, has_more_outputs=others is not None)
         num_states = 0 if states is None else len(states.places)
         if states is not None:
             self._states.add_prompts(hidden[num_outputs : num_outputs + num_states], states)
@@ -346,10 +356,9 @@ class ModelRunner:
         """
         graphs = self.prompt_graphs
         has_given_embeds = inputs.token_ids is None and not self._model.input_spec.embeddings
-        if graphs is not None and not (has_more_outputs or has_given_embeds):
-            gives_all = inputs.outputs is None
-            if gives_all == graphs.gives_all and graphs.fits(batch):
-                return graphs.replay(inputs, batch)
+        is_usual = inputs.outputs is not None and not has_more_outputs and not has_given_embeds
+        if is_usual and not isinstance(graphs, EncoderGraphs | None) and graphs.fits(batch):
+            return graphs.replay(inputs, batch)
         with part("prepare"):
             self._attention.prepare(batch)
         return self._model.forward(inputs, self._attention)

@@ -137,9 +137,12 @@ def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
     if isinstance(attention, PiecewiseAttention):
         return PieceGraphs(parts.model, attention, parts.kv_pool.tensor, max_rows=max_rows)
     if isinstance(attention, WholeAttention) and attention.has_kernel:
-        gives_all = parts.pooling == MEAN
-        length = parts.context_length
-        return EncoderGraphs(parts.model, attention, max_rows=max_rows, max_length=length, gives_all=gives_all)
+        return EncoderGraphs(
+            *(parts.model, attention),
+            max_rows=max_rows,
+            max_length=parts.context_length,
+            gives_all=parts.pooling == MEAN,
+        )
     return None
 
 

@@ -334,8 +334,6 @@ def test_what_cannot_be_built_says_why(qwen: Path, tmp_path: Path) -> None:
 class Graphs:
     """Of steps with prompts, of up to so many rows: gives zeros, and remembers how many tokens there were."""
 
-    gives_all = False
-
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
         self.replayed: list[int] = []

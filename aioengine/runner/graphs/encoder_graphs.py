@@ -2,7 +2,7 @@
 
 Launched kernel by kernel, such a step takes the host several times as long as the device. So it is padded to the next
 token count of a ladder, with tokens of no row: attention reads none of them, and every other operation keeps the tokens
-apart, so whatever they hold reaches no row.
+apart, so whatever they hold reaches no row. The inputs of a step are copied to the device at once.
 
 T tokens of a graph, R rows, D model size.
 """
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.models._base import ModelInputs
 from aioengine.runner.graphs.ladder import piece_ladder
-from aioengine.runner.graphs.padded_inputs import PaddedInputs
 from aioengine.runner.timing import part
 
 if TYPE_CHECKING:
@@ -23,12 +23,52 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import FixedRows, ForwardBatch, WholeAttention
-    from aioengine.models._base import Model, ModelInputs
+    from aioengine.attention._base import ForwardBatch, WholeAttention
+    from aioengine.models._base import InputSpec, Model
 
 TOKENS_PER_ROW = 16
 """A graph has a row for so many of its tokens: attention starts a program for each row and part of the longest one."""
 LEAST_ROWS = 8
+
+
+class _Columns:
+    """The inputs of a step of T tokens and R rows in one int64 column.
+
+    Attributes:
+        memory: all of them. token_ids, positions, token_types: [T]. outputs: [R]. starts: [R + 1] int32, where the rows
+            begin and the last ends.
+    """
+
+    def __init__(self, memory: Tensor, num_tokens: int, num_rows: int) -> None:
+        """memory: [``_Columns.size``] int64, on the host or on the device."""
+        self.memory = memory
+        self.token_ids, self.positions, self.token_types = memory[: 3 * num_tokens].unflatten(0, (3, num_tokens))
+        self.outputs, starts = memory[3 * num_tokens :].split((num_rows, num_rows // 2 + 1))
+        self.starts = starts.view(torch.int32)[: num_rows + 1]
+
+    @staticmethod
+    def size(num_tokens: int, num_rows: int) -> int:
+        return 3 * num_tokens + num_rows + num_rows // 2 + 1
+
+    def inputs(self, spec: InputSpec, *, gives_all: bool) -> ModelInputs:
+        return ModelInputs(
+            positions=self.positions,
+            token_ids=self.token_ids,
+            token_types=self.token_types if spec.token_types else None,
+            outputs=None if gives_all else self.outputs,
+        )
+
+    def fill(self, inputs: ModelInputs, lengths: list[int]) -> None:
+        """Write a step that is no larger over zeros. Without outputs, those of rows of one token."""
+        num_tokens, num_rows = len(inputs.positions), len(lengths)
+        assert inputs.token_ids is not None, "an encoder reads token ids"
+        self.token_ids[:num_tokens] = inputs.token_ids
+        self.positions[:num_tokens] = inputs.positions
+        if inputs.token_types is not None:
+            self.token_types[:num_tokens] = inputs.token_types
+        self.outputs[:num_rows] = torch.arange(num_rows) if inputs.outputs is None else inputs.outputs[:num_rows]
+        self.starts[1:] = num_tokens  # rows that are not there are empty
+        self.starts[1 : num_rows + 1] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +76,9 @@ class _Graph:
     """A captured step, and the memory that it reads and writes: ``hidden`` [R, D], or [T, D] of all tokens."""
 
     graph: torch.cuda.CUDAGraph
+    num_tokens: int
     num_rows: int
-    inputs: PaddedInputs
-    attention: FixedRows
+    columns: _Columns
     hidden: Tensor
 
 
@@ -51,56 +91,67 @@ class EncoderGraphs:
     """
 
     def __init__(
-        self, model: Model, attention: WholeAttention, *, max_rows: int, max_length: int, gives_all: bool
+        self,
+        model: Model,
+        attention: WholeAttention,
+        *,
+        max_rows: int,
+        max_length: int,
+        gives_all: bool,
     ) -> None:
         self._model = model
         self._attention = attention
         self._max_rows = max_rows
         self._max_length = max_length
-        self.gives_all = gives_all
+        self._gives_all = gives_all
         self._device = attention.device
         self._stream = torch.cuda.Stream(self._device)
-        self._graphs: dict[int, _Graph] = {}  # ascending
+        self._graphs: list[_Graph] = []  # ascending
 
     def capture(self, max_tokens: int, report: Callable[[int, int], None]) -> None:
         """Capture the ladder up to ``max_tokens``; ``report`` receives the numbers of captured and of all sizes."""
         sizes = piece_ladder(max_tokens)
-        rows = {size: min(max(size // TOKENS_PER_ROW, LEAST_ROWS), size, self._max_rows) for size in sizes}
-        inputs = PaddedInputs.zeros(
-            self._model, max_tokens, max(rows.values(), default=0), self._device, gives_all=self.gives_all
-        )
         pool = torch.cuda.graph_pool_handle()
-        captured: dict[int, _Graph] = {}
+        captured: list[_Graph] = []
         for num_done, size in enumerate(reversed(sizes), 1):
-            attention = self._attention.fixed_rows(rows[size], min(size, self._max_length))
-            step = inputs.first(size, rows[size])
-            self._model.forward(step.inputs, attention)  # no kernel must be compiled or loaded during the capture
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=pool)
-                hidden = self._model.forward(step.inputs, attention)
-                graph.capture_end()
-            graph.replay()  # for the first time, which takes longer
-            captured[size] = _Graph(graph, rows[size], step, attention, hidden)
+            captured.append(self._captured(size, pool))
             report(num_done, len(sizes))
-        self._graphs = {size: captured[size] for size in sizes}
+        self._graphs = captured[::-1]
 
-    def fits(self, batch: ForwardBatch) -> bool:
-        """Whether there is a graph for this step."""
-        return self._chosen(batch) is not None
+    def has_size(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether there is a graph for a step of so many rows and tokens."""
+        return self._chosen(num_rows, num_tokens) is not None
 
     def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
-        """Queue the step, which must fit; returns hidden states [R, D] of its outputs, or [T, D]."""
-        chosen = self._chosen(batch)
+        """Queue a step of a size that there is, with inputs on the host; returns hidden states [R, D], or [T, D]."""
+        num_rows, num_tokens = len(batch.query_lengths), len(inputs.positions)
+        chosen = self._chosen(num_rows, num_tokens)
         assert chosen is not None, "the step does not fit"
         with part("prepare"):
-            chosen.inputs.fill(inputs, batch)
-            chosen.attention.fill(batch.query_lengths)
+            memory = chosen.columns.memory
+            filled = torch.zeros(len(memory), dtype=torch.int64, pin_memory=memory.is_cuda)
+            _Columns(filled, chosen.num_tokens, chosen.num_rows).fill(inputs, batch.query_lengths)
+            memory.copy_(filled, non_blocking=True)
         chosen.graph.replay()
-        return chosen.hidden[: len(batch.slot_mapping if self.gives_all else batch.query_lengths)]
+        return chosen.hidden[: num_tokens if self._gives_all else num_rows]
 
-    def _chosen(self, batch: ForwardBatch) -> _Graph | None:
-        num_rows, num_tokens = len(batch.query_lengths), len(batch.slot_mapping)
-        fitting = (graph for size, graph in self._graphs.items() if num_tokens <= size and num_rows <= graph.num_rows)
-        return next(fitting, None)
+    def _chosen(self, num_rows: int, num_tokens: int) -> _Graph | None:
+        return next(
+            (each for each in self._graphs if num_tokens <= each.num_tokens and num_rows <= each.num_rows), None
+        )
+
+    def _captured(self, size: int, pool: torch.cuda._POOL_HANDLE) -> _Graph:
+        num_rows = min(max(size // TOKENS_PER_ROW, LEAST_ROWS), size, self._max_rows)
+        memory = torch.zeros(_Columns.size(size, num_rows), dtype=torch.int64, device=self._device)
+        columns = _Columns(memory, size, num_rows)
+        inputs = columns.inputs(self._model.input_spec, gives_all=self._gives_all)
+        attention = self._attention.fixed_rows(columns.starts, min(size, self._max_length))
+        self._model.forward(inputs, attention)  # no kernel must be compiled or loaded during the capture
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=pool)
+            hidden = self._model.forward(inputs, attention)
+            graph.capture_end()
+        graph.replay()  # for the first time, which takes longer
+        return _Graph(graph, size, num_rows, columns, hidden)

@@ -21,7 +21,7 @@ class PaddedInputs:
     """Inputs of up to T tokens in up to R rows, in memory that never moves.
 
     Attributes:
-        inputs: with ``outputs`` [R], one token of each row, unless all tokens are wanted.
+        inputs: with ``outputs`` [R], the last token of each row.
         slot_mapping: [T] int64, as in ``ForwardBatch``.
     """
 
@@ -29,9 +29,7 @@ class PaddedInputs:
     slot_mapping: Tensor
 
     @classmethod
-    def zeros(
-        cls, model: Model, num_tokens: int, num_rows: int, device: torch.device, *, gives_all: bool = False
-    ) -> PaddedInputs:
+    def zeros(cls, model: Model, num_tokens: int, num_rows: int, device: torch.device) -> PaddedInputs:
         spec = model.input_spec
 
         def zeros(*size: int) -> Tensor:
@@ -46,29 +44,28 @@ class PaddedInputs:
             token_ids=None if spec.embeddings else zeros(num_tokens),
             embeddings=embeddings,
             rows=zeros(num_tokens) if spec.rows else None,
-            token_types=zeros(num_tokens) if spec.token_types else None,
-            outputs=None if gives_all else zeros(num_rows),
+            outputs=zeros(num_rows),
         )
         return cls(inputs, zeros(num_tokens))
 
     def first(self, num_tokens: int, num_rows: int) -> PaddedInputs:
         """The part that a graph of ``num_tokens`` tokens and ``num_rows`` rows reads: views."""
         inputs = self.inputs
+        assert inputs.outputs is not None
         part = ModelInputs(
             positions=inputs.positions[..., :num_tokens],
             token_ids=None if inputs.token_ids is None else inputs.token_ids[:num_tokens],
             embeddings=None if inputs.embeddings is None else inputs.embeddings[:num_tokens],
             rows=None if inputs.rows is None else inputs.rows[:num_tokens],
-            token_types=None if inputs.token_types is None else inputs.token_types[:num_tokens],
-            outputs=None if inputs.outputs is None else inputs.outputs[:num_rows],
+            outputs=inputs.outputs[:num_rows],
         )
         return PaddedInputs(part, self.slot_mapping[:num_tokens])
 
     def fill(self, inputs: ModelInputs, batch: ForwardBatch) -> None:
         """Write a step that is no larger.
 
-        The tokens after it belong to no row: their slot is in the padding page, and all else about them is that of
-        earlier steps.
+        The tokens after it belong to no row: their slot is in the padding page, and their ids, embeddings, positions
+        and rows are those of earlier steps.
         """
         num_tokens, num_rows = len(batch.slot_mapping), len(batch.query_lengths)
         into = self.inputs
@@ -80,11 +77,9 @@ class PaddedInputs:
         ):
             if target is not None and source is not None:
                 target[:num_tokens].copy_(source)
-        if into.token_types is not None:
-            types = into.token_types[:num_tokens]
-            types.zero_() if inputs.token_types is None else types.copy_(inputs.token_types)
         self.slot_mapping[:num_tokens].copy_(batch.slot_mapping)
         self.slot_mapping[num_tokens:].zero_()
-        if into.outputs is not None and inputs.outputs is not None:
-            into.outputs[:num_rows].copy_(inputs.outputs[:num_rows])
-            into.outputs[num_rows:].zero_()  # indices of a larger step may be out of range here
+        assert into.outputs is not None
+        assert inputs.outputs is not None
+        into.outputs[:num_rows].copy_(inputs.outputs[:num_rows])
+        into.outputs[num_rows:].zero_()  # indices of a larger step may be out of range here

@@ -98,9 +98,7 @@ class _Pieces:
 
 
 class PieceGraphs:
-    """The graphs of a model, which give hidden states of one token of each row."""
-
-    gives_all = False
+    """The graphs of a model. ``kv_pool``: [L, 2, N, K, S, E]. ``max_rows``: of a step."""
 
     def __init__(self, model: Model, attention: PiecewiseAttention, kv_pool: Tensor, *, max_rows: int) -> None:
         """kv_pool: [L, 2, N, K, S, E]. max_rows: of a step."""

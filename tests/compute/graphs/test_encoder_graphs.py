@@ -21,21 +21,15 @@ from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from tests.compute.graphs.test_piece_graphs import Recorded
 from tests.compute.stepping import make_batch, make_inputs
 from tests.compute.test_encoders import ENCODER, SPECIAL
-from tests.compute.test_pooling import saved
-
-NO_ROW = -1
+from tests.compute.test_pooling import PROMPTS, PoolWorld, saved, settings_for
 
 
 class MaskedRows:
-    """Attends over all tokens at once; ``row_of`` says which are of one row, so a replay reads it anew."""
+    """Attends over all tokens at once; a replay reads ``starts`` anew."""
 
-    def __init__(self, shape: AttentionShape, max_tokens: int) -> None:
+    def __init__(self, shape: AttentionShape, starts: Tensor) -> None:
         self._shape = shape
-        self._row_of = torch.full((max_tokens,), NO_ROW)
-
-    def fill(self, lengths: list[int]) -> None:
-        self._row_of[:] = NO_ROW
-        self._row_of[: sum(lengths)] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        self._starts = starts
 
     def target(self, layer: int) -> WriteKV:
         return lambda k, v: None
@@ -43,8 +37,9 @@ class MaskedRows:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """[T, H, E] each -> [T, H * E], NaN where a token is of no row."""
         num_tokens = len(q)
-        row_of, places = self._row_of[:num_tokens], torch.arange(num_tokens)
-        seen = (row_of[:, None] == row_of) & (row_of[:, None] != NO_ROW)
+        places = torch.arange(num_tokens)
+        row_of = (places[:, None] >= self._starts[1:]).sum(-1)  # of those behind the last row: as many as there are
+        seen = (row_of[:, None] == row_of) & (row_of[:, None] < len(self._starts) - 1)
         window = self._shape.window(layer, num_tokens)
         if window is not None:
             seen = seen & ((places - places[:, None]).abs() <= window)
@@ -55,22 +50,12 @@ class MaskedRows:
 
 
 class Capturable(PackedAttention):
-    """``max_tokens``: of any graph."""
-
-    max_tokens = 64
-
-    def fixed_rows(self, num_rows: int, max_length: int) -> MaskedRows:  # type: ignore[override]
-        return MaskedRows(self._shape, self.max_tokens)
+    def fixed_rows(self, starts: Tensor, max_length: int) -> MaskedRows:  # type: ignore[override]
+        return MaskedRows(self._shape, starts)
 
 
-@pytest.fixture(params=["bert", "modernbert"])
-def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
-    is_bert = request.param == "bert"
-    saved(BertConfig(**ENCODER) if is_bert else ModernBertConfig(**ENCODER, **SPECIAL, local_attention=6), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_bytes())
-    options = ModelOptions(dtype=torch.float32, device=torch.device("cpu"), max_positions=130)
-    built = models.build(config, options)
-    weights.load(built, tmp_path, load_format="auto", seed=0, report=lambda *_: None)
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stand_in in {
         "CUDAGraph": Recorded,
         "Stream": lambda _: None,
@@ -79,6 +64,21 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         "synchronize": lambda _: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+
+
+@pytest.fixture(params=["bert", "modernbert"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    is_bert = request.param == "bert"
+    saved(BertConfig(**ENCODER) if is_bert else ModernBertConfig(**ENCODER, **SPECIAL, local_attention=6), tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def model(folder: Path) -> Model:
+    config = json.loads((folder / "config.json").read_bytes())
+    options = ModelOptions(dtype=torch.float32, device=torch.device("cpu"), max_positions=130)
+    built = models.build(config, options)
+    weights.load(built, folder, load_format="auto", seed=0, report=lambda *_: None)
     return built
 
 
@@ -86,9 +86,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 @torch.inference_mode()
 def test_steps_of_all_sizes(model: Model, gives_all: bool) -> None:
     pool = torch.empty(0)
-    graphs = EncoderGraphs(
-        model, Capturable(model.attention_shape, pool), max_rows=9, max_length=40, gives_all=gives_all
-    )
+    attention = Capturable(model.attention_shape, pool)
+    graphs = EncoderGraphs(model, attention, max_rows=9, max_length=40, gives_all=gives_all)
     heard: list[tuple[int, int]] = []
     graphs.capture(50, lambda *done: heard.append(done))
     assert heard == [(1, 2), (2, 2)]
@@ -101,22 +100,32 @@ def test_steps_of_all_sizes(model: Model, gives_all: bool) -> None:
         inputs = replace(inputs, token_ids=torch.randint(1, 90, inputs.positions.shape))
         inputs = replace(inputs, outputs=None) if gives_all else inputs
         reference.prepare(batch)
-        assert graphs.fits(batch)
+        assert graphs.has_size(len(lengths), sum(lengths))
         torch.testing.assert_close(graphs.replay(inputs, batch), model.forward(inputs, reference), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["cls", "mean"])
+def test_a_runner_gives_the_same_vectors(folder: Path, kind: str) -> None:
+    world = PoolWorld(settings_for(folder, "embed", kind))
+    expected = world.vectors_of(PROMPTS), world.vectors_of([[7], [8]])
+    shape = world.runner._model.attention_shape
+    attention = Capturable(shape, torch.empty(0))
+    graphs = EncoderGraphs(world.runner._model, attention, max_rows=9, max_length=130, gives_all=kind == "mean")
+    with torch.inference_mode():
+        graphs.capture(64, lambda *_: None)
+    world.runner.prompt_graphs = graphs
+    for wanted, prompts in zip(expected, (PROMPTS, [[7], [8]]), strict=True):
+        for before, found in zip(wanted, world.vectors_of(prompts), strict=True):
+            torch.testing.assert_close(found, before, rtol=1e-4, atol=1e-5)
 
 
 @torch.inference_mode()
 def test_what_does_not_fit(model: Model) -> None:
     attention = Capturable(model.attention_shape, torch.empty(0))
     graphs = EncoderGraphs(model, attention, max_rows=100, max_length=130, gives_all=False)
-
-    def fits(lengths: list[int]) -> bool:
-        rows = [(0, length) for length in lengths]
-        return graphs.fits(make_batch(rows, [[0] * length for length in lengths], 1))
-
-    assert not fits([2]), "nothing is captured yet"
+    assert not graphs.has_size(1, 2), "nothing is captured yet"
     graphs.capture(64, lambda *_: None)
-    assert fits([64])
-    assert fits([1] * 8)
-    assert not fits([65])
-    assert not fits([1] * 9), "a graph has a row for every 16 tokens, and 8 at least"
+    assert graphs.has_size(1, 64)
+    assert graphs.has_size(8, 8)
+    assert not graphs.has_size(1, 65)
+    assert not graphs.has_size(9, 9), "a graph has a row for every 16 tokens, and 8 at least"
