@@ -10,6 +10,7 @@ from aioengine.kernels import (
     add_layer_norm,
     add_rms_norm,
     gated_linear,
+    gelu,
     linear,
     rms_norm,
     rotate_and_write,
@@ -55,6 +56,16 @@ def test_layer_norm_of_a_sum(num_rows: int, size: int, dtype: torch.dtype, keeps
         expected = add_layer_norm.reference(delta, expected_residual, **options)
         assert torch.equal(residual, expected_residual)
         assert error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_rows", "size"), [*SIZES, (5, 771)])
+def test_gelu(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    x = 3 * random(num_rows, size, dtype=dtype)
+    expected = gelu.reference(x.double())
+    torch.testing.assert_close(
+        gelu.gelu(x).double(), expected, atol=2e-6, rtol=1e-5 if dtype == torch.float32 else 5e-3
+    )
 
 
 @pytest.mark.parametrize(("num_rows", "size"), SIZES)
