@@ -313,9 +313,7 @@ class ModelRunner:
         states = self._states.find_prompts(rows) if self._table.num_with_states else None
         num_outputs = self._num_padded(num_rows)
         graphs = self.prompt_graphs
-        whole = graphs if isinstance(graphs, EncoderGraphs) else None
-        if whole is not None and not whole.has_size(num_rows, int(rows.token_ends[-1])):
-            whole = None
+        whole = graphs.of_size(num_rows, int(rows.token_ends[-1])) if isinstance(graphs, EncoderGraphs) else None
         with part("prepare"):
             places = [each.places for each in (states, prompts) if each is not None]
             others = np.concatenate(places) if places else None

@@ -72,14 +72,30 @@ class _Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
-    """A captured step, and the memory that it reads and writes: ``hidden`` [R, D], or [T, D] of all tokens."""
+class EncoderStep:
+    """A captured step of up to ``num_tokens`` tokens and ``num_rows`` rows, and the memory that it reads and writes.
+
+    Attributes:
+        hidden: [R, D] of one token of each row; with ``gives_all`` [T, D].
+    """
 
     graph: torch.cuda.CUDAGraph
     num_tokens: int
     num_rows: int
     columns: _Columns
     hidden: Tensor
+    gives_all: bool
+
+    def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
+        """Queue a step that is no larger, with inputs on the host; returns hidden states [R, D], or [T, D]."""
+        num_rows, num_tokens = len(batch.query_lengths), len(inputs.positions)
+        with part("prepare"):
+            memory = self.columns.memory
+            filled = torch.zeros(len(memory), dtype=torch.int64, pin_memory=memory.is_cuda)
+            _Columns(filled, self.num_tokens, self.num_rows).fill(inputs, batch.query_lengths)
+            memory.copy_(filled, non_blocking=True)
+        self.graph.replay()
+        return self.hidden[: num_tokens if self.gives_all else num_rows]
 
 
 class EncoderGraphs:
@@ -106,41 +122,24 @@ class EncoderGraphs:
         self._gives_all = gives_all
         self._device = attention.device
         self._stream = torch.cuda.Stream(self._device)
-        self._graphs: list[_Graph] = []  # ascending
+        self._steps: list[EncoderStep] = []  # ascending
 
     def capture(self, max_tokens: int, report: Callable[[int, int], None]) -> None:
         """Capture the ladder up to ``max_tokens``; ``report`` receives the numbers of captured and of all sizes."""
         sizes = piece_ladder(max_tokens)
         pool = torch.cuda.graph_pool_handle()
-        captured: list[_Graph] = []
+        captured: list[EncoderStep] = []
         for num_done, size in enumerate(reversed(sizes), 1):
             captured.append(self._captured(size, pool))
             report(num_done, len(sizes))
-        self._graphs = captured[::-1]
+        self._steps = captured[::-1]
 
-    def has_size(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether there is a graph for a step of so many rows and tokens."""
-        return self._chosen(num_rows, num_tokens) is not None
+    def of_size(self, num_rows: int, num_tokens: int) -> EncoderStep | None:
+        """The smallest one for so many rows and tokens; None: there is none."""
+        steps = self._steps
+        return next((step for step in steps if num_tokens <= step.num_tokens and num_rows <= step.num_rows), None)
 
-    def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
-        """Queue a step of a size that there is, with inputs on the host; returns hidden states [R, D], or [T, D]."""
-        num_rows, num_tokens = len(batch.query_lengths), len(inputs.positions)
-        chosen = self._chosen(num_rows, num_tokens)
-        assert chosen is not None, "the step does not fit"
-        with part("prepare"):
-            memory = chosen.columns.memory
-            filled = torch.zeros(len(memory), dtype=torch.int64, pin_memory=memory.is_cuda)
-            _Columns(filled, chosen.num_tokens, chosen.num_rows).fill(inputs, batch.query_lengths)
-            memory.copy_(filled, non_blocking=True)
-        chosen.graph.replay()
-        return chosen.hidden[: num_tokens if self._gives_all else num_rows]
-
-    def _chosen(self, num_rows: int, num_tokens: int) -> _Graph | None:
-        return next(
-            (each for each in self._graphs if num_tokens <= each.num_tokens and num_rows <= each.num_rows), None
-        )
-
-    def _captured(self, size: int, pool: torch.cuda._POOL_HANDLE) -> _Graph:
+    def _captured(self, size: int, pool: torch.cuda._POOL_HANDLE) -> EncoderStep:
         num_rows = min(max(size // TOKENS_PER_ROW, LEAST_ROWS), size, self._max_rows)
         memory = torch.zeros(_Columns.size(size, num_rows), dtype=torch.int64, device=self._device)
         columns = _Columns(memory, size, num_rows)
@@ -154,4 +153,4 @@ class EncoderGraphs:
             hidden = self._model.forward(inputs, attention)
             graph.capture_end()
         graph.replay()  # for the first time, which takes longer
-        return _Graph(graph, size, num_rows, columns, hidden)
+        return EncoderStep(graph, size, num_rows, columns, hidden, self._gives_all)

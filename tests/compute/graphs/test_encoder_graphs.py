@@ -100,8 +100,9 @@ def test_steps_of_all_sizes(model: Model, gives_all: bool) -> None:
         inputs = replace(inputs, token_ids=torch.randint(1, 90, inputs.positions.shape))
         inputs = replace(inputs, outputs=None) if gives_all else inputs
         reference.prepare(batch)
-        assert graphs.has_size(len(lengths), sum(lengths))
-        torch.testing.assert_close(graphs.replay(inputs, batch), model.forward(inputs, reference), rtol=1e-4, atol=1e-5)
+        step = graphs.of_size(len(lengths), sum(lengths))
+        assert step is not None
+        torch.testing.assert_close(step.replay(inputs, batch), model.forward(inputs, reference), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["cls", "mean"])
@@ -123,9 +124,9 @@ def test_a_runner_gives_the_same_vectors(folder: Path, kind: str) -> None:
 def test_what_does_not_fit(model: Model) -> None:
     attention = Capturable(model.attention_shape, torch.empty(0))
     graphs = EncoderGraphs(model, attention, max_rows=100, max_length=130, gives_all=False)
-    assert not graphs.has_size(1, 2), "nothing is captured yet"
+    assert graphs.of_size(1, 2) is None, "nothing is captured yet"
     graphs.capture(64, lambda *_: None)
-    assert graphs.has_size(1, 64)
-    assert graphs.has_size(8, 8)
-    assert not graphs.has_size(1, 65)
-    assert not graphs.has_size(9, 9), "a graph has a row for every 16 tokens, and 8 at least"
+    assert graphs.of_size(1, 64) is not None
+    assert graphs.of_size(8, 8) is not None
+    assert graphs.of_size(1, 65) is None
+    assert graphs.of_size(9, 9) is None, "a graph has a row for every 16 tokens, and 8 at least"
