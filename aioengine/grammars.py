@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     import numpy.typing as npt
+    from llguidance import TokenizerWrapper
 
     from aioengine.protocol.messages import Grammar
 
@@ -39,6 +40,8 @@ BYTES_PER_CHARACTER: Final = 256
 
 _NUM_COMPILERS: Final = 2
 _MAX_MASK_THREADS: Final = 8
+_MIN_BESIDE: Final = 16
+"""Masks that are worth the change of threads."""
 _REQUESTS_PER_TEMPLATE: Final = 24
 """The copies of a template read characters with one lexer behind one lock, so that their masks are computed one after
 the other. A grammar of more requests at a time is compiled again."""
@@ -220,6 +223,38 @@ class Grammars:
 
     def fill(self, constraints: Sequence[Constraint], masks: Words) -> None:
         """The tokens that each may have next, as bits of masks [constraints, num_words]; none where it has an error."""
+        matchers = self._fill_known(constraints, masks)
+        if matchers:
+            self._compute(matchers, masks)
+            self._check(constraints, masks, matchers)
+
+    def begin(self, constraints: Sequence[Constraint], masks: Words) -> Callable[[], None]:
+        """As ``fill``, in another thread. What is returned waits for its end and must be called: until then, neither
+        the constraints nor others of their grammars advance.
+        """
+        matchers = self._fill_known(constraints, masks)
+        if len(matchers) < _MIN_BESIDE:
+            if matchers:
+                self._compute(matchers, masks)
+            return lambda: self._check(constraints, masks, matchers)
+        has_begun = Lock()
+        has_begun.acquire()
+
+        def compute() -> None:
+            has_begun.release()
+            self._compute(matchers, masks)
+
+        computed = self._beside.submit(compute)
+        has_begun.acquire()  # else that thread would wait for this one to leave Python, for 5 ms
+
+        def wait() -> None:
+            computed.result()
+            self._check(constraints, masks, matchers)
+
+        return wait
+
+    def _fill_known(self, constraints: Sequence[Constraint], masks: Words) -> list[tuple[Any, int]]:
+        """Fill the masks [constraints, num_words] that need no work of the library; the others: (matcher, row)."""
         computed: list[tuple[int, Any, int]] = []
         forced: list[tuple[int, int]] = []
         for row, constraint in enumerate(constraints):
@@ -235,11 +270,14 @@ class Grammars:
             rows, token_ids = np.array(forced, dtype=np.int64).T
             masks[rows] = 0
             masks[rows, token_ids >> 5] = (np.uint32(1) << (token_ids & 31).astype(np.uint32)).view(np.int32)
-        if not computed:
-            return
         computed.sort(key=itemgetter(0))  # threads take neighbours, and those of one template wait for each other
-        matchers = [(matcher, row) for _, matcher, row in computed]
+        return [(matcher, row) for _, matcher, row in computed]
+
+    def _compute(self, matchers: list[tuple[Any, int]], masks: Words) -> None:
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+
+    def _check(self, constraints: Sequence[Constraint], masks: Words, matchers: list[tuple[Any, int]]) -> None:
+        """Read from the library what has failed, and rule out the end of the text where that is wanted."""
         for matcher, row in matchers:
             constraint = constraints[row]
             if matcher.is_error():
@@ -250,12 +288,17 @@ class Grammars:
 
     def close(self) -> None:
         self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._beside.shutdown(wait=False)
 
     # ------------------------------------------------------------ compiling
 
     @cached_property
     def _compilers(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="grammar")
+
+    @cached_property
+    def _beside(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     @cached_property
     def _executor(self) -> Any:
@@ -322,7 +365,7 @@ class Grammars:
             return self._vocabulary
 
     def _make_vocabulary(self, eos_token_ids: Sequence[int]) -> _Vocabulary:
-        from llguidance import LLTokenizer, TokenizerWrapper
+        from llguidance import LLTokenizer
 
         from aioengine.tokenizer import Tokenizer
 
@@ -339,7 +382,7 @@ class Grammars:
         known = tokens if ends else [*tokens, _SPECIAL + b"end"]  # the library needs an end
         encode = partial(own.encode, add_special_tokens=False)
         source = _Source(known, special, ends or [len(tokens)], encode)
-        tokenizer = LLTokenizer(TokenizerWrapper(source), eos_token=source.eos_token_ids, slices=list(_SLICES))
+        tokenizer = LLTokenizer(cast("TokenizerWrapper", source), eos_token=source.eos_token_ids, slices=list(_SLICES))
         return _Vocabulary(tokens, tokenizer, encode)
 
     def _thinking(self, grammar: Grammar, vocabulary: _Vocabulary, prompt: Sequence[int]) -> Thinking | None:
@@ -402,6 +445,7 @@ class _Source:
     """What the library reads of a tokenizer: its tokens, and how it writes text that the grammar forces."""
 
     bos_token_id = None
+    is_tokenizer_wrapper = True
 
     def __init__(
         self,
@@ -417,20 +461,21 @@ class _Source:
         self._encode = encode
         self._ids = {data: token_id for token_id, data in enumerate(tokens) if data and token_id not in special}
         self._longest = max(map(len, self._ids), default=1)
-        self._known: dict[bytes, list[int]] = {}
+        self._known: dict[str, list[int]] = {}
 
-    def __call__(self, data: bytes) -> list[int]:
-        """The ids of ``data``. The same texts are asked for again and again, from threads that wait for Python."""
-        found = self._known.get(data)
+    def __call__(self, text: str) -> list[int]:
+        """The ids of ``text``. The same texts are asked for again and again."""
+        found = self._known.get(text)
         if found is None:
-            found = self._tokenize(data)
+            found = self._tokenize(text)
             if len(self._known) < _MAX_KNOWN_TEXTS:
-                self._known[data] = found
+                self._known[text] = found
         return found
 
-    def _tokenize(self, data: bytes) -> list[int]:
+    def _tokenize(self, text: str) -> list[int]:
         """As the tokenizer does it, or where that adds or changes something, by the longest tokens."""
-        ids = self._encode(data.decode(errors="replace"))
+        ids = self._encode(text)
+        data = text.encode()
         if b"".join(self.tokens[token_id] for token_id in ids if token_id < len(self.tokens)) == data:
             return ids
         found: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
@@ -137,9 +138,8 @@ class ModelRunner:
         self._broken: dict[int, str] = {}  # uid -> why the row fails in each step until it is closed
         self._poisoned: set[int] = set()  # uids whose pages may hold non-finite numbers
         self._newest: Ticket | None = None  # as long as it is not collected
-        self._constrained = ConstrainedRows()
         masks = next(each for each in processors if isinstance(each, GrammarMask))
-        masks.follow = self._constrained.follow
+        self._constrained = ConstrainedRows(masks, parts.device)
         self._is_closed = False
 
     @torch.inference_mode()
@@ -166,6 +166,7 @@ class ModelRunner:
         if self._is_closed:
             message = "the runner is closed"
             raise RuntimeError(message)
+        self._constrained.finish()
         with part("prepare"):
             self._change_requests(plan)
             rows = self._read(plan.rows)
@@ -202,6 +203,7 @@ class ModelRunner:
         """Wait for the step and return what it gives."""
         if ticket is self._newest:
             self._newest = None
+            self._constrained.finish()
         values = ticket.values.wait()
         extras = [] if ticket.logprobs is None else ticket.logprobs.extras()
         if ticket.states is not None:
@@ -210,6 +212,7 @@ class ModelRunner:
             extras += ticket.pooled.extras()
         if ticket.constraints:
             self._constrained.follow(ticket)
+            self._constrained.begin_masks()
         if FAILED not in values and not ticket.failed and len(ticket.wanted) == len(ticket.sampled):
             tokens = TokenColumns(ticket.wanted, values[: len(ticket.sampled)], None, extras)
             return StepResult(tokens, complete=ticket.complete)
@@ -304,8 +307,8 @@ class ModelRunner:
             self._break(uid, error)
         return self._inputs.read([row for row in live if row.uid not in self._broken])
 
-    def _compute(self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None = None) -> Tensor:
-        """Forward and sampling of at least one row; returns ``Ticket.values`` [R]. ``pooled`` gets its states."""
+    def _compute(self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None = None) -> Tensor | None:
+        """Forward and sampling of at least one row: ``Ticket.values`` [R]; None: later. ``pooled`` gets its states."""
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
         num_rows = len(rows.requests)
@@ -336,7 +339,7 @@ class ModelRunner:
         if pooled is not None:
             pooled.take(hidden)
         if len(sampled) == len(rows.requests):
-            return self._sample(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
+            return self._draw(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
         # A non-finite number anywhere in a row has reached its last token through attention.
         is_finite = hidden.isfinite().all(-1)
         if not sampled:
@@ -367,17 +370,23 @@ class ModelRunner:
         """
         return num_rows if self._graphs is None else self._graphs.padded(num_rows)
 
-    def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor:
-        """Token ids [R] of a decode step that has a graph."""
+    def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor | None:
+        """Token ids [R] of a decode step that has a graph; None where they are drawn later."""
         sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
         step = graphs.replay(rows, sampled)
         if step.token_ids is None:
-            return self._sample(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
+            return self._draw(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
         if self._table.num_with_logprobs:
             self._logprobs.add_sampled(graphs.logits(step), sampled, step.token_ids, step.order)
         if self._table.num_with_states:
             self._states.add_sampled(step.hidden, sampled)
         return step.token_ids
+
+    def _draw(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor | None:
+        """As ``_sample``: [S], or None where that is put off: masks depend on tokens that are not known yet."""
+        draw = partial(self._sample, hidden, rows, logits)
+        has_extras = self._table.num_with_logprobs or self._table.num_with_states
+        return draw() if has_extras or not self._constrained.put_off(rows.requests, draw) else None
 
     def _sample(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor:
         """Hidden states [S, D] -> token ids [S], which the table stores as last tokens.

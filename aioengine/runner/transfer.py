@@ -73,7 +73,7 @@ def host_copy(values: Tensor) -> Tensor:
 class Readback:
     """Numbers on their way to the host: the copy is queued behind a step, and waited for when the step is collected.
 
-    On the CPU they are there already.
+    On the CPU they are there already. Those of a step whose tokens are drawn later have no ``source`` until ``start``.
 
     Attributes:
         source: [S, ...] on the device; the next step may overwrite it.
@@ -81,8 +81,14 @@ class Readback:
 
     __slots__ = ("_arrived", "_values", "source")
 
-    def __init__(self, values: Tensor) -> None:
-        """values: [S, ...]."""
+    def __init__(self, values: Tensor | None) -> None:
+        """values: [S, ...]; None: ``start`` is called later."""
+        self._values: Tensor | None = None
+        if values is not None:
+            self.start(values)
+
+    def start(self, values: Tensor) -> None:
+        """Queue the copy of values [S, ...]."""
         self.source = values
         self._arrived: torch.cuda.Event | None = None
         self._values = host_copy(values)
@@ -96,7 +102,14 @@ class Readback:
         return values
 
     def array(self) -> npt.NDArray[np.generic]:
-        """Wait for the device and return the numbers [S, ...] as an array."""
+        """Wait for the device and return the numbers [S, ...] as an array.
+
+        Raises:
+            RuntimeError: they were never drawn.
+        """
+        if self._values is None:
+            message = "the tokens of this step were not drawn: the step after it failed"
+            raise RuntimeError(message)
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.numpy()

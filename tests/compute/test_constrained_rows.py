@@ -58,7 +58,10 @@ def alone(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (2, 0), (0, 4), (1, 4)])
-def test_answers_are_those_of_each_alone(folder: Path, alone: list[list[int]], depth: int, preempts_every: int) -> None:
+def test_answers_are_those_of_each_alone(
+    folder: Path, alone: list[list[int]], depth: int, preempts_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioengine.grammars._MIN_BESIDE", 2)
     world = make_world(folder, depth=depth)
     uids = [
         world.submit(prompt, sampling, max_new_tokens=40) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)

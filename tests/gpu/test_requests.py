@@ -53,7 +53,8 @@ def custom(name: str, **params: object) -> Sampling:
 
 
 @WAYS
-def test_outputs_fit_their_grammars(saved: Saved, graphs: int, depth: int) -> None:
+def test_outputs_fit_their_grammars(saved: Saved, graphs: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.grammars._MIN_BESIDE", 2)
     world = saved.world(graphs=graphs, depth=depth)
     world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
     plain = world.submit(PROMPT, Sampling(3, temperature=1.0))

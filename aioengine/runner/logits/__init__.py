@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from aioengine import plugins
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -64,6 +64,10 @@ class Grammars(Protocol):
 
     def fill(self, constraints: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
         """The tokens that each may have next, as bits of masks [constraints, num_words]."""
+        ...
+
+    def begin(self, constraints: Sequence[Any], masks: npt.NDArray[np.int32]) -> Callable[[], None]:
+        """As ``fill`` of masks [constraints, num_words], beside the caller. The result waits, and must be called."""
         ...
 
 

@@ -6,10 +6,12 @@ The masks are computed on the host, while a GPU computes the step whose logits t
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+
+from aioengine.runner.device_memory import SAMPLED_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ class GrammarMask:
 
     def __init__(self) -> None:
         self.follow: Callable[[], None] | None = None
+        self._begun: _Begun | None = None
         self._buffers = [_Buffer(), _Buffer()]
 
     def wants(self, sampling: Sampling) -> bool:
@@ -51,10 +54,11 @@ class GrammarMask:
         ]
         if not live:
             return
-        source = live[0][1].source
-        shape = len(live), source.num_words
-        masks = self._buffers[0].array(shape) if logits.is_cuda else np.empty(shape, dtype=np.int32)
-        source.fill([constraint for _, constraint in live], masks)
+        wanted = [constraint for _, constraint in live]
+        masks = self._take_begun(wanted)
+        if masks is None:
+            masks = self._memory(wanted, is_on_gpu=logits.is_cuda)
+            wanted[0].source.fill(wanted, masks)
         usable = [place for place, (_, constraint) in enumerate(live) if not constraint.error]
         places = np.array([live[place][0] for place in usable], dtype=np.int64)
         if len(usable) < len(live):
@@ -65,6 +69,37 @@ class GrammarMask:
             kernel = import_module("aioengine.kernels.triton.grammar_mask")
             kernel.mask(logits, upload(places), self._buffers[0].send(len(usable), logits.device))
             self._buffers.reverse()
+
+    def begin(self, constraints: Sequence[Constraint | None], *, is_on_gpu: bool) -> None:
+        """Compute the masks that ``mask`` will be called for next, beside the caller. No constraint may advance until
+        then.
+        """
+        self._take_begun([])
+        wanted = [each for each in constraints if each is not None and not each.is_complete and not each.error]
+        if wanted and len(wanted) <= SAMPLED_ROWS:
+            masks = self._memory(wanted, is_on_gpu=is_on_gpu)
+            self._begun = _Begun(wanted, masks, wanted[0].source.begin(wanted, masks))
+
+    def _take_begun(self, wanted: list[Constraint]) -> npt.NDArray[np.int32] | None:
+        """The masks [X, words] that were begun; None where those are not the wanted ones."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return None
+        begun.wait()
+        return begun.masks if begun.constraints == wanted else None
+
+    def _memory(self, constraints: list[Constraint], *, is_on_gpu: bool) -> npt.NDArray[np.int32]:
+        """An array [X, words] for masks."""
+        shape = len(constraints), constraints[0].source.num_words
+        return self._buffers[0].array(shape) if is_on_gpu else np.empty(shape, dtype=np.int32)
+
+
+class _Begun(NamedTuple):
+    """Masks [X, words] that are being computed."""
+
+    constraints: list[Constraint]
+    masks: npt.NDArray[np.int32]
+    wait: Callable[[], None]
 
 
 class _Buffer:

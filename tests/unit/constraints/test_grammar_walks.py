@@ -115,10 +115,13 @@ def test_many_requests_of_one_grammar_get_the_same_masks() -> None:
     templates = grammars._compiled[grammar.kind, grammar.text]
     assert [len(each.live) for each in templates] == [34, 33, 33]
     masks = np.zeros((len(constraints), grammars.num_words), dtype=np.int32)
+    alone = masks[:1].copy()
     drawn = random.Random(0)
     while not constraints[0].is_complete:
-        grammars.fill(constraints, masks)
+        grammars.begin(constraints, masks)()
         assert (masks == masks[0]).all()
+        grammars.fill(constraints[:1], alone)
+        assert (masks == alone).all()
         token_id = drawn.choice(np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")).tolist())
         for constraint in constraints:
             constraint.advance(token_id)
