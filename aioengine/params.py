@@ -37,11 +37,14 @@ MAX_ENTRIES_OF_CALL: Final = 65_536
 """
 ENTRIES_PER_WORD: Final = 64
 
-MAX_CONSTRAINT_BYTES: Final = 65_536
+MAX_CONSTRAINT_BYTES: Final = 262_144
 """Of one constraint; of larger ones little is read, and most are refused."""
 
 MAX_CONSTRAINT_BYTES_OF_CALL: Final = 524_288
 """Of all different parameters of a call: schemas and patterns take up to 2 us a byte to check."""
+
+MAX_CONSTRAINT_BYTES_AT_ONCE: Final = 32_768
+"""Behind so many, no further parameters are checked in the same turn of the loop."""
 
 _UNCHANGING: Final = frozenset((int, float, bool, str, type(None)))
 """Types of values that make the same parameters each time."""
@@ -499,17 +502,22 @@ class ParamsTogether:
         self._patterns: dict[str, None] = {}
         self._num_constraint_bytes = 0
 
-    def add(self, entries: Sequence[object]) -> None:
-        """Count some more; an object that several rows share counts once.
+    def add(self, entries: Sequence[object]) -> int:
+        """Count some more, and return of how many: the constraints of the others would take too long with these. An
+        object that several rows share counts once.
 
         Raises:
             ValueError: they have too many stop token ids, biases or patterns, or too much of constraints.
         """
-        num_patterns = len(self._patterns)
+        num_patterns, num_added = len(self._patterns), 0
+        most = self._num_constraint_bytes + MAX_CONSTRAINT_BYTES_AT_ONCE
         for entry in entries:
             if id(entry) not in self._seen:
+                if self._num_constraint_bytes > most:
+                    break
                 self._seen[id(entry)] = entry
                 self._add(entry)
+            num_added += 1
         if self._num_ids > MAX_ENTRIES_OF_CALL:
             raise ValueError(
                 f"the sampling_params of one call have {self._num_ids} stop_token_ids, allowed_token_ids, bad_words "
@@ -527,6 +535,7 @@ class ParamsTogether:
             from aioengine.patterns import check_patterns_of_call  # slow to import, and most programs give no pattern
 
             check_patterns_of_call(self._patterns)
+        return num_added
 
     def _add(self, entry: object) -> None:
         if isinstance(entry, SamplingParams):  # whose patterns were checked when it was made
@@ -547,10 +556,15 @@ class ParamsTogether:
 
 def _size(value: object) -> int:
     """About how many bytes of a constraint are to be checked; 0 where that is refused anyway, or is a class."""
-    try:
-        size = len(json.encode(value)) if isinstance(value, str | dict | list) else 0
-    except (TypeError, ValueError, RecursionError):
-        return 0
+    if isinstance(value, str):
+        size = len(value)
+    elif isinstance(value, list | tuple):
+        size = sum(len(each) for each in cast("Sequence[object]", value) if isinstance(each, str))
+    else:
+        try:
+            size = len(json.encode(value)) if isinstance(value, dict) else 0
+        except (TypeError, ValueError, RecursionError):
+            return 0
     return size if size <= MAX_CONSTRAINT_BYTES else 0
 
 

@@ -280,7 +280,7 @@ class CallRequest(Struct, kw_only=True):
         budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
         last = min(first + ROWS_IN_PIECE, self.num_prompts)
         if given.params is not None:
-            given.together.add(given.params[first:last])
+            last = first + given.together.add(given.params[first:last])
         for option in (self.salts, self.processors, self.states, self.sessions, self.logprobs):
             if option is not None:
                 option.check_rows(first, last)

@@ -108,11 +108,22 @@ def test_the_same_grammar_is_compiled_once() -> None:
     assert demo_grammars().compile(first) is demo_grammars().compile(second)
 
 
-def test_the_constraints_of_one_call_are_bounded_together() -> None:
-    schema = {"enum": ["x" * 60_000]}
-    with pytest.raises(ValueError, match="the constraints in the sampling_params of one call have"):
-        generate_request(["a"] * 9, [{"json_schema": dict(schema)} for _ in range(9)], None, stream=False, options={})
-    generate_request(["a"] * 9, [{"json_schema": schema}] * 9, None, stream=False, options={})
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"json_schema": {"enum": ["x" * 60_000]}},
+        {"json_schema": json.dumps({"enum": ["x" * 60_000], "description": "y" * 100_000})},
+        {"choice": [chr(0x4E00 + number) * 13 for number in range(10_000)]},
+    ],
+)
+def test_the_constraints_of_one_call_are_bounded_together_and_checked_in_pieces(constraint: Mapping[str, Any]) -> None:
+    request = generate_request(["a"] * 9, [dict(constraint) for _ in range(9)], None, stream=False, options={})
+    assert len(request.prompts) == 1
+    with pytest.raises(ValueError, match="the constraints in the sampling_params of one call have"):  # noqa: PT012
+        while not request.is_checked:
+            request.check_more()
+    assert 3 <= len(request.prompts) < 9
+    assert generate_request(["a"] * 9, [constraint] * 9, None, stream=False, options={}).is_checked
 
 
 def test_an_engine_without_a_tokenizer_refuses_them() -> None:
