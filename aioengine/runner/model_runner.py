@@ -218,8 +218,9 @@ class ModelRunner:
             return StepResult(tokens, complete=ticket.complete)
         value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True))
         bad = [uid for uid, value in value_of.items() if value == FAILED]
-        errors = {uid: self._why_bad(uid) for uid in bad}
-        for uid in self._table.requests.keys() & bad:  # others were closed while the step was in flight
+        requests = self._table.requests
+        errors = {uid: self._custom.errors.pop(uid, "") or _why_bad(requests.get(uid)) for uid in bad}
+        for uid in requests.keys() & bad:  # others were closed while the step was in flight
             self._break(uid, errors[uid])
             self._poisoned.add(uid)
         failed = {**ticket.failed, **errors}
@@ -228,16 +229,6 @@ class ModelRunner:
         for uid in ticket.wanted:
             tokens.add(uid, () if uid in without_token else (value_of.get(uid, FAILED),))
         return StepResult(tokens, failed, ticket.complete)
-
-    def _why_bad(self, uid: int) -> str:
-        """Why no token could be drawn for a request."""
-        if uid in self._custom.errors:
-            return self._custom.errors.pop(uid)
-        request = self._table.requests.get(uid)
-        if request is not None and request.sampling.custom_processor:
-            return _NOT_FINITE + f"; or custom_logit_processor {request.sampling.custom_processor!r} returned them"
-        is_restricted = request is not None and (request.sampling.allowed_token_ids or request.sampling.bad_token_ids)
-        return _NOT_FINITE + _NOTHING_LEFT if is_restricted else _NOT_FINITE
 
     def control(self, order: Control) -> Reply:
         """It implements no order yet.
@@ -434,3 +425,11 @@ def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProces
         vocab_size=vocab_size, num_embeddings=num_embeddings, table=table, processors=processors
     )
     return sampler
+
+
+def _why_bad(request: RequestRow | None) -> str:
+    """Why no token could be drawn for a request, which may be closed by now."""
+    if request is not None and request.sampling.custom_processor:
+        return _NOT_FINITE + f"; or custom_logit_processor {request.sampling.custom_processor!r} returned them"
+    is_restricted = request is not None and (request.sampling.allowed_token_ids or request.sampling.bad_token_ids)
+    return _NOT_FINITE + _NOTHING_LEFT if is_restricted else _NOT_FINITE
