@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_LABELS: Final = 1 << 17
 MAX_TEMPERATURE: Final = 1e6
+MAX_SIZE: Final = 1 << 26
+"""Characters or token ids of all prompts together: a long query stands in each of them."""
 ITEMS: Final = "a string, or a list of strings or of lists of token ids"
 LABELS: Final = "a list of token ids, or one for each item"
 
@@ -72,7 +74,8 @@ class ScoreRequest(Struct, frozen=True, kw_only=True):
         """From log-probabilities, or the scores of a classifier, to probabilities among them."""
         top = max(logits)
         weights = [math.exp((logit - top) / self.temperature) for logit in logits]
-        return [weight / sum(weights) for weight in weights]
+        total = sum(weights)
+        return [weight / total for weight in weights]
 
 
 def score_request(
@@ -127,6 +130,10 @@ def _prompts(query: object, items: object, *, is_item_first: bool) -> tuple[list
                 f"items[{place}] is {checks.shown(entry)} and {first[0]} is {checks.shown(first[1])}; give all of them "
                 "as texts, or all as lists of token ids"
             )
+    size = sum(map(len, found)) + len(before or ()) * len(found)
+    if size > MAX_SIZE:
+        unit = "token ids" if kind is list else "characters"
+        raise ValueError(f"query and items make prompts of {size:,} {unit} together; at most {MAX_SIZE:,} are scored")
     joined = _joined(kind() if before is None else before, found, is_item_first) if found else []
     return ([], joined) if kind is list else (joined, [])
 
@@ -164,9 +171,11 @@ def _checked_labels(name: str, given: list[object], vocab_size: int) -> list[int
     labels = [checks.whole(f"{name} entries", entry, 0, vocab_size - 1) for entry in given]
     if not labels:
         raise ValueError(f"{name} is empty; give at least one token id")
-    if len(set(labels)) < len(labels):
-        twice = next(label for place, label in enumerate(labels) if label in labels[:place])
-        raise ValueError(f"{name} has {twice} twice; give each label once")
+    seen: set[int] = set()
+    for label in labels:
+        if label in seen:
+            raise ValueError(f"{name} has {label} twice; give each label once")
+        seen.add(label)
     return labels
 
 

@@ -1,0 +1,34 @@
+"""Scores of many labels, and queries that are long."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from aioengine.frontend.score import MAX_LABELS, ScoreRequest, _checked_labels, _prompts
+
+GENEROUS_S = 2.0
+"""Of the time of a thread; where each label is compared with each other one it takes a minute."""
+
+
+def test_the_probabilities_of_many_labels_take_no_longer_than_the_labels_are_many() -> None:
+    begun_at = time.thread_time()
+    scores = ScoreRequest(temperature=2.0).scores_of([float(label % 7) for label in range(MAX_LABELS)])
+    assert time.thread_time() - begun_at < GENEROUS_S
+    assert sum(scores) == pytest.approx(1.0)
+
+
+def test_a_label_that_comes_twice_is_found_at_once() -> None:
+    begun_at = time.thread_time()
+    with pytest.raises(ValueError, match="label_token_ids has 7 twice"):
+        _checked_labels("label_token_ids", [*range(MAX_LABELS - 1), 7], MAX_LABELS)
+    assert time.thread_time() - begun_at < GENEROUS_S
+
+
+@pytest.mark.parametrize(
+    ("query", "item", "unit"), [("q" * 1_000_000, "i", "characters"), ([1] * 1_000_000, [2], "ids")]
+)
+def test_prompts_that_are_too_large_together_are_not_made(query: object, item: object, unit: str) -> None:
+    with pytest.raises(ValueError, match=f"query and items make prompts of 100,000,100 .*{unit} together"):
+        _prompts(query, [item] * 100, is_item_first=False)
