@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from aioengine.models._base import ModelInputs
@@ -32,23 +33,19 @@ LEAST_ROWS = 8
 
 
 class _Columns:
-    """The inputs of a step of T tokens and R rows in one int64 column.
+    """The inputs of a step of T tokens and R rows in one int64 column on the device.
 
     Attributes:
         memory: all of them. token_ids, positions, token_types: [T]. outputs: [R]. starts: [R + 1] int32, where the rows
             begin and the last ends.
     """
 
-    def __init__(self, memory: Tensor, num_tokens: int, num_rows: int) -> None:
-        """memory: [``_Columns.size``] int64, on the host or on the device."""
-        self.memory = memory
-        self.token_ids, self.positions, self.token_types = memory[: 3 * num_tokens].unflatten(0, (3, num_tokens))
-        self.outputs, starts = memory[3 * num_tokens :].split((num_rows, num_rows // 2 + 1))
+    def __init__(self, num_tokens: int, num_rows: int, device: torch.device) -> None:
+        self.num_tokens, self.num_rows = num_tokens, num_rows
+        self.memory = torch.zeros(3 * num_tokens + num_rows + num_rows // 2 + 1, dtype=torch.int64, device=device)
+        self.token_ids, self.positions, self.token_types = self.memory[: 3 * num_tokens].split(num_tokens)
+        self.outputs, starts = self.memory[3 * num_tokens :].split((num_rows, num_rows // 2 + 1))
         self.starts = starts.view(torch.int32)[: num_rows + 1]
-
-    @staticmethod
-    def size(num_tokens: int, num_rows: int) -> int:
-        return 3 * num_tokens + num_rows + num_rows // 2 + 1
 
     def inputs(self, spec: InputSpec, *, gives_all: bool) -> ModelInputs:
         return ModelInputs(
@@ -59,29 +56,32 @@ class _Columns:
         )
 
     def fill(self, inputs: ModelInputs, lengths: list[int]) -> None:
-        """Write a step that is no larger over zeros. Without outputs, those of rows of one token."""
-        num_tokens, num_rows = len(inputs.positions), len(lengths)
+        """Copy a step that is no larger, whose inputs are on the host. Without outputs, those of rows of one token."""
+        num_tokens, num_rows, size = len(inputs.positions), len(lengths), self.num_tokens
         assert inputs.token_ids is not None, "an encoder reads token ids"
-        self.token_ids[:num_tokens] = inputs.token_ids
-        self.positions[:num_tokens] = inputs.positions
+        filled = torch.zeros(len(self.memory), dtype=torch.int64, pin_memory=self.memory.is_cuda)
+        column = filled.numpy()
+        column[:num_tokens] = inputs.token_ids.numpy()
+        column[size : size + num_tokens] = inputs.positions.numpy()
         if inputs.token_types is not None:
-            self.token_types[:num_tokens] = inputs.token_types
-        self.outputs[:num_rows] = torch.arange(num_rows) if inputs.outputs is None else inputs.outputs[:num_rows]
-        self.starts[1:] = num_tokens  # rows that are not there are empty
-        self.starts[1 : num_rows + 1] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+            column[2 * size : 2 * size + num_tokens] = inputs.token_types.numpy()
+        outputs = np.arange(num_rows) if inputs.outputs is None else inputs.outputs.numpy()[:num_rows]
+        column[3 * size : 3 * size + num_rows] = outputs
+        starts = column[3 * size + self.num_rows :].view(np.int32)
+        starts[1:] = num_tokens  # rows that are not there are empty
+        np.cumsum(lengths, out=starts[1 : num_rows + 1])
+        self.memory.copy_(filled, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderStep:
-    """A captured step of up to ``num_tokens`` tokens and ``num_rows`` rows, and the memory that it reads and writes.
+    """A captured step, and the memory that it reads and writes.
 
     Attributes:
         hidden: [R, D] of one token of each row; with ``gives_all`` [T, D].
     """
 
     graph: torch.cuda.CUDAGraph
-    num_tokens: int
-    num_rows: int
     columns: _Columns
     hidden: Tensor
     gives_all: bool
@@ -90,10 +90,7 @@ class EncoderStep:
         """Queue a step that is no larger, with inputs on the host; returns hidden states [R, D], or [T, D]."""
         num_rows, num_tokens = len(batch.query_lengths), len(inputs.positions)
         with part("prepare"):
-            memory = self.columns.memory
-            filled = torch.zeros(len(memory), dtype=torch.int64, pin_memory=memory.is_cuda)
-            _Columns(filled, self.num_tokens, self.num_rows).fill(inputs, batch.query_lengths)
-            memory.copy_(filled, non_blocking=True)
+            self.columns.fill(inputs, batch.query_lengths)
         self.graph.replay()
         return self.hidden[: num_tokens if self.gives_all else num_rows]
 
@@ -136,13 +133,14 @@ class EncoderGraphs:
 
     def of_size(self, num_rows: int, num_tokens: int) -> EncoderStep | None:
         """The smallest one for so many rows and tokens; None: there is none."""
-        steps = self._steps
-        return next((step for step in steps if num_tokens <= step.num_tokens and num_rows <= step.num_rows), None)
+        for step in self._steps:
+            if num_tokens <= step.columns.num_tokens and num_rows <= step.columns.num_rows:
+                return step
+        return None
 
     def _captured(self, size: int, pool: torch.cuda._POOL_HANDLE) -> EncoderStep:
         num_rows = min(max(size // TOKENS_PER_ROW, LEAST_ROWS), size, self._max_rows)
-        memory = torch.zeros(_Columns.size(size, num_rows), dtype=torch.int64, device=self._device)
-        columns = _Columns(memory, size, num_rows)
+        columns = _Columns(size, num_rows, self._device)
         inputs = columns.inputs(self._model.input_spec, gives_all=self._gives_all)
         attention = self._attention.fixed_rows(columns.starts, min(size, self._max_length))
         self._model.forward(inputs, attention)  # no kernel must be compiled or loaded during the capture
@@ -153,4 +151,4 @@ class EncoderGraphs:
             hidden = self._model.forward(inputs, attention)
             graph.capture_end()
         graph.replay()  # for the first time, which takes longer
-        return EncoderStep(graph, size, num_rows, columns, hidden, self._gives_all)
+        return EncoderStep(graph, columns, hidden, self._gives_all)
