@@ -223,55 +223,37 @@ class Grammars:
 
     def fill(self, constraints: Sequence[Constraint], masks: Words) -> None:
         """The tokens that each may have next, as bits of masks [constraints, num_words]; none where it has an error."""
-        matchers = self._fill_known(constraints, masks)
+        matchers, known = _sorted(constraints)
         if matchers:
             self._compute(matchers, masks)
-            self._check(constraints, masks, matchers)
+        _fill_known(known, masks)
+        self._check(constraints, masks, matchers)
 
     def begin(self, constraints: Sequence[Constraint], masks: Words) -> Callable[[], None]:
         """As ``fill``, in another thread. What is returned waits for its end and must be called: until then, neither
         the constraints nor others of their grammars advance.
         """
-        matchers = self._fill_known(constraints, masks)
-        if len(matchers) < _MIN_BESIDE:
-            if matchers:
-                self._compute(matchers, masks)
-            return lambda: self._check(constraints, masks, matchers)
+        if len(constraints) < _MIN_BESIDE:
+            self.fill(constraints, masks)
+            return lambda: None
+        matchers, known = _sorted(constraints)
         has_begun = Lock()
         has_begun.acquire()
 
         def compute() -> None:
             has_begun.release()
-            self._compute(matchers, masks)
+            if matchers:
+                self._compute(matchers, masks)
 
         computed = self._beside.submit(compute)
         has_begun.acquire()  # else that thread would wait for this one to leave Python, for 5 ms
+        _fill_known(known, masks)
 
         def wait() -> None:
             computed.result()
             self._check(constraints, masks, matchers)
 
         return wait
-
-    def _fill_known(self, constraints: Sequence[Constraint], masks: Words) -> list[tuple[Any, int]]:
-        """Fill the masks [constraints, num_words] that need no work of the library; the others: (matcher, row)."""
-        computed: list[tuple[int, Any, int]] = []
-        forced: list[tuple[int, int]] = []
-        for row, constraint in enumerate(constraints):
-            if constraint.is_over:
-                masks[row] = 0
-            elif constraint.thinking is not None:
-                constraint.thinking.fill(masks[row], constraint.grammar.eos_token_ids)
-            elif constraint.forced:
-                forced.append((row, constraint.forced[constraint.num_forced]))
-            else:
-                computed.append((id(constraint.template), constraint.matcher, row))
-        if forced:
-            rows, token_ids = np.array(forced, dtype=np.int64).T
-            masks[rows] = 0
-            masks[rows, token_ids >> 5] = (np.uint32(1) << (token_ids & 31).astype(np.uint32)).view(np.int32)
-        computed.sort(key=itemgetter(0))  # threads take neighbours, and those of one template wait for each other
-        return [(matcher, row) for _, matcher, row in computed]
 
     def _compute(self, matchers: list[tuple[Any, int]], masks: Words) -> None:
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
@@ -395,6 +377,35 @@ class Grammars:
         text = text.rstrip(_SPACES) or text
         tail = b"".join(vocabulary.tokens[token_id] for token_id in prompt[-len(text) - 64 :])
         return None if _ends_with(tail, text) else Thinking(text, ids, max_tokens=grammar.max_thinking_tokens)
+
+
+def _sorted(constraints: Sequence[Constraint]) -> tuple[list[tuple[Any, int]], list[tuple[Constraint, int]]]:
+    """Those whose masks the library computes, as (matcher, row), and the others, as (constraint, row)."""
+    computed: list[tuple[int, Any, int]] = []
+    known: list[tuple[Constraint, int]] = []
+    for row, constraint in enumerate(constraints):
+        if constraint.forced or constraint.thinking is not None or constraint.is_over:
+            known.append((constraint, row))
+        else:
+            computed.append((id(constraint.template), constraint.matcher, row))
+    computed.sort(key=itemgetter(0))  # threads take neighbours, and those of one template wait for each other
+    return [(matcher, row) for _, matcher, row in computed], known
+
+
+def _fill_known(known: list[tuple[Constraint, int]], masks: Words) -> None:
+    """Fill the masks [constraints, num_words] of these (constraint, row)."""
+    forced: list[tuple[int, int]] = []
+    for constraint, row in known:
+        if constraint.is_over:
+            masks[row] = 0
+        elif constraint.thinking is not None:
+            constraint.thinking.fill(masks[row], constraint.grammar.eos_token_ids)
+        else:
+            forced.append((row, constraint.forced[constraint.num_forced]))
+    if forced:
+        rows, token_ids = np.array(forced, dtype=np.int64).T
+        masks[rows] = 0
+        masks[rows, token_ids >> 5] = (np.uint32(1) << (token_ids & 31).astype(np.uint32)).view(np.int32)
 
 
 def _why(matcher: Any) -> str:

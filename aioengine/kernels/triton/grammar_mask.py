@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from aioengine.kernels.triton.launcher import Launcher
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK = 2048
 
 
-@triton.jit(do_not_specialize=["logits_stride", "words_stride"])
+@triton.jit(do_not_specialize=["logits_stride", "words_stride", "num_tokens"])
 def _mask_kernel(
     logits: tl.tensor,
     logits_stride: tl.tensor,
@@ -35,12 +37,15 @@ def _mask_kernel(
     tl.store(target, float("-inf"), mask=is_token & is_banned)
 
 
+_mask = Launcher(_mask_kernel)
+
+
 def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """Set logits [S, V] fp32 to -inf, in ``rows`` [X] int64, where words [X, at most ceil(V / 32)] int32 have no bit.
 
     Tokens beyond the words keep their logits.
     """
     num_tokens = min(logits.shape[1], 32 * words.shape[1])
-    _mask_kernel[(len(rows), triton.cdiv(num_tokens, _BLOCK))](
-        logits, logits.stride(0), words, words.stride(0), rows, num_tokens, BLOCK=_BLOCK
-    )
+    key = logits.data_ptr() % 16, words.data_ptr() % 16, rows.data_ptr() % 16
+    arguments = logits, logits.stride(0), words, words.stride(0), rows, num_tokens, _BLOCK
+    _mask((len(rows), -(-num_tokens // _BLOCK), 1), key, arguments, {"num_warps": 4})
