@@ -13,8 +13,10 @@ from torch import Tensor
 
 from aioengine.layers.linear import Linear
 from aioengine.protocol.messages import Progress
+from aioengine.resolve import PACKED
 from aioengine.runner import warmup
 from aioengine.runner.build import build
+from aioengine.runner.graphs.ladder import MAX_WHOLE_TOKENS
 from aioengine.runner.model_runner import ModelRunner, Ticket
 from aioengine.runner.warmup import WarmupLimits, run_warmup_steps
 from aioengine.scheduler.plan import NOTHING, TOKENS, Plan, StepResult
@@ -132,6 +134,9 @@ def test_the_longest_graph(graphs: int, longest: int) -> None:
     assert warmup.longest_graph(settings, 4_000_000_000, torch.bfloat16) == longest
     few = warmup.longest_graph(settings, 4_000_000, torch.bfloat16)
     assert few == (settings.scheduler.max_step_tokens if graphs else 0)
+    encoder = msgspec.structs.replace(settings.runner, attention_backend=PACKED)
+    whole = warmup.longest_graph(msgspec.structs.replace(settings, runner=encoder), 4_000_000, torch.bfloat16)
+    assert whole == (MAX_WHOLE_TOKENS if graphs else 0)
 
 
 def test_token_counts_of_steps_without_graphs() -> None:
