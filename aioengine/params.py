@@ -43,8 +43,10 @@ MAX_CONSTRAINT_BYTES: Final = 262_144
 MAX_CONSTRAINT_BYTES_OF_CALL: Final = 524_288
 """Of all different parameters of a call: schemas and patterns take up to 2 us a byte to check."""
 
-MAX_CONSTRAINT_BYTES_AT_ONCE: Final = 32_768
-"""Behind so many, no further parameters are checked in the same turn of the loop."""
+MAX_COST_AT_ONCE: Final = 32_768
+"""Behind parameters that take about so many microseconds, no further ones are checked in the same turn of the loop."""
+COST_PER_ENTRY: Final = 2
+COST_PER_CUSTOM_PARAMS: Final = 512
 
 _UNCHANGING: Final = frozenset((int, float, bool, str, type(None)))
 """Types of values that make the same parameters each time."""
@@ -501,19 +503,20 @@ class ParamsTogether:
         self._seen: dict[int, object] = {}
         self._patterns: dict[str, None] = {}
         self._num_constraint_bytes = 0
+        self._cost = 0
 
     def add(self, entries: Sequence[object]) -> int:
-        """Count some more, and return of how many: the constraints of the others would take too long with these. An
-        object that several rows share counts once.
+        """Count some more, and return of how many: the others would take too long to check with these. An object that
+        several rows share counts once.
 
         Raises:
             ValueError: they have too many stop token ids, biases or patterns, or too much of constraints.
         """
         num_patterns, num_added = len(self._patterns), 0
-        most = self._num_constraint_bytes + MAX_CONSTRAINT_BYTES_AT_ONCE
+        most = self._cost + MAX_COST_AT_ONCE
         for entry in entries:
             if id(entry) not in self._seen:
-                if self._num_constraint_bytes > most:
+                if self._cost > most:
                     break
                 self._seen[id(entry)] = entry
                 self._add(entry)
@@ -544,10 +547,16 @@ class ParamsTogether:
             self._num_ids += len(sampling.allowed_token_ids) + ENTRIES_PER_WORD * len(entry.bad_words or ())
             return
         if isinstance(entry, Mapping) and not _CONSTRAINTS.isdisjoint(cast("Mapping[str, object]", entry)):
-            self._num_constraint_bytes += sum(map(_size, cast("Mapping[str, object]", entry).values()))
+            num_bytes = sum(map(_size, cast("Mapping[str, object]", entry).values()))
+            self._num_constraint_bytes += num_bytes
+            self._cost += num_bytes
+        if isinstance(entry, Mapping) and "custom_params" in entry:
+            self._cost += COST_PER_CUSTOM_PARAMS
         if isinstance(entry, Mapping) and not _COSTLY.isdisjoint(given := cast("Mapping[str, object]", entry)):
             sizes = {name: _num_entries(name, given.get(name)) for name in _MAX_ENTRIES}
-            self._num_ids += sum(sizes.values()) + (ENTRIES_PER_WORD - 1) * sizes["bad_words"]
+            num_ids = sum(sizes.values()) + (ENTRIES_PER_WORD - 1) * sizes["bad_words"]
+            self._num_ids += num_ids
+            self._cost += COST_PER_ENTRY * num_ids
             regex = checks.plain(given.get("stop_regex"))
             several = cast("Sequence[object]", regex) if isinstance(regex, list | tuple) else [regex]
             if len(several) <= table.MAX_STOPS:

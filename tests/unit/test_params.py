@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from aioengine.errors import RequestTooLargeError, UnknownParameterError
+from aioengine.frontend.requests import generate_request
 from aioengine.params import ALIASES, PARAMETERS, SamplingParams, output_limit, sampling, stop_ids, text_rules
 
 if TYPE_CHECKING:
@@ -488,3 +489,16 @@ def test_a_logit_bias_of_many_entries_is_refused_before_they_are_looked_at() -> 
     with pytest.raises(ValueError, match="logit_bias must have at most 4096 entries, got 100000"):
         SamplingParams(logit_bias=dict.fromkeys(range(100_000), "no number"))  # type: ignore[arg-type]
     assert SamplingParams(logit_bias=dict.fromkeys(range(4096), 1.0)).logit_bias is not None
+
+
+@pytest.mark.parametrize(
+    "params", [{"custom_params": {"a": 1}}, {"logit_bias": {str(place): 1.0 for place in range(900)}}]
+)
+def test_costly_parameters_of_a_batch_are_checked_in_pieces(params: dict[str, object]) -> None:
+    options = {"custom_logit_processor": "module:Class"}
+    rows = [{"custom_params": {}, **params} for _ in range(70)]
+    request = generate_request(["a"] * 70, rows, None, stream=False, options=options)
+    assert 10 < len(request.prompts) < 70
+    while not request.is_checked:
+        request.check_more()
+    assert len(request.params) == 70
