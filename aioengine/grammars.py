@@ -23,7 +23,7 @@ from aioengine.machine import num_threads
 from aioengine.text.token_table import TokenizerFile, read_token_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from concurrent.futures import Future
 
     import numpy.typing as npt
@@ -180,11 +180,16 @@ class _Template:
 
 
 class Grammars:
-    """The grammars of an engine."""
+    """The grammars of an engine.
+
+    Attributes:
+        needed: returns the kind and text of those that requests will open: they stay, however large they are.
+    """
 
     def __init__(self, tokenizer_path: str | None, vocab_size: int) -> None:
         """``vocab_size``: of the model."""
         self.num_words = -(-vocab_size // 32)
+        self.needed: Callable[[], Collection[tuple[str, str]]] = tuple
         self._tokenizer_path = tokenizer_path
         self._vocab_size = vocab_size
         self._lock = Lock()
@@ -329,10 +334,13 @@ class Grammars:
             self._make_room()
 
     def _make_room(self) -> None:
+        if self._num_bytes <= MAX_CACHED_BYTES:
+            return
+        needed = self.needed()
         for key, templates in list(self._compiled.items())[:-1]:
             if self._num_bytes <= MAX_CACHED_BYTES:
                 return
-            if all(each.matcher.done() for each in templates):
+            if key not in needed and all(each.matcher.done() for each in templates):
                 self._forget(key)
 
     def _forget(self, key: tuple[str, str]) -> None:

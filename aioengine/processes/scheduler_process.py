@@ -95,6 +95,8 @@ class SchedulerService:
         self._facts = facts
         self._report = report
         self._grammars = grammars
+        if grammars is not None:
+            grammars.needed = self._needed_grammars
         self._compiling: dict[int, Future[Any]] = {}  # uid -> its grammar; these wait behind a gate
         self._refused: list[End] = []
         self._replies: list[Message] = []
@@ -196,6 +198,13 @@ class SchedulerService:
             return
         self._compiling[uid] = compiled
         self._core.requests.close_gate([uid], Gate.GRAMMAR)
+
+    def _needed_grammars(self) -> set[tuple[str, str]]:
+        """Those of the requests: steps would wait for one that is compiled again when its request begins."""
+        requests = self._core.requests
+        living = (*requests.waiting, *requests.running, *requests.gated.values())
+        found = (request.submit.sampling.grammar for request in living)
+        return {(grammar.kind, grammar.text) for grammar in found if grammar is not None}
 
     def _take_compiled(self) -> None:
         for uid, compiled in list(self._compiling.items()):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from msgspec.structs import replace
 
-from aioengine.grammars import Grammars
+from aioengine.grammars import BYTES_PER_GRAMMAR, Grammars
 from aioengine.processes.profile import Profile
 from aioengine.processes.scheduler_process import SchedulerService, build_service, load_factory
 from aioengine.protocol.messages import (
@@ -280,3 +280,24 @@ async def test_grammars_for_which_nobody_waits_are_not_compiled() -> None:
     assert sorted(grammars.compiled) == ["a", "b", "d"]
     assert {uid for uid, end in loop.ends().items() if end.code == FinishCode.LENGTH} == {1, 5}
     assert grammars.compile(Grammar("regex", "c")).result(10) == "c"
+
+
+async def test_grammars_of_requests_stay_though_there_are_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.grammars.MAX_CACHED_BYTES", 3 * BYTES_PER_GRAMMAR)
+    grammars = SlowGrammars()
+    grammars.may_end.set()
+    loop = Loop()
+    loop.service._grammars = grammars
+    grammars.needed = loop.service._needed_grammars
+    request = submit(1, limits=Limits(1000))
+    loop.give(1.0, replace(request, sampling=replace(request.sampling, grammar=Grammar("regex", "mine"))))
+    await until(lambda: loop.give(1.0) or not loop.service._compiling)
+    for number in range(9):
+        grammars.compile(Grammar("regex", f"{number}")).result(10)
+    assert grammars.compile(Grammar("regex", "mine")).done()
+    assert grammars.compiled.count("mine") == 1
+    loop.give(1.0, Abort([1]))
+    for number in range(9, 18):
+        grammars.compile(Grammar("regex", f"{number}")).result(10)
+    grammars.compile(Grammar("regex", "mine")).result(10)
+    assert grammars.compiled.count("mine") == 2
