@@ -87,7 +87,8 @@ def compile_kernels(vocab_size: int, dtype: torch.dtype, device: torch.device) -
     """Have all that ``measure`` may launch on a GPU compiled, for logits of this width and type."""
     from aioengine.kernels.triton import token_logprobs
 
-    logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+    whole = torch.zeros(2, vocab_size, dtype=dtype, device=device)
     with launcher.compile_only():
-        for num_top in (token_logprobs.FEW, token_logprobs.MANY):
-            token_logprobs.measure(logits, logits.new_zeros(1, dtype=torch.int64), num_top, None)
+        for logits in whole.split(1):  # the second row may begin at no multiple of 16 bytes: another specialization
+            for num_top in (token_logprobs.FEW, token_logprobs.MANY):
+                token_logprobs.measure(logits, logits.new_zeros(1, dtype=torch.int64), num_top, None)
