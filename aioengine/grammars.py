@@ -171,10 +171,13 @@ class Constraint:
 
 
 class _Template:
-    """A compiled grammar. matcher: of the library, at the beginning. live: the constraints that share its lexer."""
+    """A compiled grammar. matcher: of the library, at the beginning. live: the constraints that share its lexer.
+    is_spent: one of them failed, and the lexer may be full: new ones go to another template once there is one.
+    """
 
     def __init__(self, matcher: Future[Any]) -> None:
         self.matcher = matcher
+        self.is_spent = False
         self.live: WeakSet[Constraint] = WeakSet()
 
 
@@ -199,12 +202,14 @@ class Grammars:
 
     def compile(self, grammar: Grammar) -> Future[Any]:
         """Begin to compile a grammar that is not there yet. The future raises GrammarError where that fails."""
-        return self._templates(grammar)[0].matcher
+        return next(each.matcher for each in self._templates(grammar) if not each.is_spent)
 
     def leave(self, compiled: Future[Any]) -> None:
         """Nobody waits for this grammar any more: do not compile it, unless that has begun."""
         if compiled.cancel():
-            self._forget(next(key for key, each in self._compiled.items() if each[0].matcher is compiled))
+            found = ((key, each) for key, templates in self._compiled.items() for each in templates)
+            key, left = next((key, each) for key, each in found if each.matcher is compiled)
+            self._keep(key, [each for each in self._compiled[key] if each is not left])
 
     def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> Constraint:
         """Follow a grammar from its beginning, behind the tokens of the request: prompt, then output.
@@ -213,13 +218,14 @@ class Grammars:
             GrammarError: it cannot be compiled, or the output does not fit it.
         """
         templates = self._templates(grammar)
-        templates[0].matcher.result()
-        template = min((each for each in templates if each.matcher.done()), key=lambda each: len(each.live))
+        compiled = [each for each in templates if each.matcher.done()] or templates
+        template = min(compiled, key=lambda each: (each.is_spent, len(each.live)))
         vocabulary = self._read_vocabulary(grammar.eos_token_ids)
         thinking = self._thinking(grammar, vocabulary, token_ids[:num_prompt])
         constraint = Constraint(self, grammar, template, vocabulary.tokens, thinking=thinking)
         template.live.add(constraint)
-        if len(template.live) > _REQUESTS_PER_TEMPLATE and templates[-1].matcher.done():
+        is_crowded = len(template.live) > _REQUESTS_PER_TEMPLATE and len(templates) < self._num_threads
+        if is_crowded and templates[-1].matcher.done():
             self._add_template(grammar, templates)
         for token_id in token_ids[num_prompt:]:
             constraint.advance(token_id)
@@ -268,7 +274,7 @@ class Grammars:
             constraint = constraints[row]
             if matcher.is_error():
                 constraint.error = f"the grammar cannot be followed any further: {_why(matcher)}"
-                self._forget(_key(constraint.grammar))  # its lexer, which other requests read with, may be full
+                constraint.template.is_spent = True
             elif constraint.grammar.ignore_eos:
                 _clear_where_possible(masks[row], constraint.grammar.eos_token_ids)
 
@@ -318,19 +324,21 @@ class Grammars:
         return matcher
 
     def _templates(self, grammar: Grammar) -> list[_Template]:
-        """Those of a grammar; the first one is compiled from now on."""
+        """Those of a grammar, one of which is not spent; it is compiled from now on if there was none."""
         key = _key(grammar)
         found = self._compiled.setdefault(key, [])
         self._compiled.move_to_end(key)
-        if not found:
+        usable = [each for each in found if not each.is_spent]
+        if not usable:
             self._add_template(grammar, found)
+        elif usable[0].matcher.done():
+            self._keep(key, usable)
         return found
 
     def _add_template(self, grammar: Grammar, templates: list[_Template]) -> None:
-        if len(templates) < self._num_threads:
-            templates.append(_Template(self._compilers.submit(self._compile, grammar)))
-            self._num_bytes += _num_bytes(_key(grammar))
-            self._make_room()
+        templates.append(_Template(self._compilers.submit(self._compile, grammar)))
+        self._num_bytes += _num_bytes(_key(grammar))
+        self._make_room()
 
     def _make_room(self) -> None:
         if self._num_bytes <= MAX_CACHED_BYTES:
@@ -340,10 +348,15 @@ class Grammars:
             if self._num_bytes <= MAX_CACHED_BYTES:
                 return
             if key not in needed and all(each.matcher.done() for each in templates):
-                self._forget(key)
+                self._keep(key, [])
 
-    def _forget(self, key: tuple[str, str]) -> None:
-        self._num_bytes -= _num_bytes(key) * len(self._compiled.pop(key, ()))
+    def _keep(self, key: tuple[str, str], kept: list[_Template]) -> None:
+        """These of the templates of a grammar."""
+        templates = self._compiled[key]
+        self._num_bytes -= _num_bytes(key) * (len(templates) - len(kept))
+        templates[:] = kept
+        if not kept:
+            del self._compiled[key]
 
     # ------------------------------------------------------------ the vocabulary
 

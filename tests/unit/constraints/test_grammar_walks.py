@@ -147,7 +147,9 @@ def test_a_grammar_whose_lexer_is_full_is_compiled_again(monkeypatch: pytest.Mon
     assert num_tokens > 10
     assert "cannot be followed any further" in constraint.error
     assert grammars.compile(grammar) is not before
-    grammars.open(grammar, letters, 0)
+    grammars.compile(grammar).result()
+    assert not grammars.open(grammar, letters, 0).template.is_spent
+    assert len(grammars._compiled[grammar.kind, grammar.text]) == 1
 
 
 @pytest.mark.parametrize("params", [{"regex": r"[^\s\S]"}, {"regex": "a[^\\w\\W]"}])
