@@ -14,7 +14,6 @@ from aioengine.frontend.replay import AttachableOutput, SessionOutput
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterator
 
     from aioengine.answers import RowError
     from aioengine.frontend.outputs import RowStream
@@ -249,13 +248,15 @@ def _find(names: dict[str, Name], rid: str) -> Name | None:
     return found
 
 
-def _bases(rid: str) -> Iterator[str]:
+def _bases(rid: str) -> list[str]:
     """The ids that could mean this one, with one or two numbers behind them."""
+    found: list[str] = []
     for _ in range(MAX_PARTS):
         rid, separator, number = rid.rpartition("_")
         if not separator or not number.isdecimal():
-            return
-        yield rid
+            break
+        found.append(rid)
+    return found
 
 
 def _given_twice(rid: str) -> ValueError:
