@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -36,7 +36,7 @@ def download(
 
     # Its own threads would keep the program from exiting until all files are there, minutes after a Ctrl-C: it finds
     # out which are missing, and at the end which folder has them.
-    find = partial(
+    find: Callable[..., Any] = partial(
         huggingface_hub.snapshot_download,  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
         name,
         revision=revision,
@@ -52,11 +52,12 @@ def download(
     try:
         with suppress(errors.DryRunError):  # the hub cannot be reached, and all may be in the cache
             with _bars(are_shown=False):
-                found = find(dry_run=True)
+                found: list[huggingface_hub.DryRunFileInfo] = find(dry_run=True)
             with _bars(are_shown=progress):
                 _call_with_each(fetch, [file for file in found if file.will_download])
         with _bars(are_shown=False):
-            return find()
+            folder: str = find()
+            return folder
     except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         wanted = f"revision {revision!r} of this model" if revision else "model of this name"
         raise ValueError(

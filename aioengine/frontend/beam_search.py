@@ -151,7 +151,7 @@ def search_options(
                 f"beam_search takes {name!r} where the engine is made with logprobs_mode='processed' alone: it goes by "
                 "the model's own distribution else"
             )
-    step = {name: own[name] for name in IF_PROCESSED if name in own}
+    step: dict[str, object] = {name: own[name] for name in IF_PROCESSED if name in own}
     return SearchOptions(width, penalty, params, {"temperature": 0, **step, "max_new_tokens": 1, "ignore_eos": True})
 
 

@@ -153,7 +153,8 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
 
 def _refuse_alone(found: LogprobOptions, options: Mapping[str, object]) -> None:
     """Raise ValueError for an option that asks for more of the logprobs which nothing asks for."""
-    for option, off in zip(found[1:], (-1, 0, (), False), strict=True):
+    more = cast("tuple[PerPrompt[object], ...]", found[1:])
+    for option, off in zip(more, (-1, 0, (), False), strict=True):
         if option.is_list or option.of(0) != off:
             given = f"{option.name}={checks.shown(options[option.name])}"
             raise ValueError(f"{given} is given without return_logprob; add return_logprob=True, or False for none")

@@ -123,7 +123,7 @@ def _prompts(query: object, items: object, *, is_item_first: bool) -> tuple[list
     before = None if query is None else _text_or_ids("query", query)
     found = [_text_or_ids(f"items[{place}]", entry) for place, entry in enumerate(given)]
     first = ("query", before) if before is not None or not found else ("items[0]", found[0])
-    kind = type(first[1])
+    kind: type[Any] = type(first[1])
     for place, entry in enumerate(found):
         if not isinstance(entry, kind):
             raise ValueError(
