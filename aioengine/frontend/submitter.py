@@ -307,8 +307,8 @@ class Submitter:
         if room <= 0 or not prompts:
             return
         ready = [self._ids_if_known(prompt, is_pooled=bool(request.given.pooled)) for prompt in prompts]
-        known = [entry for entry in ready if entry is not None]
-        if len(known) == len(ready):
+        known = cast("list[Encoded]", ready[: ready.index(None)] if None in ready else ready)
+        if known:
             self._start_rows(call, _rows_of(call, known), 0.0)
             if call.num_started < request.num_rows and not output.is_over:
                 self._loop.call_soon(self.submit_next, call)
@@ -348,16 +348,16 @@ class Submitter:
         self.submit_next(call)
 
     def _start_rows(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
-        """Start these rows; where they are large, some of them in the next turns of the loop."""
-        submits: list[Submit] = []
-        num_bytes = 0
+        """Start these rows; of large ones, and behind a first one that is scored, some in later turns of the loop."""
+        submits, num_bytes = list[Submit](), 0
         with self._lock:
             for ids in rows:
                 if call.output.is_over:
                     break
                 self._start_row(call, ids, tokenize_s, submits)
                 num_bytes += _size(submits[-1]) if submits else 0
-                if num_bytes >= MAX_BYTES_AT_ONCE:
+                is_first = call.num_started == 1 and num_bytes > 1024 and submits[0].kind is SCORE  # others wait for it
+                if num_bytes >= MAX_BYTES_AT_ONCE or is_first:
                     call.is_encoding = True
                     self._loop.call_soon(self._go_on, call, rows, tokenize_s)
                     break

@@ -69,6 +69,17 @@ async def test_samples_of_a_long_prompt_begin_in_parts(
     assert [len(part) for part in sent] == [4] * 5
 
 
+@pytest.mark.parametrize(("num_ids", "parts"), [(300, [1, 9]), (30, [10])])
+async def test_the_first_of_long_prompts_that_are_scored_begins_alone(
+    sent: list[list[Submit]], num_ids: int, parts: list[int]
+) -> None:
+    async with fake_async_engine(processes=False) as engine:
+        result = await engine.async_score([7] * num_ids, [[item] for item in range(10)], [11, 12])
+    assert len(result) == 10
+    assert [len(part) for part in sent] == parts
+    assert [submit.prompt_token_ids[-1] for part in sent for submit in part] == list(range(10))
+
+
 @pytest.mark.parametrize("ends_by", ["abort", "timeout", "death"])
 async def test_a_call_whose_rows_have_begun_in_part_ends_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, ends_by: str
