@@ -50,3 +50,41 @@ def test_an_engine_is_started_by_the_forks_of_the_process_that_made_it_and_again
     command = [sys.executable, "-W", "error", "-c", PROGRAM.format(root=str(ROOT))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+FORKS_WHILE_IT_STARTS = """
+import multiprocessing, os, signal, subprocess, sys, threading, time
+sys.path.insert(0, {root!r})
+from aioengine.testing.fake_engine import fake_engine
+
+start_process = subprocess._fork_exec
+is_starting = threading.Event()
+
+def slowly(*arguments):
+    is_starting.set()
+    time.sleep(0.3)  # other threads run, as they may between any two lines of Popen
+    return start_process(*arguments)
+
+def fork():
+    while is_starting.wait():
+        is_starting.clear()
+        worker = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+        worker.start()
+        workers.append(worker)
+
+subprocess._fork_exec = slowly
+workers = []
+threading.Thread(target=fork, daemon=True).start()
+with fake_engine({{"": "Paris."}}, processes=True) as engine:
+    os.kill(engine.get_all_child_pids()[0], signal.SIGKILL)
+    assert engine.generate("a")["text"] == "Paris."
+assert len(workers) >= 2 and all(worker.is_alive() for worker in workers), workers
+print("done")
+"""
+
+
+def test_an_engine_starts_while_the_program_forks_workers_that_live_on() -> None:
+    """A worker that is forked in the midst of a start of a process would hold up ``Popen`` until its end."""
+    command = [sys.executable, "-c", FORKS_WHILE_IT_STARTS.format(root=str(ROOT))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout == "done\n", done.stderr

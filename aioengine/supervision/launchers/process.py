@@ -8,6 +8,7 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,11 @@ _FOR_PROCESS, _FOR_PROCESS_ALONE = 2, 6
 _FOR_CHANNELS, _FOR_CHANNEL = 8, 1
 _HELD_BACK = 16
 _ZMQ_THREADS = 2
+
+_no_forks = threading.RLock()
+"""Forks of the program wait while a child starts: each would inherit the pipe on whose end ``Popen`` waits, and so hold
+up the start for as long as it lives."""
+os.register_at_fork(before=_no_forks.acquire, after_in_parent=_no_forks.release, after_in_child=_no_forks.release)
 
 
 class ProcessLauncher:
@@ -199,7 +205,7 @@ class ProcessLauncher:
         try:
             with self._spare.lent(_FOR_PROCESS + _FOR_PROCESS_ALONE, used=_FOR_PROCESS):
                 orders = self._orders(role, log_path.with_suffix(BOARD_SUFFIX))
-                with log_path.open("wb") as log:
+                with log_path.open("wb") as log, _no_forks:
                     popen = subprocess.Popen(
                         command,
                         stdin=subprocess.PIPE,
