@@ -354,7 +354,7 @@ def test_ctrl_c_during_a_download_from_the_hub_ends_the_program_soon(
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=30)
     assert running.returncode == -signal.SIGINT
-    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert "KeyboardInterrupt" in err.splitlines()  # behind it Python may say that the hub left a folder to it
 
 
 FORKS = {
