@@ -145,7 +145,11 @@ class Engine(EngineFace):
         try:
             self._frontend = run.start(prepare, bars.show)
         except BaseException:
-            self._finalizer()
+            try:
+                self._finalizer()
+            except BaseException:  # a second interrupt, and the finalizer is called once
+                run.end()
+                raise
             raise
         finally:
             bars.close()

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 import pytest
@@ -441,3 +441,35 @@ def test_ctrl_c_anywhere_in_a_constructor_leaves_nothing_that_runs() -> None:
             assert time.monotonic() < until_at, (num_places, left)
             time.sleep(0.001)
     assert num_places > 20
+
+
+@process
+@pytest.mark.filterwarnings("ignore:coroutine 'Frontend.stop' was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:an Engine was not shut down:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("place", range(1, 12))
+def test_interrupts_of_a_failed_constructor_leave_nothing_that_runs(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes while what was started is ended, at the first of many places."""
+    before = set(threading.enumerate())
+    injected = RaiseAtCall(place, sync.__file__, portal.__file__, weakref.__file__)
+
+    class Started(sync._Run):
+        def start(self, *arguments: Any) -> NoReturn:
+            super().start(*arguments)
+            injected.__enter__()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sync, "_Run", Started)
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            Engine.from_blueprint(FakeSetup().blueprint)
+        finally:
+            injected.__exit__()
+    assert injected.is_raised
+    until_at = time.monotonic() + 30
+    while left := {thread for thread in threading.enumerate() if thread not in before and thread.is_alive()}:
+        assert time.monotonic() < until_at, left
+        time.sleep(0.001)
+    gc.collect()  # a coroutine that was interrupted before its start warns
