@@ -498,10 +498,11 @@ class AsyncEngine(EngineFace):
         """
         frontend = None if self._run is None else self._run.frontend
         has_failed = self._run is not None and self._run.has_failed
-        if frontend is None:
+        if self._run is None or frontend is None:
             return {"state": "closed" if self._is_closed or has_failed else "starting", "processes": []}
         found = info.health(frontend.state, frontend.parts.processes.processes())
-        if self._is_closed and frontend.failure is None:  # its loop was closed before it was shut down
+        # (A loop may have been closed before the shutdown; and to a fork, the engine of its parent is closed.)
+        if (self._is_closed or self._run.is_forked) and frontend.failure is None:
             found["state"] = "closed"
         return found
 

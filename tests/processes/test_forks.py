@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 import sys
 
 import pytest
 
+from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.source import ROOT
 
 pytestmark = pytest.mark.process
@@ -88,3 +91,12 @@ def test_an_engine_starts_while_the_program_forks_workers_that_live_on() -> None
     command = [sys.executable, "-c", FORKS_WHILE_IT_STARTS.format(root=str(ROOT))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.stdout == "done\n", done.stderr
+
+
+async def test_to_a_fork_the_engine_that_its_parent_started_is_closed() -> None:
+    async with fake_async_engine({"": "Paris."}) as engine:
+        pid = os.fork()
+        if not pid:
+            os._exit(0 if (engine.health()["state"], engine.is_alive) == ("closed", False) else 1)
+        assert (await asyncio.to_thread(os.waitpid, pid, 0))[1] == 0
+        assert engine.health()["state"] == "running"
