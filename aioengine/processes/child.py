@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -130,12 +131,14 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
         pass  # asked to end
     except BaseException as error:
         code = 1
-        traceback.print_exc()
         failed = Failed(orders.role, type(error).__name__, encodable(str(error)), encodable(traceback.format_exc()))
         child.uplink.send([failed])
+        with contextlib.suppress(OSError):  # the disk of its log may be full
+            traceback.print_exc()
     child.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Libraries with threads of their own may hang in the interpreter's orderly end; nothing is left to clean up.
     os._exit(code)
 

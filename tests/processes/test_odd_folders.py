@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aioengine.errors import EngineStartupError
 from aioengine.model_folder import DEMO_MODEL
 from aioengine.protocol.orders import decode_orders, encode_orders
+from aioengine.testing.fake_engine import fake_async_engine
+from aioengine.testing.faults import Faults
 from tests.kit.source import ROOT
 from tests.processes.engine_kit import fake_orders
 
@@ -118,3 +121,17 @@ def test_orders_hold_paths_that_are_not_utf_8() -> None:
     line = encode_orders(orders)
     assert b"\n" not in line
     assert decode_orders(line) == orders
+
+
+async def test_a_process_that_cannot_write_its_log_still_says_why_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the disk is full."""
+
+    class FullDisk(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            with open("/dev/full", "wb") as log:
+                super().__init__(*arguments, **options | {"stdout": log, "stderr": log})
+
+    monkeypatch.setattr(subprocess, "Popen", FullDisk)
+    engine = fake_async_engine(processes=True, faults=Faults(start_error="no such model"))
+    with pytest.raises(EngineStartupError, match="InjectedFault: no such model"):
+        await engine.start()
