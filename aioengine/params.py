@@ -28,6 +28,8 @@ Tokenize = Callable[[Sequence[str]], list[list[int]]]
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 MAX_SAMPLES: Final = 1024
+_DRAWN_SEED_BITS: Final = 52
+"""The seeds of all samples of a request stay below 2**53: a browser can keep and send them back."""
 MIN_REPETITION_PENALTY: Final = 0.01
 """Logits are divided by it: by much less, they would overflow."""
 
@@ -581,3 +583,13 @@ def _num_entries(name: str, value: object) -> int:
     """How many are to be checked: none where there are too many, or it is no list, which is refused for that alone."""
     size = 0 if isinstance(value, str | bytes) else checks.num_items(value)
     return size if size <= _MAX_ENTRIES[name] else 0
+
+
+def drawn_seed(count: int) -> int:
+    """The seed of a request that gives none: the first bits of a bijection of 64 bits (the finalizer of SplitMix64), so
+    that neighbouring counts give unrelated seeds.
+    """
+    value = (count * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (value ^ (value >> 31)) >> (64 - _DRAWN_SEED_BITS)

@@ -51,8 +51,8 @@ MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 
 GENERATE, POOL, SCORE = RequestKind
 
-DRAWN_SEED_BITS: Final = 52
-"""Seeds of all samples of a request stay below 2**53: a browser can keep and send them back."""
+MIN_SHARED_BYTES: Final = 1024
+"""Of a prompt that is scored: the others of its call, which are likely to begin as a long one does, wait for it."""
 
 
 class PromptRules(Struct, frozen=True, kw_only=True):
@@ -356,8 +356,8 @@ class Submitter:
                     break
                 self._start_row(call, ids, tokenize_s, submits)
                 num_bytes += _size(submits[-1]) if submits else 0
-                is_first = call.num_started == 1 and num_bytes > 1024 and submits[0].kind is SCORE  # others wait for it
-                if num_bytes >= MAX_BYTES_AT_ONCE or is_first:
+                is_awaited = call.num_started == 1 and num_bytes > MIN_SHARED_BYTES and submits[0].kind is SCORE
+                if num_bytes >= MAX_BYTES_AT_ONCE or is_awaited:
                     call.is_encoding = True
                     self._loop.call_soon(self._go_on, call, rows, tokenize_s)
                     break
@@ -445,7 +445,7 @@ class Submitter:
         if params.sampling_seed is None:
             if sample == 0:
                 self._num_seeds += 1
-            seed = _scrambled(self._rules.random_seed + self._num_seeds)
+            seed = wire.drawn_seed(self._rules.random_seed + self._num_seeds)
         else:
             seed = params.sampling_seed
         return (seed + sample) & SEED_MASK
@@ -590,11 +590,3 @@ def _size(submit: Submit) -> int:
     num_ids += sum(map(len, sampling.bad_token_ids))
     num_bytes = len(submit.embeds) + sum(map(len, text.stop)) + sum(map(len, text.stop_regex))
     return 4 * num_ids + num_bytes + (0 if sampling.grammar is None else len(sampling.grammar.text))
-
-
-def _scrambled(value: int) -> int:
-    """The first bits of a bijection of 64 (the finalizer of SplitMix64): neighbouring counts give unrelated seeds."""
-    value = (value * 0x9E3779B97F4A7C15) & (2**64 - 1)
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (value ^ (value >> 31)) >> (64 - DRAWN_SEED_BITS)

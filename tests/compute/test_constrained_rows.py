@@ -117,7 +117,7 @@ class Fixed:
     def advance(self, token_id: int) -> None: ...
 
     def open(self, grammar: Grammar, token_ids: object, num_prompt: int) -> Fixed:
-        raise NotImplementedError
+        return self
 
     def fill(self, constraints: list[Fixed], masks: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> None:
         bits = np.zeros((len(constraints), 32 * self.num_words), dtype=np.uint8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from aioengine.attention.packed import PackedAttention
 from aioengine.models._base import Model, ModelOptions
 from aioengine.runner import weights
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
-from tests.compute.graphs.test_piece_graphs import Recorded
+from tests.compute.graphs.test_piece_graphs import record_graphs
 from tests.compute.stepping import make_batch, make_inputs
 from tests.compute.test_encoders import ENCODER, SPECIAL
 from tests.compute.test_pooling import PROMPTS, PoolWorld, saved, settings_for
@@ -56,14 +55,7 @@ class Capturable(PackedAttention):
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, stand_in in {
-        "CUDAGraph": Recorded,
-        "Stream": lambda _: None,
-        "stream": nullcontext,
-        "graph_pool_handle": lambda: "pool",
-        "synchronize": lambda _: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    record_graphs(monkeypatch)
 
 
 @pytest.fixture(params=["bert", "modernbert"])

@@ -64,12 +64,8 @@ class Piecewise(TorchAttention):
         out.copy_(self.attend(q, k, v, layer).view_as(out))
 
 
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
-    save_model("qwen3", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_bytes())
-    built = models.build(config, ModelOptions(dtype=torch.float32, device=CPU, max_positions=256))
-    weights.load(built, tmp_path, load_format="auto", seed=0, report=lambda *_: None)
+def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs are lists of operations on the CPU."""
     for name, stand_in in {
         "CUDAGraph": Recorded,
         "Stream": lambda _: None,
@@ -78,6 +74,15 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
         "synchronize": lambda _: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    save_model("qwen3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    built = models.build(config, ModelOptions(dtype=torch.float32, device=CPU, max_positions=256))
+    weights.load(built, tmp_path, load_format="auto", seed=0, report=lambda *_: None)
+    record_graphs(monkeypatch)
     return built
 
 
