@@ -23,9 +23,10 @@ SCRIPTS = {
     "03_async.py": r"France: Paris.*Peru: Lima.*stopped by deadline after \d+ tokens",
     "04_async_streaming.py": r"so far: ' Paris.*ended by abort, \d+ tokens",
     "05_batch.py": r'\{"prompt": "The capital of Norway is", "text": " Oslo.*"\}',
-    "07_search.py": r"Norway is: The capital of Norway is Oslo.*Egypt is: Cairo is the capital",
     "06_session.py": r"Tokyo.*Cairo.*Lima.*\[\d+ of \d+ prompt tokens were not computed again\].*Oslo",
     "07_structured_output.py": r"Ada, 36.* -> Person\(name='.*', age=\d+, city='.*(positive|negative)",
+    "08_search.py": r"Norway is: The capital of Norway is Oslo.*Egypt is: Cairo is the capital",
+    "09_scores.py": r"Norway: Europe \(.*Egypt: Africa \(",
 }
 SERVERS = ("fastapi_server.py", "aiohttp_server.py")
 
@@ -43,7 +44,7 @@ def test_an_example_is_short(name: str) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs(name: str) -> None:
-    done = run(name)
+    done = run(name, "Norway\nEgypt\n") if name == "09_scores.py" else run(name)
     assert done.returncode == 0, done.stderr
     assert re.search(SCRIPTS[name], done.stdout, re.DOTALL), done.stdout
     assert "Traceback" not in done.stderr

@@ -1,7 +1,7 @@
 """Semantic search: which of these sentences is nearest in meaning to each line of standard input?
 
-    echo "Which animals are there?" | python 07_search.py
-    echo "Which animals are there?" | python 07_search.py BAAI/bge-small-en-v1.5
+    echo "Which animals are there?" | python 08_search.py
+    echo "Which animals are there?" | python 08_search.py BAAI/bge-small-en-v1.5
 
 Without a model of embeddings the vectors are those of the demo model, which was never trained for that.
 """
