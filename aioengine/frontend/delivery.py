@@ -60,7 +60,8 @@ class Router:
                     if row is not None:
                         row.output.end_row(row, finished, now)
                         ended.append(row)
-        self.num_detokenizing = chunks.num_open
+        if chunks.num_open is not None:
+            self.num_detokenizing = chunks.num_open
         return ended
 
     def _note(self, chunks: TextChunks) -> None:

@@ -208,12 +208,7 @@ class OpenText:
 
     def complete(self, end: End, now: float) -> End:
         """Fill in what its ``meta_info`` needs."""
-        first_token = self._opened.first_token
-        end.num_cached = first_token.num_cached
-        end.num_preemptions = self.num_preemptions
-        end.admitted_at, end.first_token_at = first_token.admitted_at, first_token.first_token_at
-        end.ended_at = now
-        return end
+        return end.complete(self._opened.first_token, self.num_preemptions, now)
 
     def _decode(self, end: int) -> None:
         """Decode the waiting ids up to ``end``."""

@@ -142,6 +142,7 @@ class SchedulerService:
     def step(self, now: float) -> Outbox:
         """One step where there is work, with replies and statistics."""
         to_peer: list[Message] = []
+        to_frontend: list[Message] = []
         if self._compiling:
             if not self._core.has_work:
                 wait(set(self._compiling.values()), _COMPILING_WAIT_S, FIRST_COMPLETED)
@@ -151,8 +152,12 @@ class SchedulerService:
             self._refused = []
         output = self._core.step(now)
         if output is not None:
-            to_peer += output.parts()
-        to_frontend = self._replies
+            for part in output.parts():
+                if (textless := part.take_textless()) is not None:
+                    to_frontend.append(textless)
+                if textless is None or part.has_news:
+                    to_peer.append(part)
+        to_frontend += self._replies
         self._replies = []
         if stats := self._due_stats(now, has_tokens=output is not None):
             to_frontend.append(stats)

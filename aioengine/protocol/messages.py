@@ -4,7 +4,7 @@
     scheduler --> detokenizer   StepOutput            one for each step, whatever the number of requests
     detokenizer --> scheduler   Abort (a stop string was found, or the text stage failed)
     detokenizer --> frontend    TextChunks            one for each StepOutput
-    scheduler --> frontend      Stats, Reply
+    scheduler --> frontend      Stats, Reply, TextChunks (of requests that have no text: vectors and scores)
     both children --> frontend  Ready, Failed, Progress, LogRecord
 
 A frame is a ``Frame``: the epoch of the child that it comes from (or goes to) and the messages, in order. Times are
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from aioengine.protocol.columns import BadColumnsError, TokenColumns
-from aioengine.protocol.packed_logprobs import LogprobRules
+from aioengine.protocol.columns import POOLED_VECTOR, BadColumnsError, TokenColumns
+from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, LogprobRules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -303,7 +303,7 @@ class TextOpened(Struct, array_like=True, gc=False):
 
 
 class End(Struct, array_like=True, gc=False):
-    """The end of a request: why, and what its ``meta_info`` needs. The detokenizer fills in what follows ``message``.
+    """The end of a request: why, and what its ``meta_info`` needs. ``complete`` fills in what follows ``message``.
 
     Times are None for what was never reached. In a ``StepOutput`` it comes after the tokens of the request, whose text
     may never have been opened.
@@ -320,6 +320,13 @@ class End(Struct, array_like=True, gc=False):
     first_token_at: float | None = None
     ended_at: float = 0.0
 
+    def complete(self, first_token: FirstToken, num_preemptions: int, now: float) -> End:
+        """Fill in what follows ``message``."""
+        self.num_cached, self.num_preemptions = first_token.num_cached, num_preemptions
+        self.admitted_at, self.first_token_at = first_token.admitted_at, first_token.first_token_at
+        self.ended_at = now
+        return self
+
 
 class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
     """The sampled tokens of one step, and the events since the step before.
@@ -331,6 +338,35 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
     opened: list[TextOpened] = []
     preempted: list[int] = []
     ended: list[End] = []
+
+    @property
+    def has_news(self) -> bool:
+        """Whether it is more than a heartbeat."""
+        return bool(self.tokens.uids or self.tokens.extras or self.opened or self.preempted or self.ended)
+
+    def take_textless(self) -> TextChunks | None:
+        """Take out the requests that a vector or a distribution answers: they need no detokenizer.
+
+        All of such a request is in one output.
+        """
+        if not (self.opened and self.tokens.extras):
+            return None
+        opened = {one.first_token.uid: one for one in self.opened if one.text.logprobs is None}
+        given = {extra.uid for extra in self.tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
+        taken = {end.uid: end for end in self.ended if end.uid in given and end.uid in opened}
+        if not taken:
+            return None
+        chunks = TextChunks(preempted=[uid for uid in self.preempted if uid in taken])
+        for uid, end in taken.items():
+            first_token = opened[uid].first_token
+            chunks.first_tokens.append(first_token)
+            chunks.ended.append(end.complete(first_token, chunks.preempted.count(uid), first_token.first_token_at))
+        chunks.tokens.extras += (extra for extra in self.tokens.extras if extra.uid in taken)
+        self.tokens = self.tokens.limited(dict.fromkeys(taken, 0))
+        self.opened = [one for one in self.opened if one.first_token.uid not in taken]
+        self.preempted = [uid for uid in self.preempted if uid not in taken]
+        self.ended = [end for end in self.ended if end.uid not in taken]
+        return chunks
 
     def parts(self, max_bytes: int = MAX_PAYLOAD_BYTES) -> list[StepOutput]:
         """Itself, or where its extras are larger than ``max_bytes`` several that are not, unless one request's are.
@@ -373,14 +409,15 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
     """New tokens of one step, with ``texts[i]`` for ``tokens.uids[i]``. A uid can be there more than once.
 
     A request may be in ``ended`` and in the columns; its chunk comes first. ``num_open``: requests that the
-    detokenizer holds after this frame. ``first_tokens``: of requests that have one now, with or without a chunk.
-    ``preempted``: uids of requests that were preempted since the frame before, once for each time.
+    detokenizer holds after this frame; None: it is not from there. ``first_tokens``: of requests that have one now,
+    with or without a chunk. ``preempted``: uids of requests that were preempted since the frame before, once for each
+    time.
     """
 
     tokens: TokenColumns = field(default_factory=TokenColumns)
     texts: list[str] = []
     ended: list[End] = []
-    num_open: int = 0
+    num_open: int | None = None
     first_tokens: list[FirstToken] = []
     preempted: list[int] = []
 

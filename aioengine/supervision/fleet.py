@@ -139,8 +139,9 @@ class Fleet:
         merged: list[ToFrontend] = []
         for message in messages:
             if isinstance(message, TextChunks):
-                self._num_open[number] = message.num_open
-                message.num_open = sum(self._num_open.values())
+                if message.num_open is not None:
+                    self._num_open[number] = message.num_open
+                    message.num_open = sum(self._num_open.values())
                 for end in message.ended:
                     self._routes.forget(end.uid)
             elif isinstance(message, Stats):

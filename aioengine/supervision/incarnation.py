@@ -314,7 +314,8 @@ class Incarnation:
         for message in messages:
             match message:
                 case TextChunks():
-                    self._heartbeats.record(DETOKENIZER, now)
+                    if message.num_open is not None:
+                        self._heartbeats.record(DETOKENIZER, now)
                     for_frontend.append(message)
                 case Stats():
                     self._heartbeats.record(SCHEDULER, now)

@@ -7,8 +7,8 @@ from struct import pack
 
 import pytest
 
-from aioengine.protocol.columns import NO_TOKEN, Extra, TokenColumns
-from aioengine.protocol.messages import End, FinishCode, FirstToken, StepOutput, TextOpened, TextRules
+from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns
+from aioengine.protocol.messages import End, FinishCode, FirstToken, StepOutput, TextChunks, TextOpened, TextRules
 from aioengine.protocol.packed_logprobs import (
     NEXT_LOGPROBS,
     OUTPUT_LOGPROBS,
@@ -127,3 +127,33 @@ def test_a_step_with_large_extras_is_several_messages_each_with_whole_requests(m
     for name in ("opened", "preempted", "ended"):
         assert sum(len(getattr(part, name)) for part in parts) == len(getattr(whole, name))
     assert [extra for part in parts for extra in part.tokens.extras] == tokens.extras
+
+
+def test_answers_without_text_do_not_pass_the_detokenizer() -> None:
+    """Vectors (1, 2) and scores (3); but not a token (4), a score with texts (5), and a request that failed (6)."""
+    tokens = TokenColumns()
+    for uid in range(1, 6):
+        tokens.add(uid, [50] if uid == 4 else [])
+    kinds = {1: POOLED_VECTOR, 2: POOLED_VECTOR, 3: NEXT_LOGPROBS, 4: OUTPUT_LOGPROBS, 5: NEXT_LOGPROBS}
+    extras = tokens.extras = [Extra(uid, NO_TOKEN, kind, b"x") for uid, kind in kinds.items()]
+    rules = {5: TextRules(logprobs=RULES)}
+    opened = [TextOpened(FirstToken(uid, 3, 1.0, 2.0), rules.get(uid, TextRules())) for uid in kinds]
+    ended = [End(uid, FinishCode.LENGTH) for uid in (1, 2, 3, 5, 6)]
+    output = StepOutput(tokens, opened, [2, 2, 4], ended)
+
+    taken = output.take_textless()
+
+    expected = [End(uid, FinishCode.LENGTH, None, "", "", 3, 2 * (uid == 2), 1.0, 2.0, 2.0) for uid in (1, 2, 3)]
+    first_tokens = [FirstToken(uid, 3, 1.0, 2.0) for uid in (1, 2, 3)]
+    columns = TokenColumns(extras=extras[:3])
+    assert taken == TextChunks(columns, ended=expected, first_tokens=first_tokens, preempted=[2, 2])
+    assert output == StepOutput(TokenColumns([4, 5], [50], [1, 0], extras[3:]), opened[3:], [4], ended[3:])
+    assert output.take_textless() is None
+
+
+def test_an_output_of_vectors_alone_leaves_nothing_for_the_detokenizer() -> None:
+    tokens = TokenColumns([1], [], [0], [Extra(1, NO_TOKEN, POOLED_VECTOR, b"x")])
+    output = StepOutput(tokens, [TextOpened(FirstToken(1, 0, 1.0, 2.0), TextRules())], [], [End(1, FinishCode.STOP)])
+    assert output.has_news
+    assert output.take_textless() is not None
+    assert not output.has_news
