@@ -157,13 +157,24 @@ class Constraint:
                 new = self.forced
             else:
                 new = [*self.forced[: self.num_forced - 1], token_id]
-        if self.matcher.consume_tokens(new):
+        self._consume(new)
+
+    def take_forced(self, at_least: int) -> list[int]:
+        """The next tokens where no others are allowed, which the request has then; none if there are fewer."""
+        if len(self.forced) - self.num_forced < at_least or self.thinking is not None:
+            return []
+        taken = self.forced[self.num_forced :]
+        self._consume(self.forced)
+        return taken
+
+    def _consume(self, token_ids: list[int]) -> None:
+        if self.matcher.consume_tokens(token_ids):
             self.is_complete = self.matcher.is_stopped()
             # In this thread: threads of the library would wait for Python, which tokenizes what is forced.
             self.forced = [] if self.is_complete else self.matcher.compute_ff_tokens()
             self.num_forced = 0
         else:
-            self.error = f"token {token_id} does not fit the grammar: {_why(self.matcher)}"
+            self.error = f"token {token_ids[-1]} does not fit the grammar: {_why(self.matcher)}"
 
     @property
     def is_over(self) -> bool:

@@ -4,13 +4,17 @@ The mask of a token depends on the token before it. A step is launched while the
 so its forward is queued first, and its tokens are drawn later: when the older step is collected, the host follows the
 last tokens, and begins to compute the masks in other threads while the device computes. Then it sends the tokens and
 plans the next step, before whose launch the masks are there and the tokens are drawn.
+
+Where a grammar allows one token alone several times in a row, the request *jumps*: these tokens come together with the
+last one that was drawn, and its next row computes them as a prompt is computed. A row that was launched before is late,
+and its token does not count.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
@@ -19,17 +23,29 @@ from aioengine.runner.sampling.sampler import FAILED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.runner.logits import Constraint, Grammars
     from aioengine.runner.logits.grammar import GrammarMask
-    from aioengine.runner.rows import RequestRow
+    from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.runner.transfer import Readback
     from aioengine.scheduler.plan import NewRow
 
+    Awaited = tuple[int, int, RequestRow, Constraint]
+
+MIN_JUMP: Final = 4
+"""Forced tokens that are worth a jump, whose row leaves the captured decode step: where the next step is in flight, one
+of them is computed in it anyway. More than there can be steps in flight.
+"""
+
 
 class Launched(Protocol):
-    """A launched step; see ``model_runner.Ticket``."""
+    """A launched step; see ``model_runner.Ticket``.
+
+    constrained: the place in ``sampled``, the position and the request of each token that this constraint follows.
+    """
 
     @property
     def sampled(self) -> list[int]: ...
@@ -38,7 +54,9 @@ class Launched(Protocol):
     @property
     def failed(self) -> dict[int, str]: ...
     @property
-    def constraints(self) -> dict[int, Constraint]: ...
+    def constrained(self) -> list[Awaited]: ...
+    @property
+    def jumps(self) -> dict[int, list[int]]: ...
     @property
     def complete(self) -> list[int]: ...
 
@@ -47,7 +65,7 @@ class Launched(Protocol):
 class _Later:
     """A step whose tokens are drawn once its masks are computed. draw: returns them, [R]."""
 
-    requests: list[RequestRow]
+    rows: SampledRows
     draw: Callable[[], Tensor]
     ticket: Launched | None = None
 
@@ -68,16 +86,16 @@ class ConstrainedRows:
         self._is_on_gpu = device.type != "cpu"
         self._unfollowed: deque[Launched] = deque()
 
-    def put_off(self, requests: list[RequestRow], draw: Callable[[], Tensor]) -> bool:
+    def put_off(self, rows: SampledRows, draw: Callable[[], Tensor]) -> bool:
         """Whether the tokens [R] of a step are drawn later: their masks depend on tokens that are not known yet."""
-        if self._unfollowed and any(each.constraint is not None for each in requests):
-            self._later = _Later(requests, draw)
+        if self._unfollowed and any(each.constraint is not None for each in rows.requests):
+            self._later = _Later(rows, draw)
         return self._later is not None
 
     def begin_masks(self) -> None:
         """Compute the masks of the step that was put off, beside the caller, once it follows all tokens before."""
         if self._later is not None and not self._unfollowed:
-            self._masks.begin([each.constraint for each in self._later.requests], is_on_gpu=self._is_on_gpu)
+            self._masks.begin(self._later.rows.constraints(), is_on_gpu=self._is_on_gpu)
 
     def finish(self) -> None:
         """Draw the tokens of the step that was put off."""
@@ -85,7 +103,7 @@ class ConstrainedRows:
         if later is not None and later.ticket is not None:
             with torch.inference_mode():
                 later.ticket.values.start(later.draw())
-            self.note(later.ticket, later.requests)
+            self.note(later.ticket, later.rows.requests, later.rows.positions)
 
     def open(self, opened: NewRow, request: RequestRow) -> None:
         """Give an open request the constraint of its grammar, behind its output so far.
@@ -98,18 +116,21 @@ class ConstrainedRows:
             message = "this runner has no grammars"
             raise ValueError(message)
         request.constraint = self.grammars.open(grammar, opened.token_ids, opened.num_prompt)
+        request.may_jump = _may_jump(opened)
 
-    def note(self, ticket: Launched, sampled: list[RequestRow]) -> None:
-        """A step was launched that gives tokens to ``sampled``. Those whose masks failed fail in it."""
+    def note(self, ticket: Launched, sampled: list[RequestRow], positions: npt.NDArray[np.int64]) -> None:
+        """A step was launched that gives tokens to ``sampled``, at these positions [S]. Those whose masks failed fail
+        in it.
+        """
         if self._later is not None:
             self._later.ticket = ticket
             return
-        for place, request in enumerate(sampled):
-            if request.constraint is not None:
-                ticket.constraints[place] = request.constraint
-                if request.constraint.error:
-                    ticket.failed[request.uid] = request.constraint.error
-        if ticket.constraints:
+        for place, (request, position) in enumerate(zip(sampled, positions.tolist(), strict=True)):
+            if (constraint := request.constraint_at(position)) is not None:
+                ticket.constrained.append((place, position, request, constraint))
+                if constraint.error:
+                    ticket.failed[request.uid] = constraint.error
+        if ticket.constrained:
             self._unfollowed.append(ticket)
 
     def follow(self, last: Launched | None = None) -> None:
@@ -120,11 +141,29 @@ class ConstrainedRows:
         while self._unfollowed and (last is None or ticket is not last):
             ticket = self._unfollowed.popleft()
             values = ticket.values.wait()
-            for place, constraint in ticket.constraints.items():
+            for place, position, request, constraint in ticket.constrained:
                 if values[place] == FAILED or constraint.is_over:
                     continue
                 constraint.advance(values[place])
+                if request.may_jump and (forced := constraint.take_forced(MIN_JUMP)):
+                    ticket.jumps[request.uid] = forced
+                    request.known_end = position + 1 + len(forced)
                 if constraint.error:
-                    ticket.failed[ticket.sampled[place]] = constraint.error
+                    ticket.failed[request.uid] = constraint.error
                 elif constraint.is_complete:
-                    ticket.complete.append(ticket.sampled[place])
+                    ticket.complete.append(request.uid)
+
+
+def _may_jump(opened: NewRow) -> bool:
+    """Whether tokens of this request need not be drawn: nothing asks for their logits, counts them, or rules them out
+    as well.
+    """
+    sampling = opened.sampling
+    return opened.logprobs is None and not (
+        sampling.hidden_states
+        or sampling.has_penalties
+        or sampling.min_new_tokens
+        or sampling.bad_token_ids
+        or sampling.allowed_token_ids
+        or sampling.custom_processor
+    )

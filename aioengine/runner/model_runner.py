@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionBackend, ForwardBatch
     from aioengine.models._base import Model, ModelInputs
     from aioengine.protocol.messages import Control, Reply
+    from aioengine.runner.constrained_rows import Awaited
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
     from aioengine.runner.hidden_states import StepStates
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
-    from aioengine.runner.logits import Constraint, Grammars, LogitsProcessor
+    from aioengine.runner.logits import Grammars, LogitsProcessor
     from aioengine.runner.logprobs import StepLogprobs
     from aioengine.runner.pooler import PooledRows, PooledVectors
     from aioengine.runner.rows import RequestRow, SampledRows
@@ -84,7 +85,8 @@ class Ticket:
         values: a token or FAILED for each of ``sampled``, then 0 or FAILED (not finite) for each of ``silent``.
         failed: by uid, why a row was not computed, or why its grammar cannot be followed.
         logprobs, states, pooled: logprobs, hidden states and vectors that rows asked for; None: no row did.
-        constraints: of the rows with a grammar, by their index in ``sampled``.
+        constrained: as in ``constrained_rows.Launched``.
+        jumps: by uid, the tokens that the grammar forces behind the one that was drawn.
         complete: uids of the rows whose grammar is complete.
     """
 
@@ -96,7 +98,8 @@ class Ticket:
     logprobs: StepLogprobs | None = None
     states: StepStates | None = None
     pooled: PooledVectors | None = None
-    constraints: dict[int, Constraint] = field(default_factory=dict[int, "Constraint"])
+    constrained: list[Awaited] = field(default_factory=list["Awaited"])
+    jumps: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     complete: list[int] = field(default_factory=list[int])
 
 
@@ -192,7 +195,7 @@ class ModelRunner:
         ticket = Ticket(wanted, *uids, values, failed, logprobs, states, vectors)
         self._newest = ticket
         if self._table.num_with_grammar:
-            self._constrained.note(ticket, sampled)
+            self._constrained.note(ticket, sampled, (rows.starts + rows.counts)[rows.samples])
         return ticket
 
     def use_grammars(self, grammars: Grammars) -> None:
@@ -210,10 +213,11 @@ class ModelRunner:
             extras += ticket.states.extras()
         if ticket.pooled is not None:
             extras += ticket.pooled.extras()
-        if ticket.constraints:
+        if ticket.constrained:
             self._constrained.follow(ticket)
             self._constrained.begin_masks()
-        if FAILED not in values and not ticket.failed and len(ticket.wanted) == len(ticket.sampled):
+        is_usual = not ticket.failed and not ticket.jumps and len(ticket.wanted) == len(ticket.sampled)
+        if is_usual and FAILED not in values:
             tokens = TokenColumns(ticket.wanted, values[: len(ticket.sampled)], None, extras)
             return StepResult(tokens, complete=ticket.complete)
         value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True))
@@ -227,7 +231,7 @@ class ModelRunner:
         without_token = set(ticket.silent).difference(bad)
         tokens = TokenColumns(extras=extras)
         for uid in ticket.wanted:
-            tokens.add(uid, () if uid in without_token else (value_of.get(uid, FAILED),))
+            tokens.add(uid, () if uid in without_token else (value_of.get(uid, FAILED), *ticket.jumps.get(uid, ())))
         return StepResult(tokens, failed, ticket.complete)
 
     def control(self, order: Control) -> Reply:
@@ -377,7 +381,7 @@ class ModelRunner:
         """As ``_sample``: [S], or None where that is put off: masks depend on tokens that are not known yet."""
         draw = partial(self._sample, hidden, rows, logits)
         has_extras = self._table.num_with_logprobs or self._table.num_with_states
-        return draw() if has_extras or not self._constrained.put_off(rows.requests, draw) else None
+        return draw() if has_extras or not self._constrained.put_off(rows, draw) else None
 
     def _sample(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor:
         """Hidden states [S, D] -> token ids [S], which the table stores as last tokens.

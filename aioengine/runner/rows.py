@@ -76,7 +76,8 @@ class RequestRow:
     prompt_states: hidden states of its prompt, as far as it is computed; None where they are not wanted (any more).
     second_text: where the second text of a pair begins; 0: there is none.
     embeds: [num_prompt, D] of a prompt that is embeddings, until it is computed; ids then begin at ``first_id``.
-    constraint: of a request with a grammar. is_pooled: whether it is of the kind POOL.
+    constraint: of a request with a grammar. may_jump: whether tokens that its grammar forces need not be drawn.
+    known_end: how many tokens it had after the last jump. is_pooled: whether it is of the kind POOL.
     """
 
     uid: int
@@ -91,7 +92,13 @@ class RequestRow:
     embeds: npt.NDArray[np.float32] | None = None
     first_id: int = 0
     constraint: Constraint | None = None
+    may_jump: bool = False
+    known_end: int = 0
     is_pooled: bool = False
+
+    def constraint_at(self, position: int) -> Constraint | None:
+        """What the token at this position keeps to; None where a jump already gave that token."""
+        return self.constraint if position >= self.known_end else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,13 @@ class SampledRows:
     row_indices: Ints
     positions: Ints
     records: npt.NDArray[np.void]  # of SAMPLING_RECORD
+
+    def constraints(self) -> list[Constraint | None]:
+        """What the token of each row keeps to."""
+        return [
+            request.constraint_at(position)
+            for request, position in zip(self.requests, self.positions.tolist(), strict=True)
+        ]
 
     def part(self, chosen: Ints) -> SampledRows:
         """The ``chosen`` [X] of them."""
@@ -319,7 +333,7 @@ def logits_row(index: int, request: RequestRow, position: int) -> LogitsRow:
         request.history,
         uid=request.uid,
         first_id=request.first_id,
-        constraint=request.constraint,
+        constraint=request.constraint_at(position),
     )
 
 

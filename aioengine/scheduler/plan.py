@@ -95,7 +95,7 @@ class StepResult(Struct, array_like=True, gc=False):
     tokens: has a row for each row of the plan that gives anything, in the same order. A row with VECTOR has no tokens
         and an extra of the kind ``POOLED_VECTOR``, one with DISTRIBUTION none and an extra of the kind
         ``NEXT_LOGPROBS``. Behind a number of tokens other than one, rows of the request that were launched already do
-        not count, whatever they give; the next one carries all its tokens.
+        not count, whatever they give; later ones carry all their tokens, until one gives tokens.
     failed: maps the uid of a row that could not be computed or sampled to what happened. Its tokens (one that is -1,
         for example) do not count; that request ends alone, and what stands in its pages is of no use to others.
     complete: uids of rows whose grammar allows no further token: the request ends with these tokens.

@@ -87,7 +87,7 @@ class Planner:
                     continue  # one without a closed gate has its vector on its way
                 if not request.is_behind:
                     prompts.append(request)
-                elif (row := self._catch_up(request)) is not None:
+                elif (row := self._catch_up(request, flight)) is not None:
                     flight.add(row, request)
                 continue
             start = request.num_computed
@@ -108,17 +108,23 @@ class Planner:
             request.num_tokens += 1
         return prompts
 
-    def _catch_up(self, request: Request) -> Row | None:
-        """A row for all that is missing of a request that gave none or several tokens; None: it was preempted."""
+    def _catch_up(self, request: Request, flight: Flight) -> Row | None:
+        """A row for what is missing of a request that gave none or several tokens; None: it was preempted.
+
+        It has one token at least, and else leaves an eighth of the step to the prompts.
+        """
+        left = self._chunk_tokens - self._chunk_tokens // 8 - len(self._requests.running) - flight.num_prompt_tokens
+        start = request.num_computed
+        end = min(request.num_tokens, start + max(left, 1))
         pages: list[int] = []
-        while request.hold.room < request.num_tokens:
+        while request.hold.room < end:
             page = self._grow(request)
             if page is None:
                 return None
             pages.append(page)
-        request.is_behind = False
-        start = request.num_computed
-        return Row(request.uid, start, request.num_missing, TOKENS, request.token_ids[start:], pages)
+        request.is_behind = end < request.num_tokens
+        gives = NOTHING if request.is_behind else TOKENS
+        return Row(request.uid, start, end - start, gives, request.token_ids[start:end], pages)
 
     def _grow(self, request: Request) -> int | None:
         """A page for the next position, preempting others where none is left. None: there is none, it must wait.
@@ -136,7 +142,8 @@ class Planner:
 
     def _place_prompts(self, flight: Flight, prompts: list[Request], now: float) -> None:
         """Divide the rest of the step among the prompts: the first running one, then the shorter, then new ones."""
-        budget = TokenBudget(self._chunk_tokens, self._decode_cost * len(flight.requests))
+        num_placed = flight.num_prompt_tokens + self._decode_cost * len(flight.requests)
+        budget = TokenBudget(self._chunk_tokens, num_placed)
         prompts[1:] = sorted(prompts[1:], key=lambda request: request.num_missing)
         shares = [(request, budget.take_share(request.num_missing)) for request in prompts]
         if self._requests.waiting:

@@ -65,7 +65,7 @@ class Request:
     decodes: whether its next row is a decode: the runner holds the newest token, and all gates are open.
     hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption and each ``fall_behind``,
         so a row of a plan is late when its request has another hold than at the launch.
-    is_behind: the runner gave another number of tokens than one, and the next row computes what is missing.
+    is_behind: the runner gave another number of tokens than one, and the next rows compute what is missing.
     waits_for: the last page of its prefix that another request is computing.
     """
 

@@ -125,13 +125,15 @@ class Scheduler:
         if is_last:
             self.requests.end(request, End(row.uid, FinishCode.STOP if row.gives & VECTOR else FinishCode.LENGTH))
             return None
+        is_complete = row.uid in result.complete  # it ends with the last of its tokens
         for num_taken, token_id in enumerate(new, 1):
             request.token_ids.append(token_id)
             ended = end_of(request)
-            if ended is not None:
+            if ended is not None and not (ended.code is FinishCode.LENGTH and is_complete and num_taken == len(new)):
                 self.requests.end(request, ended)
                 return num_taken
-        request.fall_behind(end)
+        if not is_complete:
+            request.fall_behind(end)
         return None
 
     def _end_complete(self, flight: Flight, result: StepResult) -> None:

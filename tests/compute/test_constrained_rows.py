@@ -1,18 +1,21 @@
-"""Grammars in the runner: exact at every depth of overlap, in any batch and through preemption; and the masks."""
+"""Grammars in the runner: exact at every depth of overlap, in any batch, through preemption and jumps; the masks."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jsonschema
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from aioengine.grammars import Grammars
-from aioengine.protocol.messages import FinishCode, Grammar, Sampling
+from aioengine.protocol.messages import LAST_STATES, FinishCode, Grammar, Sampling
+from aioengine.protocol.packed_logprobs import LogprobRules
+from aioengine.runner import constrained_rows
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
 from tests.compute.interpreted import run_interpreted
@@ -24,8 +27,11 @@ if TYPE_CHECKING:
 
 SCHEMA = {
     "type": "object",
-    "properties": {"a": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}, "b": {"enum": ["x", "yy"]}},
-    "required": ["a", "b"],
+    "properties": {
+        "amounts": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+        "b": {"enum": ["x", "yyyyyyyyy", "yyyyyyyyzzz"]},
+    },
+    "required": ["amounts", "b"],
     "additionalProperties": False,
 }
 GRAMMARS = [grammar_of(json_schema=SCHEMA), grammar_of(regex="[a-d]{3,30}!"), grammar_of(choice=["abcab", "abd", "c"])]
@@ -33,6 +39,7 @@ SAMPLINGS = [
     Sampling(index, temperature=1.0, grammar=GRAMMARS[index % 4] if index % 4 < 3 else None) for index in range(10)
 ]
 PROMPTS = [[index + 1] * (index + 3) for index in range(10)]
+NO_JUMPS = 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +57,33 @@ def make_world(folder: Path, *, depth: int) -> World:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[list[int]]:
+    """Without jumps."""
     world = make_world(folder, depth=0)
-    return [
-        world.answers([prompt], [sampling], max_new_tokens=40)[0]
-        for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
-    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constrained_rows, "MIN_JUMP", NO_JUMPS)
+        return [
+            world.answers([prompt], [sampling], max_new_tokens=40)[0]
+            for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
+        ]
 
 
-@pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (2, 0), (0, 4), (1, 4)])
+@pytest.mark.parametrize("min_jump", [2, 4, NO_JUMPS])
+@pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (2, 0), (0, 4), (1, 4), (2, 3)])
+@pytest.mark.parametrize("has_logprobs", [False, True])
 def test_answers_are_those_of_each_alone(
-    folder: Path, alone: list[list[int]], depth: int, preempts_every: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    alone: list[list[int]],
+    depth: int,
+    preempts_every: int,
+    min_jump: int,
+    has_logprobs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("aioengine.grammars._MIN_BESIDE", 2)
+    monkeypatch.setattr(constrained_rows, "MIN_JUMP", min_jump)
     world = make_world(folder, depth=depth)
+    if has_logprobs:  # of a step, which then follows its constraints when it is launched
+        world.submit([3, 4], SAMPLINGS[0], max_new_tokens=30, logprobs=LogprobRules(num_top=1))
     uids = [
         world.submit(prompt, sampling, max_new_tokens=40) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
     ]
@@ -75,24 +96,84 @@ def test_answers_are_those_of_each_alone(
     assert [world.outputs[uid] for uid in uids] == alone
     complete = [uid for uid, ended in world.ended.items() if ended.code is FinishCode.STOP]
     assert len(complete) > 4
-    for uid in complete:
-        text = text_of(world.outputs[uid])
-        if uid % 4 == 0:
+    for index, uid in enumerate(uids):
+        text = text_of(world.outputs[uid]) if uid in complete else ""
+        if not text:
+            continue
+        if index % 4 == 0:
             jsonschema.validate(json.loads(text), SCHEMA)
-        elif uid % 4 == 1:
+        elif index % 4 == 1:
             assert re.fullmatch("[a-d]{3,30}!", text)
         else:
             assert text in ("abcab", "abd", "c")
 
 
-def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(folder: Path) -> None:
-    world = make_world(folder, depth=1)
-    bad = world.submit([1, 2], Sampling(1, temperature=1.0, grammar=Grammar("regex", "(")))
-    good = world.submit([1, 2], SAMPLINGS[2])
-    world.run()
-    assert world.ended[bad].code is FinishCode.FAILED
-    assert "cannot be enforced" in world.ended[bad].message
-    assert text_of(world.outputs[good]) in ("abcab", "abd", "c")
+class Answer(NamedTuple):
+    """Of one request, and the number of its steps."""
+
+    ids: list[int]
+    code: FinishCode
+    num_steps: int
+
+
+def answer_of(
+    folder: Path,
+    regex: str,
+    *,
+    depth: int,
+    min_jump: int,
+    max_new_tokens: int = 60,
+    logprobs: LogprobRules | None = None,
+    sampling: Sampling | None = None,
+) -> Answer:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constrained_rows, "MIN_JUMP", min_jump)
+        world = make_world(folder, depth=depth)
+        sampling = replace(sampling or Sampling(5, temperature=1.0), grammar=grammar_of(regex=regex))
+        uid = world.submit([1, 2, 3], sampling, max_new_tokens=max_new_tokens, logprobs=logprobs)
+        world.run()
+    assert not world.ended[uid].message
+    return Answer(world.outputs[uid], world.ended[uid].code, world.core.scheduler.stats(0.0).num_steps)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("end", ["", "[cd]"])
+def test_forced_tokens_take_no_steps_of_their_own(folder: Path, end: str, depth: int) -> None:
+    regex = "[ab]hello, these words are forced" + end
+    plain = answer_of(folder, regex, depth=depth, min_jump=NO_JUMPS)
+    jumped = answer_of(folder, regex, depth=depth, min_jump=4)
+    assert re.fullmatch(regex, text_of(plain.ids))
+    assert jumped[:2] == plain[:2]
+    assert jumped.code is FinishCode.STOP
+    num_forced = len(plain.ids) - 1 - bool(end)
+    assert num_forced > 10
+    in_vain = depth if end else 0  # in flight when the jump is known
+    assert plain.num_steps - jumped.num_steps == num_forced - in_vain
+    for max_new_tokens in (1, 2, num_forced, num_forced + 1, num_forced + 2):
+        plain = answer_of(folder, regex, depth=depth, min_jump=NO_JUMPS, max_new_tokens=max_new_tokens)
+        jumped = answer_of(folder, regex, depth=depth, min_jump=4, max_new_tokens=max_new_tokens)
+        assert jumped[:2] == plain[:2]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "logprobs"),
+    [
+        (Sampling(5), LogprobRules(num_top=1)),
+        (Sampling(5, hidden_states=LAST_STATES), None),
+        (Sampling(5, frequency_penalty=0.5), None),
+        (Sampling(5, repetition_penalty=1.5), None),
+        (Sampling(5, allowed_token_ids=tuple(range(300))), None),
+        (Sampling(5, bad_token_ids=((5, 7),)), None),
+        (Sampling(5, min_new_tokens=3, suppressed_token_ids=(0,)), None),
+    ],
+)
+def test_what_needs_the_logits_of_each_token_does_not_jump(
+    folder: Path, sampling: Sampling, logprobs: LogprobRules | None
+) -> None:
+    regex = "hello, these words are forced"
+    plain = answer_of(folder, regex, depth=1, min_jump=NO_JUMPS, sampling=sampling, logprobs=logprobs)
+    assert answer_of(folder, regex, depth=1, min_jump=4, sampling=sampling, logprobs=logprobs) == plain
+    assert plain.num_steps >= len(plain.ids)
 
 
 class Fixed:
@@ -115,6 +196,9 @@ class Fixed:
         return bool(self.error)
 
     def advance(self, token_id: int) -> None: ...
+
+    def take_forced(self, at_least: int) -> list[int]:
+        return []
 
     def open(self, grammar: Grammar, token_ids: object, num_prompt: int) -> Fixed:
         return self

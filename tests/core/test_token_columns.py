@@ -7,11 +7,12 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, BadColumnsError, Extra, TokenColumns
 from aioengine.protocol.messages import FinishCode, Limits
 from aioengine.scheduler.plan import Plan, Row, StepResult
-from aioengine.testing.fake_runner import FakeModel, extra_of, reference_vector
+from aioengine.testing.fake_runner import FakeModel, FakeTicket, extra_of, reference_vector
 from tests.core.core_world import World, random_requests, settings_of, submit_of
 from tests.core.test_pooling import pooled
 
@@ -57,6 +58,33 @@ def test_a_row_computes_all_tokens_of_the_previous_step() -> None:
     assert rows[2].token_ids == [second]  # again, since it gave no token
 
 
+@DEPTHS
+def test_more_tokens_than_a_step_computes_are_computed_in_chunks_beside_prompts(depth: int) -> None:
+    world = world_of("9", depth=depth, chunk_tokens=8, max_running=4)
+    world.submit(submit_of(1, [5] * 6, limits=Limits(28)), submit_of(2, [5] * 40))
+    world.run()
+    world.check_all_over()
+    plans = [[(row.uid, row.count, row.gives) for row in plan.rows] for plan in world.runner.plans]
+    assert [(1, 5, 0), (2, 2, 0)] in plans
+    assert [(1, 4, 1), (2, 3, 0)] in plans
+    assert max(plan.num_tokens for plan in world.runner.plans) <= 8
+
+
+@pytest.mark.parametrize(("num_new", "code"), [(3, FinishCode.STOP), (2, FinishCode.LENGTH), (4, FinishCode.STOP)])
+def test_several_tokens_can_complete_a_grammar(num_new: int, code: FinishCode, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of("3")
+    world.submit(submit_of(1, [5] * 6, limits=Limits(num_new)))
+    collect = world.runner.collect
+
+    def collect_complete(ticket: FakeTicket) -> StepResult:
+        return replace(collect(ticket), complete=[1])
+
+    monkeypatch.setattr(world.runner, "collect", collect_complete)
+    world.run()
+    assert (len(world.outputs[1]), world.ended[1].code) == (min(num_new, 3), code)
+    assert len(world.runner.plans) == 1
+
+
 def test_tokens_after_max_new_tokens_are_dropped() -> None:
     world = world_of("3")
     world.submit(submit_of(1, [5] * 6, limits=Limits(4)))
@@ -70,7 +98,7 @@ def test_tokens_after_max_new_tokens_are_dropped() -> None:
 @DEPTHS
 @given(
     seed=st.integers(0, 2**32),
-    tokens_per_step=st.text("0123", min_size=1, max_size=5).filter(lambda digits: digits.strip("0") != ""),
+    tokens_per_step=st.text("01239", min_size=1, max_size=5).filter(lambda digits: digits.strip("0") != ""),
     num_pages=st.sampled_from([16, 24, 256]),
     chunk_tokens=st.sampled_from([1, 7, 32]),
 )
@@ -81,7 +109,7 @@ def test_random_requests_give_the_reference_tokens_and_one_extra_per_token(
     world = world_of(
         tokens_per_step, depth=depth, num_pages=num_pages, chunk_tokens=chunk_tokens, context_length=4 * num_pages
     )
-    waiting = random_requests(rng, count=16, max_prompt=24, max_output=20)
+    waiting = random_requests(rng, count=16, max_prompt=24, max_output=30)
     waiting = [pooled(submit) if rng.random() < 0.2 else submit for submit in waiting]
     aborted = rng.sample(range(16), 2)
     while waiting or world.core.has_work:
@@ -91,6 +119,7 @@ def test_random_requests_give_the_reference_tokens_and_one_extra_per_token(
             world.abort(aborted)
         world.step()
     world.check_all_over()
+    assert all(plan.num_tokens <= world.settings.max_step_tokens for plan in world.runner.plans)
     for uid, output in world.outputs.items():
         extras = {extra.index: extra for extra in world.extras.get(uid, []) if extra.kind != POOLED_VECTOR}
         assert {index: extras[index] for index in range(len(output))} == {

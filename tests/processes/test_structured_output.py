@@ -62,6 +62,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     },
     "class": {"json_schema": Cat, "seed": 9, "max_new_tokens": 80, "temperature": 0},
     "cut": {"json_object": True, "seed": 10, "max_new_tokens": 4},
+    "forced": {"regex": r"[a-f]{2,9} and what follows is forced, \d{2,4} as well as this", "seed": 11},
 }  # fmt: skip
 
 Rows = list[tuple[str, list[int], object]]
@@ -129,7 +130,7 @@ async def test_answers_fit_alone_in_a_batch_and_in_streams(engine: Engine, alone
 
 
 async def test_answers_are_the_same_when_the_scheduler_is_killed(alone: dict[str, Rows]) -> None:
-    names = ("schema", "hot", "regex", "thought")
+    names = ("schema", "hot", "regex", "thought", "forced")
     async with AsyncEngine() as engine:
         asked = [asyncio.create_task(ask(engine, name)) for name in names]
         await until(lambda: engine.stats()["output_tokens"] > 20)
@@ -137,6 +138,27 @@ async def test_answers_are_the_same_when_the_scheduler_is_killed(alone: dict[str
         os.kill(pid, signal.SIGKILL)
         assert [await each for each in asked] == [alone[name] for name in names]
         assert engine.stats()["num_restarts"] > 0
+
+
+async def count_steps(engine: Engine, name: str, *, return_logprob: bool) -> tuple[dict[str, Any], int]:
+    """An answer, and the number of its steps."""
+    before = engine.stats()
+    params = {"max_new_tokens": 64, **REQUESTS[name]}
+    answer = await engine.async_generate("Who? ", params, return_logprob=return_logprob)
+    await until(lambda: engine.stats()["num_finished"] > before["num_finished"])
+    return answer, engine.stats()["num_steps"] - before["num_steps"]
+
+
+@pytest.mark.parametrize("name", ["schema", "forced", "class", "thought"])
+async def test_forced_tokens_take_no_steps_and_change_nothing(engine: Engine, name: str) -> None:
+    # each token that has a logprob is computed in a step of its own
+    plain, num_plain_steps = await count_steps(engine, name, return_logprob=True)
+    jumped, num_steps = await count_steps(engine, name, return_logprob=False)
+    assert (jumped["output_ids"], jumped["text"]) == (plain["output_ids"], plain["text"])
+    num_tokens = len(plain["output_ids"])
+    assert num_plain_steps >= num_tokens
+    if name == "forced":
+        assert num_steps < num_tokens / 2
 
 
 async def test_the_end_of_text_comes_where_the_grammar_may_end(engine: Engine) -> None:

@@ -48,6 +48,10 @@ class Constraint(Protocol):
         """The request has this token next."""
         ...
 
+    def take_forced(self, at_least: int) -> list[int]:
+        """The next tokens where no others are allowed, which the request has then; none if there are fewer."""
+        ...
+
 
 class Grammars(Protocol):
     """The grammars of an engine. num_words: of a mask, 32 tokens each."""

@@ -112,7 +112,7 @@ class DeviceSampler:
             if isinstance(processor, Penalties):
                 self._counts.apply(scores, rows, users, start)
             elif isinstance(processor, GrammarMask):
-                constraints = [rows.requests[start + user].constraint for user in users.tolist()]
+                constraints = rows.part(start + users).constraints()
                 processor.mask(scores, users.tolist(), constraints, self._upload)
             else:
                 processor.apply(scores, [_logits_row(rows, start, user) for user in users.tolist()], self._upload)
