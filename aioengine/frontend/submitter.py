@@ -359,12 +359,13 @@ class Submitter:
                 is_awaited = call.num_started == 1 and num_bytes > MIN_SHARED_BYTES and submits[0].kind is SCORE
                 if num_bytes >= MAX_BYTES_AT_ONCE or is_awaited:
                     call.is_encoding = True
-                    self._loop.call_soon(self._go_on, call, rows, tokenize_s)
                     break
             if not call.request.refuses_late or not submits:  # else its first chunk shows that it was not refused
                 call.output.accept()
         if submits:
             self._submit(submits)
+        if call.is_encoding:  # after the submission, which is sent in the next turn: before these rows are started
+            self._loop.call_soon(self._go_on, call, rows, tokenize_s)
         self._settle(call)
 
     def _start_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:

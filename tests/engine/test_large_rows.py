@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 
 import pytest
 
@@ -20,17 +19,16 @@ LARGE = {"n": NUM_SAMPLES, "stop": STOPS, "max_new_tokens": 3, "temperature": 1}
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[Submit]]:
-    """The rows that began in each turn."""
+    """The rows of each frame."""
     found: list[list[Submit]] = []
-    plain = Incarnation.send
+    plain = Incarnation._transmit
 
-    def send(own: Incarnation, messages: Iterable[Message]) -> None:
-        messages = list(messages)
+    def transmit(own: Incarnation, messages: list[Message]) -> None:
         if submits := [message for message in messages if isinstance(message, Submit)]:
             found.append(submits)
         plain(own, messages)
 
-    monkeypatch.setattr(Incarnation, "send", send)
+    monkeypatch.setattr(Incarnation, "_transmit", transmit)
     return found
 
 
