@@ -142,10 +142,6 @@ def test_an_engine_without_a_tokenizer_refuses_them() -> None:
         ({"format": {"type": "tag", "begin": "<", "content": {"type": "nonsense"}, "end": ">"}}, "is not known"),
         ({"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}, "starts with one of"),
         ({"structures": [], "triggers": ["<b"]}, "a list with entries"),
-        (
-            {"format": {"type": "triggered_tags", "triggers": ["<"], "tags": [], "at_least_one": True}},
-            "at_least_one",
-        ),
         ({"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "not"),
     ],
 )

@@ -1,0 +1,366 @@
+"""Structural tags against a plain reference, a function that finds where each format may end in a text."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioengine import SamplingParams
+from aioengine.errors import UnsupportedSchemaError
+from tests.kit.grammar_walks import EOS, allowed, demo_grammars, grammar_of, text_of, token_bytes, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from aioengine.grammars import Constraint
+    from aioengine.protocol.messages import Grammar
+
+Format = dict[str, Any]
+
+# ---------------------------------------------------------------- the reference
+
+
+def ends(given: Format, text: str, start: int, behind: list[str]) -> set[int]:
+    """Where the format may end that begins at ``start``. behind: the literals that come next, where these are known."""
+    kind = given["type"]
+    if kind == "const_string":
+        return literal([given["value"]], text, start)
+    if kind == "json_schema":
+        return literal([json.dumps(each, separators=(",", ":")) for each in given["json_schema"]["enum"]], text, start)
+    if kind == "regex":
+        pattern = re.compile(given["pattern"])
+        return {end for end in range(start, len(text) + 1) if pattern.fullmatch(text, start, end)}
+    if kind == "any_text":
+        found = free(text, start, given.get("excludes", ()), behind)
+        return {end for end in found if end - start <= given.get("max_chars", len(text))}
+    if kind == "sequence":
+        return sequence(given["elements"], text, start, behind)
+    if kind == "or":
+        return {end for each in given["elements"] for end in ends(each, text, start, behind)}
+    if kind == "optional":
+        return {start} | ends(given["content"], text, start, behind)
+    if kind in ("star", "plus", "repeat"):
+        least, most = {"star": (0, -1), "plus": (1, -1)}.get(kind) or (given["min"], given["max"])
+        return repeated(lambda at: ends(given["content"], text, at, []), text, start, least, most)
+    if kind == "tag":
+        return sequence(parts_of(given), text, start, behind)
+    if kind == "tags_with_separator":
+        return separated(given, text, start)
+    return dispatched(given, text, start, behind)
+
+
+def literal(texts: Iterable[str], text: str, start: int) -> set[int]:
+    return {start + len(each) for each in texts if text.startswith(each, start)}
+
+
+def free(text: str, start: int, excludes: Iterable[str], behind: Iterable[str]) -> set[int]:
+    """Free text ends before the first of ``behind``; with none, anywhere."""
+    if behind:
+        return {end for end, _ in firsts(text, start, excludes, behind)}
+    return {end for end in range(start, len(text) + 1) if not any(each in text[start:end] for each in excludes)}
+
+
+def firsts(text: str, start: int, excludes: Iterable[str], behind: Iterable[str]) -> set[tuple[int, str]]:
+    """Where the first of ``behind`` begins, and which it is; several where they end at the same place."""
+    found = {(at, each) for each in behind for at in range(start, len(text) + 1) if text.startswith(each, at)}
+    first = min((at + len(each) for at, each in found), default=0)
+    return {
+        (at, each)
+        for at, each in found
+        if at + len(each) == first and not any(excluded in text[start:at] for excluded in excludes)
+    }
+
+
+def sequence(elements: list[Format], text: str, start: int, behind: list[str]) -> set[int]:
+    nexts = [*(first_literals(each) for each in elements[1:]), behind]
+    found = {start}
+    for element, literals in zip(elements, nexts, strict=True):
+        found = {end for at in found for end in ends(element, text, at, literals)}
+    return found
+
+
+def first_literals(given: Format) -> list[str]:
+    if given["type"] == "const_string":
+        return [given["value"]]
+    if given["type"] == "tag":
+        return [given["begin"]]
+    if given["type"] == "or" and all(each["type"] == "const_string" for each in given["elements"]):
+        return [each["value"] for each in given["elements"]]
+    return []
+
+
+def parts_of(tag: Format, begin: str | None = None) -> list[Format]:
+    """The parts of a tag as a sequence. begin: instead of its own."""
+    end = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
+    last = {"type": "or", "elements": [{"type": "const_string", "value": each} for each in end]}
+    return [{"type": "const_string", "value": tag["begin"] if begin is None else begin}, tag["content"], last]
+
+
+def repeated(once: Callable[[int], set[int]], text: str, start: int, least: int, most: int) -> set[int]:
+    found, reached = set[int](), {start}
+    for count in range(least + len(text) + 1 if most < 0 else most + 1):
+        if count >= least:
+            found |= reached
+        reached = {end for at in reached for end in once(at)}
+    return found
+
+
+def separated(given: Format, text: str, start: int) -> set[int]:
+    def one(at: int) -> set[int]:
+        return {end for tag in given["tags"] for end in ends(tag, text, at, [])}
+
+    def another(at: int) -> set[int]:
+        return {end for after in literal([given["separator"]], text, at) for end in one(after)}
+
+    most = 0 if given.get("stop_after_first") else -1
+    found = {end for at in one(start) for end in repeated(another, text, at, 0, most)}
+    return found if given.get("at_least_one") else found | {start}
+
+
+def dispatched(given: Format, text: str, start: int, behind: list[str]) -> set[int]:
+    if given["type"] == "dispatch":
+        rules = [(begin, [content]) for begin, content in given["rules"]]
+        loops = given.get("loop", True)
+    else:
+        trigger = next(iter(given["triggers"]))
+        rules = [(trigger, parts_of(tag, tag["begin"].removeprefix(trigger))) for tag in given["tags"]]
+        loops = not given.get("stop_after_first")
+    excludes, found, todo, seen = given.get("excludes", ()), set[int](), [start], set[int]()
+    if given.get("at_least_one"):
+        todo = [end for tag in given["tags"] for end in ends(tag, text, start, [])]
+        if not loops:
+            return set(todo)
+    while todo:
+        at = todo.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        triggers = [begin for begin, _ in rules]
+        stops = firsts(text, at, excludes, [*behind, *triggers])
+        if behind:
+            found |= {end for end, which in stops if which in behind}
+        else:
+            found |= free(text, at, [*excludes, *triggers], ())
+        after = {
+            end
+            for begin, parts in rules
+            for stop, which in stops
+            if which == begin
+            for end in sequence(parts, text, stop + len(begin), [])
+        }
+        if loops:
+            todo += after
+        else:
+            found |= after
+    return found
+
+
+# ---------------------------------------------------------------- formats
+
+JSON = st.sampled_from([["x"], [True, None], [5, {"a": 1}], [{"a": [1]}, []]]).map(
+    lambda values: {"type": "json_schema", "json_schema": {"enum": values}}
+)
+CONST = st.sampled_from(["a", "ab", "<", "<b>", "é"]).map(lambda value: {"type": "const_string", "value": value})
+REGEX = st.sampled_from(["[ab]+", "a?b{2}", "(ab)*", "[^<>]{1,3}"]).map(
+    lambda pattern: {"type": "regex", "pattern": pattern}
+)
+TEXT = st.fixed_dictionaries(
+    {"type": st.just("any_text")},
+    optional={"excludes": st.sampled_from([["a"], ["ab", "<<"]]), "max_chars": st.integers(0, 3)},
+)
+FLAGS = {"at_least_one": st.booleans(), "stop_after_first": st.booleans()}
+
+
+def nested(inner: st.SearchStrategy[Format]) -> st.SearchStrategy[Format]:
+    tag = st.fixed_dictionaries(
+        {
+            "type": st.just("tag"),
+            "begin": st.sampled_from(["<", "<a>", "<b"]),
+            "content": inner,
+            "end": st.sampled_from([">", "/>", [">", "!"]]),
+        }
+    )
+    tags = st.lists(tag, min_size=1, max_size=2)
+    few = st.lists(inner, min_size=1, max_size=3)
+    kinds = {
+        "sequence": {"elements": few},
+        "or": {"elements": few},
+        "optional": {"content": inner},
+        "star": {"content": inner},
+        "plus": {"content": inner},
+        "repeat": {"content": inner, "min": st.integers(0, 2), "max": st.sampled_from([2, 3, -1])},
+        "tags_with_separator": {"tags": tags, "separator": st.sampled_from([",", "", "ab"]), **FLAGS},
+        "triggered_tags": {"tags": tags, "triggers": st.just(["<"]), **FLAGS},
+        "dispatch": {
+            "rules": st.lists(st.tuples(st.sampled_from(["<", "<a", "#"]), inner).map(list), min_size=1, max_size=2),
+            "loop": st.booleans(),
+        },
+    }
+    excludes = {"excludes": st.sampled_from([["a"], ["b<", "!"]])}
+    free_text = ("triggered_tags", "dispatch")
+    return tag | st.one_of(
+        [
+            st.fixed_dictionaries({"type": st.just(kind), **parts}, optional=excludes if kind in free_text else {})
+            for kind, parts in kinds.items()
+        ]
+    )
+
+
+FORMATS = st.recursive(CONST | REGEX | TEXT | JSON, nested, max_leaves=5)
+
+
+PIECES = {"[ab]+": ["a", "ba"], "a?b{2}": ["bb", "abb"], "(ab)*": ["", "abab"], "[^<>]{1,3}": ["a", "!b"]}
+
+
+def drawn_text(given: Format, drawn: random.Random) -> str:
+    """A text that fits the format, unless its free text has what may not be in it."""
+    kind = given["type"]
+    if kind == "const_string":
+        return given["value"]
+    if kind == "json_schema":
+        return json.dumps(drawn.choice(given["json_schema"]["enum"]), separators=(",", ":"))
+    if kind == "regex":
+        return drawn.choice(PIECES[given["pattern"]])
+    if kind == "sequence":
+        return "".join(drawn_text(each, drawn) for each in given["elements"])
+    if kind == "or":
+        return drawn_text(drawn.choice(given["elements"]), drawn)
+    if kind == "tag":
+        return "".join(drawn_text(each, drawn) for each in parts_of(given))
+    some = range(drawn.randrange(3))
+    if kind == "tags_with_separator":
+        return given["separator"].join(drawn_text(drawn.choice(given["tags"]), drawn) for _ in some)
+    if "content" in given:
+        return "".join(drawn_text(given["content"], drawn) for _ in some)
+    text = "".join(drawn.choice("ab>!,") for _ in some)
+    for _ in some:
+        if kind == "dispatch":
+            begin, content = drawn.choice(given["rules"])
+            text += begin + drawn_text(content, drawn)
+        elif kind == "triggered_tags":
+            text += drawn_text(drawn.choice(given["tags"]), drawn)
+    return text + "".join(drawn.choice("ab>!,") for _ in some)
+
+
+def is_valid(given: Format, text: str) -> bool:
+    return len(text) in ends(given, text, 0, [])
+
+
+def is_accepted(constraint: Constraint, text: str) -> bool:
+    tried = constraint.matcher.deep_copy()
+    ids = [single_bytes()[byte] for byte in text.encode()]
+    return tried.try_consume_tokens(ids) == len(ids) and tried.is_accepting()
+
+
+@cache
+def single_bytes() -> dict[int, int]:
+    return {data[0]: token_id for token_id, data in enumerate(token_bytes()) if len(data) == 1}
+
+
+def can_be_completed(grammar: Grammar, ids: list[int], drawn: random.Random) -> bool:
+    likely = {single_bytes()[byte] for byte in b'ab<>!/,{}[]":1truenlx5#'}
+    for _ in range(60):
+        constraint = demo_grammars().open(grammar, [], 0)
+        for token_id in ids:
+            constraint.advance(token_id)
+        for _ in range(25):
+            choices = allowed(constraint)
+            few = [EOS] if EOS in choices else [each for each in choices if each in likely]
+            constraint.advance(drawn.choice(few or choices))
+            if constraint.is_complete:
+                return True
+    return False
+
+
+def test_outputs_are_valid_and_what_is_valid_can_be_written() -> None:
+    counts = Counter[str]()
+
+    @settings(deadline=None, max_examples=250)
+    @given(FORMATS, st.integers(0, 10_000))
+    def check(given: Format, seed: int) -> None:
+        try:
+            grammar = grammar_of(structural_tag={"format": given}, whitespace="")
+        except UnsupportedSchemaError:
+            counts["refused"] += 1
+            return
+        drawn = random.Random(seed)
+        ids, is_complete = walk(grammar, seed, max_tokens=40)
+        counts["complete" if is_complete else "cut"] += 1
+        assert is_valid(given, text_of(ids)) if is_complete else can_be_completed(grammar, ids, drawn)
+        constraint = demo_grammars().open(grammar, [], 0)
+        for _ in range(3):
+            text = drawn_text(given, drawn)
+            changed = text.replace(drawn.choice("ab<>!,"), drawn.choice("ab<>!,"), 1)
+            assert is_valid(given, changed) or not is_accepted(constraint, changed)
+            if is_valid(given, text):
+                counts["accepted" if is_accepted(constraint, text) else "missed"] += 1
+
+    check()
+    assert counts["complete"] > 100, counts
+    # Missed where two parts begin alike, and the one that goes on for longer is taken for what was meant.
+    assert counts["accepted"] > 300 > 10 * counts["missed"], counts
+    assert counts["refused"] < 100, counts
+
+
+TEXT_TAG = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}
+
+
+@pytest.mark.parametrize(
+    ("given", "pointer", "match"),
+    [
+        ({"type": "qwen_xml_parameter"}, "/type", "'qwen_xml_parameter' .* is not known; known are const_string"),
+        ({"type": "grammar", "grammar": "root ::= 'a'"}, "/type", "'grammar'"),
+        ({"type": "any_text", "max_tokens": 3}, "/max_tokens", "is not enforced; leave it out"),
+        ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "/style", "is not enforced"),
+        (
+            {"type": "sequence", "elements": [{"type": "regex", "pattern": "a*"}, {"type": "json_schema",
+             "json_schema": {}}]},
+            "/elements/0", "no end that could be seen",
+        ),
+        (
+            {"type": "sequence", "elements": [{"type": "json_schema", "json_schema": {"type": "integer"}},
+             {"type": "const_string", "value": "5"}]},
+            "/elements/0/json_schema", "may be a number",
+        ),
+        ({"type": "star", "content": {"type": "any_text"}}, "", "no end that could be seen"),
+        (
+            {**TEXT_TAG, "content": {"type": "triggered_tags", "triggers": ["</"], "tags": [{**TEXT_TAG, "begin":
+             "</"}]}},
+            "/content", "the trigger '</' that begins before its end '</t>'",
+        ),
+        ({"type": "repeat", "min": 0, "max": 2000, "content": {"type": "const_string", "value": "a"}}, "/max", "2,000"),
+    ],
+)  # fmt: skip
+def test_what_could_not_be_kept_is_refused_by_name(given: Format, pointer: str, match: str) -> None:
+    with pytest.raises(UnsupportedSchemaError, match=match) as raised:
+        SamplingParams(structural_tag={"format": given})
+    assert raised.value.pointer.startswith(f"/format{pointer}")
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"type": "any_text", "excludes": [""]}, "/format/excludes must be a list of 1 to 32 strings that are not"),
+        ({"type": "any_text", "max_chars": -2}, "/format/max_chars must be a whole number"),
+        ({"type": "repeat", "min": 3, "max": 2, "content": TEXT_TAG}, "/format/max must be -1 or from 'min'"),
+        ({"type": "dispatch", "rules": [["a"]]}, "/format/rules/0 must be a list of a text and a format"),
+        ({"type": "tags_with_separator", "tags": [TEXT_TAG]}, "/format/separator must be a string, got None"),
+        ({**TEXT_TAG, "end": 5}, "/format/end must be a list"),
+        ({"type": "const_string", "value": "\ud800"}, "/format/value must be a string"),
+        (
+            {"type": "triggered_tags", "triggers": ["<t"], "tags": [TEXT_TAG], "at_least_one": 1},
+            "at_least_one must be true or false, got 1",
+        ),
+    ],
+)
+def test_what_is_no_structural_tag_is_named(given: Format, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        SamplingParams(structural_tag={"format": given})
