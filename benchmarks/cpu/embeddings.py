@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModel, BertConfig
 
 from aioengine import Engine
-from benchmarks.cpu.logprobs import cpu_s
+from benchmarks.cpu.request_options import cpu_s
 
 SHAPE = {
     "vocab_size": 30522,
