@@ -9,13 +9,14 @@ from collections import Counter
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioengine import SamplingParams
 from aioengine.errors import UnsupportedSchemaError
-from tests.kit.grammar_walks import EOS, allowed, demo_grammars, grammar_of, text_of, token_bytes, walk
+from tests.kit.grammar_walks import demo_grammars, grammar_of, text_of, token_bytes, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -217,7 +218,33 @@ def nested(inner: st.SearchStrategy[Format]) -> st.SearchStrategy[Format]:
 FORMATS = st.recursive(CONST | REGEX | TEXT | JSON, nested, max_leaves=5)
 
 
-PIECES = {"[ab]+": ["a", "ba"], "a?b{2}": ["bb", "abb"], "(ab)*": ["", "abab"], "[^<>]{1,3}": ["a", "!b"]}
+MATCHES = {"[ab]+": ["a", "ba"], "a?b{2}": ["bb", "abb"], "(ab)*": ["", "abab"], "[^<>]{1,3}": ["a", "!b"]}
+
+
+PIECES = [
+    "a",
+    "b",
+    "ab",
+    "bb",
+    "<",
+    "<a",
+    "<a>",
+    "<b",
+    "<b>",
+    ">",
+    "/>",
+    "!",
+    ",",
+    "#",
+    "é",
+    '"',
+    "x",
+    "}",
+    "]",
+    "rue",
+    "ull",
+    "1",
+]
 
 
 def drawn_text(given: Format, drawn: random.Random) -> str:
@@ -228,7 +255,7 @@ def drawn_text(given: Format, drawn: random.Random) -> str:
     if kind == "json_schema":
         return json.dumps(drawn.choice(given["json_schema"]["enum"]), separators=(",", ":"))
     if kind == "regex":
-        return drawn.choice(PIECES[given["pattern"]])
+        return drawn.choice(MATCHES[given["pattern"]])
     if kind == "sequence":
         return "".join(drawn_text(each, drawn) for each in given["elements"])
     if kind == "or":
@@ -266,17 +293,19 @@ def single_bytes() -> dict[int, int]:
 
 
 def can_be_completed(grammar: Grammar, ids: list[int], drawn: random.Random) -> bool:
-    likely = {single_bytes()[byte] for byte in b'ab<>!/,{}[]":1truenlx5#'}
-    for _ in range(60):
-        constraint = demo_grammars().open(grammar, [], 0)
-        for token_id in ids:
-            constraint.advance(token_id)
-        for _ in range(25):
-            choices = allowed(constraint)
-            few = [EOS] if EOS in choices else [each for each in choices if each in likely]
-            constraint.advance(drawn.choice(few or choices))
-            if constraint.is_complete:
+    """By pieces of the texts in formats, and where none fits by any token."""
+    pieces = [[single_bytes()[byte] for byte in piece.encode()] for piece in PIECES]
+    begun = demo_grammars().open(grammar, [], 0).matcher
+    assert begun.consume_tokens(ids)
+    for _ in range(200):
+        matcher = begun.deep_copy()
+        for _ in range(12):
+            if matcher.is_accepting():
                 return True
+            fitting = [each for each in pieces if matcher.validate_tokens(each) == len(each)]
+            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            tokens = fitting or [[each] for each in np.flatnonzero(np.unpackbits(mask, bitorder="little"))]
+            assert matcher.consume_tokens(list(map(int, drawn.choice(tokens))))
     return False
 
 
