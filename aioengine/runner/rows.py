@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.sampling.truncation import TOP_K_OFF
+from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import upload_to
 
 if TYPE_CHECKING:
@@ -28,9 +29,13 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.runner.logits import Constraint, LogitsProcessor
+    from aioengine.runner.token_lists import TokenLists
     from aioengine.scheduler.plan import NewRow
 
     Ints = npt.NDArray[np.int64]
+
+RECENT_TOKENS: Final = 512
+"""Of a request with bad words: one more than those that a bad word can have in front of its last token."""
 
 FEW_VALUES = 64
 """Logprobs of a position: requests for up to so many are computed together, for the largest of these numbers."""
@@ -71,13 +76,14 @@ class RowLogprobs:
 class RequestRow:
     """An open request.
 
-    history: its tokens, [more than there are] int64 on the device, where a processor reads them. token_ids: on a GPU,
+    history: its tokens, [more than there are] int64, where penalties read them on a CPU. token_ids: on a GPU,
     where ``runner.sampling.token_counts`` counts them for penalties, those that it was opened with; else empty.
     prompt_states: hidden states of its prompt, as far as it is computed; None where they are not wanted (any more).
     second_text: where the second text of a pair begins; 0: there is none.
     embeds: [num_prompt, D] of a prompt that is embeddings, until it is computed; ids then begin at ``first_id``.
     constraint: of a request with a grammar. may_jump: whether tokens that its grammar forces need not be drawn.
     known_end: how many tokens it had after the last jump. is_pooled: whether it is of the kind POOL.
+    lists, recent: see ``logits.LogitsRow``.
     """
 
     uid: int
@@ -95,6 +101,8 @@ class RequestRow:
     may_jump: bool = False
     known_end: int = 0
     is_pooled: bool = False
+    lists: TokenLists | None = None
+    recent: Tensor | None = None
 
     def constraint_at(self, position: int) -> Constraint | None:
         """What the token at this position keeps to; None where a jump already gave that token."""
@@ -170,6 +178,7 @@ class RowTable:
         self._pool_pages = num_pages
         self._num_embeddings = num_embeddings
         self._processors = processors
+        self._recent: Tensor | None = None
         self._free_indices = list(range(max_rows - 1, -1, -1))
 
     def open(self, opened: NewRow) -> None:
@@ -187,14 +196,19 @@ class RowTable:
         if is_on_gpu and opened.sampling.has_penalties:
             token_ids = opened.token_ids
         first_id = opened.num_prompt if opened.embeds else 0
-        if opened.sampling.bad_token_ids or (opened.sampling.has_penalties and not is_on_gpu):
+        known = list[int]()
+        if opened.sampling.bad_token_ids or opened.sampling.has_penalties:
             known = [*[NO_TOKEN] * first_id, *opened.token_ids[first_id:]]
+        if opened.sampling.has_penalties and not is_on_gpu:
             history = self.upload(np.array([*known, *[0] * 64], dtype=np.int64))
         row_index = self._free_indices.pop()
         request = RequestRow(opened.uid, row_index, opened.sampling, opened.num_prompt, history, token_ids)
         self.requests[opened.uid] = request  # from here on ``close`` undoes what a failure leaves
         self.num_opened += 1
         request.is_pooled = opened.kind is RequestKind.POOL
+        request.lists = token_lists(opened.sampling, self._num_embeddings, self.upload)
+        if opened.sampling.bad_token_ids:
+            request.recent = self._open_recent(row_index, known)
         self.num_pooled += request.is_pooled
         self.num_with_grammar += opened.sampling.grammar is not None
         self.num_with_states += bool(opened.sampling.hidden_states)
@@ -271,12 +285,30 @@ class RowTable:
                 history = _with_room(request.history, position + 1)
                 history[position] = usable[i]
                 request.history = history
+        if self._recent is not None:
+            users = np.array([i for i, request in enumerate(rows.requests) if request.recent is not None], np.int64)
+            places = rows.row_indices[users], rows.positions[users] % RECENT_TOKENS
+            self._recent[self.upload(places[0]), self.upload(places[1])] = usable[self.upload(users)].int()
+
+    def _open_recent(self, row_index: int, known: list[int]) -> Tensor:
+        """``RequestRow.recent`` [R] of a request with the tokens ``known``."""
+        if self._recent is None:
+            shape = len(self.sampling), RECENT_TOKENS
+            self._recent = torch.empty(shape, dtype=torch.int32, device=self.last_tokens.device)
+        start = max(0, len(known) - RECENT_TOKENS)
+        held = np.full(RECENT_TOKENS, NO_TOKEN, dtype=np.int32)
+        held[np.arange(start, len(known)) % RECENT_TOKENS] = known[start:]
+        return self._recent[row_index].copy_(self.upload(held))
 
     def _check(self, opened: NewRow) -> None:
         sampling = opened.sampling
         rules = opened.logprobs
         if opened.kind is RequestKind.SCORE and rules is None:
             message = "a request of kind SCORE has logprobs"
+            raise ValueError(message)
+        longest = max(map(len, sampling.bad_token_ids), default=0)
+        if longest > RECENT_TOKENS:
+            message = f"bad_words: one of them is {longest} tokens long; at most {RECENT_TOKENS}"
             raise ValueError(message)
         if rules is not None and rules.num_top > self._num_embeddings:
             message = f"the likeliest {rules.num_top} tokens of a vocabulary of {self._num_embeddings}"
@@ -334,6 +366,8 @@ def logits_row(index: int, request: RequestRow, position: int) -> LogitsRow:
         uid=request.uid,
         first_id=request.first_id,
         constraint=request.constraint_at(position),
+        lists=request.lists,
+        recent=request.recent,
     )
 
 

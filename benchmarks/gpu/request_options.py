@@ -63,6 +63,7 @@ class Prices:
         favour = {"custom_params": {"token": 7, "by": 1.0}}
         options: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
             "without": ({}, dict),
+            "300 biases": ({"logit_bias": {str(token): 0.5 for token in range(300)}}, dict),
             "1,000 allowed tokens": ({"allowed_token_ids": list(range(100, 1100))}, dict),
             "20 bad words": ({"bad_words": [f"word{number}" for number in range(20)]}, dict),
             "logits processor": (favour, lambda: {"custom_logit_processor": PROCESSOR}),

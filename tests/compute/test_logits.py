@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
-from aioengine.runner.logits import LogitsRow
+from aioengine.runner.logits import LogitsRow, bad_words
 from aioengine.runner.logits.allowed_token_ids import AllowedTokenIds
 from aioengine.runner.logits.bad_words import BadWords
 from aioengine.runner.logits.bias import Bias
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.min_new_tokens import MinNewTokens
 from aioengine.runner.logits.penalties import Penalties
+from aioengine.runner.token_lists import token_lists
 
 WIDTH = 320
 
 
 def row(index: int, sampling: Sampling, tokens: list[int], num_prompt: int) -> LogitsRow:
     history = torch.tensor([*tokens, 0, 0, 0])  # room at the end, which must not count
-    return LogitsRow(index, sampling, num_prompt, len(tokens), history)
+    lists = token_lists(sampling, WIDTH, torch.from_numpy)
+    recent = torch.full((8,), -1, dtype=torch.int32)
+    for position, token_id in enumerate(tokens):
+        recent[position % 8] = token_id
+    return LogitsRow(index, sampling, num_prompt, len(tokens), history, lists=lists, recent=recent)
 
 
 @pytest.fixture
@@ -98,6 +105,25 @@ def test_bad_words_are_those_of_transformers(logits: torch.Tensor, tokens: list[
     expected[1:2] = theirs(torch.tensor([tokens]), logits[1:2].clone())
     BadWords().apply(logits, [row(1, Sampling(0, bad_token_ids=BAD_TOKEN_IDS), tokens, num_prompt)], torch.from_numpy)
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("most", [1 << 20, 5])  # tokens that are compared at a time
+def test_bad_words_of_rows_together_are_those_of_the_definition(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(bad_words, "_MAX_TOKENS", most)
+    draw = random.Random(most)
+    for _ in range(30):
+        logits = torch.zeros(6, WIDTH)
+        expected = logits.clone()
+        rows: list[LogitsRow] = []
+        for index in draw.sample(range(6), 4):
+            tokens = draw.choices(range(3), k=draw.randrange(1, 20))
+            bad = {tuple(draw.choices(range(3), k=draw.randrange(1, 8))) for _ in range(draw.randrange(1, 12))}
+            rows.append(row(index, Sampling(0, bad_token_ids=tuple(bad)), tokens, 1))
+            for ids in bad:
+                if len(ids) <= len(tokens) + 1 and tokens[len(tokens) - len(ids) + 1 :] == list(ids[:-1]):
+                    expected[index, ids[-1]] = -torch.inf
+        BadWords().apply(logits, rows, torch.from_numpy)
+        assert torch.equal(logits, expected)
 
 
 def test_all_but_the_allowed_tokens_are_ruled_out_of_their_rows(logits: torch.Tensor) -> None:

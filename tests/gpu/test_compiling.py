@@ -27,6 +27,7 @@ def some_sampling(rng: random.Random, uid: int) -> Sampling:
             Sampling(uid, frequency_penalty=0.5, repetition_penalty=1.2),
             Sampling(uid, bias_token_ids=(3, 4, 5), logit_bias=(1.0, 2.0, 3.0)),
             Sampling(uid, temperature=0.0, min_new_tokens=5, suppressed_token_ids=(1, 2)),
+            Sampling(uid, allowed_token_ids=(1, 5, 9), bad_token_ids=((5,), (1, 9))),
         ]
     )
 

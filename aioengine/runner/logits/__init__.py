@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.protocol.messages import Grammar, Sampling
+    from aioengine.runner.token_lists import TokenLists
     from aioengine.runner.transfer import Upload
 
 ORDER = ("min_new_tokens", "penalties", "bias", "allowed_token_ids", "bad_words", "grammar")
@@ -81,10 +82,13 @@ class LogitsRow:
 
     index: its row in the logits. uid: of the request.
     num_tokens: tokens before the one that is sampled now, prompt and output.
-    history: [at least num_tokens] int64, the tokens, on the device of the logits; only of requests with
-        ``bad_token_ids``, and on the CPU of those with penalties. It holds -1 for a prompt of embeddings.
+    history: [at least num_tokens] int64, the tokens, on the CPU of requests with penalties. It holds -1 for a prompt of
+        embeddings.
     first_id: where the ids begin in it: behind a prompt of embeddings.
     constraint: of a request with a grammar.
+    lists: the lists of tokens among its parameters, where it has any.
+    recent: [R] int32 on the device of the logits, the token of position p at p % R; only of requests with
+        ``bad_token_ids``. It holds -1 where there is none.
     """
 
     index: int
@@ -95,6 +99,8 @@ class LogitsRow:
     uid: int = -1
     first_id: int = 0
     constraint: Constraint | None = None
+    lists: TokenLists | None = None
+    recent: Tensor | None = None
 
     @property
     def num_output(self) -> int:

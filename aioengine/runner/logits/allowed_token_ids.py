@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from aioengine.runner.logits.grammar import mask_on_cpu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,13 +24,13 @@ class AllowedTokenIds:
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
         """Set all others to -inf in logits [S, W]."""
-        counts = [len(row.sampling.allowed_token_ids) for row in rows]
-        indices = np.array([row.index for row in rows], dtype=np.int64)
-        ids = chain.from_iterable(row.sampling.allowed_token_ids for row in rows)
-        places = upload(np.repeat(indices, counts)), upload(np.fromiter(ids, np.int64, sum(counts)))
-        kept = logits[places]
-        logits.index_fill_(0, upload(indices), -torch.inf)
-        logits.index_put_(places, kept)
+        words = {row.index: row.lists.allowed for row in rows if row.lists is not None}
+        places = np.array(list(words), dtype=np.int64)
+        masks = torch.stack([each for each in words.values() if each is not None])
+        if logits.is_cuda:
+            import_module("aioengine.kernels.triton.grammar_mask").mask(logits, upload(places), masks)
+        else:
+            mask_on_cpu(logits, places, masks.numpy())
 
 
 PLUGIN = AllowedTokenIds

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from aioengine.runner.token_lists import token_places
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,10 +22,10 @@ class Bias:
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
         """Add the biases to logits [S, W]."""
-        indices = np.array([row.index for row in rows for _ in row.sampling.bias_token_ids], dtype=np.int64)
-        ids = np.array(list(chain.from_iterable(row.sampling.bias_token_ids for row in rows)), dtype=np.int64)
-        values = np.array(list(chain.from_iterable(row.sampling.logit_bias for row in rows)), dtype=np.float32)
-        logits.index_put_((upload(indices), upload(ids)), upload(values), accumulate=True)
+        lists = [row.lists for row in rows if row.lists is not None]
+        places = token_places([row.index for row in rows], [each.bias_ids for each in lists], upload)
+        values = np.concatenate([each.bias for each in lists])
+        logits.index_put_(places, upload(values), accumulate=True)
 
 
 PLUGIN = Bias

@@ -64,7 +64,7 @@ class GrammarMask:
         if len(usable) < len(live):
             masks[: len(usable)] = masks[usable]
         if not logits.is_cuda:
-            _mask(logits, places, masks)
+            mask_on_cpu(logits, places, masks)
         elif usable:
             kernel = import_module("aioengine.kernels.triton.grammar_mask")
             kernel.mask(logits, upload(places), self._buffers[0].send(len(usable), logits.device))
@@ -125,8 +125,8 @@ class _Buffer:
         return sent
 
 
-def _mask(logits: Tensor, indices: npt.NDArray[np.int64], masks: npt.NDArray[np.int32]) -> None:
-    """Set logits [S, W] of rows ``indices`` [X] to -inf where masks [X, words] have no bit: on the CPU."""
+def mask_on_cpu(logits: Tensor, indices: npt.NDArray[np.int64], masks: npt.NDArray[np.int32]) -> None:
+    """Set logits [S, W] of rows ``indices`` [X] to -inf where masks [X, words] have no bit."""
     width = min(logits.shape[1], 32 * masks.shape[1])
     bits = np.unpackbits(masks.view(np.uint8), axis=1, count=width, bitorder="little")
     is_banned = torch.from_numpy(bits ^ 1).view(torch.bool)

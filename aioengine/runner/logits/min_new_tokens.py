@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from aioengine.runner.token_lists import token_places
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,9 +29,10 @@ class MinNewTokens:
         early = [row for row in rows if row.num_output < row.sampling.min_new_tokens]
         if not early:
             return
-        ids = np.array(list(chain.from_iterable(row.sampling.suppressed_token_ids for row in early)), dtype=np.int64)
-        indices = np.array([row.index for row in early for _ in row.sampling.suppressed_token_ids], dtype=np.int64)
-        logits.index_put_((upload(indices), upload(ids)), upload(np.full(1, _LEAST, dtype=np.float32)))
+        places = token_places(
+            [row.index for row in early], [row.lists.suppressed for row in early if row.lists is not None], upload
+        )
+        logits.index_put_(places, upload(np.full(1, _LEAST, dtype=np.float32)))
 
 
 PLUGIN = MinNewTokens

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from aioengine.kernels.triton import grammar_mask
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.device_memory import SAMPLED_ROWS
@@ -128,3 +129,6 @@ def compile_kernels(*, vocab_size: int, num_embeddings: int, dtype: torch.dtype,
     with compile_only():
         kernels = SamplingKernels(max_rows=1, vocab_size=vocab_size, device=device)
         kernels.draw_in_all_ways(torch.zeros(1, num_embeddings, dtype=dtype, device=device))
+        words = torch.zeros(1, -(-num_embeddings // 32), dtype=torch.int32, device=device)
+        scores = torch.zeros(1, num_embeddings, dtype=torch.float32, device=device)
+        grammar_mask.mask(scores, torch.zeros(1, dtype=torch.int64, device=device), words)
