@@ -151,7 +151,12 @@ class PrefixCache:
 
     def num_available(self, match: Match) -> int:
         """Allocatable pages besides those of ``match`` once these are locked."""
-        return self.num_free - sum(node.num_locks == 0 for node in match.path)
+        num_unlocked = 0
+        for node in reversed(match.path):
+            if node.num_locks:
+                break  # and so are all nodes before it
+            num_unlocked += 1
+        return self.num_free - num_unlocked
 
     # ------------------------------------------------------------ do
 
