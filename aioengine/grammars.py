@@ -38,8 +38,9 @@ BYTES_PER_GRAMMAR: Final = 65_536
 BYTES_PER_CHARACTER: Final = 256
 """The memory of a compiled grammar, rather too much: 70 times its text for enums, 170 times for optional properties."""
 
-_NUM_COMPILERS: Final = 2
-_MAX_MASK_THREADS: Final = 8
+_MIN_COMPILERS: Final = 2
+_MAX_THREADS: Final = 8
+"""That compute masks, and as many that compile."""
 _MIN_BESIDE: Final = 16
 """Masks that are worth the change of threads."""
 _REQUESTS_PER_TEMPLATE: Final = 24
@@ -120,12 +121,13 @@ class Constraint:
     Attributes:
         source: computes its masks. is_complete: no further token is allowed. error: why it cannot be followed any
             further; empty while it can. forced: the next tokens where no others are allowed, ``num_forced`` of which
-            the request has; the library follows them together.
+            the request has; the library follows them together. next_token: the only one that is allowed next; -1 where
+            its mask says which are.
     """
 
     __slots__ = (
-        "__weakref__", "error", "forced", "grammar", "is_complete", "matcher", "num_forced", "source", "template",
-        "thinking", "tokens",
+        "__weakref__", "error", "forced", "grammar", "is_complete", "matcher", "next_token", "num_forced", "source",
+        "template", "thinking", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -141,18 +143,21 @@ class Constraint:
         self.tokens = tokens
         self.forced: list[int] = self.matcher.compute_ff_tokens()
         self.num_forced = 0
+        self.next_token = self.forced[0] if self.forced and thinking is None else -1
 
     def advance(self, token_id: int) -> None:
         """The request has this token next."""
         if self.thinking is not None:
             if self.thinking.push(self.tokens[token_id]):
                 self.thinking = None
+                self.next_token = self.forced[0] if self.forced else -1
             return
         new = [token_id]
         if self.forced:
             self.num_forced += 1
-            if token_id == self.forced[self.num_forced - 1]:
+            if token_id == self.next_token:
                 if self.num_forced < len(self.forced):
+                    self.next_token = self.forced[self.num_forced]
                     return
                 new = self.forced
             else:
@@ -173,6 +178,7 @@ class Constraint:
             # In this thread: threads of the library would wait for Python, which tokenizes what is forced.
             self.forced = [] if self.is_complete else self.matcher.compute_ff_tokens()
             self.num_forced = 0
+            self.next_token = self.forced[0] if self.forced else -1
         else:
             self.error = f"token {token_ids[-1]} does not fit the grammar: {_why(self.matcher)}"
 
@@ -209,7 +215,7 @@ class Grammars:
         self._vocabulary: _Vocabulary | None = None
         self._compiled: OrderedDict[tuple[str, str], list[_Template]] = OrderedDict()
         self._num_bytes = 0
-        self._num_threads = max(1, min(_MAX_MASK_THREADS, num_threads() // 2))
+        self._num_threads = max(1, min(_MAX_THREADS, num_threads() // 2))
 
     def compile(self, grammar: Grammar) -> Future[Any]:
         """Begin to compile a grammar that is not there yet. The future raises GrammarError where that fails."""
@@ -297,7 +303,7 @@ class Grammars:
 
     @cached_property
     def _compilers(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="grammar")
+        return ThreadPoolExecutor(max(_MIN_COMPILERS, self._num_threads), thread_name_prefix="grammar")
 
     @cached_property
     def _beside(self) -> ThreadPoolExecutor:
@@ -415,7 +421,7 @@ def _sorted(constraints: Sequence[Constraint]) -> tuple[list[tuple[Any, int]], l
     computed: list[tuple[int, Any, int]] = []
     known: list[tuple[Constraint, int]] = []
     for row, constraint in enumerate(constraints):
-        if constraint.forced or constraint.thinking is not None or constraint.is_over:
+        if constraint.next_token >= 0 or constraint.thinking is not None or constraint.is_over:
             known.append((constraint, row))
         else:
             computed.append((id(constraint.template), constraint.matcher, row))
@@ -425,18 +431,12 @@ def _sorted(constraints: Sequence[Constraint]) -> tuple[list[tuple[Any, int]], l
 
 def _fill_known(known: list[tuple[Constraint, int]], masks: Words) -> None:
     """Fill the masks [constraints, num_words] of these (constraint, row)."""
-    forced: list[tuple[int, int]] = []
     for constraint, row in known:
-        if constraint.is_over:
-            masks[row] = 0
-        elif constraint.thinking is not None:
+        masks[row] = 0
+        if constraint.thinking is not None:
             constraint.thinking.fill(masks[row], constraint.grammar.eos_token_ids)
-        else:
-            forced.append((row, constraint.forced[constraint.num_forced]))
-    if forced:
-        rows, token_ids = np.array(forced, dtype=np.int64).T
-        masks[rows] = 0
-        masks[rows, token_ids >> 5] = (np.uint32(1) << (token_ids & 31).astype(np.uint32)).view(np.int32)
+        elif not constraint.is_over:
+            _set(masks[row], constraint.next_token)
 
 
 def _why(matcher: Any) -> str:

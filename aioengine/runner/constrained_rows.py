@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 
 from aioengine.runner.sampling.sampler import FAILED
+from aioengine.runner.timing import part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
     from aioengine.runner.logits import Constraint, Grammars
     from aioengine.runner.logits.grammar import GrammarMask
     from aioengine.runner.rows import RequestRow, SampledRows
@@ -63,10 +65,13 @@ class Launched(Protocol):
 
 @dataclass(slots=True)
 class _Later:
-    """A step whose tokens are drawn once its masks are computed. draw: returns them, [R]."""
+    """A step whose tokens are drawn once its masks are computed. draw: returns them, [R]; at most ``most`` rows are
+    drawn together, else its masks are not begun beside.
+    """
 
     rows: SampledRows
     draw: Callable[[], Tensor]
+    most: int
     ticket: Launched | None = None
 
 
@@ -86,16 +91,35 @@ class ConstrainedRows:
         self._is_on_gpu = device.type != "cpu"
         self._unfollowed: deque[Launched] = deque()
 
-    def put_off(self, rows: SampledRows, draw: Callable[[], Tensor]) -> bool:
-        """Whether the tokens [R] of a step are drawn later: their masks depend on tokens that are not known yet."""
+    def draw(self, rows: SampledRows, draw: Callable[[], Tensor], *, most: int) -> Tensor | None:
+        """The tokens [R] of a step, or None where they are drawn later: masks depend on tokens that are not known yet.
+
+        ``most``: rows that ``draw`` draws together.
+        """
         if self._unfollowed and any(each.constraint is not None for each in rows.requests):
-            self._later = _Later(rows, draw)
-        return self._later is not None
+            self._later = _Later(rows, draw, most)
+            return None
+        return draw()
+
+    def draw_masked(self, graphs: DecodeGraphs, step: DecodeStep, rows: SampledRows) -> Tensor | None:
+        """As ``draw``, [R], of a replayed step that needs masks. They are set in the logits of the graph: with a copy
+        of these, and a sampler for all parameters, the device would wait longer for its next step.
+        """
+
+        def draw() -> Tensor:
+            """Token ids [R]."""
+            logits = graphs.logits(step)
+            with part("sample"):
+                self._masks.mask(logits, range(len(rows.requests)), rows.constraints())
+                return graphs.draw(step, logits)
+
+        return self.draw(rows, draw, most=graphs.max_rows)
 
     def begin_masks(self) -> None:
         """Compute the masks of the step that was put off, beside the caller, once it follows all tokens before."""
-        if self._later is not None and not self._unfollowed:
-            self._masks.begin(self._later.rows.constraints(), is_on_gpu=self._is_on_gpu)
+        later = self._later
+        if later is not None and not self._unfollowed and len(later.rows.requests) <= later.most:
+            self._masks.begin(later.rows.constraints(), is_on_gpu=self._is_on_gpu)
 
     def finish(self) -> None:
         """Draw the tokens of the step that was put off."""

@@ -16,6 +16,7 @@ from aioengine.protocol.columns import TokenColumns
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.constrained_rows import ConstrainedRows
 from aioengine.runner.custom_processors import CustomProcessors
+from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.inputs import InputBuilder
@@ -153,11 +154,7 @@ class ModelRunner:
         """
         module = importlib.import_module("aioengine.runner.graphs.decode_graphs")
         graphs: DecodeGraphs = module.DecodeGraphs(
-            self._model,
-            self._attention,
-            self._table,
-            vocab_size=self._vocab_size,
-            page_size=self._kv_pool.page_size,
+            self._model, self._attention, self._table, vocab_size=self._vocab_size, page_size=self._kv_pool.page_size
         )
         graphs.capture(max_rows, report)
         self._graphs = graphs
@@ -169,7 +166,8 @@ class ModelRunner:
         if self._is_closed:
             message = "the runner is closed"
             raise RuntimeError(message)
-        self._constrained.finish()
+        if plan.closed or plan.new_rows:  # constraints open once the masks of others are there
+            self._constrained.finish()
         with part("prepare"):
             self._change_requests(plan)
             rows = self._read(plan.rows)
@@ -306,6 +304,7 @@ class ModelRunner:
         """Forward and sampling of at least one row: ``Ticket.values`` [R]; None: later. ``pooled`` gets its states."""
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
+        self._constrained.finish()
         num_rows = len(rows.requests)
         prompts = self._logprobs.find_prompts(rows) if self._table.num_with_logprobs else None
         states = self._states.find_prompts(rows) if self._table.num_with_states else None
@@ -368,8 +367,10 @@ class ModelRunner:
     def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor | None:
         """Token ids [R] of a decode step that has a graph; None where they are drawn later."""
         sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
-        step = graphs.replay(rows, sampled)
+        step = graphs.replay(rows, sampled, when_ready=self._constrained.finish)
         if step.token_ids is None:
+            if step.needs_masks:
+                return self._constrained.draw_masked(graphs, step, sampled)
             return self._draw(step.hidden, sampled, graphs.logits(step) if step.order is None else None)
         if self._table.num_with_logprobs:
             self._logprobs.add_sampled(graphs.logits(step), sampled, step.token_ids, step.order)
@@ -381,7 +382,7 @@ class ModelRunner:
         """As ``_sample``: [S], or None where that is put off: masks depend on tokens that are not known yet."""
         draw = partial(self._sample, hidden, rows, logits)
         has_extras = self._table.num_with_logprobs or self._table.num_with_states
-        return draw() if has_extras or not self._constrained.put_off(rows, draw) else None
+        return draw() if has_extras else self._constrained.draw(rows, draw, most=SAMPLED_ROWS)
 
     def _sample(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor:
         """Hidden states [S, D] -> token ids [S], which the table stores as last tokens.

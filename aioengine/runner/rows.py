@@ -18,6 +18,7 @@ from aioengine.protocol.columns import NO_TOKEN
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
 from aioengine.runner.logits import LogitsRow
+from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.sampling.truncation import TOP_K_OFF
 from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import upload_to
@@ -151,6 +152,7 @@ class RowTable:
         num_pooled: open requests of the kind POOL. num_with_grammar, num_with_logprobs, num_with_states: those that
             have a grammar, that want logprobs, that want hidden states.
         num_with_embeds: those whose embeddings were not all computed.
+        mask_bit: the bit of the processor of grammars in ``SAMPLING_RECORD``.
     """
 
     def __init__(
@@ -178,6 +180,7 @@ class RowTable:
         self._pool_pages = num_pages
         self._num_embeddings = num_embeddings
         self._processors = processors
+        self.mask_bit = sum(1 << i for i, processor in enumerate(processors) if isinstance(processor, GrammarMask))
         self._recent: Tensor | None = None
         self._free_indices = list(range(max_rows - 1, -1, -1))
 

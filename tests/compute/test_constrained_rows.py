@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 import jsonschema
@@ -23,7 +25,12 @@ from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_mo
 from tests.kit.grammar_walks import FOLDER, grammar_of, text_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from aioengine.runner.inputs import StepRows
+    from aioengine.runner.model_runner import ModelRunner
+    from aioengine.runner.rows import SampledRows
 
 SCHEMA = {
     "type": "object",
@@ -108,6 +115,63 @@ def test_answers_are_those_of_each_alone(
             assert text in ("abcab", "abd", "c")
 
 
+class MaskedGraphs:
+    """Decode steps as from CUDA graphs, on the CPU: logits that the masks are set in, then a draw by temperature."""
+
+    max_rows = 16
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.num_drawn = 0
+
+    def padded(self, num_rows: int) -> int:
+        return num_rows
+
+    def fits(self, rows: StepRows) -> bool:
+        return not rows.known_ids.size and bool(rows.samples.all())
+
+    def replay(self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None]) -> SimpleNamespace:
+        when_ready()
+        runner = self._runner
+        inputs, batch = runner._inputs.build(runner._model, rows, None, num_outputs=len(rows.requests))
+        runner._attention.prepare(batch)
+        hidden = runner._model.forward(inputs, runner._attention)
+        return SimpleNamespace(hidden=hidden, sampled=sampled, token_ids=None, order=None, needs_masks=True)
+
+    def logits(self, step: SimpleNamespace) -> torch.Tensor:
+        return self._runner._model.compute_logits(step.hidden)
+
+    def draw(self, step: SimpleNamespace, logits: torch.Tensor) -> torch.Tensor:
+        self.num_drawn += 1
+        records = step.sampled.records.copy()
+        records["processors"] = 0
+        rows = dataclasses.replace(step.sampled, records=records)
+        token_ids = self._runner._sampler.sample(logits, rows)
+        self._runner._table.write_tokens(rows, token_ids)
+        return token_ids
+
+
+@pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (1, 4)])
+def test_answers_are_the_same_where_masks_are_set_in_the_logits_of_graphs(
+    folder: Path, alone: list[list[int]], depth: int, preempts_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioengine.grammars._MIN_BESIDE", 2)
+    world = make_world(folder, depth=depth)
+    graphs = MaskedGraphs(world.runner)
+    monkeypatch.setattr(world.runner, "_graphs", graphs)
+    uids = [
+        world.submit(prompt, sampling, max_new_tokens=40) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
+    ]
+    num_steps = 0
+    while world.core.has_work:
+        world.step()
+        num_steps += 1
+        if preempts_every and num_steps % preempts_every == 0 and world.core.requests.running:
+            world.core.requests.preempt()
+    assert [world.outputs[uid] for uid in uids] == alone
+    assert graphs.num_drawn > 10
+
+
 class Answer(NamedTuple):
     """Of one request, and the number of its steps."""
 
@@ -185,6 +249,7 @@ class Fixed:
         self.allowed = allowed
         self.num_words = num_words
         self.error = ""
+        self.next_token = allowed[0] if len(allowed) == 1 else -1
         self._later = error
 
     @property
@@ -218,8 +283,8 @@ def test_masks_rule_out_all_other_tokens_of_their_rows(width: int) -> None:
     rows: list[LogitsRow] = []
     for index in range(200):
         if index % 3:
-            allowed = [index % 70, 0, 31, 32, 63]
-            is_bad = index % 7 == 0
+            allowed = [index % 70, 0, 31, 32, 63] if index % 5 else [index % 70]
+            is_bad = index % 7 == 0 and len(allowed) > 1
             constraint = Fixed(allowed, num_words=3, error="too much" if is_bad else "")
             rows.append(LogitsRow(index, Sampling(0), 1, 2, None, constraint=constraint))
             if not is_bad:
@@ -241,11 +306,11 @@ for num_tokens in (64, 2048, 2100, 5000):
     storage = torch.randn(6, num_tokens + 7)
     logits = storage[:, :num_tokens]
     before = logits.clone()
-    rows = torch.tensor([4, 0, 3])
-    mask(logits, rows, words)
+    mask(logits, torch.tensor([[4, -1], [2, 33], [0, -3], [3, -2]], dtype=torch.int32), words)
     bits = (words[:, :, None] >> torch.arange(32)) & 1
     is_banned = torch.zeros(6, num_tokens, dtype=torch.bool)
-    is_banned[rows] = bits.flatten(1)[:, :num_tokens] == 0
+    is_banned[[4, 3, 0]] = bits.flatten(1)[:, :num_tokens] == 0
+    is_banned[2] = torch.arange(num_tokens) != 33
     assert torch.equal(logits, before.masked_fill(is_banned, -torch.inf))
 """
 

@@ -211,17 +211,19 @@ def test_sampling() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [96, 2048, 151_936, 151_937])
-def test_masks_of_grammars(num_tokens: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masks_of_grammars(num_tokens: int, dtype: torch.dtype) -> None:
     from aioengine.kernels.triton.grammar_mask import mask
 
     words = torch.randint(-(2**31), 2**31, (3, -(-num_tokens // 32)), device="cuda", dtype=torch.int64).int()
-    logits = random(6, num_tokens + 5, dtype=torch.float32)[:, :num_tokens]
-    rows = torch.tensor([4, 0, 3], device="cuda")
+    logits = random(6, num_tokens + 5, dtype=dtype)[:, :num_tokens]
+    rules = torch.tensor([[4, -1], [2, 33], [0, -3], [3, -2]], dtype=torch.int32, device="cuda")
     bits = (words[:, :, None] >> torch.arange(32, device="cuda")) & 1
     is_banned = torch.zeros(6, num_tokens, dtype=torch.bool, device="cuda")
-    is_banned[rows] = bits.flatten(1)[:, :num_tokens] == 0
+    is_banned[[4, 3, 0]] = bits.flatten(1)[:, :num_tokens] == 0
+    is_banned[2] = torch.arange(num_tokens, device="cuda") != 33
     expected = logits.masked_fill(is_banned, -torch.inf)
-    mask(logits, rows, words)
+    mask(logits, rules, words)
     assert torch.equal(logits, expected)
 
 

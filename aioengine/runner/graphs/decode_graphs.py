@@ -115,12 +115,15 @@ class DecodeStep:
         hidden: [R, D].
         graph: the graph, for ``DecodeGraphs.logits``.
         order: [R] int64, the row of the graph that each row had; None: they are in order.
+        needs_masks: whether the masks of grammars are all that its rows need beside a temperature, and nothing else
+            reads its logits: the masks may be set in these, and ``DecodeGraphs.draw`` draws the tokens.
     """
 
     token_ids: Tensor | None
     hidden: Tensor
     graph: _Graph
     order: Tensor | None
+    needs_masks: bool = False
 
 
 class DecodeGraphs:
@@ -194,26 +197,44 @@ class DecodeGraphs:
             return False
         return int(rows.token_ends[-1]) == num_rows and bool(rows.samples.all())
 
-    def replay(self, rows: StepRows, sampled: SampledRows) -> DecodeStep:
-        """Queue the step; it must fit."""
+    def replay(self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None]) -> DecodeStep:
+        """Queue the step; it must fit. ``when_ready`` is called before its inputs take the place of the last step's."""
         num_rows = len(rows.requests)
         with part("prepare"):
             cascade = self._prefixes.find(rows) if self._prefixes else None
             chosen = self._choose(num_rows, cascade)
             size = chosen.num_rows
             self._copied.synchronize()
-            host = self._host.numpy()
-            num_words = self._fill(host, size, rows, sampled, cascade=cascade)
-            self._memory[:num_words].copy_(self._host[:num_words], non_blocking=True)
-            self._copied.record()
+            is_drawn = is_simple(sampled)
+            num_words = self._fill(self._host.numpy(), size, rows, sampled, cascade=cascade, is_drawn=is_drawn)
             ends = _COLUMNS * size
             chosen.attention.plan(self._host[ends : ends + size + 1], self._host[3 * size : 4 * size])
+        when_ready()
+        self._memory[:num_words].copy_(self._host[:num_words], non_blocking=True)
+        self._copied.record()
         chosen.graph.replay()
-        token_ids = chosen.token_ids[:num_rows] if is_simple(sampled) else None
+        token_ids = chosen.token_ids[:num_rows] if is_drawn else None
         if cascade is None:
-            return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None)
+            needs_masks = not is_drawn and self._may_be_masked(sampled)
+            return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None, needs_masks)
         inverse = cascade.inverse
         return DecodeStep(None if token_ids is None else token_ids[inverse], chosen.hidden[inverse], chosen, inverse)
+
+    def _may_be_masked(self, sampled: SampledRows) -> bool:
+        table = self._table
+        has_readers = table.num_with_logprobs or table.num_with_states
+        return not has_readers and is_simple(sampled, aside_from=table.mask_bit)
+
+    def draw(self, step: DecodeStep, logits: Tensor) -> Tensor:
+        """Token ids [R], which the table gets too, drawn by temperature from its ``logits`` [>= R, V], which were
+        masked. Its rows are in order (``needs_masks``), and no other step was replayed since.
+        """
+        assert self._kernels is not None, "no graph was captured"
+        num_rows = len(step.hidden)
+        columns = self._columns(step.graph.num_rows)[:, :num_rows]
+        token_ids = step.graph.token_ids[:num_rows]
+        self._kernels.sample(logits[:num_rows], Draws(columns[5:]), token_ids, (columns[0], self._last_tokens))
+        return token_ids
 
     def logits(self, step: DecodeStep) -> Tensor:
         """Logits [>= R, V] of the step that was replayed last, by rows of its graph (``DecodeStep.order``)."""
@@ -228,7 +249,16 @@ class DecodeGraphs:
             chosen.planned = cascade
         return chosen.graph
 
-    def _fill(self, host: Ints, size: int, rows: StepRows, sampled: SampledRows, *, cascade: Cascade | None) -> int:
+    def _fill(
+        self,
+        host: Ints,
+        size: int,
+        rows: StepRows,
+        sampled: SampledRows,
+        *,
+        cascade: Cascade | None,
+        is_drawn: bool,
+    ) -> int:
         """Write to ``host`` [words] what the graph of ``size`` rows reads; returns the number of words written."""
         num_rows, page_size = len(rows.requests), self._page_size
         columns = host[: _COLUMNS * size].reshape(_COLUMNS, size)
@@ -244,7 +274,7 @@ class DecodeGraphs:
         columns[2, :num_rows] = last_pages * page_size + last_lengths - 1
         columns[3, :num_rows] = last_lengths
         columns[4] = len(self._last_tokens) - 1
-        if is_simple(sampled):
+        if is_drawn:
             columns[4, :num_rows] = row_indices
         draw_words(sampled, columns[5:, :num_rows])
         if cascade:

@@ -31,11 +31,12 @@ class Constraint(Protocol):
 
     Attributes:
         source: computes its masks. is_complete: no further token is allowed. error: why it cannot be followed any
-            further; empty while it can.
+            further; empty while it can. next_token: the only one that is allowed next; -1 where its mask says which.
     """
 
     is_complete: bool
     error: str
+    next_token: int
 
     @property
     def source(self) -> Grammars: ...

@@ -25,12 +25,13 @@ class AllowedTokenIds:
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
         """Set all others to -inf in logits [S, W]."""
         words = {row.index: row.lists.allowed for row in rows if row.lists is not None}
-        places = np.array(list(words), dtype=np.int64)
+        rules = [(index, -1 - number) for number, index in enumerate(words)]
         masks = torch.stack([each for each in words.values() if each is not None])
         if logits.is_cuda:
-            import_module("aioengine.kernels.triton.grammar_mask").mask(logits, upload(places), masks)
+            kernel = import_module("aioengine.kernels.triton.grammar_mask")
+            kernel.mask(logits, upload(np.array(rules, dtype=np.int32)), masks)
         else:
-            mask_on_cpu(logits, places, masks.numpy())
+            mask_on_cpu(logits, rules, masks.numpy())
 
 
 PLUGIN = AllowedTokenIds

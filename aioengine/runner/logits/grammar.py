@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from aioengine.runner.device_memory import SAMPLED_ROWS
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -39,99 +37,135 @@ class GrammarMask:
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
         """Rule tokens out of rows of logits [S, W]. A row whose constraint is over is left as it is: it ends."""
-        self.mask(logits, [row.index for row in rows], [row.constraint for row in rows], upload)
+        self.mask(logits, [row.index for row in rows], [row.constraint for row in rows])
 
-    def mask(
-        self, logits: Tensor, indices: Sequence[int], constraints: Sequence[Constraint | None], upload: Upload
-    ) -> None:
-        """As ``apply``, for the rows ``indices`` of logits [S, W] and their constraints."""
+    def mask(self, logits: Tensor, indices: Sequence[int], constraints: Sequence[Constraint | None]) -> None:
+        """As ``apply``, for the rows ``indices`` of logits [S, W] and their constraints; None: it has none."""
         if self.follow is not None:
             self.follow()
-        live = [
-            (index, constraint)
-            for index, constraint in zip(indices, constraints, strict=True)
-            if constraint is not None and not constraint.is_complete and not constraint.error
-        ]
-        if not live:
+        pairs = [(index, each) for index, each in zip(indices, constraints, strict=True) if each is not None]
+        wanted = [constraint for _, constraint in pairs]
+        begun = self._take_begun(wanted)
+        if begun is None:
+            begun = self._begin(wanted, is_on_gpu=logits.is_cuda, is_beside=False)
+        if begun is None:
             return
-        wanted = [constraint for _, constraint in live]
-        masks = self._take_begun(wanted)
-        if masks is None:
-            masks = self._memory(wanted, is_on_gpu=logits.is_cuda)
-            wanted[0].source.fill(wanted, masks)
-        usable = [place for place, (_, constraint) in enumerate(live) if not constraint.error]
-        places = np.array([live[place][0] for place in usable], dtype=np.int64)
-        if len(usable) < len(live):
-            masks[: len(usable)] = masks[usable]
-        if not logits.is_cuda:
-            mask_on_cpu(logits, places, masks)
-        elif usable:
+        rules = [
+            (pairs[place][0], token_id if token_id >= 0 else -1 - row)
+            for place, constraint, token_id, row in begun.rows
+            if not constraint.error
+        ]
+        if not rules:
+            return
+        if logits.is_cuda:
             kernel = import_module("aioengine.kernels.triton.grammar_mask")
-            kernel.mask(logits, upload(places), self._buffers[0].send(len(usable), logits.device))
+            kernel.mask(logits, *self._buffers[0].send(begun.masks, rules, logits.device))
             self._buffers.reverse()
+        else:
+            mask_on_cpu(logits, rules, begun.masks)
 
     def begin(self, constraints: Sequence[Constraint | None], *, is_on_gpu: bool) -> None:
         """Compute the masks that ``mask`` will be called for next, beside the caller. No constraint may advance until
         then.
         """
         self._take_begun([])
-        wanted = [each for each in constraints if each is not None and not each.is_complete and not each.error]
-        if wanted and len(wanted) <= SAMPLED_ROWS:
-            masks = self._memory(wanted, is_on_gpu=is_on_gpu)
-            self._begun = _Begun(wanted, masks, wanted[0].source.begin(wanted, masks))
+        wanted = [each for each in constraints if each is not None]
+        self._begun = self._begin(wanted, is_on_gpu=is_on_gpu, is_beside=True)
 
-    def _take_begun(self, wanted: list[Constraint]) -> npt.NDArray[np.int32] | None:
-        """The masks [X, words] that were begun; None where those are not the wanted ones."""
+    def _begin(self, constraints: list[Constraint], *, is_on_gpu: bool, is_beside: bool) -> _Begun | None:
+        """Compute their masks, beside the caller or not; None: all are over, or there is none."""
+        rows: list[_Row] = []
+        computed: list[Constraint] = []
+        for place, constraint in enumerate(constraints):
+            if constraint.is_over:
+                continue
+            token_id = constraint.next_token
+            rows.append((place, constraint, token_id, len(computed)))
+            if token_id < 0:
+                computed.append(constraint)
+        if not rows:
+            return None
+        source = rows[0][1].source
+        masks = self._memory(len(rows), len(computed), source.num_words, is_on_gpu=is_on_gpu)
+        wait: Callable[[], None] | None = None
+        if computed and is_beside:
+            wait = source.begin(computed, masks)
+        elif computed:
+            source.fill(computed, masks)
+        return _Begun(constraints, rows, masks, wait)
+
+    def _take_begun(self, constraints: list[Constraint]) -> _Begun | None:
+        """What was begun, once it is computed; None where that is for others."""
         begun, self._begun = self._begun, None
         if begun is None:
             return None
-        begun.wait()
-        return begun.masks if begun.constraints == wanted else None
+        if begun.wait is not None:
+            begun.wait()  # also of masks that nobody wants any more: until then, constraints must not advance
+        return begun if begun.constraints == constraints else None
 
-    def _memory(self, constraints: list[Constraint], *, is_on_gpu: bool) -> npt.NDArray[np.int32]:
-        """An array [X, words] for masks."""
-        shape = len(constraints), constraints[0].source.num_words
-        return self._buffers[0].array(shape) if is_on_gpu else np.empty(shape, dtype=np.int32)
+    def _memory(self, num_rows: int, num_masks: int, num_words: int, *, is_on_gpu: bool) -> npt.NDArray[np.int32]:
+        """An array [num_masks, num_words] for masks."""
+        if is_on_gpu:
+            return self._buffers[0].array(num_rows, num_masks, num_words)
+        return np.empty((num_masks, num_words), dtype=np.int32)
+
+
+_Row = tuple[int, "Constraint", int, int]
+"""Its place among all, its constraint, the only token that is allowed or -1, and then the index of its mask."""
 
 
 class _Begun(NamedTuple):
-    """Masks [X, words] that are being computed."""
+    """Masks [N, words] that are being computed until ``wait`` returns, of N of the ``rows``, which are constrained."""
 
     constraints: list[Constraint]
+    rows: list[_Row]
     masks: npt.NDArray[np.int32]
-    wait: Callable[[], None]
+    wait: Callable[[], None] | None
 
 
 class _Buffer:
-    """Pinned memory for masks that a GPU reads: they are computed where they are copied from."""
+    """Pinned memory for masks, and behind them the rules of ``kernels.triton.grammar_mask``: they are computed where a
+    GPU copies them from, all at once.
+    """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, 0, dtype=torch.int32)
+        self._memory = torch.empty(0, dtype=torch.int32)
         self._left: torch.cuda.Event | None = None
 
-    def array(self, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
-        """An array of the shape [X, words], once the copy of the last one has left."""
+    def array(self, num_rows: int, num_masks: int, num_words: int) -> npt.NDArray[np.int32]:
+        """An array [num_masks, num_words], with room for rules of ``num_rows``, once its last copy has left."""
         if self._left is not None:
             self._left.synchronize()
-        if len(self._memory) < shape[0] or self._memory.shape[1] != shape[1]:
-            self._memory = torch.empty(shape, dtype=torch.int32, pin_memory=True)
-        return self._memory[: shape[0]].numpy()
+        size = num_masks * num_words
+        if len(self._memory) < size + 2 * num_rows:
+            self._memory = torch.empty(num_rows * (num_words + 2), dtype=torch.int32, pin_memory=True)
+        return self._memory[:size].numpy().reshape(num_masks, num_words)
 
-    def send(self, num_rows: int, device: torch.device) -> Tensor:
-        """The first ``num_rows`` [X, words] on the device."""
-        sent = self._memory[:num_rows].to(device, non_blocking=True)
+    def send(
+        self, masks: npt.NDArray[np.int32], rules: list[tuple[int, int]], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Rules [X, 2] and the masks [N, words] of ``array`` on the device."""
+        size = masks.size
+        self._memory[size : size + 2 * len(rules)].numpy()[:] = np.array(rules, dtype=np.int32).ravel()
+        sent = self._memory[: size + 2 * len(rules)].to(device, non_blocking=True)
         self._left = self._left or torch.cuda.Event()
         self._left.record()
-        return sent
+        return sent[size:].view(-1, 2), sent[:size].view(masks.shape)
 
 
-def mask_on_cpu(logits: Tensor, indices: npt.NDArray[np.int64], masks: npt.NDArray[np.int32]) -> None:
-    """Set logits [S, W] of rows ``indices`` [X] to -inf where masks [X, words] have no bit."""
+def mask_on_cpu(logits: Tensor, rules: list[tuple[int, int]], masks: npt.NDArray[np.int32]) -> None:
+    """Rule tokens out of logits [S, W]; rules and masks [N, words]: as ``kernels.triton.grammar_mask``."""
     width = min(logits.shape[1], 32 * masks.shape[1])
     bits = np.unpackbits(masks.view(np.uint8), axis=1, count=width, bitorder="little")
     is_banned = torch.from_numpy(bits ^ 1).view(torch.bool)
-    for row, index in enumerate(indices.tolist()):
-        logits[index, :width].masked_fill_(is_banned[row], -torch.inf)
+    for index, only in rules:
+        row = logits[index, :width]
+        if only < 0:
+            row.masked_fill_(is_banned[-1 - only], -torch.inf)
+        else:
+            kept = row[only : only + 1].clone()
+            row.fill_(-torch.inf)
+            row[only : only + 1] = kept
 
 
 PLUGIN = GrammarMask

@@ -44,10 +44,11 @@ def draw_words(rows: SampledRows, out: npt.NDArray[np.int32]) -> None:
     out[4] = is_greedy
 
 
-def is_simple(rows: SampledRows) -> bool:
-    """Whether no row needs more than a temperature."""
+def is_simple(rows: SampledRows, *, aside_from: int = 0) -> bool:
+    """Whether no row needs more than a temperature, processors with these bits aside."""
     records = rows.records
-    return not (records["processors"].any() or (records["is_truncated"] & ~records["is_greedy"]).any())
+    processors = records["processors"] & ~aside_from
+    return not (processors.any() or (records["is_truncated"] & ~records["is_greedy"]).any())
 
 
 class DeviceSampler:
@@ -113,8 +114,7 @@ class DeviceSampler:
             if isinstance(processor, Penalties):
                 self._counts.apply(scores, rows, users, start)
             elif isinstance(processor, GrammarMask):
-                constraints = rows.part(start + users).constraints()
-                processor.mask(scores, users.tolist(), constraints, self._upload)
+                processor.mask(scores, users.tolist(), rows.part(start + users).constraints())
             else:
                 processor.apply(scores, [_logits_row(rows, start, user) for user in users.tolist()], self._upload)
         return scores
@@ -128,7 +128,9 @@ def compile_kernels(*, vocab_size: int, num_embeddings: int, dtype: torch.dtype,
     """Have all that a ``DeviceSampler`` and the graphs may launch compiled, for logits of this type."""
     with compile_only():
         kernels = SamplingKernels(max_rows=1, vocab_size=vocab_size, device=device)
-        kernels.draw_in_all_ways(torch.zeros(1, num_embeddings, dtype=dtype, device=device))
+        logits = torch.zeros(1, num_embeddings, dtype=dtype, device=device)
+        kernels.draw_in_all_ways(logits)
         words = torch.zeros(1, -(-num_embeddings // 32), dtype=torch.int32, device=device)
-        scores = torch.zeros(1, num_embeddings, dtype=torch.float32, device=device)
-        grammar_mask.mask(scores, torch.zeros(1, dtype=torch.int64, device=device), words)
+        rules = torch.zeros(1, 2, dtype=torch.int32, device=device)
+        for scores in (logits, logits.float()):  # of a graph, and a copy
+            grammar_mask.mask(scores, rules, words)
