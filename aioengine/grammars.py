@@ -7,8 +7,8 @@ fails alone. It is imported, and the tokenizer read, when the first grammar come
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict, deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from operator import itemgetter
 from threading import Lock
@@ -24,7 +24,6 @@ from aioengine.text.token_table import TokenizerFile, read_token_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
-    from concurrent.futures import Future
 
     import numpy.typing as npt
     from llguidance import TokenizerWrapper
@@ -198,6 +197,38 @@ class _Template:
         self.live: WeakSet[Constraint] = WeakSet()
 
 
+class Turns:
+    """Calls in threads, of each tenant in turn: one with many calls does not delay those of others."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+        self._lock = Lock()
+        self._waiting: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
+
+    def submit(self, tenant: str, call: Callable[[], Any]) -> Future[Any]:
+        """Its result or exception; ``cancel`` keeps a call from beginning."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append((future, call))
+        self._threads.submit(self._run_next)
+        return future
+
+    def _run_next(self) -> None:
+        with self._lock:
+            tenant, calls = self._waiting.popitem(last=False)
+            future, call = calls.popleft()
+            if calls:
+                self._waiting[tenant] = calls  # behind the other tenants
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
 class Grammars:
     """The grammars of an engine.
 
@@ -217,9 +248,9 @@ class Grammars:
         self._num_bytes = 0
         self._num_threads = max(1, min(_MAX_THREADS, num_threads() // 2))
 
-    def compile(self, grammar: Grammar) -> Future[Any]:
+    def compile(self, grammar: Grammar, tenant: str = "") -> Future[Any]:
         """Begin to compile a grammar that is not there yet. The future raises GrammarError where that fails."""
-        return next(each.matcher for each in self._templates(grammar) if not each.is_spent)
+        return next(each.matcher for each in self._templates(grammar, tenant) if not each.is_spent)
 
     def leave(self, compiled: Future[Any]) -> None:
         """Nobody waits for this grammar any more: do not compile it, unless that has begun."""
@@ -243,7 +274,7 @@ class Grammars:
         template.live.add(constraint)
         is_crowded = len(template.live) > _REQUESTS_PER_TEMPLATE and len(templates) < self._num_threads
         if is_crowded and templates[-1].matcher.done():
-            self._add_template(grammar, templates)
+            self._add_template(grammar, templates, tenant="")
         for token_id in token_ids[num_prompt:]:
             constraint.advance(token_id)
         return constraint
@@ -296,14 +327,14 @@ class Grammars:
                 _clear_where_possible(masks[row], constraint.grammar.eos_token_ids)
 
     def close(self) -> None:
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
         self._beside.shutdown(wait=False)
 
     # ------------------------------------------------------------ compiling
 
     @cached_property
-    def _compilers(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(max(_MIN_COMPILERS, self._num_threads), thread_name_prefix="grammar")
+    def _compilers(self) -> Turns:
+        return Turns(max(_MIN_COMPILERS, self._num_threads))
 
     @cached_property
     def _beside(self) -> ThreadPoolExecutor:
@@ -340,20 +371,20 @@ class Grammars:
             raise GrammarError(f"it cannot be enforced: {_why(matcher)}")
         return matcher
 
-    def _templates(self, grammar: Grammar) -> list[_Template]:
+    def _templates(self, grammar: Grammar, tenant: str = "") -> list[_Template]:
         """Those of a grammar, one of which is not spent; it is compiled from now on if there was none."""
         key = _key(grammar)
         found = self._compiled.setdefault(key, [])
         self._compiled.move_to_end(key)
         usable = [each for each in found if not each.is_spent]
         if not usable:
-            self._add_template(grammar, found)
+            self._add_template(grammar, found, tenant)
         elif usable[0].matcher.done():
             self._keep(key, usable)
         return found
 
-    def _add_template(self, grammar: Grammar, templates: list[_Template]) -> None:
-        templates.append(_Template(self._compilers.submit(self._compile, grammar)))
+    def _add_template(self, grammar: Grammar, templates: list[_Template], tenant: str) -> None:
+        templates.append(_Template(self._compilers.submit(tenant, partial(self._compile, grammar))))
         self._num_bytes += _num_bytes(_key(grammar))
         self._make_room()
 

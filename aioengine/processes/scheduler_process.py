@@ -198,7 +198,7 @@ class SchedulerService:
             message = "the runner of this engine keeps to no grammars"
             self._core.requests.abort([uid], FinishCode.UNSUPPORTED, message)
             return
-        compiled = self._grammars.compile(grammar)
+        compiled = self._grammars.compile(grammar, submit.tenant)
         if compiled.done() and compiled.exception() is None:
             return
         self._compiling[uid] = compiled

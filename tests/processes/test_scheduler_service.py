@@ -252,14 +252,17 @@ def test_pages_are_counted_on_going_idle() -> None:
 
 
 class SlowGrammars(Grammars):
-    """Whose compiler waits for the test."""
+    """Whose two compilers wait for the test."""
 
     def __init__(self) -> None:
         super().__init__(None, 100)
+        self._num_threads = 2
+        self.begun: list[str] = []
         self.compiled: list[str] = []
         self.may_end = threading.Event()
 
     def _compile(self, grammar: Grammar) -> str:
+        self.begun.append(grammar.text)
         self.may_end.wait(10)
         self.compiled.append(grammar.text)
         return grammar.text
@@ -273,6 +276,7 @@ async def test_grammars_for_which_nobody_waits_are_not_compiled() -> None:
         request = submit(uid)
         grammar = Grammar("regex", text)
         loop.give(1.0, replace(request, sampling=replace(request.sampling, grammar=grammar)))
+    await until(lambda: len(grammars.begun) == 2)
     loop.give(1.0, Abort([0, 2, 3, 4]))
     grammars.may_end.set()
     await until(lambda: loop.give(1.0) or not loop.service._compiling)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from concurrent.futures import wait
+from functools import partial
+from threading import Event
 from typing import Any
 
 import jsonschema
@@ -14,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioengine.errors import UnsupportedSchemaError
-from aioengine.grammars import Constraint, GrammarError, Grammars
+from aioengine.grammars import Constraint, GrammarError, Grammars, Turns
 from tests.kit.grammar_walks import FOLDER, VOCAB_SIZE, allowed, demo_grammars, grammar_of, text_of, token_bytes, walk
 
 Schema = dict[str, Any]
@@ -205,3 +208,20 @@ def test_bombs_are_served_or_refused(schema: Schema) -> None:
         if not constraint.error:
             constraint.advance(ids[-1])
     assert constraint.is_over or len(ids) == 40
+
+
+def test_tenants_take_turns_at_the_threads_that_compile() -> None:
+    turns = Turns(1)
+    is_free = Event()
+    done: list[str] = []
+    blocked = turns.submit("a", is_free.wait)
+    futures = [turns.submit("a", partial(done.append, f"a{number}")) for number in range(4)]
+    futures += [turns.submit("b", partial(done.append, f"b{number}")) for number in range(2)]
+    assert futures[1].cancel()
+    is_free.set()
+    assert blocked.result(timeout=20)
+    wait(futures, timeout=20)
+    assert done in (["a0", "b0", "b1", "a2", "a3"], ["b0", "a0", "b1", "a2", "a3"])
+    with pytest.raises(ZeroDivisionError):
+        turns.submit("a", lambda: 1 // 0).result(timeout=20)
+    turns.close()
