@@ -226,7 +226,7 @@ class EngineFace(ABC):
             "temperature": temperature,
             "return_token_logprobs": return_token_logprobs,
         }
-        request = score_request(query, items, label_token_ids, options, parts=self._running().parts)
+        request = await score_request(query, items, label_token_ids, options, parts=self._running().parts)
         return await score(request, generate=self.async_generate, encode=self.async_encode)
 
     def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:

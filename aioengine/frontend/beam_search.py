@@ -11,7 +11,6 @@ import heapq
 import math
 import time
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from msgspec import Struct
@@ -77,8 +76,8 @@ class BeamSearch:
 
     @property
     def num_wanted(self) -> int:
-        """How many of the likeliest tokens of each beam are looked at: whatever stops, enough of them go on."""
-        return self._width * max(2, 1 + len(self._stop_ids))
+        """How many of the likeliest tokens of each beam are looked at: where all that stop come first, enough go on."""
+        return self._width + len(self._stop_ids)
 
     def extend(self, likeliest: Iterable[Iterable[tuple[float, int]]]) -> None:
         """Take the likeliest tokens (log-probability, id) of each of ``live``, best first, as far as they are needed.
@@ -86,16 +85,11 @@ class BeamSearch:
         Of equal beams the first is better.
         """
         num_output = len(self.live[0].token_ids) + 1
-        can_stop = num_output > self._min_new_tokens
-
-        def candidates(beam: Beam, tokens: Iterable[tuple[float, int]]) -> Iterator[tuple[float, Beam, int]]:
-            for logprob, token_id in tokens:
-                if logprob > -math.inf and (can_stop or token_id not in self._stop_ids):
-                    yield beam.logprob + logprob, beam, token_id
-
-        best = heapq.merge(*map(candidates, self.live, likeliest), key=lambda candidate: -candidate[0])
+        best = heapq.merge(*map(self._candidates, self.live, likeliest), key=lambda candidate: -candidate[0])
         self.live = []
-        for rank, (logprob, beam, token_id) in enumerate(islice(best, self.num_wanted)):
+        for rank, (logprob, beam, token_id) in enumerate(best):
+            if rank >= self._width and len(self.live) == self._width:
+                break
             token_ids = [*beam.token_ids, token_id]
             if token_id in self._stop_ids:
                 if rank < self._width:
@@ -110,6 +104,12 @@ class BeamSearch:
             longest = self._max_new_tokens if self._penalty > 0 else num_output
             if self.live[0].logprob / longest**self._penalty <= self.found[-1].score:
                 self.live = []  # none of them can become one of the best
+
+    def _candidates(self, beam: Beam, tokens: Iterable[tuple[float, int]]) -> Iterator[tuple[float, Beam, int]]:
+        can_stop = len(beam.token_ids) >= self._min_new_tokens
+        for logprob, token_id in tokens:
+            if logprob > -math.inf and (can_stop or token_id not in self._stop_ids):
+                yield beam.logprob + logprob, beam, token_id
 
     def _end(self, token_ids: list[int], logprob: float, matched: int | None) -> None:
         self.found.append(Found(logprob / len(token_ids) ** self._penalty, token_ids, matched))

@@ -6,6 +6,7 @@ for each item, which gives no token, and finds the query in the prefix cache. Wi
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -23,6 +24,8 @@ MAX_LABELS: Final = 1 << 17
 MAX_TEMPERATURE: Final = 1e6
 MAX_SIZE: Final = 1 << 26
 """Characters or token ids of all prompts together: a long query stands in each of them."""
+_ENTRIES_PER_TURN: Final = 4096
+"""Items and labels that are read in one turn of the event loop, some 10 ms."""
 ITEMS: Final = "a string, or a list of strings or of lists of token ids"
 LABELS: Final = "a list of token ids, or one for each item"
 
@@ -78,15 +81,15 @@ class ScoreRequest(Struct, frozen=True, kw_only=True):
         return [weight / total for weight in weights]
 
 
-def score_request(
+async def score_request(
     query: object, items: object, labels: object, options: Mapping[str, object], *, parts: Running
 ) -> ScoreRequest:
-    """Check a call of ``score``; ``options``: its keyword arguments.
+    """Check a call of ``score``, many items in several turns of the loop; ``options``: its keyword arguments.
 
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value.
     """
-    texts, ids = _prompts(query, items, is_item_first=checks.switch("item_first", options["item_first"]))
+    texts, ids = await _prompts(query, items, is_item_first=checks.switch("item_first", options["item_first"]))
     model = parts.settings.model
     if model.task == "embed":
         raise ValueError("score needs a model that generates or classifies; this one gives embeddings")
@@ -99,7 +102,7 @@ def score_request(
     request = ScoreRequest(
         texts=texts,
         ids=ids,
-        labels=None if labels is None or is_classifier else _labels(labels, len(texts) or len(ids), parts),
+        labels=None if labels is None or is_classifier else await _labels(labels, len(texts) or len(ids), parts),
         has_softmax=checks.switch("apply_softmax", options["apply_softmax"]),
         temperature=checks.number("temperature", options["temperature"], 0, MAX_TEMPERATURE, above=True),
         gives_logprobs=checks.switch("return_token_logprobs", options["return_token_logprobs"]),
@@ -111,7 +114,21 @@ def score_request(
     return request
 
 
-def _prompts(query: object, items: object, *, is_item_first: bool) -> tuple[list[str], list[list[int]]]:
+class _Turns:
+    """Long lists are read in several turns of the event loop."""
+
+    def __init__(self) -> None:
+        self._num_left = _ENTRIES_PER_TURN
+
+    async def read(self, num: int = 1) -> None:
+        """So many entries were read: the next ones may have to wait for the next turn."""
+        self._num_left -= num
+        if self._num_left <= 0:
+            self._num_left = _ENTRIES_PER_TURN
+            await asyncio.sleep(0)
+
+
+async def _prompts(query: object, items: object, *, is_item_first: bool) -> tuple[list[str], list[list[int]]]:
     """Query and item of each prompt together: as texts, or as ids."""
     if items is None:
         raise ValueError("items is missing: the texts (or lists of token ids) to be scored")
@@ -121,7 +138,11 @@ def _prompts(query: object, items: object, *, is_item_first: bool) -> tuple[list
     if given and all(_is_id(entry) for entry in given):
         given = [given]
     before = None if query is None else _text_or_ids("query", query)
-    found = [_text_or_ids(f"items[{place}]", entry) for place, entry in enumerate(given)]
+    turns = _Turns()
+    found: list[str | list[int]] = []
+    for place, entry in enumerate(given):
+        found.append(_text_or_ids(f"items[{place}]", entry))
+        await turns.read(1 if isinstance(entry, str) else len(found[-1]))
     first = ("query", before) if before is not None or not found else ("items[0]", found[0])
     kind: type[Any] = type(first[1])
     for place, entry in enumerate(found):
@@ -134,12 +155,12 @@ def _prompts(query: object, items: object, *, is_item_first: bool) -> tuple[list
     if size > MAX_SIZE:
         unit = "token ids" if kind is list else "characters"
         raise ValueError(f"query and items make prompts of {size:,} {unit} together; at most {MAX_SIZE:,} are scored")
-    joined = _joined(kind() if before is None else before, found, is_item_first) if found else []
+    shared: Any = kind() if before is None else before
+    joined: list[Any] = []
+    for each in cast("list[Any]", found):
+        joined.append(each + shared if is_item_first else shared + each)
+        await turns.read(1 + len(joined[-1]) // 1000)
     return ([], joined) if kind is list else (joined, [])
-
-
-def _joined(query: Any, items: list[Any], is_item_first: bool) -> list[Any]:
-    return [item + query if is_item_first else query + item for item in items]
 
 
 def _is_id(value: object) -> bool:
@@ -153,30 +174,35 @@ def _text_or_ids(name: str, value: object) -> str | list[int]:
     return [checks.whole(f"{name} entries", entry, 0) for entry in entries]
 
 
-def _labels(value: object, num_items: int, parts: Running) -> list[list[int]]:
+async def _labels(value: object, num_items: int, parts: Running) -> list[list[int]]:
     """One list for all items, or one for each."""
     given = checks.items("label_token_ids", value, MAX_LABELS, allowed=LABELS)
     if not given:
         raise ValueError("label_token_ids is empty; give at least one token id")
     size = parts.settings.model.vocab_size if parts.tokenizer is None else parts.tokenizer.vocab_size
+    turns = _Turns()
     if not isinstance(checks.plain(given[0]), list | tuple):
-        return [_checked_labels("label_token_ids", given, size)]
+        return [await _checked_labels("label_token_ids", given, size, turns)]
     if len(given) != num_items:
         raise ValueError(f"label_token_ids has {len(given)} lists for {num_items} items; give one for each")
-    rows = (checks.items(f"label_token_ids[{place}]", row, MAX_LABELS) for place, row in enumerate(given))
-    return [_checked_labels(f"label_token_ids[{place}]", row, size) for place, row in enumerate(rows)]
+    found: list[list[int]] = []
+    for place, row in enumerate(given):
+        name = f"label_token_ids[{place}]"
+        found.append(await _checked_labels(name, checks.items(name, row, MAX_LABELS), size, turns))
+    return found
 
 
-def _checked_labels(name: str, given: list[object], vocab_size: int) -> list[int]:
-    labels = [checks.whole(f"{name} entries", entry, 0, vocab_size - 1) for entry in given]
-    if not labels:
-        raise ValueError(f"{name} is empty; give at least one token id")
-    seen: set[int] = set()
-    for label in labels:
+async def _checked_labels(name: str, given: list[object], vocab_size: int, turns: _Turns) -> list[int]:
+    seen = dict[int, None]()
+    for entry in given:
+        label = checks.whole(f"{name} entries", entry, 0, vocab_size - 1)
         if label in seen:
             raise ValueError(f"{name} has {label} twice; give each label once")
-        seen.add(label)
-    return labels
+        seen[label] = None
+        await turns.read()
+    if not seen:
+        raise ValueError(f"{name} is empty; give at least one token id")
+    return list(seen)
 
 
 async def score(
@@ -190,11 +216,14 @@ async def score(
     if not request.num_items:
         return ScoreResult([])
     prompts: dict[str, Any] = {"prompt": request.texts} if request.texts else {"input_ids": request.ids}
+    turns = _Turns()
+    scores: list[list[float]] = []
     if request.labels is None:
         vectors = cast("BatchOutput[Embedding]", await encode(**prompts))
-        scores = [entry["embedding"].tolist() for entry in vectors]
-        if request.has_softmax:
-            scores = [request.scores_of(row) for row in scores]
+        for vector in vectors:
+            row = vector["embedding"].tolist()
+            scores.append(request.scores_of(row) if request.has_softmax else row)
+            await turns.read(len(row))
         return ScoreResult(scores, sum(vectors["meta_info"]["prompt_tokens"]))
     labels = request.labels[0] if len(request.labels) == 1 else request.labels
     outs = cast(
@@ -206,7 +235,14 @@ async def score(
             token_ids_logprob=labels,
         ),
     )
-    found = [[logprob for logprob, _, _ in out["meta_info"].get("output_token_ids_logprobs", [])[0]] for out in outs]
-    logprobs = [[-math.inf if logprob is None else logprob for logprob in row] for row in found]
-    scores = [request.scores_of(row) if request.has_softmax else [math.exp(entry) for entry in row] for row in logprobs]
-    return ScoreResult(scores, sum(outs["meta_info"]["prompt_tokens"]), logprobs if request.gives_logprobs else None)
+    logprobs: list[list[float]] = []
+    num_tokens = 0
+    for out in outs:
+        info = out["meta_info"]
+        num_tokens += info["prompt_tokens"]
+        given = info.get("output_token_ids_logprobs", [])[0]
+        row = [-math.inf if logprob is None else logprob for logprob, _, _ in given]
+        logprobs.append(row)
+        scores.append(request.scores_of(row) if request.has_softmax else [math.exp(logprob) for logprob in row])
+        await turns.read(len(row))
+    return ScoreResult(scores, num_tokens, logprobs if request.gives_logprobs else None)

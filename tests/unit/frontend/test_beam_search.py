@@ -123,3 +123,22 @@ def test_of_many_likely_tokens_only_those_that_may_count_are_read() -> None:
     search.extend([tokens() for _ in search.live])
     assert len(search.live) == 100
     assert num_read <= 100 + search.num_wanted
+
+
+def test_with_many_stop_tokens_no_more_are_read_than_may_count() -> None:
+    stops = range(1000, 2000)
+    search = BeamSearch(width=100, max_new_tokens=8, length_penalty=1.0, stop_ids=stops, min_new_tokens=0)
+    assert search.num_wanted == 1100
+    num_read = 0
+
+    def tokens() -> Iterator[tuple[float, int]]:
+        nonlocal num_read
+        for place in range(search.num_wanted):
+            num_read += 1
+            yield -1.0 - place, 1 + place
+
+    search.extend([tokens()])
+    num_read = 0
+    search.extend([tokens() for _ in search.live])
+    assert len(search.live) == 100
+    assert num_read <= 300

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 
-from aioengine.frontend.score import MAX_LABELS, ScoreRequest, _checked_labels, _prompts
+from aioengine.frontend.score import MAX_LABELS, ScoreRequest, _checked_labels, _prompts, _Turns
 
 GENEROUS_S = 2.0
 """Of the time of a thread; where each label is compared with each other one it takes a minute."""
@@ -19,16 +20,35 @@ def test_the_probabilities_of_many_labels_take_no_longer_than_the_labels_are_man
     assert sum(scores) == pytest.approx(1.0)
 
 
-def test_a_label_that_comes_twice_is_found_at_once() -> None:
+async def test_a_label_that_comes_twice_is_found_at_once() -> None:
     begun_at = time.thread_time()
     with pytest.raises(ValueError, match="label_token_ids has 7 twice"):
-        _checked_labels("label_token_ids", [*range(MAX_LABELS - 1), 7], MAX_LABELS)
+        await _checked_labels("label_token_ids", [*range(MAX_LABELS - 1), 7], MAX_LABELS, _Turns())
     assert time.thread_time() - begun_at < GENEROUS_S
 
 
 @pytest.mark.parametrize(
     ("query", "item", "unit"), [("q" * 1_000_000, "i", "characters"), ([1] * 1_000_000, [2], "ids")]
 )
-def test_prompts_that_are_too_large_together_are_not_made(query: object, item: object, unit: str) -> None:
+async def test_prompts_that_are_too_large_together_are_not_made(query: object, item: object, unit: str) -> None:
     with pytest.raises(ValueError, match=f"query and items make prompts of 100,000,100 .*{unit} together"):
-        _prompts(query, [item] * 100, is_item_first=False)
+        await _prompts(query, [item] * 100, is_item_first=False)
+
+
+async def test_many_items_are_read_in_several_turns_of_the_loop() -> None:
+    num_turns = 0
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    counting = asyncio.create_task(count_turns())
+    texts, _ = await _prompts("a", ["b"] * 40_960, is_item_first=False)
+    assert texts == ["ab"] * 40_960
+    assert num_turns >= 19  # ten for the check, ten to join
+    num_turns = 0
+    assert await _checked_labels("label_token_ids", list(range(40_960)), 40_960, _Turns()) == list(range(40_960))
+    assert num_turns >= 9
+    counting.cancel()
