@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from aioengine.constraints.lark import check_lark
+from aioengine.constraints.lark import checked_lark
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.machine import num_threads
 from aioengine.text.token_table import TokenizerFile, read_token_table
@@ -356,8 +356,7 @@ class Grammars:
             text = LLMatcher.grammar_from_regex(text)
         elif grammar.kind == "ebnf":
             try:
-                text = any_to_lark(text)
-                check_lark(text)
+                text = checked_lark(any_to_lark(text))
             except UnsupportedSchemaError as error:
                 raise GrammarError(f"its %json cannot be enforced: {error}") from error
             except Exception as error:  # whatever its parser in Python meets

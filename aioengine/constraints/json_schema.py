@@ -9,6 +9,7 @@ the compiled one is narrower:
 - Patterns mean what ECMAScript and Python agree on: ``\\d`` and ``\\w`` are ASCII.
 - Exclusive bounds of numbers that are no integers become the next number of 15 digits: what is written with more would
   be rounded to the bound.
+- Text has no ``\\u`` escapes, and so no control characters but those with an escape of two characters.
 
 Annotations are left out. A keyword that is not known is refused: it may be a misspelt one.
 """
@@ -21,7 +22,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from aioengine.constraints.one_of import TYPES, exclusive
 from aioengine.constraints.python_regex import translate
-from aioengine.constraints.schema_values import Place, Schema, compile_counts, compile_number, compile_string
+from aioengine.constraints.schema_values import (
+    Place,
+    Schema,
+    check_constant,
+    compile_counts,
+    compile_number,
+    compile_string,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,6 +48,9 @@ CHARACTERS_PER_PATTERN: Final = 8
 """Counted of each beside its own."""
 MAX_BRANCHES: Final = 256
 MAX_ALL_OF: Final = 16
+
+OPTIONS: Final = {"json_allowed_escapes": 'nrbtf\\"'}
+"""Options of the library for every schema: with ``\\u``, a listed property could be written as another one."""
 
 _ANNOTATIONS: Final = frozenset(
     (
@@ -97,12 +108,14 @@ def compiled(text: str, budget: Budget | None = None) -> Schema:
         message = f"json_schema is no JSON text: {error}"
         raise ValueError(message) from None
     try:
-        found = _Compiler(schema, budget or Budget()).compile()
+        compiler = _Compiler(schema, budget or Budget())
+        found = compiler.compile()
         size = len(json.dumps(found, allow_nan=False))
     except RecursionError:
         root.refuse("json_schema", "is nested too deeply")
     if size > MAX_BYTES:
         root.refuse("json_schema", f"has {size:,} bytes without its annotations; at most {MAX_BYTES:,} are enforced")
+    compiler.check_constants()
     return found
 
 
@@ -121,6 +134,7 @@ class _Compiler:
         self._places: dict[str, Place] = {}  # where each reference was found first
         self._definitions: Schema = {}
         self._waiting: list[str] = []
+        self._constants: list[tuple[Place, str]] = []
 
     def compile(self) -> Schema:
         found = self._schema(self._root, "", 0)
@@ -133,6 +147,11 @@ class _Compiler:
             Place({}, "", 0).refuse("false", "allows no value")
         found = {} if found is True else found
         return {**found, "$defs": self._definitions} if self._definitions else found
+
+    def check_constants(self) -> None:
+        """Behind all limits of size, for each value in each of them is looked at."""
+        for place, keyword in self._constants:
+            check_constant(place, keyword)
 
     def _schema(self, schema: object, pointer: str, depth: int) -> Any:
         """Compiled, a dict or a boolean."""
@@ -172,7 +191,8 @@ class _Compiler:
             found["type"] = _types(place)
         for keyword in ("enum", "const"):
             if keyword in given:
-                _check_constants(place, keyword)
+                _check_alone(place, keyword)
+                self._constants.append((place, keyword))
                 found[keyword] = given[keyword]
         if "$ref" in given:
             found["$ref"] = self._reference(place)
@@ -309,7 +329,7 @@ def _types(place: Place) -> str | list[str]:
     return cast("str | list[str]", value)
 
 
-def _check_constants(place: Place, keyword: str) -> None:
+def _check_alone(place: Place, keyword: str) -> None:
     """Constants stand alone or beside a type: beside other keywords some of them may not be allowed."""
     value = place.given[keyword]
     if keyword == "enum" and (not isinstance(value, list) or not value):

@@ -1,4 +1,6 @@
-"""Grammars in Lark's syntax: what the library would compile without an end, or for very long, is refused before."""
+"""Grammars in Lark's syntax: what the library would compile without an end, or for very long, is refused before, and
+JSON schemas in them are brought into the form that is enforced.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import json
 import re
 from typing import Final
 
-from aioengine.constraints.json_schema import Budget, compiled
+from aioengine.constraints.json_schema import OPTIONS, Budget, compiled
 
 MAX_RULES: Final = 1000
 """A chain of 2,500 terminals takes 8 s."""
@@ -26,17 +28,18 @@ _TOKENS: Final = re.compile(
 _json: Final = json.JSONDecoder()
 
 
-def check_lark(text: str) -> None:
-    """Check a grammar, as far as it is not left to the library.
+def checked_lark(text: str) -> str:
+    """A grammar, checked as far as that is not left to the library, with its JSON schemas compiled.
 
     Raises:
         ValueError: it has something that may not be in it.
         UnsupportedSchemaError: so has a JSON schema in it.
     """
-    num_rules = position = 0
+    num_rules = position = num_copied = 0
+    parts: list[str] = []
     budget = Budget()
     while found := _TOKENS.search(text, position):
-        position = found.end()
+        start = position = found.end()
         if found["operator"]:
             message = f"{found['operator']!r} of terminals is not supported: it may take any time to compile"
             raise ValueError(message)
@@ -47,8 +50,12 @@ def check_lark(text: str) -> None:
                 message = f"no JSON follows %{found['directive']}: {error}"
                 raise ValueError(message) from None
             if found["directive"] == "json":
-                compiled(json.dumps(value), budget)
+                schema = compiled(json.dumps(value), budget)
+                schema["x-guidance"] = {**value.get("x-guidance", {}), **OPTIONS}
+                parts += (text[num_copied:start], json.dumps(schema))
+                num_copied = position
         num_rules += found["rule"] is not None
     if num_rules > MAX_RULES:
         message = f"it has {num_rules:,} rules and terminals; at most {MAX_RULES:,} are compiled"
         raise ValueError(message)
+    return "".join((*parts, text[num_copied:]))

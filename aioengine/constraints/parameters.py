@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from aioengine import checks
-from aioengine.constraints.json_schema import MAX_CHARACTERS, compiled
+from aioengine.constraints.json_schema import MAX_CHARACTERS, OPTIONS, compiled
 from aioengine.constraints.python_regex import MAX_BYTES as MAX_REGEX_BYTES
 from aioengine.constraints.python_regex import escaped, translate
 from aioengine.constraints.structural_tag import lark_of
@@ -209,9 +209,9 @@ def _json_grammar(schema: Mapping[str, object], space: str | None) -> str:
 
 
 def _options(space: str | None) -> dict[str, object]:
-    """Options of the library for white space between the tokens of JSON."""
+    """Options of the library, with ``space`` between the tokens of JSON."""
     if space == "flexible":
-        return {"whitespace_flexible": True}
+        return {**OPTIONS, "whitespace_flexible": True}
     if space == "":
-        return {"whitespace_flexible": False}
-    return {"whitespace_pattern": _ONE_SPACE if space is None else translate(space, pointer="")}
+        return {**OPTIONS, "whitespace_flexible": False}
+    return {**OPTIONS, "whitespace_pattern": _ONE_SPACE if space is None else translate(space, pointer="")}

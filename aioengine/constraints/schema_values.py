@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+import re
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 
+from aioengine import checks
 from aioengine.constraints.python_regex import translate
 from aioengine.errors import UnsupportedSchemaError
 
@@ -20,6 +22,8 @@ MIN_NUMBER: Final = 1e-9
 Schema = dict[str, Any]
 
 _FORMATS: Final = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
+_CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""What no escape but ``\\u`` writes."""
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
@@ -43,6 +47,25 @@ class Place(NamedTuple):
         """Raise ValueError: this is no JSON schema."""
         message = f"json_schema: {keyword!r} at {self.pointer or '#'} must be {allowed}, got {repr(value)[:80]}"
         raise ValueError(message)
+
+
+def check_constant(place: Place, keyword: str) -> None:
+    """Whether the values of ``const`` or ``enum`` can be written, down to those within them.
+
+    Raises:
+        UnsupportedSchemaError: one has a control character.
+    """
+    waiting: list[Any] = [place.given[keyword]]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += cast("Schema", value).values()
+        elif isinstance(value, list):
+            waiting += cast("list[Any]", value)
+        elif isinstance(value, str) and _CONTROL.search(value):
+            place.refuse(
+                keyword, f"has the string {checks.shown(value)}; control characters but \\b \\f \\n \\r \\t are in none"
+            )
 
 
 def compile_string(place: Place) -> Schema:

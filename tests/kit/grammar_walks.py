@@ -62,5 +62,18 @@ def walk(grammar: Grammar, seed: int, *, max_tokens: int = 300) -> tuple[list[in
     return ids, constraint.is_complete
 
 
+def accepts(grammar: Grammar, text: str) -> bool:
+    """Whether the grammar allows the text, byte by byte and as a whole."""
+    constraint = demo_grammars().open(grammar, [], 0)
+    tokens = {data: token_id for token_id, data in enumerate(constraint.tokens) if len(data) == 1}
+    for byte in text.encode():
+        if constraint.is_complete:
+            return False
+        constraint.advance(tokens[bytes([byte])])
+        if constraint.error:
+            return False
+    return bool(constraint.matcher.is_accepting())
+
+
 def text_of(ids: list[int]) -> str:
     return b"".join(token_bytes()[each] for each in ids if each != EOS).decode()

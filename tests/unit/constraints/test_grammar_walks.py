@@ -18,7 +18,17 @@ from hypothesis import strategies as st
 
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.grammars import Constraint, GrammarError, Grammars, Turns
-from tests.kit.grammar_walks import FOLDER, VOCAB_SIZE, allowed, demo_grammars, grammar_of, text_of, token_bytes, walk
+from tests.kit.grammar_walks import (
+    FOLDER,
+    VOCAB_SIZE,
+    accepts,
+    allowed,
+    demo_grammars,
+    grammar_of,
+    text_of,
+    token_bytes,
+    walk,
+)
 
 Schema = dict[str, Any]
 
@@ -104,6 +114,31 @@ def test_every_complete_output_is_valid() -> None:
 
     check()
     assert counts["complete"] > 100, counts  # of 240 walks
+
+
+def spellings(name: str) -> set[str]:
+    """Of a string in JSON: with and without escapes."""
+    units = name.encode("utf-16-be").hex()
+    codes = [units[place : place + 4] for place in range(0, len(units), 4)]
+    return {
+        json.dumps(name),
+        json.dumps(name, ensure_ascii=False),
+        json.dumps(name).replace("/", r"\/"),
+        '"' + "".join(rf"\u{code}" for code in codes) + '"',
+        '"' + "".join(rf"\u{code.upper()}" for code in codes) + '"',
+    }
+
+
+@pytest.mark.parametrize("name", ["a", "id", "/", "é", "😀", "\n", '"', "\\", "\x1f", "\x7f"])
+@pytest.mark.parametrize("in_lark", [False, True])
+def test_a_listed_property_is_no_other_one_however_it_is_spelt(name: str, in_lark: bool) -> None:
+    schema = {"type": "object", "properties": {name: {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    grammar = grammar_of(ebnf=f"start: %json {json.dumps(schema)}") if in_lark else grammar_of(json_schema=schema)
+    for spelt in spellings(name):
+        assert not accepts(grammar, f'{{{spelt}:"x"}}')
+        assert not accepts(grammar, f'{{{spelt}:1,{spelt}:"x"}}')
+    assert any(accepts(grammar, f"{{{spelt}:1}}") for spelt in spellings(name))
+    assert accepts(grammar, '{"b":"x","b":"y"}')
 
 
 def test_many_requests_of_one_grammar_get_the_same_masks() -> None:

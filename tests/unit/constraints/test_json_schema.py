@@ -57,6 +57,8 @@ def made(schema: object) -> Schema:
         ({"anyOf": [{"pattern": "a" * 5000}] * 2}, "/anyOf/1", "pattern"),
         ({"allOf": [{}] * 50}, "", "allOf"),
         ({"enum": [f"value {i}" for i in range(20_000)]}, "", "json_schema"),
+        ({"items": {"const": {"a": ["\x1b[0m"]}}}, "/items", "const"),
+        ({"enum": ["a", "\x7f"]}, "", "enum"),
         (False, "", "false"),
     ],
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aioengine.constraints.lark import check_lark
+from aioengine.constraints.lark import checked_lark
 from aioengine.grammars import GrammarError
 from tests.kit.grammar_walks import demo_grammars, grammar_of
 
@@ -22,7 +22,7 @@ from tests.kit.grammar_walks import demo_grammars, grammar_of
 )
 def test_operators_of_terminals_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="of terminals is not supported"):
-        check_lark(text)
+        checked_lark(text)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_operators_of_terminals_are_refused(text: str) -> None:
     ],
 )
 def test_other_uses_of_their_characters_are_not(text: str) -> None:
-    check_lark(text)
+    checked_lark(text)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_would_take_long_is_refused_before_it_is_compiled(text: str, why: s
 
 
 def test_a_text_is_read_once() -> None:
-    check_lark('start: "' + '\\"' * 30_000)
-    check_lark("start: /" + "\\/" * 30_000)
+    checked_lark('start: "' + '\\"' * 30_000)
+    checked_lark("start: /" + "\\/" * 30_000)
     for part in ("<", "a", "a[", "% ", "%a", "a "):
-        check_lark(part * 30_000)
+        checked_lark(part * 30_000)

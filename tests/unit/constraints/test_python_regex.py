@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from aioengine.constraints.python_regex import translate
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.protocol.messages import Grammar
-from tests.kit.grammar_walks import demo_grammars, text_of, walk
+from tests.kit.grammar_walks import accepts, text_of, walk
 
 PATTERNS = [
     r"[a-f]+",
@@ -35,23 +35,13 @@ PATTERNS = [
 ]
 
 
-def accepts(pattern: str, text: str) -> bool:
-    """Whether the grammar of the pattern allows the text, token by token and as a whole."""
-    grammars = demo_grammars()
-    constraint = grammars.open(Grammar("regex", translate(pattern, pointer=""), eos_token_ids=(0,)), [], 0)
-    tokens = {data: token_id for token_id, data in enumerate(constraint.tokens) if len(data) == 1}
-    for byte in text.encode():
-        if constraint.is_complete:
-            return False
-        constraint.advance(tokens[bytes([byte])])
-        if constraint.error:
-            return False
-    return bool(constraint.matcher.is_accepting())
+def regex(pattern: str) -> Grammar:
+    return Grammar("regex", translate(pattern, pointer=""), eos_token_ids=(0,))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_whatever_is_written_matches_the_whole_pattern(pattern: str) -> None:
-    grammar = Grammar("regex", translate(pattern, pointer=""), eos_token_ids=(0,))
+    grammar = regex(pattern)
     for seed in range(6):
         ids, is_complete = walk(grammar, seed, max_tokens=40)
         if is_complete:
@@ -73,7 +63,9 @@ def test_whatever_is_written_matches_the_whole_pattern(pattern: str) -> None:
     ],
 )
 def test_it_matches_what_python_matches(pattern: str, texts: list[str]) -> None:
-    assert [accepts(pattern, text) for text in texts] == [re.fullmatch(pattern, text) is not None for text in texts]
+    assert [accepts(regex(pattern), text) for text in texts] == [
+        re.fullmatch(pattern, text) is not None for text in texts
+    ]
 
 
 _atoms = st.sampled_from(["a", "b", "[ab]", "[^a]", r"\d", ".", "é", r"\.", r"\w"])
@@ -97,7 +89,7 @@ def patterns(draw: st.DrawFn) -> str:
 @settings(deadline=None, max_examples=60)
 @given(patterns(), st.integers(0, 1000))
 def test_outputs_of_any_pattern_match_it(pattern: str, seed: int) -> None:
-    ids, is_complete = walk(Grammar("regex", translate(pattern, pointer=""), eos_token_ids=(0,)), seed, max_tokens=30)
+    ids, is_complete = walk(regex(pattern), seed, max_tokens=30)
     if is_complete:
         assert re.fullmatch(pattern, text_of(ids)) is not None
 
