@@ -7,8 +7,8 @@ the compiled one is narrower:
 - ``oneOf`` is allowed where its branches exclude each other: by their types, or by a property with other constants in
   each branch, which is then required.
 - Patterns mean what ECMAScript and Python agree on: ``\\d`` and ``\\w`` are ASCII.
-- Exclusive bounds of numbers that are no integers become the next number of 15 digits: what is written with more would
-  be rounded to the bound.
+- Exclusive bounds of numbers that are no integers, and those of more than 15 digits, become the next number of 15
+  digits: what is written with more would be rounded to the bound, or the bound itself would be.
 - Text has no ``\\u`` escapes, and so no control characters but those with an escape of two characters.
 
 Annotations are left out. A keyword that is not known is refused: it may be a misspelt one.
@@ -110,7 +110,7 @@ def compiled(text: str, budget: Budget | None = None) -> Schema:
     try:
         compiler = _Compiler(schema, budget or Budget())
         found = compiler.compile()
-        size = len(json.dumps(found, allow_nan=False))
+        size = len(json.dumps(found))
     except RecursionError:
         root.refuse("json_schema", "is nested too deeply")
     if size > MAX_BYTES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 
 from aioengine import checks
@@ -18,6 +19,9 @@ MAX_MULTIPLE: Final = 1000
 MAX_INTEGER: Final = 2**53
 MAX_NUMBER: Final = 1e15
 MIN_NUMBER: Final = 1e-9
+MAX_DIGITS: Final = 15
+MIN_EXPONENT: Final = -22
+"""Of the last digit: 10**22 is the largest power of ten that is a 64-bit float."""
 
 Schema = dict[str, Any]
 
@@ -53,7 +57,7 @@ def check_constant(place: Place, keyword: str) -> None:
     """Whether the values of ``const`` or ``enum`` can be written, down to those within them.
 
     Raises:
-        UnsupportedSchemaError: one has a control character.
+        UnsupportedSchemaError: one has a control character, or a number that would be rounded.
     """
     waiting: list[Any] = [place.given[keyword]]
     while waiting:
@@ -63,9 +67,19 @@ def check_constant(place: Place, keyword: str) -> None:
         elif isinstance(value, list):
             waiting += cast("list[Any]", value)
         elif isinstance(value, str) and _CONTROL.search(value):
+            place.refuse(keyword, f"has a control character other than \\b \\f \\n \\r \\t, in {checks.shown(value)}")
+        elif isinstance(value, int | float) and not _is_exact(value):
             place.refuse(
-                keyword, f"has the string {checks.shown(value)}; control characters but \\b \\f \\n \\r \\t are in none"
+                keyword, f"has {checks.shown(value)}; integers up to 2**53 are enforced, and numbers of 15 digits"
             )
+
+
+def _is_exact(value: float) -> bool:
+    """Whether the library, which computes with 64-bit floats, reads and writes this number as it is."""
+    if value % 1 == 0 or math.isinf(value):
+        return abs(value) <= MAX_INTEGER
+    _, digits, exponent = Decimal(repr(value)).as_tuple()
+    return len(digits) <= MAX_DIGITS and int(exponent) >= MIN_EXPONENT
 
 
 def compile_string(place: Place) -> Schema:
@@ -100,11 +114,13 @@ def compile_counts(place: Place, least: str, most: str) -> Mapping[str, int]:
 
 
 def compile_number(place: Place, *, is_integer: bool) -> Schema:
-    """Bounds include their value: exclusive ones are replaced by the next allowed number."""
+    """Bounds include their value: exclusive ones are replaced by the next allowed number, as are those that the library
+    would round.
+    """
     found: Schema = {}
     bounds = {name: _bound(place, name, is_integer=is_integer) for name in _BOUNDS if name in place.given}
-    low = max(bounds.get("minimum", -math.inf), _beyond(bounds.get("exclusiveMinimum"), 1, is_integer=is_integer))
-    high = min(bounds.get("maximum", math.inf), _beyond(bounds.get("exclusiveMaximum"), -1, is_integer=is_integer))
+    low = max(_within(bounds.get("minimum"), 1), _beyond(bounds.get("exclusiveMinimum"), 1, is_integer=is_integer))
+    high = min(_within(bounds.get("maximum"), -1), _beyond(bounds.get("exclusiveMaximum"), -1, is_integer=is_integer))
     if low > high:
         place.refuse("minimum", "and its maximum leave no number")
     if low > -math.inf:
@@ -130,6 +146,11 @@ def _bound(place: Place, keyword: str, *, is_integer: bool) -> float:
     if is_integer or abs(value) > MAX_NUMBER or 0 < abs(value) < MIN_NUMBER:
         place.refuse(keyword, "is beyond what is enforced: integers up to 2**53, numbers from 1e-9 to 1e15, and 0")
     return value
+
+
+def _within(bound: float | None, direction: int) -> float:
+    """An inclusive bound, or the next number that is exact."""
+    return bound if bound is not None and _is_exact(bound) else _beyond(bound, direction, is_integer=False)
 
 
 def _beyond(bound: float | None, direction: int, *, is_integer: bool) -> float:

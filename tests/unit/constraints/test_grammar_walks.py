@@ -141,6 +141,14 @@ def test_a_listed_property_is_no_other_one_however_it_is_spelt(name: str, in_lar
     assert accepts(grammar, '{"b":"x","b":"y"}')
 
 
+@pytest.mark.parametrize("value", [2**53, -(2**53), -0.0, 1.0, 1e15, 123456.789012345, -2.5, 1e-7, 1e-22])
+@pytest.mark.parametrize("schema", [{}, {"type": "number"}, {"type": ["integer", "number", "null"]}])
+def test_constant_numbers_are_written_as_they_are(value: float, schema: Schema) -> None:
+    ids, is_complete = walk(grammar_of(json_schema={**schema, "enum": [value]}), 0)
+    assert is_complete
+    assert json.loads(text_of(ids)) == value
+
+
 def test_many_requests_of_one_grammar_get_the_same_masks() -> None:
     grammars = Grammars(str(FOLDER), VOCAB_SIZE)
     grammars._num_threads = 3

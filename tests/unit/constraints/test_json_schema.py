@@ -59,6 +59,8 @@ def made(schema: object) -> Schema:
         ({"enum": [f"value {i}" for i in range(20_000)]}, "", "json_schema"),
         ({"items": {"const": {"a": ["\x1b[0m"]}}}, "/items", "const"),
         ({"enum": ["a", "\x7f"]}, "", "enum"),
+        *[({"type": "integer", "const": value}, "", "const") for value in (2**53 + 1, -(2**63), 10**20, 1e20)],
+        *[({"enum": [{"a": [value]}]}, "", "enum") for value in (2**64 - 1, 10**400, 0.1234567890123456, 1e-23)],
         (False, "", "false"),
     ],
 )  # fmt: skip
@@ -137,3 +139,11 @@ def test_bounds_include_their_value() -> None:
     found = made({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1})
     assert 0 < found["minimum"] < 1e-6
     assert 1 - 1e-10 < found["maximum"] < 1
+    found = made({"minimum": -7.40691406124409e-09, "maximum": 918288075560667.5})
+    assert -7.40691406124409e-09 < found["minimum"] < -7.40691e-09
+    assert 918288075560660 < found["maximum"] < 918288075560667.5
+
+
+def test_infinite_constants_are_refused() -> None:
+    with pytest.raises(UnsupportedSchemaError, match="'const' at # has inf"):
+        compiled('{"const": 1e999}')
