@@ -7,6 +7,7 @@ fails alone. It is imported, and the tokenizer read, when the first grammar come
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
@@ -179,7 +180,7 @@ class Constraint:
             self.num_forced = 0
             self.next_token = self.forced[0] if self.forced else -1
         else:
-            self.error = f"token {token_ids[-1]} does not fit the grammar: {_why(self.matcher)}"
+            self.error = f"{self.grammar.parameter}: token {token_ids[-1]} does not fit: {_why(self.matcher)}"
 
     @property
     def is_over(self) -> bool:
@@ -321,7 +322,8 @@ class Grammars:
         for matcher, row in matchers:
             constraint = constraints[row]
             if matcher.is_error():
-                constraint.error = f"the grammar cannot be followed any further: {_why(matcher)}"
+                why = _why(matcher)
+                constraint.error = f"{constraint.grammar.parameter} cannot be followed any further: {why}"
                 constraint.template.is_spent = True
             elif constraint.grammar.ignore_eos:
                 _clear_where_possible(masks[row], constraint.grammar.eos_token_ids)
@@ -358,16 +360,16 @@ class Grammars:
             try:
                 text = checked_lark(any_to_lark(text))
             except UnsupportedSchemaError as error:
-                raise GrammarError(f"its %json cannot be enforced: {error}") from error
+                raise GrammarError(f"in the schema behind its %json, {error}") from error
             except Exception as error:  # whatever its parser in Python meets
-                raise GrammarError(f"it is neither a GBNF nor a Lark grammar that can be enforced: {error}") from error
+                raise GrammarError(f"it is read neither as GBNF nor as Lark: {error}") from error
             text = LLMatcher.grammar_from_lark(text)
         limits = LLParserLimits(step_lexer_fuel=_MASK_FUEL, max_lexer_states=_MAX_STATES, verbose_errors=False)
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # which fails where no text fits, and readies the lexer for the first tokens
         if matcher.is_error():
-            raise GrammarError(f"it cannot be enforced: {_why(matcher)}")
+            raise GrammarError(_why(matcher))
         return matcher
 
     def _templates(self, grammar: Grammar, tenant: str = "") -> list[_Template]:
@@ -419,7 +421,7 @@ class Grammars:
         from aioengine.tokenizer import Tokenizer
 
         if self._tokenizer_path is None:
-            raise GrammarError("structured output needs a tokenizer, and this engine has none")
+            raise GrammarError("this engine has no tokenizer, which structured output needs")
         own = Tokenizer(self._tokenizer_path)
         facts = cast("TokenizerFile", own.decoding_facts())
         table = read_token_table(facts, skip_special_tokens=False)
@@ -472,7 +474,14 @@ def _fill_known(known: list[tuple[Constraint, int]], masks: Words) -> None:
 def _why(matcher: Any) -> str:
     """Why a matcher of the library has failed."""
     error: str = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    return "no text fits it" if error == "NoExtensionBias" else error
+    if error == "NoExtensionBias":
+        return "no text fits it: a part of it, such as an empty class, matches nothing"
+    if "nsatisfiable" in error:
+        place = re.search(r"required property '.*?'", error)
+        return f"no value fits {place[0] if place else 'it'}: keywords contradict each other, or a pattern fits no text"
+    if re.search("fuel|limit|[tT]oo (?:many|big|large)", error):
+        return "it takes more work than is allowed; make it smaller, with fewer repetitions or alternatives"
+    return error
 
 
 def _ends_with(text: bytes, end: bytes) -> bool:

@@ -105,7 +105,7 @@ def compiled(text: str, budget: Budget | None = None) -> Schema:
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        message = f"json_schema is no JSON text: {error}"
+        message = f"it is no JSON text: {error}"
         raise ValueError(message) from None
     try:
         compiler = _Compiler(schema, budget or Budget())
@@ -169,7 +169,7 @@ class _Compiler:
         )
         for keyword in place.given:
             if keyword not in _ENFORCED and keyword not in _ANNOTATIONS and not keyword.startswith("x-"):
-                place.refuse(keyword, "is not enforced")
+                place.refuse(keyword, "is not enforced; leave it out, and check for it yourself")
         found = self._any_type(place)
         types = found.get("type", TYPES)
         allowed = {types} if isinstance(types, str) else set(types)

@@ -128,7 +128,10 @@ def whitespace(name: str, value: object) -> str:
         plain = re.sub(r"\\[tnr]", " ", re.sub(r"\{\d*,?\d*\}", "", pattern.replace("(?:", "(")))
         if re.fullmatch(r"[ \t\n\r\[\]()|?*+]*", plain) is None:
             raise checks.wrong_value(name, "'flexible', or a pattern of space, \\t, \\n and \\r", value)
-        translate(pattern, pointer="")
+        try:
+            translate(pattern, pointer="")
+        except ValueError as error:
+            raise ValueError(f"{name}={checks.shown(pattern)}: {error}") from None
     return pattern
 
 
@@ -174,22 +177,35 @@ def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None
             f"whitespace={checks.shown(space)} is given with {name}; it is for {', '.join(JSON_KINDS)}: leave it out"
         )
     value = values[name]
-    kind, made = _made(name, tuple(cast("list[str]", value)) if isinstance(value, list) else value, space)
-    if made.count(r"\p{") > MAX_CLASSES:
-        message = f"{name} has too many classes such as \\w that are not ASCII, each of which takes long to compile"
-        raise UnsupportedSchemaError(message, keyword=name)
+    parameter = f"{name}={checks.shown(value)}"
+    try:
+        kind, made = _made(name, tuple(cast("list[str]", value)) if isinstance(value, list) else value, space)
+    except UnsupportedSchemaError as error:
+        message = f"{parameter} cannot be enforced: {error}"
+        raise UnsupportedSchemaError(message, pointer=error.pointer, keyword=error.keyword) from None
+    except ValueError as error:
+        raise ValueError(f"{parameter}: {error}") from None
     return Grammar(
         kind,
         made,
         ignore_eos=ignore_eos,
         reasoning_end=end if isinstance(end, str) else tuple(cast("list[int]", end or ())),
         max_thinking_tokens=most,
+        parameter=parameter,
     )
 
 
 @lru_cache(maxsize=64)
 def _made(name: str, value: Any, space: str | None) -> tuple[str, str]:
     """``Grammar.kind`` and ``Grammar.text`` of a parameter."""
+    kind, made = _written(name, value, space)
+    if made.count(r"\p{") > MAX_CLASSES:
+        message = r"it has too many classes such as \w that are not ASCII, each of which takes long; write [0-9A-Za-z_]"
+        raise UnsupportedSchemaError(message, keyword=name)
+    return kind, made
+
+
+def _written(name: str, value: Any, space: str | None) -> tuple[str, str]:
     if name == "json_schema":
         return "json", _json_grammar(compiled(value), space)
     if name == "json_object":

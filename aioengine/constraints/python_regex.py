@@ -19,6 +19,7 @@ from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any, Final, NoReturn
 
+from aioengine.checks import shown
 from aioengine.errors import UnsupportedSchemaError
 
 MAX_BYTES: Final = 8192
@@ -62,11 +63,13 @@ def translate(pattern: str, *, pointer: str, is_searched: bool = False) -> str:
         ValueError: it is no regular expression.
         UnsupportedSchemaError: it has a part that cannot be kept; ``pointer`` names the place of the pattern.
     """
+    place = f"{shown(pattern)} at {pointer}: " if pointer else ""
     try:
         return _translated(pattern, is_searched)
     except UnsupportedSchemaError as error:
-        place = f" (at {pointer})" if pointer else ""
-        raise UnsupportedSchemaError(f"{error}{place}", pointer=pointer, keyword=error.keyword) from None
+        raise UnsupportedSchemaError(f"{place}{error}", pointer=pointer, keyword=error.keyword) from None
+    except ValueError as error:
+        raise ValueError(f"{place}{error}") from None
 
 
 @lru_cache(maxsize=64)
@@ -83,7 +86,7 @@ class _Translator:
         try:
             parsed: Any = parser.parse(pattern)
         except (re.error, OverflowError, RecursionError, FutureWarning) as error:  # warnings may be errors
-            message = f"{self._where()} is no regular expression of Python: {error}"
+            message = f"it is no regular expression of Python: {error}"
             raise ValueError(message) from None
         flags = parsed.state.flags
         self._is_ascii = is_searched or bool(flags & re.ASCII)
@@ -92,12 +95,8 @@ class _Translator:
         except RecursionError:
             self._refuse("groups that are nested too deeply")
 
-    def _where(self) -> str:
-        shown = self._pattern if len(self._pattern) <= 80 else f"{self._pattern[:77]}..."
-        return f"{self._keyword} {shown!r}"
-
     def _refuse(self, what: str) -> NoReturn:
-        message = f"{self._where()} has {what}, which cannot be enforced"
+        message = f"it has {what}; write it without"
         raise UnsupportedSchemaError(message, keyword=self._keyword)
 
     def _whole(self, items: list[Any], flags: int, *, open_start: bool, open_end: bool) -> str:

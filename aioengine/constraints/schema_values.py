@@ -44,12 +44,12 @@ class Place(NamedTuple):
 
     def refuse(self, keyword: str, why: str) -> NoReturn:
         """Raise UnsupportedSchemaError."""
-        message = f"the JSON schema cannot be enforced: {keyword!r} at {self.pointer or '#'} {why}"
+        message = f"{keyword!r} at {self.pointer or '#'} {why}"
         raise UnsupportedSchemaError(message, pointer=self.pointer, keyword=keyword)
 
     def wrong(self, keyword: str, allowed: str, value: object) -> NoReturn:
         """Raise ValueError: this is no JSON schema."""
-        message = f"json_schema: {keyword!r} at {self.pointer or '#'} must be {allowed}, got {repr(value)[:80]}"
+        message = f"{keyword!r} at {self.pointer or '#'} must be {allowed}, got {repr(value)[:80]}"
         raise ValueError(message)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final, NoReturn, cast
 
+from aioengine.checks import shown
 from aioengine.constraints.json_schema import Budget, compiled
 from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import Place
@@ -51,11 +52,11 @@ def lark_of(value: object, *, whitespace: dict[str, object]) -> str:
     """
     text = value if isinstance(value, str) else json.dumps(value)
     if len(text) > MAX_BYTES:
-        _wrong("", f"at most {MAX_BYTES:,} characters", f"{len(text):,}")
+        raise ValueError(f"it has {len(text):,} characters; at most {MAX_BYTES:,} are read")
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
-        message = f"structural_tag is no JSON text: {error}"
+        message = f"it is no JSON text: {error}"
         raise ValueError(message) from None
     grammar = TagGrammar()
     reader = _Reader(grammar, whitespace)
@@ -135,8 +136,10 @@ class _Reader:
         try:
             made = compiled(json.dumps(schema), self._budget)
         except UnsupportedSchemaError as error:
-            error.pointer = pointer + error.pointer
-            raise
+            message = f"in the schema at {pointer}, {error}"
+            raise UnsupportedSchemaError(message, pointer=pointer + error.pointer, keyword=error.keyword) from None
+        except ValueError as error:
+            raise ValueError(f"in the schema at {pointer}, {error}") from None
         types = made.get("type", ["number"])
         is_number = bool({"number", "integer"} & {*([types] if isinstance(types, str) else types)})
         text = json.dumps({**made, "x-guidance": self._whitespace})
@@ -217,7 +220,7 @@ def _one_of(tags: list[tuple[str, Rule]], pointer: str) -> Part:
 
 
 def _wrong(pointer: str, allowed: str, value: object) -> NoReturn:
-    message = f"structural_tag{pointer and ' at '}{pointer} must be {allowed}, got {repr(value)[:80]}"
+    message = f"{pointer or 'it'} must be {allowed}, got {shown(value)}"
     raise ValueError(message)
 
 

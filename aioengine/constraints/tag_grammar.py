@@ -22,7 +22,7 @@ _NUMBER_GOES_ON: Final = frozenset("0123456789.eE+-")
 
 
 def refuse(pointer: str, keyword: str, why: str) -> NoReturn:
-    message = f"structural_tag cannot be enforced: {keyword!r} at {pointer} {why}"
+    message = f"{keyword!r} at {pointer} {why}"
     raise UnsupportedSchemaError(message, pointer=pointer, keyword=keyword)
 
 

@@ -195,7 +195,8 @@ class SchedulerService:
         """Let a request wait until its grammar is compiled, beside the steps."""
         uid, grammar = submit.uid, submit.sampling.grammar
         if self._grammars is None or grammar is None:
-            message = "the runner of this engine keeps to no grammars"
+            what = "structured output" if grammar is None else grammar.parameter
+            message = f"{what} cannot be enforced: the runner of this engine follows no grammars"
             self._core.requests.abort([uid], FinishCode.UNSUPPORTED, message)
             return
         compiled = self._grammars.compile(grammar, submit.tenant)
@@ -227,7 +228,9 @@ class SchedulerService:
             else:
                 if not isinstance(error, ValueError):
                     logger.warning("the grammar of request %d failed", uid, exc_info=error)
-                self._core.requests.abort([uid], FinishCode.UNSUPPORTED, f"the grammar of this request: {error}")
+                grammar = self._core.requests.gated[uid].submit.sampling.grammar
+                what = "the grammar" if grammar is None else grammar.parameter
+                self._core.requests.abort([uid], FinishCode.UNSUPPORTED, f"{what} cannot be enforced: {error}")
 
     def _due_stats(self, now: float, *, has_tokens: bool) -> Stats | None:
         """A snapshot at intervals while steps run, one when they end, and then heartbeats.

@@ -86,6 +86,7 @@ class Grammar(Struct, frozen=True, array_like=True, gc=False):
         other token is.
     reasoning_end: text or token ids behind which the constraint begins; empty: at once. ``max_thinking_tokens``: tokens
         before it at most; then it is forced.
+    parameter: the name and value from which it was made, cut to a readable length, for errors.
     """
 
     kind: str
@@ -94,6 +95,7 @@ class Grammar(Struct, frozen=True, array_like=True, gc=False):
     reasoning_end: str | tuple[int, ...] = ""
     max_thinking_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    parameter: str = ""
 
 
 class Sampling(Struct, frozen=True, array_like=True, gc=False):

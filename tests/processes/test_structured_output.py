@@ -198,8 +198,12 @@ async def test_what_the_compiler_refuses_fails_alone(engine: Engine) -> None:
     bad = [{"ebnf": "root ::= ("}, {"ebnf": "start: %%%"}, {"json_schema": empty}]
     good = asyncio.create_task(ask(engine, "schema"))
     for params in bad:
-        with pytest.raises(UnsupportedSchemaError, match="the grammar of this request"):
+        [(name, value)] = params.items()
+        shown = json.dumps(value) if isinstance(value, dict) else value
+        with pytest.raises(UnsupportedSchemaError) as raised:
             await engine.async_generate("x", params)
+        assert str(raised.value).startswith(f"{name}={shown[:80]!r}"), raised.value
+        assert "cannot be enforced: " in str(raised.value)
     rows = await engine.async_generate(["x", "y"], [bad[0], {"choice": ["z"]}], return_exceptions=True)
     assert isinstance(rows[0], UnsupportedSchemaError)
     assert rows[1]["text"] == "z"

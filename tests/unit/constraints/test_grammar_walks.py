@@ -202,7 +202,20 @@ def test_a_grammar_whose_lexer_is_full_is_compiled_again(monkeypatch: pytest.Mon
 def test_what_no_text_fits_is_refused_in_plain_words(params: dict[str, str]) -> None:
     with pytest.raises(GrammarError) as raised:
         demo_grammars().open(grammar_of(**params), [], 0)
-    assert str(raised.value) == "it cannot be enforced: no text fits it"
+    assert str(raised.value) == "no text fits it: a part of it, such as an empty class, matches nothing"
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "string", "pattern": r"[^\s\S]"}, "no value fits it: "),
+        ({"required": ["a"], "properties": {"a": False}, "type": "object"}, "no value fits required property 'a': "),
+    ],
+)
+def test_what_no_value_fits_is_refused_in_plain_words(schema: Schema, why: str) -> None:
+    with pytest.raises(GrammarError) as raised:
+        demo_grammars().open(grammar_of(json_schema=schema), [], 0)
+    assert str(raised.value) == f"{why}keywords contradict each other, or a pattern fits no text"
 
 
 @pytest.mark.parametrize(

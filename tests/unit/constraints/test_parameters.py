@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -148,6 +149,28 @@ def test_an_engine_without_a_tokenizer_refuses_them() -> None:
 def test_tags_that_cannot_be_enforced_are_refused(tag: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         SamplingParams(structural_tag=tag)
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ({"regex": "(a"}, ": it is no regular expression of Python"),
+        ({"regex": "a(?=b)"}, " cannot be enforced: it has lookaround; write it without"),
+        ({"json_schema": "{"}, ": it is no JSON text"),
+        ({"json_schema": '{"not": {}}'}, " cannot be enforced: 'not' at # is not enforced; leave it out"),
+        ({"json_schema": '{"type": "string", "pattern": "(?=a)"}'}, " cannot be enforced: '(?=a)' at /pattern: it has"),
+        ({"structural_tag": '{"format": {"type": "regex", "pattern": "("}}'}, ": '(' at /format/pattern: it is no"),
+        (
+            {"structural_tag": '{"format": {"type": "json_schema", "json_schema": {"not": {}}}}'},
+            " cannot be enforced: in the schema at /format/json_schema, 'not' at # is not enforced; leave it out",
+        ),
+        ({"json_object": True, "whitespace": "(?)"}, ": it is no regular expression of Python"),
+    ],
+)
+def test_refusals_name_the_parameter_and_its_value(params: Mapping[str, Any], why: str) -> None:
+    name, value = list(params.items())[-1]
+    with pytest.raises(ValueError, match="(?s)^" + re.escape(f"{name}={value!r}{why}")):
+        SamplingParams(**params)
 
 
 def test_tags_allow_their_parts_alone() -> None:
