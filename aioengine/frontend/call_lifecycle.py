@@ -16,6 +16,7 @@ from aioengine.frontend.calls import Ending
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.replay import AttachableOutput
 from aioengine.frontend.submitter import Submitter
+from aioengine.frontend.unstarted_rows import UnstartedRows
 from aioengine.protocol.messages import Abort, End, FinishCode, Resume, Suspend
 from aioengine.supervision.tasks import post
 
@@ -62,6 +63,7 @@ class CallLifecycle:
         self.submitter = Submitter(
             checks, lock=lock, calls=calls, limits=limits, sessions=sessions, submit=send, settle=self.settle
         )
+        self.unstarted = UnstartedRows(lock=lock, settle=self.settle)
         self._lock = lock
         self._calls = calls
         self._limits = limits
@@ -214,7 +216,7 @@ class CallLifecycle:
         """End all its rows with their output so far: through the scheduler those that it has, the others here."""
         with self._lock:
             uids = [row.uid for row in call.output.live.values()]
-        self.submitter.end_unstarted(call, Ending(code))
+        self.unstarted.end(call, Ending(code))
         if uids:
             self._send([Abort(uids, code, message)])
         self.settle(call)
@@ -227,7 +229,7 @@ class CallLifecycle:
                 for row in list(output.live.values()):
                     finished = End(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
                     output.end_row(row, finished, now, error)
-                self.submitter.end_unstarted(call, Ending(FinishCode.FAILED, error=error))
+                self.unstarted.end(call, Ending(FinishCode.FAILED, error=error))
             else:
                 output.fail(error)
         self.settle(call)
@@ -242,7 +244,7 @@ class CallLifecycle:
         now = time.monotonic()  # one reading: a deadline is either over or waited for again
         which = call.expired_deadline(now)
         if which is not None and call.num_started < call.request.num_rows:
-            self.submitter.end_unstarted(call, Ending(FinishCode.DEADLINE, matched=which))
+            self.unstarted.end(call, Ending(FinishCode.DEADLINE, matched=which))
         for late, deadline in call.deadlines.items():
             if now >= deadline + BACKSTOP_S:
                 self.give_up(call, FinishCode.DEADLINE, late)

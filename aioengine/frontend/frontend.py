@@ -308,7 +308,7 @@ class Frontend:
             if not await self._become_idle(STOP_TIMEOUT_S):  # it hangs, or is just being replaced
                 for call in list(self.calls.by_output.values()):
                     self._lifecycle.give_up(call, FinishCode.SHUTDOWN)
-                await self._lifecycle.submitter.wait_ended()
+                await self._lifecycle.unstarted.wait()
             return False
         return self.failure is None
 
@@ -328,7 +328,7 @@ class Frontend:
             self._encoder.close()
         await self.parts.processes.stop(STOP_TIMEOUT_S)
         # Before the loop ends: readers on other threads wait for these rows.
-        await self._lifecycle.submitter.wait_ended()
+        await self._lifecycle.unstarted.wait()
 
     def close_now(self, error: EngineError | None = None) -> None:
         """End the processes and the threads at once, and the calls in the next turn of the loop. From any thread.
@@ -350,7 +350,7 @@ def _end_calls(frontend: Frontend, error: EngineError) -> None:
         frontend.limits.refuse(frontend.failure or error)
     frontend.attachments.clear(closed())  # no timer of a closed loop can forget them
     frontend.fail(error)
-    frontend._lifecycle.submitter.end_some(sys.maxsize)
+    frontend._lifecycle.unstarted.end_some(sys.maxsize)
 
 
 def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:

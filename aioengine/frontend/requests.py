@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypedDict, cast
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine import checks
 from aioengine.args import ALIASES, ARGUMENTS
 from aioengine.foreign_names import our_way
+from aioengine.frontend.params_together import ParamsTogether
 from aioengine.frontend.pooling import Pooled  # a field of a Struct
 from aioengine.frontend.prompts import (
     CHAT_ARGUMENTS,
@@ -36,7 +37,7 @@ from aioengine.frontend.prompts import (
 )
 from aioengine.frontend.row_options import LogprobOptions, PerPrompt, list_for, logprob_options, per_prompt
 from aioengine.frontend.sessions import SessionParams, session_params
-from aioengine.params import ParamsTogether, SamplingParams, is_sampling_parameter
+from aioengine.params import SamplingParams, is_sampling_parameter
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES
 
 if TYPE_CHECKING:
@@ -186,7 +187,8 @@ class GivenRows(Struct):
     Attributes:
         name: of the argument. make: checks the prompt of a row.
         params: of each row; None where one is for all. parsed: by the identity of what was given, which many rows may
-            share. parts: of the messages, by the identity of parameters: some take long to make.
+            share. parts: of the messages, by the identity of parameters: some take long to make. together: bounds
+            ``params``.
         pooled: what a call asks of the vectors of its rows; None: it wants tokens.
     """
 
@@ -197,7 +199,7 @@ class GivenRows(Struct):
     params: list[object] | None = None
     parsed: dict[int, SamplingParams] = {}
     parts: dict[int, object] = {}
-    together: ParamsTogether = field(default_factory=ParamsTogether)
+    together: ParamsTogether | None = None
     pooled: Pooled | None = None
 
 
@@ -280,6 +282,7 @@ class CallRequest(Struct, kw_only=True):
         budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
         last = min(first + ROWS_IN_PIECE, self.num_prompts)
         if given.params is not None:
+            given.together = given.together or ParamsTogether()
             last = first + given.together.add(given.params[first:last])
         for option in (self.salts, self.processors, self.states, self.sessions, self.logprobs):
             if option is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, cast
 
@@ -20,17 +19,16 @@ from aioengine.frontend.outputs import Wants
 from aioengine.frontend.pooling import completed, fitting
 from aioengine.frontend.prompts import ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
 from aioengine.frontend.row_options import check_lengths
-from aioengine.protocol.messages import ALL_STATES, SEED_MASK, End, FinishCode, Limits, PairIds, RequestKind, Submit
+from aioengine.frontend.unstarted_rows import end_row, refuse_row
+from aioengine.protocol.messages import ALL_STATES, SEED_MASK, FinishCode, Limits, PairIds, RequestKind, Submit
 from aioengine.protocol.packed_logprobs import LogprobReader
-from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterator, Sequence
 
-    from aioengine.answers import RowError
-    from aioengine.frontend.calls import Call, Calls, Ending
+    from aioengine.frontend.calls import Call, Calls
     from aioengine.frontend.encoder import Encoded
     from aioengine.frontend.outputs import RowStream
     from aioengine.frontend.overload import QueueLimits
@@ -42,9 +40,6 @@ if TYPE_CHECKING:
 
 MAX_ROWS_AT_ONCE: Final = 64
 """Rows of a batch that are started in one turn of the loop."""
-
-MAX_ROWS_ENDED_AT_ONCE: Final = 512
-"""Rows that are ended in one turn of the loop without having started. Each takes up to 10 microseconds."""
 
 MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 """Size of their messages: every row, also every sample of one prompt, is sent with its ids and its stops."""
@@ -209,7 +204,7 @@ class RequestChecks:
 
 
 class Submitter:
-    """Starts the rows of calls, and ends those that will not start. On the engine's loop.
+    """Starts the rows of calls. On the engine's loop.
 
     Attributes:
         checking: calls of which not all rows have been checked.
@@ -240,7 +235,6 @@ class Submitter:
         self._loop = asyncio.get_running_loop()
         self._num_uids = 0
         self._num_seeds = 0
-        self._ending: deque[Call] = deque()
         self.checking: set[Call] = set()
         self.after_checks: list[Callable[[], None]] = []
 
@@ -393,11 +387,11 @@ class Submitter:
         )
         row = call.output.add_row(position, facts)
         if not isinstance(encoded, list):
-            _refuse(row, encoded)
+            refuse_row(row, encoded)
         elif position in call.aborted:
-            _end(row, FinishCode.ABORT)
+            end_row(row, FinishCode.ABORT)
         elif call.deadlines and (expired := call.expired_deadline(time.monotonic())):
-            _end(row, FinishCode.DEADLINE, matched=expired)
+            end_row(row, FinishCode.DEADLINE, matched=expired)
         else:
             self._submit_row(call, row, params, submits)
 
@@ -429,10 +423,10 @@ class Submitter:
             if facts.states:
                 self.checks.check_states(facts.states, len(ids), max_new_tokens)
         except ValueError as error:
-            _refuse(row, error)
+            refuse_row(row, error)
             return
         if max_new_tokens == 0 and rules is None and not is_pooled:
-            _end(row, FinishCode.LENGTH)
+            end_row(row, FinishCode.LENGTH)
             return
         parts = self.checks.parts_of(params, request.given.parts)
         row.uid = self._num_uids
@@ -450,55 +444,6 @@ class Submitter:
         else:
             seed = params.sampling_seed
         return (seed + sample) & SEED_MASK
-
-    # ------------------------------------------------------------ rows that will not start
-
-    def end_unstarted(self, call: Call, ending: Ending) -> None:
-        """Start no more rows of the call, and end those that were not started, in their places.
-
-        They end in the next turns of the loop: a large batch would hold it for long. A call that ends already goes on
-        with that.
-        """
-        if call.ending is None and call.num_started < call.request.num_rows:
-            call.ending = ending
-            self._ending.append(call)
-            if len(self._ending) == 1:
-                post(self._loop, self.end_some)
-        with self._lock:
-            call.output.accept()
-
-    async def wait_ended(self) -> None:
-        """Wait until all these rows have their ends."""
-        while self._ending:  # noqa: ASYNC110  # it is over after a known number of turns
-            await asyncio.sleep(0)
-
-    def end_some(self, max_rows: int = MAX_ROWS_ENDED_AT_ONCE) -> None:
-        """End some rows, of one call after the other, and more in the next turn of the loop, where there is one."""
-        try:
-            while self._ending and max_rows > 0:
-                call = self._ending.popleft()
-                max_rows -= self._end_rows(call, max_rows)
-        finally:
-            if self._ending:
-                post(self._loop, self.end_some)
-
-    def _end_rows(self, call: Call, max_rows: int) -> int:
-        """Returns how many were ended, or 1 where there was nothing to do: that takes a moment as well."""
-        output, first, num_rows = call.output, call.num_started, call.request.num_rows
-        ending = cast("Ending", call.ending)
-        try:
-            with self._lock:
-                while not output.is_over and call.num_started < min(first + max_rows, num_rows):
-                    call.num_started += 1
-                    _end(output.add_row(call.num_started - 1, _facts_of_unstarted(call, call.num_started - 1)), *ending)
-        except BaseException as error:
-            self._fail(call, RequestError("submit", describe(error)))
-            raise
-        if call.num_started < num_rows and not output.is_over:
-            self._ending.append(call)
-        else:
-            self._settle(call)
-        return max(1, call.num_started - first)
 
 
 def _sampling(made: Sampling, request: CallRequest, prompt: int, facts: RowFacts) -> Sampling:
@@ -547,34 +492,6 @@ def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: i
         logprobs=rules,
         embeds=embeds,
     )
-
-
-def _facts_of_unstarted(call: Call, position: int) -> RowFacts:
-    request = call.request
-    prompt = position // request.num_samples
-    rules = request.logprobs_of(prompt)
-    return RowFacts(
-        rid=call.row_rid(position),
-        index=position if request.gives_batch else None,
-        seed=0,
-        called_at=call.called_at,
-        shows_prompt=request.shows_prompt,
-        logprobs=None if rules is None else LogprobReader(rules, 0),
-        states=request.states_of(prompt),
-    )
-
-
-def _refuse(row: RowStream, error: RowError) -> None:
-    is_too_large = isinstance(error, RequestTooLargeError)
-    _end(row, FinishCode.TOO_LARGE if is_too_large else FinishCode.FAILED, error=error)
-
-
-def _end(row: RowStream, code: FinishCode, matched: str | None = None, error: RowError | None = None) -> None:
-    """End a row that never reached the scheduler."""
-    now = time.monotonic()
-    message = "" if error is None else str(error)
-    finished = End(uid=-1, code=code, matched=matched, stage="tokenize", message=message, ended_at=now)
-    row.output.end_row(row, finished, now, error)
 
 
 def _rows_of(call: Call, encoded: Sequence[Encoded]) -> Iterator[Encoded]:
