@@ -34,12 +34,14 @@ class ForwardBatch:
         page_table: [R, P] int32, page ids of each row in order; entries beyond a row's pages are any valid page id.
         query_lengths: R host ints, tokens that a row computes in this step, at least 1.
         kv_lengths: R host ints, positions of the row that have K and V once this step has written its own.
+        host_pages: ``page_table`` on the host, for backends that look for pages that rows share; None: they need not.
     """
 
     slot_mapping: Tensor
     page_table: Tensor
     query_lengths: list[int]
     kv_lengths: list[int]
+    host_pages: Ints | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

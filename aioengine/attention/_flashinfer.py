@@ -2,7 +2,8 @@
 
 Rows whose keys and values are all computed in this step read them from the step's tensors, which is a fifth faster than
 through the pages; other rows read the pages. Pages that several decode rows start with are attended to once for all
-these rows, as a prompt that sees all of them; the kernel for decode rows merges the result.
+these rows, as a prompt that sees all of them; the kernel for decode rows merges the result. So are the pages that rows
+of several tokens start with, from tensors to which their keys and values are gathered first.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -18,7 +19,9 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRagg
 
 from aioengine.attention._base import Sharable, SharedPages
 from aioengine.attention._gpu_rows import FixedDecodeRows, flat_pages, page_columns, pinned, starts_of
+from aioengine.attention._shared_rows import SharedRows, find_shared
 from aioengine.kernels.triton.decode import decode
+from aioengine.kernels.triton.merge import merge
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -78,18 +81,60 @@ class Shared:
         return self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_size
 
 
+class SharedBeginning:
+    """The pages that adjacent rows of several tokens start with, of one step."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(shared.workspace, "NHD")
+        self._page_ids = torch.empty(0, dtype=torch.int32, device=shared.workspace.device)
+        self._tokens = slice(0)
+
+    def plan(self, page_ids: Ints, first_token: int, num_tokens: int) -> None:
+        """page_ids [P] on the host. The caller waits for the staging and marks it."""
+        shared, num_positions = self._shared, len(page_ids) * self._shared.page_size
+        self._tokens = slice(first_token, first_token + num_tokens)
+        self._page_ids = pinned(page_ids).to(shared.workspace.device, non_blocking=True)
+        self._wrapper.plan(
+            starts_of(np.array([num_tokens], dtype=np.int32)),
+            starts_of(np.array([num_positions], dtype=np.int32)),
+            *shared.heads(),
+            causal=False,
+            q_data_type=shared.dtype,
+            kv_data_type=shared.dtype,
+            sm_scale=shared.shape.scale,
+            max_token_per_sequence=num_tokens,
+            max_sequence_kv=num_positions,
+        )
+
+    def add(self, q: Tensor, pool: Pool, out: Tensor, weights: Tensor) -> None:
+        """Merge attention to these pages into ``out``, for q and out [T, H, E] and weights [T, H]."""
+        keys, values = (each.transpose(1, 2).index_select(0, self._page_ids).flatten(0, 1) for each in pool)
+        tokens = self._tokens
+        merge(out[tokens], weights[tokens], *self._wrapper.run(q[tokens], keys, values, return_lse=True))
+
+    def warm_up(self) -> None:
+        """Compile the kernel that merges."""
+        num_heads, _, head_size = self._shared.heads()
+        out = torch.zeros(1, num_heads, head_size, dtype=self._shared.dtype, device=self._page_ids.device)
+        weights = torch.zeros(1, num_heads, device=self._page_ids.device)
+        merge(out, weights, out, weights)
+
+
 class PrefillRows:
     """The rows of several tokens of a step: first those that go through the pages, then the fresh ones."""
 
     def __init__(self, shared: Shared) -> None:
+        self.beginning = SharedBeginning(shared)
         self._shared = shared
+        self._is_shared = False
         self._paged = BatchPrefillWithPagedKVCacheWrapper(shared.workspace, "HND")
         self._ragged = BatchPrefillWithRaggedKVCacheWrapper(shared.workspace, "NHD")
         self._num_paged = 0
         self._has_fresh = False
 
-    def plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
-        """For R rows, at least one: page_table [R, P] on the device, lengths [R] on the host."""
+    def plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints, host_pages: Ints | None = None) -> None:
+        """For R rows, at least one: page_table [R, P] on the device, lengths [R] and host_pages [R, P] on the host."""
         num_rows = len(query_lengths)
         known = np.flatnonzero(kv_lengths > query_lengths)
         num_paged = int(known[-1]) + 1 if known.size else 0
@@ -99,8 +144,17 @@ class PrefillRows:
         self._num_paged = int(query_lengths[:num_paged].sum())
         shared = self._shared
         shared.staging.wait()
+        self._is_shared = False
         if num_paged:
-            self._plan_paged(page_table[:num_paged], query_lengths[:num_paged], kv_lengths[:num_paged])
+            pages, lengths, queries = page_table[:num_paged], kv_lengths[:num_paged], query_lengths[:num_paged]
+            if host_pages is not None:
+                found = find_shared(host_pages[:num_paged], queries, lengths, shared.page_size)
+                if found is not None:
+                    page_ids = host_pages[found.first, : found.num_pages]
+                    pages, lengths = self._plan_shared(
+                        found, page_ids, page_table=pages, query_lengths=queries, kv_lengths=lengths
+                    )
+            self._plan_paged(pages, queries, lengths)
         if self._has_fresh:
             starts, longest = starts_of(query_lengths[num_paged:]), int(query_lengths[num_paged:].max())
             self._ragged.plan(
@@ -117,10 +171,26 @@ class PrefillRows:
     def attend(self, q: Tensor, kv: Pool, pool: Pool, out: Tensor) -> None:
         """q and out [T, H, E] of these rows, and their keys and values [T, K, E], which are in their slots too."""
         split = self._num_paged
-        if split:
+        if split and self._is_shared:
+            _, weights = self._paged.run(q[:split], pool, out=out[:split], return_lse=True)
+            self.beginning.add(q, pool, out, weights)
+        elif split:
             self._paged.run(q[:split], pool, out=out[:split])
         if self._has_fresh:
             self._ragged.run(q[split:], kv[0][split:], kv[1][split:], out=out[split:])
+
+    def _plan_shared(
+        self, found: SharedRows, page_ids: Ints, *, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints
+    ) -> tuple[Tensor, Ints]:
+        """Plan the shared pages; returns page_table [R, P] and kv_lengths [R] without them."""
+        first, end, num_pages = found
+        self._is_shared = True
+        num_before, num_tokens = int(query_lengths[:first].sum()), int(query_lengths[first:end].sum())
+        self.beginning.plan(page_ids, num_before, num_tokens)
+        rest, lengths = page_table.clone(), kv_lengths.copy()
+        rest[first:end, : page_table.shape[1] - num_pages] = page_table[first:end, num_pages:]
+        lengths[first:end] -= num_pages * self._shared.page_size
+        return rest, lengths
 
     def _plan_paged(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
         """page_table [R, P], lengths [R]: as in ``plan``, of the rows that go through the pages."""

@@ -59,7 +59,9 @@ class FlashInferAttention:
             pages = flat_pages(batch.page_table[:num_decode], starts)
             self._decode = decode_rows(self._shared.shape, kv_lengths[:num_decode], *pages)
         if num_decode < len(query_lengths):
-            self._prefill.plan(batch.page_table[num_decode:], query_lengths[num_decode:], kv_lengths[num_decode:])
+            host_pages = None if batch.host_pages is None else batch.host_pages[num_decode:]
+            lengths = query_lengths[num_decode:], kv_lengths[num_decode:]
+            self._prefill.plan(batch.page_table[num_decode:], *lengths, host_pages)
 
     def target(self, layer: int) -> KVTarget:
         return KVTarget(self._slot_mapping, *self._shared.pool[layer])
@@ -94,6 +96,7 @@ class FlashInferAttention:
     def warm_up(self) -> None:
         """Compile what is not compiled yet: a plan of each kind, and a first run."""
         run_once(self, self._shared.shape, self._shared.pool[0][0])
+        self._prefill.beginning.warm_up()
 
 
 PLUGIN = FlashInferAttention

@@ -177,6 +177,7 @@ class InputBuilder:
             page_table=upload(page_table_RP),
             query_lengths=rows.counts.tolist(),
             kv_lengths=kv_lengths.tolist(),
+            host_pages=page_table_RP,
         )
         return inputs, batch
 

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from aioengine.attention import _shared_rows
 from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
+from tests.compute import stepping
 from tests.compute.stepping import write_and_attend
+from tests.gpu.test_model_runner import on_device
 
 NUM_PAGES, PAGE_SIZE = 600, 16
 
@@ -121,3 +124,38 @@ def test_fixed_decode_rows_against_torch(num_heads: int, num_kv_heads: int, head
         first = write_and_attend(fixed, q, k, v, 0)
         assert float((first.float() - expected).norm() / expected.norm()) < 1e-2
         assert torch.equal(write_and_attend(fixed, q, k, v, 0), first), "the splits are put together in one order"
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 8), (32, 8)])
+def test_prompts_that_begin_with_the_same_pages(
+    monkeypatch: pytest.MonkeyPatch, num_heads: int, num_kv_heads: int
+) -> None:
+    """Beside rows of one token, rows that share nothing, and a prompt from its beginning on."""
+    from aioengine.attention.flashinfer import FlashInferAttention
+
+    monkeypatch.setattr(_shared_rows, "MIN_PAIRS", 1)
+    shape = AttentionShape(num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=128, scale=128**-0.5)
+    size = kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+    pool = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+    order = (torch.randperm(NUM_PAGES - 1) + 1).tolist()
+    beginning = [order.pop() for _ in range(20)]
+    sharing = [(320, 20), (330, 20), (352, 33), (327, 1), (320, 64)]
+    rows = [(40, 1), (800, 1), (100, 7), *sharing, (64, 50), (0, 300)]
+    tables = [[order.pop() for _ in range(-(-(start + count) // PAGE_SIZE))] for start, count in rows]
+    for table in tables[3:8]:
+        table[:20] = beginning
+    batch = on_device(stepping.make_batch(rows, tables, PAGE_SIZE), torch.device("cuda"))
+    host_pages = batch.page_table.cpu().numpy()
+    backend, reference = FlashInferAttention(shape, pool), TorchAttention(shape, pool.float())
+    found = _shared_rows.find_shared(
+        host_pages[2:-1], *(np.array(each[2:-1]) for each in (batch.query_lengths, batch.kv_lengths)), PAGE_SIZE
+    )
+    assert found == (1, 6, 20)
+    heads = torch.randn(len(batch.slot_mapping), num_heads + 2 * num_kv_heads, 128, device="cuda", dtype=torch.bfloat16)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    reference.prepare(batch)
+    expected = write_and_attend(reference, q.float(), k.float(), v.float(), 0)
+    for pages in (host_pages, None):  # the second step shares nothing
+        backend.prepare(replace(batch, host_pages=pages))
+        given = write_and_attend(backend, q, k, v, 0)
+        assert float((given.float() - expected).norm() / expected.norm()) < 1e-2

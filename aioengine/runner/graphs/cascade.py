@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aioengine.attention._base import SharedPages
+from aioengine.attention._shared_rows import num_common
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -73,7 +74,7 @@ def _groups_of(pages_RP: Pages, num_full_R: Ints, rows: Ints, worth: Sharable, *
     """
     if len(rows) < worth.min_rows or not levels:
         return []
-    num_pages = _num_common(pages_RP[rows, : int(num_full_R[rows].min())])
+    num_pages = num_common(pages_RP[rows, : int(num_full_R[rows].min())])
     whole = Group(rows, num_pages)
     groups = [whole] if whole.num_spared >= max(worth.min_spared, 1) else []
     longer = rows[num_full_R[rows] > num_pages]
@@ -84,12 +85,6 @@ def _groups_of(pages_RP: Pages, num_full_R: Ints, rows: Ints, worth: Sharable, *
         parts += _groups_of(pages_RP, num_full_R, longer[next_pages == page], worth, levels=levels - 1)
     spared_by_parts = sum(group.num_spared for group in parts)
     return parts if spared_by_parts > sum(group.num_spared for group in groups) else groups
-
-
-def _num_common(pages_RP: Pages) -> int:
-    """The number of leading columns of [R, P] in which all rows are equal."""
-    differs_P = (pages_RP != pages_RP[0]).any(0)
-    return int(differs_P.argmax()) if differs_P.any() else pages_RP.shape[1]
 
 
 class SharedPrefixes:

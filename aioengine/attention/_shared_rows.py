@@ -1,0 +1,50 @@
+"""Which rows of a step with prompts begin with the same pages. R rows, P pages of the longest row."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Ints = npt.NDArray[np.int32]
+
+MIN_ROWS = 4
+MIN_PAIRS = 1 << 20
+"""Queries times shared positions: for fewer, two more kernels in each layer take longer than they spare."""
+MAX_POSITIONS = 8192
+"""Shared positions whose keys and values are gathered, which takes memory beside the pool."""
+
+
+class SharedRows(NamedTuple):
+    """Adjacent rows, from ``first`` to before ``end``, that begin with the same ``num_pages`` full pages."""
+
+    first: int
+    end: int
+    num_pages: int
+
+
+def num_common(pages_RP: Ints) -> int:
+    """The number of leading columns of [R, P] in which all rows are equal."""
+    differs_P = (pages_RP != pages_RP[0]).any(0)
+    return int(differs_P.argmax()) if differs_P.any() else pages_RP.shape[1]
+
+
+def find_shared(pages_RP: Ints, query_lengths: Ints, kv_lengths: Ints, page_size: int) -> SharedRows | None:
+    """The rows with most to share, of page tables [R, P] and lengths [R]; None where it does not pay."""
+    if len(pages_RP) < MIN_ROWS:
+        return None
+    num_full = np.minimum((kv_lengths - query_lengths) // page_size, MAX_POSITIONS // page_size)
+    first_pages = np.where(num_full > 0, pages_RP[:, 0], -1)
+    borders = [0, *(np.flatnonzero(np.diff(first_pages)) + 1).tolist(), len(pages_RP)]
+    found, most = None, MIN_PAIRS - 1
+    for first, end in pairwise(borders):
+        if end - first >= MIN_ROWS and first_pages[first] >= 0:
+            num_pages = num_common(pages_RP[first:end, : num_full[first:end].min()])
+            num_pairs = num_pages * page_size * int(query_lengths[first:end].sum())
+            if num_pairs > most:
+                found, most = SharedRows(first, end, num_pages), num_pairs
+    return found

@@ -1,0 +1,55 @@
+"""Attention over two parts of the same rows' positions, merged on a GPU. T tokens, H query heads, E head size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEADS = 16
+"""Heads of tokens that one program works on."""
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def _merge_kernel(
+    out: tl.tensor,
+    weights: tl.tensor,
+    other: tl.tensor,
+    other_weights: tl.tensor,
+    num_heads: tl.tensor,
+    HEAD_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+) -> None:
+    heads = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
+    is_there = heads < num_heads
+    gap = tl.load(other_weights + heads, mask=is_there, other=0.0) - tl.load(weights + heads, mask=is_there, other=0.0)
+    share = 1.0 / (1.0 + tl.exp2(gap))
+    columns = tl.arange(0, COLUMNS)[None, :]
+    targets = heads[:, None] * HEAD_SIZE + columns
+    inside = is_there[:, None] & (columns < HEAD_SIZE)
+    own = tl.load(out + targets, mask=inside, other=0.0)
+    theirs = tl.load(other + targets, mask=inside, other=0.0).to(tl.float32)
+    merged = theirs + (own.to(tl.float32) - theirs) * share[:, None]
+    tl.store(out + targets, merged.to(own.dtype), mask=inside)
+
+
+_merge = Launcher(_merge_kernel)
+
+
+def merge(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor) -> None:
+    """Merge ``other`` into ``out``, both contiguous [T, H, E], each the result of attention over some positions.
+
+    weights, other_weights: [T, H] in fp32, the logarithm to base 2 of the sum of exponentials of each.
+    """
+    num_heads, head_size = weights.numel(), out.shape[-1]
+    tensors = out, weights, other, other_weights
+    sizes = head_size, next_power_of_2(head_size), HEADS
+    key = (out.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors))
+    _merge((-(-num_heads // HEADS), 1, 1), key, (*tensors, num_heads, *sizes), {"num_warps": 4})
