@@ -1,4 +1,4 @@
-"""``oneOf``: allowed where no value can fit two of its branches, which then are the branches of an ``anyOf``."""
+"""``oneOf``: enforced as ``anyOf``, where no value can fit two of its branches; else refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def exclusive(place: Place, made: list[Any], follow: Callable[[object], Schema])
     made: the compiled branches. follow: what a schema that is but a reference refers to.
 
     Raises:
-        UnsupportedSchemaError: it cannot be seen that they exclude each other.
+        UnsupportedSchemaError: two branches may both fit a value, as far as types and constants show.
     """
     plain = [follow(each) for each in place.given["oneOf"]]
     kinds = [_kinds(each) for each in plain]
@@ -54,7 +54,7 @@ def _constants(schema: Schema) -> Sequence[object] | None:
 
 
 def _are_apart(constants: Sequence[Sequence[object] | None]) -> bool:
-    """Whether no constant of one is in another: strings alone, for numbers may be equal in several forms."""
+    """Whether no two of these lists share a constant. Only strings count: equal numbers can be written differently."""
     sets: list[set[str]] = []
     for values in constants:
         if values is None or any(not isinstance(value, str) for value in values):

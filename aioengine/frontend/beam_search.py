@@ -1,8 +1,8 @@
-"""Beam search, on top of the calls that everybody makes: one request a step for each beam, with its likeliest tokens.
+"""Beam search by plain requests: in each step, one request of one token for each beam, with its likeliest tokens.
 
-Prefixes of the beams are found in the prefix cache. A beam that ends keeps its score, the sum of its log-probabilities
-divided by ``length ** length_penalty``; the search goes on until no other one could become better than the worst of the
-``beam_width`` best.
+The prefixes of beams are in the prefix cache, so that little of each request is computed. The score of a beam that has
+ended is the sum of its log-probabilities divided by ``length ** length_penalty``. The search ends once ``beam_width``
+beams have ended, and no other one can reach a better score than the worst of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALWAYS: Final = ("stop_token_ids", "ignore_eos", "min_new_tokens", "skip_special
 """Sampling parameters of a search."""
 
 IF_PROCESSED: Final = ("temperature", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words")
-"""Those of an engine whose logprobs are processed."""
+"""Sampling parameters of a search with ``logprobs_mode="processed"``: they change the scores."""
 
 PROMPT: Final = "one prompt, a string or a list of token ids"
 OWN: Final = ("prompt", "beam_width", "max_new_tokens", "length_penalty")
@@ -42,7 +42,7 @@ _TAKEN: Final = f"{', '.join(ALWAYS)}, and with logprobs_mode='processed' {', '.
 
 
 class Beam(NamedTuple):
-    """Output tokens with the sum of their log-probabilities."""
+    """A beam that goes on: its output tokens, and the sum of their log-probabilities."""
 
     token_ids: list[int]
     logprob: float
@@ -76,13 +76,15 @@ class BeamSearch:
 
     @property
     def num_wanted(self) -> int:
-        """How many of the likeliest tokens of each beam are looked at: where all that stop come first, enough go on."""
+        """How many of the likeliest tokens of each beam are needed: even if all stop tokens are the likeliest, enough
+        others are left.
+        """
         return self._width + len(self._stop_ids)
 
     def extend(self, likeliest: Iterable[Iterable[tuple[float, int]]]) -> None:
-        """Take the likeliest tokens (log-probability, id) of each of ``live``, best first, as far as they are needed.
+        """Extend each beam of ``live`` by its likeliest tokens, given as (log-probability, id), best first.
 
-        Of equal beams the first is better.
+        Of beams with equal scores the first is better.
         """
         num_output = len(self.live[0].token_ids) + 1
         best = heapq.merge(*map(self._candidates, self.live, likeliest), key=lambda candidate: -candidate[0])
@@ -161,7 +163,7 @@ def _unknown(name: str) -> TypeError:
 
 
 def _check_prompt(prompt: object) -> None:
-    """Raise TypeError for what is no prompt, or several; its ids are checked with the first call."""
+    """Raise TypeError for several prompts, or none. Token ids are checked by the first request."""
     is_list = isinstance(prompt, list | tuple)
     first = next(iter(cast("Sequence[object]", prompt)), 0) if is_list else 0
     if not (is_list or isinstance(prompt, str | checks.Array)) or isinstance(first, str | list | tuple):

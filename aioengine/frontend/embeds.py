@@ -25,7 +25,11 @@ NUMBERS_PER_ID: Final = 4
 
 
 class EmbedsPrompt(IdsPrompt, frozen=True):
-    """Embeddings, ``given`` as a caller gave them, ``EmbedsIds`` once ``is_checked``. ``num_numbers``: of the array."""
+    """A prompt of embeddings.
+
+    Attributes:
+        given: the caller's array, and ``EmbedsIds`` once ``is_checked``. num_numbers: in the array.
+    """
 
     num_numbers: int = 0
 
@@ -58,7 +62,7 @@ class EmbedsPrompt(IdsPrompt, frozen=True):
 
 
 def embeds_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> IdsPrompt:
-    """One prompt; the width of its embeddings is checked by the engine, which knows that of the model."""
+    """One prompt. The width of its embeddings is checked later, against the model (``RequestChecks.check_ids``)."""
     if rules.add_special_tokens:
         raise ValueError(f"add_special_tokens=True is for text, and {name} has embeddings")
     rows = _rows(name, value)

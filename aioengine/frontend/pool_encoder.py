@@ -1,6 +1,6 @@
-"""Texts to be pooled, and pairs of texts, to token ids: with their prompt before them, and cut where that is asked for.
+"""Tokenizes the texts, and pairs of texts, of ``encode`` and ``rerank``: adds their prompt, cuts where that is asked.
 
-Only the beginning of a long text is tokenized: as much as can matter.
+Of a long text only the beginning is tokenized: enough for more tokens than the model takes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import PairIds
 
 MARGIN: Final = 512
-"""Tokens behind the last one that can be kept: where a text is cut before it is tokenized, its last ones differ."""
+"""Tokens beyond ``max_tokens`` that are made of a text that was cut: near the cut they differ from the text's own."""
 
 CHARACTERS_PER_TOKEN: Final = 8
 GROWTH: Final = 4

@@ -1,4 +1,4 @@
-"""Calls that want vectors or scores: what they ask for, and the answers made of the vectors that came."""
+"""Calls of ``encode`` and ``rerank``: what they ask for, and their answers, made of the vectors of the model."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     Vector = npt.NDArray[np.float32]
 
 SHORTEST = 1e-12
-"""A vector that is shorter is divided by this, not by its length."""
+"""Normalising divides by the length of a vector, but at least by this."""
 
 
 class Pooled(Struct, frozen=True, kw_only=True):
-    """What a call asks of its vectors.
+    """What a call asks for.
 
     Attributes:
-        is_normalized: None: as the model does.
-        dimensions: of a vector; None: all.
-        truncates: texts that are too long are cut. prompt_name: which prompt stands before them; None: the usual one.
-        gives_scores: each answer is a score. is_ranked: they come best first, and only the first ``top_n``.
-        has_sigmoid: a score is sigmoid(the model's).
+        is_normalized: whether vectors have the length 1; None: as the model's files say.
+        dimensions: how many numbers of a vector are kept; None: all.
+        truncates: texts that are too long are cut. prompt_name: of the prompt before each text; None: the usual one.
+        gives_scores: each answer is a score. is_ranked: answers come best first, and only the first ``top_n``.
+        has_sigmoid: the score is the sigmoid of the model's number.
     """
 
     is_normalized: bool | None = None
@@ -52,7 +52,7 @@ class Pooled(Struct, frozen=True, kw_only=True):
     has_sigmoid: bool = False
 
     def check(self, settings: PoolingSettings, task: str, vector_size: int) -> None:
-        """Check against the model, of which a vector has ``vector_size`` numbers.
+        """Check against the model, whose vectors have ``vector_size`` numbers.
 
         Raises:
             ValueError: the model cannot give that.
@@ -68,7 +68,7 @@ class Pooled(Struct, frozen=True, kw_only=True):
 
 
 def completed(pooled: Pooled | None, settings: PoolingSettings, task: str, vector_size: int) -> Pooled | None:
-    """What a call asks for, with what the model says; None: it asks for tokens.
+    """What a call asks for, with the model's values where it gives none; None: it asks for tokens.
 
     Raises:
         ValueError: the model cannot give that.
@@ -84,9 +84,9 @@ def completed(pooled: Pooled | None, settings: PoolingSettings, task: str, vecto
 
 
 def fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Callable[[list[int]], None]) -> Encoded:
-    """Ids to be pooled: cut, where they are too many and that was asked for, or why they are refused.
+    """The ids of a text, cut to ``max_tokens`` where the call truncates; or the error for a text that is too long.
 
-    ``check_ids`` raises ValueError for ids outside the vocabulary; it was not called yet where they are too many.
+    ``check_ids`` raises ValueError for ids outside the vocabulary. It has not been called yet for too many ids.
     """
     if not isinstance(encoded, list) or len(encoded) <= max_tokens:
         return encoded
@@ -128,7 +128,7 @@ class PooledOutput(CallOutput):
         return cast("Answer", made)
 
     def arranged(self) -> list[Answer | BaseException | None]:
-        """The answers in the order of the rows, or the best ones, and then what failed."""
+        """The answers in the order of the rows; ranked ones best first, with the errors behind them."""
         if not self.pooled.is_ranked:
             return self.results
         ranked = [entry for entry in self.results if isinstance(entry, dict)]

@@ -1,6 +1,6 @@
 """Options of a call that may differ between its prompts: one value for all of them, or a list with one for each.
 
-What is said of the whole call is checked at the call, a list in pieces with its prompts.
+One value is checked at the call; the entries of a list are checked with their prompts, some at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PerPrompt(Struct, Generic[Value]):
     """An option of a call: one value for all prompts, or a list with one for each.
 
     Attributes:
-        values: of the prompts checked so far, behind them as the caller gave them.
+        values: of each prompt, or one for all. Entries of prompts that are not checked yet are as the caller gave them.
     """
 
     name: str
@@ -75,7 +75,7 @@ def list_for(name: str, value: object, rows: Rows) -> list[object]:
 def per_prompt(
     name: str, options: Mapping[str, object], check: Callable[[object], Value], rows: Rows
 ) -> PerPrompt[Value] | None:
-    """An option for all prompts, or, to be checked with its prompts, a list of them; None where it is not given."""
+    """The option ``name``: one value, checked here, or a list, which ``check_rows`` checks. None: it is not given."""
     value = options.get(name)
     if value is None:
         return None
@@ -114,7 +114,7 @@ class LogprobOptions(NamedTuple):
         return _rules(*(option.of(prompt) for option in self[1:]))
 
     def check(self, prompt: int, vocab_size: int, *, has_tokenizer: bool) -> None:
-        """Raise ValueError where a prompt's go beyond the vocabulary, or want texts without a tokenizer."""
+        """Raise ValueError where the rules of a prompt need a larger vocabulary, or a tokenizer that is not there."""
         rules = self.of(prompt)
         if rules is None:
             return
@@ -136,7 +136,7 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
 
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value; also a list together with ``n`` above 1,
-            and what is asked for without ``return_logprob`` being True or False.
+            and an option of logprobs without ``return_logprob``.
     """
     found = LogprobOptions(
         _option("return_logprob", options, checks.switch, rows, default=False),
@@ -152,7 +152,7 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
 
 
 def _refuse_alone(found: LogprobOptions, options: Mapping[str, object]) -> None:
-    """Raise ValueError for an option that asks for more of the logprobs which nothing asks for."""
+    """Raise ValueError for an option of logprobs that is given without ``return_logprob``."""
     more = cast("tuple[PerPrompt[object], ...]", found[1:])
     for option, off in zip(more, (-1, 0, (), False), strict=True):
         if option.is_list or option.of(0) != off:
@@ -206,7 +206,7 @@ def _refuse_with_samples(name: str, rows: Rows) -> None:
 
 
 def check_lengths(rules: LogprobRules, *, num_prompt: int, num_output: int, has_ids: bool) -> None:
-    """Check rules once the prompt is known; ``has_ids``: it is not embeddings.
+    """Check rules once the length of the prompt is known. ``has_ids``: the prompt is token ids, not embeddings.
 
     Raises:
         ValueError: the logprobs of the prompt begin behind its end, or it has no token ids.

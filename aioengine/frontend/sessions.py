@@ -6,9 +6,9 @@ goes on with new ones; its answer stands behind it. The first turns are children
     root ── "a": prompt, answer ── "b": + prompt, answer        generate(..., session_params={"id": ..., "rid": "a"})
                                └── "c": + prompt, answer
 
-To the scheduler a turn is a plain request with the ids of its whole history, and the number of its session: the pages
-of answered requests stay pinned until the control "close_sessions". So what a lost process had is computed again, and
-nothing of a session can be lost with it. The pins of a session end when it is closed and has no open turn.
+To the scheduler a turn is a plain request with the ids of its whole history and the number of its session. The pages
+of answered requests stay pinned until the control "close_sessions". The pages of a lost process are computed again from
+these ids: no session is lost with it. The pins of a session end when it is closed and has no open turn.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_SESSION_TOKENS: Final = 1 << 25
 """Of all sessions together; four bytes each."""
 
 TOKENS_PER_TURN: Final = 128
-"""Counted of every turn beside its own: its objects take about the memory of so many."""
+"""Each turn counts as so many tokens more than it has: about the memory of its objects."""
 
 MAX_ID_BYTES: Final = 512
 MAX_TIMEOUT_S: Final = 1e9
@@ -112,7 +112,7 @@ class Turn:
             to which the last of them belongs.
         num_prompt: ids of its whole prompt. ids: those behind the first ``num_kept``.
         row: gives its output while it runs; then ``ids`` has it.
-        num_counted: tokens that it counts for. is_dropped: nothing goes on from it any more.
+        num_counted: tokens that it counts for in the limit. is_dropped: no turn can go on from it any more.
     """
 
     __slots__ = (
@@ -140,7 +140,7 @@ class Turn:
 
     @property
     def has_failed(self) -> bool:
-        """Of one that is over: whether there is no answer to go on from."""
+        """Whether a turn that is over has no answer to go on from."""
         row = self.row
         if row is None:  # else it would be dropped
             return False

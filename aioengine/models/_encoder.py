@@ -1,7 +1,8 @@
-"""The encoder that BERT, RoBERTa, XLM-R and ModernBERT are: blocks of attention in both directions and an MLP.
+"""The encoder of BERT, RoBERTa, XLM-R and ModernBERT: blocks of bidirectional attention and an MLP.
 
-A family's file in ``families`` reads its config.json.
-T tokens, D model size, S rows, C scores.
+``families`` has a file for each family, which reads its config.json into ``EncoderConfig``.
+
+Shape letters: T tokens, D model size, S chosen tokens, C scores.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The arguments that all blocks of a step share. ``tables``: rotary ones, of full and of local attention."""
+    """What all blocks of a step share. ``tables``: the rotary tables of full and of local attention."""
 
     tables: tuple[Tables, Tables] | None
     attention: StepAttention
 
 
 class _Block:
-    """[T, D] -> [T, D], or [S, D] of chosen tokens."""
+    """A layer: attention and MLP, with norms before (ModernBERT) or behind them (BERT)."""
 
     def __init__(self, config: EncoderConfig, placement: Placement, layer: int) -> None:
         *qkv, output, first, second = config.linears

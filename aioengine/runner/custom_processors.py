@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LIMIT_S: Final = 1.0
 LEAST_LIMIT_S: Final = 0.02
-"""Where several rows of a step are out of time, each halves the limit of the next ones, down to this."""
+"""Each row of a step that runs out of time halves the limit of the rows behind it, down to this."""
 
 _params = msgspec.json.Decoder(dict[str, Any])
 
@@ -43,10 +43,10 @@ class CustomLogitsProcessor(Protocol):
 
 
 class CustomProcessors:
-    """All processors of the user, as one processor. A row that fails gets no number, so that no token is drawn.
+    """All processors of the user, as one processor. The logits of a row that fails become NaN: no token is drawn.
 
     Attributes:
-        errors: why rows failed, by uid, until they are taken away.
+        errors: why rows failed, by uid; the caller removes what it has read.
     """
 
     def __init__(self, names: Sequence[str], *, vocab_size: int) -> None:
@@ -73,7 +73,7 @@ class CustomProcessors:
                     self._apply_one_by_one(logits, together)
 
     def _apply_one_by_one(self, logits: Tensor, rows: list[LogitsRow]) -> None:
-        """Change rows of logits [S, W] that failed together: those that fail alone, too, are at fault."""
+        """Change rows of logits [S, W], one at a time: together they failed, and only those at fault shall."""
         limit_s = LIMIT_S
         for row in rows:
             scores = logits[row.index : row.index + 1, : self._vocab_size]
@@ -85,7 +85,10 @@ class CustomProcessors:
                     limit_s = max(limit_s / 2, LEAST_LIMIT_S)
 
     def _result(self, name: str, given: Tensor, rows: list[LogitsRow], limit_s: float) -> Tensor:
-        """Logits [rows, V] -> what its processor returned [rows, V]. Raises what that raises, or what is wrong."""
+        """The logits [rows, V] that the processor makes of ``given`` [rows, V].
+
+        Raises what the processor raises, OutOfTimeError, and TypeError or ValueError for a result that is not these.
+        """
         params = [_params.decode(row.sampling.custom_params or b"{}") for row in rows]
         shape = given.shape
         found: object = run_limited(partial(self._processors[name].apply, given, params), limit_s)
@@ -101,7 +104,7 @@ class CustomProcessors:
         return found
 
     def _fail(self, logits: Tensor, row: LogitsRow, error: BaseException) -> None:
-        """Have no token drawn of a row of logits [S, W]."""
+        """Keep the error of a row of logits [S, W], and let no token be drawn of it."""
         limit = f"it took longer than {LIMIT_S:g} s (less behind other rows that did)"
         why = limit if isinstance(error, OutOfTimeError) else describe(error)
         self.errors[row.uid] = f"custom_logit_processor {_name_of(row)!r} failed: {why}"

@@ -1,7 +1,7 @@
-"""Hidden states for the rows that asked for them: copied to the host behind the step, in the order of the tokens.
+"""Hidden states for the requests that asked for them, copied to the host behind the step.
 
-An output token gets the hidden state of the position before it, which gave it; the first one, where the request wants
-all, those of the whole prompt.
+The hidden state of an output token is that of the position before it, from whose logits it was drawn. With the first
+output token come those of the whole prompt, where the request wants all.
 
 Shape letters: N positions, T tokens of the step, S rows that sample, D model size.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Run(NamedTuple):
-    """Consecutive positions of a request behind which stands position ``end``."""
+    """``count`` consecutive positions of a request, up to ``end`` (exclusive)."""
 
     request: RequestRow
     end: int
@@ -37,7 +37,7 @@ class _Run(NamedTuple):
 
 
 class PromptStates(NamedTuple):
-    """The positions of prompts whose hidden states a step gives. ``places``: [N] int64, their tokens of the step."""
+    """The prompt positions whose hidden states a step gives. ``places``: [N] int64, their indices among its tokens."""
 
     runs: list[_Run]
     places: Ints
@@ -51,7 +51,7 @@ class StepStates:
         self._sampled: tuple[list[_Run], Tensor] | None = None
 
     def add_prompts(self, runs: list[_Run], hidden: Tensor) -> None:
-        """hidden: [N, D] on the device, of these runs; the next step may overwrite it."""
+        """hidden: [N, D] on the device, the positions of these runs in order; the next step may overwrite it."""
         self._prompts = runs, host_copy(hidden)
 
     def add_sampled(self, runs: list[_Run], hidden: Tensor) -> None:
@@ -59,14 +59,14 @@ class StepStates:
         self._sampled = runs, host_copy(hidden)
 
     def extras(self) -> list[Extra]:
-        """Those of output tokens, once the step is done. Those of prompts are kept until their first token."""
+        """The states of output tokens, once the step is done. Those of a prompt wait in its row for its first token."""
         for request, _, data in _data_of(self._prompts):
             if request.prompt_states is not None:
                 request.prompt_states.append(data)
         found: list[Extra] = []
         for request, end, own in _data_of(self._sampled):
             data = own
-            if request.prompt_states is not None:  # which end with its own
+            if request.prompt_states is not None:  # the first token: its own state is the last of the prompt's
                 data = b"".join(request.prompt_states)
                 request.prompt_states = None
             found.append(Extra(request.uid, end - request.num_prompt, HIDDEN_STATES, data))
@@ -84,14 +84,14 @@ def _data_of(part: tuple[list[_Run], Tensor] | None) -> Iterator[tuple[RequestRo
 
 
 class HiddenStates:
-    """Collects the hidden states of one step after the other; ``take`` gives those of the present one."""
+    """Collects the hidden states of a step; ``take`` returns them and begins the next step."""
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
         self._step = StepStates()
 
     def take(self) -> StepStates:
-        """What the step gives."""
+        """The hidden states of the step."""
         step, self._step = self._step, StepStates()
         return step
 
@@ -113,7 +113,7 @@ class HiddenStates:
         self._step.add_prompts(found.runs, hidden)
 
     def add_sampled(self, hidden: Tensor, rows: SampledRows) -> None:
-        """hidden: [S, D] of the positions that gave the tokens of these rows."""
+        """hidden: [S, D] of the positions from whose logits the tokens of these rows were drawn."""
         chosen = [i for i, request in enumerate(rows.requests) if request.sampling.hidden_states]
         runs = [_Run(rows.requests[i], int(rows.positions[i]), 1) for i in chosen]
         if runs:

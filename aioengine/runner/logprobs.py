@@ -35,13 +35,17 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 CPU_ROWS = 32
-"""Positions that are worked on at once on a CPU."""
+"""Positions computed at a time on a CPU."""
 
 PROMPT_ROWS = 2 * SAMPLED_ROWS
-"""Positions of prompts that are worked on at once on a GPU: in 16 bits as large as what is sampled at once in fp32."""
+"""Prompt positions computed at a time on a GPU. Their 16-bit logits take as much memory as the fp32 logits of
+``SAMPLED_ROWS`` sampled rows.
+"""
 
 MAX_NUMBERS, MANY_VALUES_ROWS = 1 << 22, 16
-"""For requests of another class than 0: about how many numbers are worked on at once, of how many positions at most."""
+"""For requests with many logprobs a position (size class above 0): bounds on the numbers, and on the positions, that
+are computed at a time.
+"""
 
 
 class Run(NamedTuple):
@@ -64,9 +68,11 @@ class PromptRuns(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """What N positions get: the most likeliest tokens, and the most tokens asked for, that one of them wants.
+    """What is computed for N positions, all alike: for each the maximum that any of them wants.
 
-    asked: [N, num_asked] int64 on the device; None: no position has such tokens.
+    Attributes:
+        num_top: likeliest tokens. num_asked: tokens whose ids were given (``token_ids_logprob``).
+        asked: [N, num_asked] int64 on the device, their ids; None: no position has any.
     """
 
     num_top: int
@@ -75,7 +81,11 @@ class _Wanted(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Rows that sample and are computed together: ``chosen`` [X] of a step, and the same on the device."""
+    """Sampled rows whose logprobs are computed together.
+
+    Attributes:
+        chosen: [X] their indices among the sampled rows of a step. places: the same for tensors on the device.
+    """
 
     requests: list[RequestRow]
     chosen: Ints
@@ -84,7 +94,7 @@ class _Group(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The numbers [N, W] of some runs on the host. ``runs``: as ``Run``s."""
+    """A block of results on its way to the host. ``numbers``: [N, W], the positions of ``runs`` one after the other."""
 
     runs: Iterable[tuple[RequestRow, int, int]]
     numbers: Tensor
@@ -106,7 +116,7 @@ class StepLogprobs:
         self._ended += requests
 
     def extras(self) -> list[Extra]:
-        """All of them, once the device is done: what a prompt gives comes with its last step, and waits in its row."""
+        """The logprobs as messages, once the device is done. Those of a prompt wait in its row for its last step."""
         found: list[Extra] = []
         for part in self._parts:
             _read(part, found)
@@ -146,7 +156,7 @@ def _read(part: _Part, found: list[Extra]) -> None:
 
 
 def _columns(num_top: int, num_asked: int, most: tuple[int, int]) -> Ints:
-    """[W] columns of a row with fewer tokens than ``most``, of those of the largest row."""
+    """[W] the columns that a request with these counts takes from rows computed for ``most`` (num_top, num_asked)."""
     most_top, most_asked = most
     first_asked = 1 + most_top
     first_id = first_asked + most_asked
@@ -234,14 +244,14 @@ class Logprobs:
         return self._step
 
     def _processed(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """Logits [N, V] -> [N, V] fp32 as they are drawn from, but for truncation; greedy rows at temperature 1."""
+        """Logits [N, V] -> [N, V] fp32 after processors and temperature (greedy rows: 1), before truncation."""
         assert self._processes is not None
         records = rows.records
         temperatures = np.where(records["is_greedy"], np.float32(1.0), records["temperature"]).astype(np.float32)
         return self._processes.process(logits, rows) / self._upload(temperatures)[:, None]
 
     def _grouped(self, requests: list[RequestRow], max_rows: int) -> Iterator[_Group]:
-        """Those of the requests [S] that want logprobs, as they are computed in a step in which each gives a token."""
+        """The requests [S] that want logprobs, in groups to compute together, where each of them samples one token."""
         asking = _asking(requests)
         done = 0
         for runs in _pieces([Run(requests[i], 0, 1) for i in asking], max_rows):
@@ -273,7 +283,7 @@ class Logprobs:
 
 
 def _asking(requests: list[RequestRow]) -> list[int]:
-    """The places of the requests that want logprobs, those together that are computed together."""
+    """The indices of the requests that want logprobs, sorted by size class: one class is computed together."""
     asking = [i for i, request in enumerate(requests) if request.logprobs is not None]
     return sorted(asking, key=lambda i: _class_of(requests[i]))
 
@@ -292,7 +302,7 @@ def _class_of(request: RequestRow) -> int:
 
 
 def _pieces(runs: list[Run], max_rows: int) -> Iterator[list[Run]]:
-    """Runs that are computed together, of up to ``max_rows`` positions, in order; long ones are cut."""
+    """The runs in order, split into pieces of up to ``max_rows`` positions that are computed together."""
     for kind, group in groupby(runs, key=lambda run: _class_of(run.request)):
         room = most = min(max_rows, max(1, MAX_NUMBERS >> kind), MANY_VALUES_ROWS) if kind else max_rows
         piece: list[Run] = []

@@ -73,13 +73,13 @@ class Pooler:
         self._upload = upload
 
     def rows(self, plan: Plan, requests: list[RequestRow]) -> PooledRows | None:
-        """The rows of the computed ``requests`` that give a vector, if there are any."""
+        """The rows of the computed ``requests`` that give a vector; None: no row does."""
         giving = {row.uid for row in plan.rows if row.gives & VECTOR}
         places = [place for place, request in enumerate(requests) if request.uid in giving]
         return PooledRows(self, [requests[place].uid for place in places], places) if places else None
 
     def outputs(self, rows: StepRows) -> Ints | None:
-        """[R] tokens of which the hidden states are needed; None: of all."""
+        """[R] indices of the tokens whose hidden states are needed; None: those of all tokens."""
         if self._kind == MEAN:
             return None
         return rows.token_ends - (rows.counts if self._kind == "cls" else 1)
@@ -92,7 +92,7 @@ class Pooler:
         return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, axis=0, unsafe=True)
 
     def vectors(self, states: Tensor, places: list[int]) -> Tensor:
-        """[R, D], of which ``places`` [V] are taken -> [V, C] fp32: the states, or the scores of a classifier."""
+        """States [R, D] -> the vectors of the rows ``places``, [rows, C] fp32: states, or scores of a classifier."""
         if len(places) < len(states):
             states = states[self._upload(np.array(places))]
         if self._model.task is not Task.CLASSIFY:

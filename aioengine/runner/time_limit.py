@@ -27,14 +27,14 @@ class TimerSignal:
         self._is_armed = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Raise once for each call that is out of time, and never behind it."""
+        """Raise in the call that is out of time, once, and never after it has returned."""
         if self._is_armed:
             self._is_armed = False
             raise OutOfTimeError
 
     def run(self, call: Callable[[], T], limit_s: float) -> T:
         """What ``call`` returns. Raises OutOfTimeError after ``limit_s`` seconds; what is stuck in C ends later."""
-        wakeup_fd = signal.set_wakeup_fd(-1)  # nobody takes its bytes away: it would be readable for ever
+        wakeup_fd = signal.set_wakeup_fd(-1)  # else the signal's byte would stay in it, and it readable, for ever
         try:
             try:
                 self._is_armed = True

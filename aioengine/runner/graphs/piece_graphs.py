@@ -1,9 +1,10 @@
 """CUDA graphs of steps with prompts, in pieces: everything except attention, whose shapes differ in every step.
 
-Launched kernel by kernel, such a step takes the host about as long as the device, and several times as long with a new
-number of tokens, for which libraries choose and load kernels and memory is allocated. So a step is padded to the next
-token count of a ladder, with tokens of no row, whose keys and values go to the padding page. The operations between the
-attention of two layers are one graph; attention is launched for the tokens of the step alone.
+Launched kernel by kernel, such a step takes about as much host time as device time, and several times as much for a
+token count seen for the first time: libraries choose and load kernels, and memory is allocated. So a step is padded to
+the next token count of a ladder. The padding tokens belong to no row; their keys and values go to the padding page. The
+operations between the attention of one layer and of the next are one graph. Attention itself is launched without a
+graph, and only for the real tokens.
 
 Graphs and attention exchange q, k, v and the attention outputs in memory that all layers and sizes share.
 
@@ -35,7 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """What graphs and attention exchange: heads [T, H + 2 K, E], attended [T, H, E]."""
+    """The buffers between graphs and attention.
+
+    Attributes:
+        heads: [T, H + 2 K, E], q, k and v: graphs write them, attention reads them.
+        attended: [T, H, E], the outputs of attention, which graphs read.
+    """
 
     heads: Tensor
     attended: Tensor
@@ -45,10 +51,7 @@ class _Handed:
 
 
 class _Seams:
-    """Stands in for attention: while it captures, a graph ends and the next begins at each layer's.
-
-    ``kv_pool``: [L, 2, N, K, S, E].
-    """
+    """Stands in for attention during the capture: where a layer calls attention, one graph ends and the next begins."""
 
     def __init__(self, kv_pool: Tensor, slot_mapping: Tensor, handed: _Handed) -> None:
         """kv_pool [L, 2, N, K, S, E], slot_mapping [T]."""
@@ -60,7 +63,7 @@ class _Seams:
 
     @contextmanager
     def capture(self, pool: torch.cuda._POOL_HANDLE) -> Iterator[None]:
-        """Operations inside are captured as ``graphs``, one more than there are layers."""
+        """Capture the operations inside as ``graphs``: one before each layer's attention, and one behind the last."""
         self._pool = pool
         self._begin()
         try:
@@ -89,7 +92,7 @@ class _Seams:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A captured step: its graphs, the memory that they read, and ``hidden`` [R, D], which they write."""
+    """A captured step: its graphs, the inputs and buffers that they read, and ``hidden`` [R, D], which they write."""
 
     graphs: list[torch.cuda.CUDAGraph]
     inputs: PaddedInputs
@@ -98,7 +101,7 @@ class _Pieces:
 
 
 class PieceGraphs:
-    """The graphs of a model. ``kv_pool``: [L, 2, N, K, S, E]. ``max_rows``: of a step."""
+    """The graphs of a model, for each token count of the ladder."""
 
     def __init__(self, model: Model, attention: PiecewiseAttention, kv_pool: Tensor, *, max_rows: int) -> None:
         """kv_pool: [L, 2, N, K, S, E]. max_rows: of a step."""
@@ -110,7 +113,10 @@ class PieceGraphs:
         self._steps: dict[int, _Pieces] = {}  # ascending
 
     def capture(self, max_tokens: int, report: Callable[[int, int], None]) -> None:
-        """Capture the ladder up to ``max_tokens``; ``report`` receives the numbers of captured and of all sizes."""
+        """Capture a step of each size of the ladder up to ``max_tokens``.
+
+        ``report`` is called behind each, with the number of captured sizes and of all.
+        """
         sizes = piece_ladder(max_tokens)
         shape, device = self._model.attention_shape, self._kv_pool.device
         num_heads = shape.num_heads + 2 * shape.num_kv_heads
@@ -125,10 +131,10 @@ class PieceGraphs:
             num_rows = min(self._max_rows, size)  # each has at least one token
             step = inputs.first(size, num_rows)
             seams = _Seams(self._kv_pool, step.slot_mapping, handed.first(size))
-            # a kernel must not be compiled or loaded during the capture
+            # Run the kernels once before: they must not be compiled or loaded during the capture.
             if size in (max_tokens, num_rows):
                 self._compute(step, seams)
-            else:  # what differs from the largest step
+            else:  # one block is enough: the other operations ran with the largest step
                 self._model.forward_block(size, seams)
             captured[size] = self._captured(step, seams, pool)
             report(num_done, len(sizes))
@@ -145,7 +151,7 @@ class PieceGraphs:
         chosen = next(step for size, step in self._steps.items() if num_tokens <= size)
         with part("prepare"):
             chosen.inputs.fill(inputs, batch)
-            chosen.handed.attended[num_tokens:].zero_()  # padding must be finite: later layers read it
+            chosen.handed.attended[num_tokens:].zero_()  # attention skips the padding, graphs read it: keep it finite
             self._attention.prepare(batch)
         there = chosen.handed.first(num_tokens)
         q, k, v = as_parts(there.heads, self._model.attention_shape.num_heads)
@@ -165,5 +171,5 @@ class PieceGraphs:
         with torch.cuda.stream(self._stream), seams.capture(pool):
             hidden = self._compute(inputs, seams)
         for graph in seams.graphs:
-            graph.replay()  # for the first time, which takes longer
+            graph.replay()  # the first replay takes longer than the others
         return _Pieces(seams.graphs, inputs, seams.handed, hidden)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from aioengine.runner.transfer import Upload
 
 ORDER = ("min_new_tokens", "penalties", "bias", "allowed_token_ids", "bad_words", "grammar")
-"""The processors, in the order in which they are applied. What cannot be drawn comes last: nothing lifts it again."""
+"""The processors, in the order in which they are applied. Those that rule tokens out come last: no later one may lift
+a ruled out token again.
+"""
 
 
 class Constraint(Protocol):
@@ -116,8 +118,8 @@ class LogitsProcessor(Protocol):
         ...
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
-        """Change ``rows`` of the logits [S, W] fp32 in place. What they need of the host goes through ``upload``: a GPU
-        is not waited for.
+        """Change ``rows`` of the logits [S, W] fp32 in place. Data of the host goes through ``upload``, which does not
+        wait for the GPU.
         """
         ...
 

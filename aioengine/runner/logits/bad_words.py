@@ -1,6 +1,6 @@
-"""``bad_words``: the last token of a sequence cannot be drawn behind the others of it.
+"""``bad_words``: where a request has written all tokens of a bad sequence but the last, that one is ruled out.
 
-S rows have B sequences in all, whose tokens without the last ones are E.
+Shape letters: S rows, B sequences of all rows, E tokens of all sequences without the last of each, R recent tokens.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def _apply(logits: Tensor, rows: list[tuple[LogitsRow, BadSequences, Tensor]], u
     """Rule tokens out of rows of logits [S, W]; each comes with its sequences and its recent tokens [R]."""
     given = [bad for _, bad, _ in rows]
     counts = [len(bad.last) for bad in given]
-    places = np.repeat(np.arange(len(rows)), counts)  # [B], the row of each sequence
+    places = np.repeat(np.arange(len(rows)), counts)  # [B] the row of each sequence
     firsts = np.cumsum([0, *counts[:-1]])
-    owners = np.concatenate([bad.owner + first for bad, first in zip(given, firsts.tolist(), strict=True)])  # [E]
+    # [E] the sequence of each token
+    owners = np.concatenate([bad.owner + first for bad, first in zip(given, firsts.tolist(), strict=True)])
     recent = torch.stack([recent for _, _, recent in rows])
     num_tokens = np.array([row.num_tokens for row, _, _ in rows])
     positions = num_tokens[places[owners]] - np.concatenate([bad.back for bad in given])
@@ -56,7 +57,7 @@ def _apply(logits: Tensor, rows: list[tuple[LogitsRow, BadSequences, Tensor]], u
 
 
 def _groups(rows: list[LogitsRow]) -> Iterator[list[tuple[LogitsRow, BadSequences, Tensor]]]:
-    """The rows with their sequences and recent tokens [R], so many at a time that memory is bounded."""
+    """The rows with their sequences and recent tokens [R], in groups of up to ``_MAX_TOKENS`` tokens."""
     group: list[tuple[LogitsRow, BadSequences, Tensor]] = []
     size = 0
     for row in rows:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Penalties:
-    """Keeps a table of counts of the shape of the logits, which is zero between calls."""
+    """Keeps a table of counts in the shape of the logits; between calls all of it is 0."""
 
     def __init__(self) -> None:
         self._counts = torch.empty(0, 0)
