@@ -164,12 +164,14 @@ class Constraint:
                 new = [*self.forced[: self.num_forced - 1], token_id]
         self._consume(new)
 
-    def take_forced(self, at_least: int) -> list[int]:
+    def take_forced(self, at_least: int, at_most: int) -> list[int]:
         """The next tokens where no others are allowed, which the request has then; none if there are fewer."""
-        if len(self.forced) - self.num_forced < at_least or self.thinking is not None:
+        if min(len(self.forced) - self.num_forced, at_most) < at_least or self.thinking is not None:
             return []
-        taken = self.forced[self.num_forced :]
-        self._consume(self.forced)
+        taken = self.forced[self.num_forced : self.num_forced + at_most]
+        self.num_forced += len(taken)
+        if self.num_forced == len(self.forced):
+            self._consume(self.forced)
         return taken
 
     def _consume(self, token_ids: list[int]) -> None:

@@ -12,6 +12,7 @@ and its token does not count.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -37,9 +38,10 @@ if TYPE_CHECKING:
 
     Awaited = tuple[int, int, RequestRow, Constraint]
 
-MIN_JUMP: Final = 4
-"""Forced tokens that are worth a jump, whose row leaves the captured decode step: where the next step is in flight, one
-of them is computed in it anyway. More than there can be steps in flight.
+MIN_JUMP: Final = 1
+MIN_JUMP_ON_GPU: Final = 3
+"""Forced tokens that are worth a jump: while the next step is in flight, one of them is computed in it anyway. Not
+fewer than steps can be in flight.
 """
 
 
@@ -80,12 +82,17 @@ class ConstrainedRows:
 
     Attributes:
         grammars: where constraints come from; None: this runner has none.
+        min_jump: forced tokens that are worth a jump.
+        max_tokens: of a step with jumps. On a GPU those of the largest decode step that has a graph: any other step
+            takes the host several times as long.
     """
 
     def __init__(self, masks: GrammarMask, device: torch.device) -> None:
         """``masks``: where the sampler gets its masks from."""
         masks.follow = self.follow
         self.grammars: Grammars | None = None
+        self.min_jump = MIN_JUMP if device.type == "cpu" else MIN_JUMP_ON_GPU
+        self.max_tokens = sys.maxsize
         self._later: _Later | None = None  # the newest step, while its tokens are not drawn
         self._masks = masks
         self._is_on_gpu = device.type != "cpu"
@@ -110,7 +117,7 @@ class ConstrainedRows:
             """Token ids [R]."""
             logits = graphs.logits(step)
             with part("sample"):
-                self._masks.mask(logits, range(len(rows.requests)), rows.constraints())
+                self._masks.mask(logits, step.lasts or range(len(rows.requests)), rows.constraints())
                 return graphs.draw(step, logits)
 
         return self.draw(rows, draw, most=graphs.max_rows)
@@ -165,11 +172,13 @@ class ConstrainedRows:
         while self._unfollowed and (last is None or ticket is not last):
             ticket = self._unfollowed.popleft()
             values = ticket.values.wait()
+            left = self.max_tokens - len(ticket.sampled)
             for place, position, request, constraint in ticket.constrained:
                 if values[place] == FAILED or constraint.is_over:
                     continue
                 constraint.advance(values[place])
-                if request.may_jump and (forced := constraint.take_forced(MIN_JUMP)):
+                if request.may_jump and (forced := constraint.take_forced(self.min_jump, left)):
+                    left -= len(forced)
                     ticket.jumps[request.uid] = forced
                     request.known_end = position + 1 + len(forced)
                 if constraint.error:

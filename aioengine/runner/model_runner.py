@@ -158,6 +158,7 @@ class ModelRunner:
         )
         graphs.capture(max_rows, report)
         self._graphs = graphs
+        self._constrained.max_tokens = graphs.max_rows
         self.facts["cuda_graph_sizes"] = " ".join(map(str, graphs.sizes))
 
     @torch.inference_mode()

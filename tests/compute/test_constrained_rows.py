@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from aioengine.grammars import Grammars
 from aioengine.protocol.messages import LAST_STATES, FinishCode, Grammar, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
-from aioengine.runner import constrained_rows
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
 from tests.compute.interpreted import run_interpreted
@@ -56,9 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_world(folder: Path, *, depth: int) -> World:
+def make_world(folder: Path, *, depth: int, min_jump: int = NO_JUMPS, max_tokens: int = 1_000) -> World:
     world = World(make_settings(folder, depth=depth, chunk_tokens=64))
     world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
+    world.runner._constrained.min_jump = min_jump
+    world.runner._constrained.max_tokens = max_tokens
     return world
 
 
@@ -66,15 +67,13 @@ def make_world(folder: Path, *, depth: int) -> World:
 def alone(folder: Path) -> list[list[int]]:
     """Without jumps."""
     world = make_world(folder, depth=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constrained_rows, "MIN_JUMP", NO_JUMPS)
-        return [
-            world.answers([prompt], [sampling], max_new_tokens=40)[0]
-            for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
-        ]
+    return [
+        world.answers([prompt], [sampling], max_new_tokens=40)[0]
+        for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("min_jump", [2, 4, NO_JUMPS])
+@pytest.mark.parametrize(("min_jump", "max_tokens"), [(2, 1_000), (4, 24), (NO_JUMPS, 1_000)])
 @pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (2, 0), (0, 4), (1, 4), (2, 3)])
 @pytest.mark.parametrize("has_logprobs", [False, True])
 def test_answers_are_those_of_each_alone(
@@ -83,12 +82,12 @@ def test_answers_are_those_of_each_alone(
     depth: int,
     preempts_every: int,
     min_jump: int,
+    max_tokens: int,
     has_logprobs: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("aioengine.grammars._MIN_BESIDE", 2)
-    monkeypatch.setattr(constrained_rows, "MIN_JUMP", min_jump)
-    world = make_world(folder, depth=depth)
+    world = make_world(folder, depth=depth, min_jump=min_jump, max_tokens=max_tokens)
     if has_logprobs:  # of a step, which then follows its constraints when it is launched
         world.submit([3, 4], SAMPLINGS[0], max_new_tokens=30, logprobs=LogprobRules(num_top=1))
     uids = [
@@ -186,16 +185,15 @@ def answer_of(
     *,
     depth: int,
     min_jump: int,
+    max_tokens: int = 1_000,
     max_new_tokens: int = 60,
     logprobs: LogprobRules | None = None,
     sampling: Sampling | None = None,
 ) -> Answer:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constrained_rows, "MIN_JUMP", min_jump)
-        world = make_world(folder, depth=depth)
-        sampling = replace(sampling or Sampling(5, temperature=1.0), grammar=grammar_of(regex=regex))
-        uid = world.submit([1, 2, 3], sampling, max_new_tokens=max_new_tokens, logprobs=logprobs)
-        world.run()
+    world = make_world(folder, depth=depth, min_jump=min_jump, max_tokens=max_tokens)
+    sampling = replace(sampling or Sampling(5, temperature=1.0), grammar=grammar_of(regex=regex))
+    uid = world.submit([1, 2, 3], sampling, max_new_tokens=max_new_tokens, logprobs=logprobs)
+    world.run()
     assert not world.ended[uid].message
     return Answer(world.outputs[uid], world.ended[uid].code, world.core.scheduler.stats(0.0).num_steps)
 
@@ -213,6 +211,7 @@ def test_forced_tokens_take_no_steps_of_their_own(folder: Path, end: str, depth:
     assert num_forced > 10
     in_vain = depth if end else 0  # in flight when the jump is known
     assert plain.num_steps - jumped.num_steps == num_forced - in_vain
+    assert answer_of(folder, regex, depth=depth, min_jump=4, max_tokens=8)[:2] == plain[:2]
     for max_new_tokens in (1, 2, num_forced, num_forced + 1, num_forced + 2):
         plain = answer_of(folder, regex, depth=depth, min_jump=NO_JUMPS, max_new_tokens=max_new_tokens)
         jumped = answer_of(folder, regex, depth=depth, min_jump=4, max_new_tokens=max_new_tokens)
@@ -262,7 +261,7 @@ class Fixed:
 
     def advance(self, token_id: int) -> None: ...
 
-    def take_forced(self, at_least: int) -> list[int]:
+    def take_forced(self, at_least: int, at_most: int) -> list[int]:
         return []
 
     def open(self, grammar: Grammar, token_ids: object, num_prompt: int) -> Fixed:

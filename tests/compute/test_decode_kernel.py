@@ -22,6 +22,7 @@ from aioengine.runner.graphs.decode_graphs import DecodeGraphs
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.rows import RowTable
 from aioengine.runner.graphs.cascade import SharedPrefixes
+from aioengine.runner.graphs.spread import can_spread, spread
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.graphs.test_cascade_groups import part_of
 from tests.compute.stepping import write_and_attend
@@ -64,7 +65,7 @@ assert found.pages.num_pages.tolist() == [17, 3]
 for cascade in (None, found):
     ordered = cascade.order if cascade else np.arange(num_rows)
     host = np.full(4000, 77, dtype=np.int32)  # what a larger step has left there
-    num_words = graphs._fill(host, SIZE, rows, sampled, cascade=cascade)
+    num_words = graphs._fill(host, SIZE, rows, sampled, cascade=cascade, is_drawn=True)
     assert (host[num_words:] == 77).all()
     graphs._memory = torch.from_numpy(host)
     columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
@@ -103,10 +104,49 @@ for cascade in (None, found):
     if cascade:
         attended = attended[cascade.inverse]
     torch.testing.assert_close(attended, expected, rtol=1e-4, atol=1e-5)
+
+# rows of several tokens behind their prompts, each of which is a row of the graph
+steps = [(0, 46, [3, 4, 5]), (1, 272, []), (4, 62, [6, 7]), (7, 288, [])]
+for uid, start, known in steps:
+    table.requests[uid].num_prompt = start
+    table.last_tokens[table.requests[uid].row_index] = 8
+rows = inputs.read([Row(uid, start, len(known) or 1, TOKENS, known) for uid, start, known in steps])
+sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
+assert can_spread(rows)
+found = spread(rows, table)
+step_inputs, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=len(steps))
+host = np.full(4000, 77, dtype=np.int32)
+num_words = graphs._fill(host, SIZE, rows, sampled, cascade=None, spread_rows=found, is_drawn=False)
+graphs._memory = torch.from_numpy(host)
+columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
+num_tokens = 7
+assert table.last_tokens[columns[0, :num_tokens]].tolist() == step_inputs.token_ids.tolist() == [3, 4, 5, 8, 6, 7, 8]
+assert columns[1, :num_tokens].tolist() == step_inputs.positions.tolist()
+assert columns[2].tolist() == [*batch.slot_mapping.tolist(), *[0] * (SIZE - num_tokens)]
+none = len(table.last_tokens) - 1
+first, second, third, last = rows.row_indices.tolist()
+assert columns[4].tolist() == [none, none, first, second, none, third, last, *[none] * (SIZE - num_tokens)]
+own_lengths = (np.diff(buffers.starts.numpy()) - 1) * PAGE_SIZE + buffers.last_lengths.numpy()
+assert own_lengths[:num_tokens].tolist() == (step_inputs.positions + 1).tolist()
+assert own_lengths[num_tokens:].tolist() == [1] * (SIZE - num_tokens)
+heads = torch.randn(num_tokens, HEADS + 2 * KV_HEADS, HEAD_SIZE)
+q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+reference.prepare(batch)
+expected = write_and_attend(reference, q, k, v, 0)
+splits = torch.from_numpy(plan_splits(own_lengths, max_splits(SIZE, KV_HEADS)))
+step = decode.DecodeRows(buffers.starts, buffers.page_ids, splits, torch.zeros(SIZE * KV_HEADS, dtype=torch.int32))
+queries, out = torch.zeros(2, SIZE, HEADS, HEAD_SIZE)
+queries[:num_tokens] = q
+decode.decode(queries, (pool[0, 0], pool[0, 1]), step, scale=shape.scale, out=out, other=None)
+torch.testing.assert_close(out[:num_tokens].view(num_tokens, -1), expected, rtol=1e-4, atol=1e-5)
+assert found.inverse.tolist() == [2, 3, 5, 6]
+
+rows.requests[0].num_prompt = 47
+assert not can_spread(rows), "a prompt"
 """
 
 
 @pytest.mark.slow
 def test_rows_of_a_graph_are_attended_to_as_by_plain_torch() -> None:
-    """With pages that rows share, and without; some rows in many splits, some of padding."""
+    """With pages that rows share, and without; some rows in many splits, some of padding; rows of several tokens."""
     run_interpreted(PROGRAM)

@@ -69,6 +69,31 @@ def test_outputs_fit_their_grammars(saved: Saved, graphs: int, depth: int, monke
 
 
 @WAYS
+def test_forced_tokens_take_no_steps_and_change_nothing(saved: Saved, graphs: int, depth: int) -> None:
+    """In a graph, where the step is small, and outside of it."""
+    grammar = grammar_of(regex="[ab]hello, these words are forced[cd]{2,4}!")
+    found: list[list[list[int]]] = []
+    num_steps: list[int] = []
+    for min_jump, max_tokens in ((1000, 16), (2, 16), (2, 1000)):
+        world = saved.world(graphs=graphs, depth=depth)
+        world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
+        world.runner._constrained.min_jump = min_jump
+        world.runner._constrained.max_tokens = max_tokens
+        uids = [world.submit(PROMPT, Sampling(3, temperature=1.0), max_new_tokens=30)]
+        uids += [
+            world.submit(PROMPT, Sampling(seed, temperature=1.0, grammar=grammar), max_new_tokens=60)
+            for seed in range(3)
+        ]
+        world.run()
+        found.append([world.outputs[uid] for uid in uids])
+        num_steps.append(world.core.scheduler.stats(0.0).num_steps)
+        world.runner.close()
+    assert found[1] == found[2] == found[0]
+    assert num_steps[1] < num_steps[0]
+    assert num_steps[2] < num_steps[0]
+
+
+@WAYS
 def test_tokens_that_are_ruled_out_do_not_come(saved: Saved, graphs: int, depth: int) -> None:
     world = saved.world(graphs=graphs, depth=depth)
     greedy = Sampling(0, temperature=0.0)

@@ -5,7 +5,8 @@ page. The inputs of a step are copied to the device at once, except for the plan
 share one memory pool, so the largest is captured first.
 
 Steps in which many rows start with the same pages have graphs of their own, which attend to these pages once for all
-rows (cascade attention); their rows are in another order (``runner.graphs.cascade``).
+rows (cascade attention); their rows are in another order (``runner.graphs.cascade``). A row of several tokens that are
+known has as many rows of a graph (``runner.graphs.spread``).
 
 A graph samples every row by its temperature alone. Steps with rows that need more (top-k, penalties...) use the hidden
 states of the graph and sample outside it.
@@ -26,6 +27,7 @@ from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernels
 from aioengine.runner.graphs.cascade import SharedPrefixes
 from aioengine.runner.graphs.ladder import cascade_ladder, ladder
+from aioengine.runner.graphs.spread import can_spread, spread
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.sampling.device_sampler import draw_words, is_simple
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from aioengine.attention._base import CapturableAttention, FixedDecode
     from aioengine.models._base import Model
     from aioengine.runner.graphs.cascade import Cascade
+    from aioengine.runner.graphs.spread import Spread
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.rows import RowTable, SampledRows
 
@@ -111,10 +114,12 @@ class DecodeStep:
     """The results of a replayed step.
 
     Attributes:
-        token_ids: [R] int64, which are in the table already; None where a row needs more than a temperature.
+        token_ids: [R] int64, which are in the table already; None where a row needs more than a temperature, or its
+            tokens are rows of their own.
         hidden: [R, D].
         graph: the graph, for ``DecodeGraphs.logits``.
         order: [R] int64, the row of the graph that each row had; None: they are in order.
+        lasts: the same on the host, where the tokens of rows had a row each, else None.
         needs_masks: whether the masks of grammars are all that its rows need beside a temperature, and nothing else
             reads its logits: the masks may be set in these, and ``DecodeGraphs.draw`` draws the tokens.
     """
@@ -124,6 +129,7 @@ class DecodeStep:
     graph: _Graph
     order: Tensor | None
     needs_masks: bool = False
+    lasts: list[int] | None = None
 
 
 class DecodeGraphs:
@@ -193,20 +199,27 @@ class DecodeGraphs:
     def fits(self, rows: StepRows) -> bool:
         """Whether these rows are a decode step that has a graph."""
         num_rows = len(rows.requests)
-        if not num_rows or num_rows > self.max_rows or rows.known_ids.size:
+        if not num_rows or num_rows > self.max_rows:
             return False
-        return int(rows.token_ends[-1]) == num_rows and bool(rows.samples.all())
+        num_tokens = int(rows.token_ends[-1])
+        if rows.known_ids.size:
+            is_small = num_tokens <= self.max_rows and not self._model.input_spec.rows
+            return is_small and bool(self._table.num_with_grammar) and can_spread(rows)
+        return num_tokens == num_rows and bool(rows.samples.all())
 
     def replay(self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None]) -> DecodeStep:
         """Queue the step; it must fit. ``when_ready`` is called before its inputs take the place of the last step's."""
-        num_rows = len(rows.requests)
+        num_rows = int(rows.token_ends[-1])
         with part("prepare"):
-            cascade = self._prefixes.find(rows) if self._prefixes else None
+            spread_rows = spread(rows, self._table) if rows.known_ids.size else None
+            cascade = self._prefixes.find(rows) if self._prefixes and spread_rows is None else None
             chosen = self._choose(num_rows, cascade)
             size = chosen.num_rows
             self._copied.synchronize()
-            is_drawn = is_simple(sampled)
-            num_words = self._fill(self._host.numpy(), size, rows, sampled, cascade=cascade, is_drawn=is_drawn)
+            is_drawn = is_simple(sampled) and spread_rows is None
+            num_words = self._fill(
+                *(self._host.numpy(), size, rows, sampled), cascade=cascade, spread_rows=spread_rows, is_drawn=is_drawn
+            )
             ends = _COLUMNS * size
             chosen.attention.plan(self._host[ends : ends + size + 1], self._host[3 * size : 4 * size])
         when_ready()
@@ -214,8 +227,11 @@ class DecodeGraphs:
         self._copied.record()
         chosen.graph.replay()
         token_ids = chosen.token_ids[:num_rows] if is_drawn else None
+        needs_masks = not is_drawn and cascade is None and self._may_be_masked(sampled)
+        if spread_rows is not None:
+            places, lasts = spread_rows.inverse, (rows.token_ends - 1).tolist()
+            return DecodeStep(None, chosen.hidden[places], chosen, places, needs_masks, lasts)
         if cascade is None:
-            needs_masks = not is_drawn and self._may_be_masked(sampled)
             return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None, needs_masks)
         inverse = cascade.inverse
         return DecodeStep(None if token_ids is None else token_ids[inverse], chosen.hidden[inverse], chosen, inverse)
@@ -227,14 +243,15 @@ class DecodeGraphs:
 
     def draw(self, step: DecodeStep, logits: Tensor) -> Tensor:
         """Token ids [R], which the table gets too, drawn by temperature from its ``logits`` [>= R, V], which were
-        masked. Its rows are in order (``needs_masks``), and no other step was replayed since.
+        masked. No other step was replayed since.
         """
         assert self._kernels is not None, "no graph was captured"
-        num_rows = len(step.hidden)
+        num_rows = step.lasts[-1] + 1 if step.lasts else len(step.hidden)
         columns = self._columns(step.graph.num_rows)[:, :num_rows]
         token_ids = step.graph.token_ids[:num_rows]
-        self._kernels.sample(logits[:num_rows], Draws(columns[5:]), token_ids, (columns[0], self._last_tokens))
-        return token_ids
+        places = columns[4] if step.lasts else columns[0]
+        self._kernels.sample(logits[:num_rows], Draws(columns[5:]), token_ids, (places, self._last_tokens))
+        return token_ids if step.order is None else token_ids[step.order]
 
     def logits(self, step: DecodeStep) -> Tensor:
         """Logits [>= R, V] of the step that was replayed last, by rows of its graph (``DecodeStep.order``)."""
@@ -257,27 +274,31 @@ class DecodeGraphs:
         sampled: SampledRows,
         *,
         cascade: Cascade | None,
+        spread_rows: Spread | None = None,
         is_drawn: bool,
     ) -> int:
         """Write to ``host`` [words] what the graph of ``size`` rows reads; returns the number of words written."""
-        num_rows, page_size = len(rows.requests), self._page_size
+        num_rows, page_size = int(rows.token_ends[-1]), self._page_size
         columns = host[: _COLUMNS * size].reshape(_COLUMNS, size)
-        order = cascade.order if cascade else slice(None)
-        row_indices, row_starts = rows.row_indices[order], rows.starts[order]
+        order = cascade.order if cascade else spread_rows.order if spread_rows else slice(None)
+        row_indices = rows.row_indices[order]
+        row_starts = spread_rows.positions if spread_rows else rows.starts[order]
         page_places = row_starts // page_size
         last_lengths = row_starts - page_places * page_size + 1
         num_pages = int(page_places.max()) + 1
         page_table_RP = self._table.page_table[row_indices, :num_pages]
         last_pages = page_table_RP[np.arange(num_rows), page_places]
-        columns[0, :num_rows] = row_indices
+        columns[0, :num_rows] = spread_rows.sources if spread_rows else row_indices
         columns[1, :num_rows] = row_starts
         columns[2, :num_rows] = last_pages * page_size + last_lengths - 1
         columns[3, :num_rows] = last_lengths
         columns[4] = len(self._last_tokens) - 1
-        if is_drawn:
+        if spread_rows:
+            columns[4, rows.token_ends - 1] = rows.row_indices
+        elif is_drawn:
             columns[4, :num_rows] = row_indices
-        draw_words(sampled, columns[5:, :num_rows])
-        if cascade:
+        draw_words(sampled, columns[5:, : len(rows.requests)])
+        if not isinstance(order, slice):
             columns[5:, :num_rows] = columns[5:, order]
         if num_rows < size:
             columns[:3, num_rows:] = 0

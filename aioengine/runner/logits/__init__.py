@@ -52,7 +52,7 @@ class Constraint(Protocol):
         """The request has this token next."""
         ...
 
-    def take_forced(self, at_least: int) -> list[int]:
+    def take_forced(self, at_least: int, at_most: int) -> list[int]:
         """The next tokens where no others are allowed, which the request has then; none if there are fewer."""
         ...
 
