@@ -172,6 +172,8 @@ class Constraint:
         self.num_forced += len(taken)
         if self.num_forced == len(self.forced):
             self._consume(self.forced)
+        else:
+            self.next_token = self.forced[self.num_forced]
         return taken
 
     def _consume(self, token_ids: list[int]) -> None:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from aioengine.grammars import Grammars
 from aioengine.protocol.messages import LAST_STATES, FinishCode, Grammar, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
+from aioengine.runner.graphs.spread import can_spread
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
 from tests.compute.interpreted import run_interpreted
@@ -122,20 +123,23 @@ class MaskedGraphs:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.num_drawn = 0
+        self.num_spread = 0
 
     def padded(self, num_rows: int) -> int:
         return num_rows
 
     def fits(self, rows: StepRows) -> bool:
-        return not rows.known_ids.size and bool(rows.samples.all())
+        return can_spread(rows)
 
     def replay(self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None]) -> SimpleNamespace:
         when_ready()
         runner = self._runner
-        inputs, batch = runner._inputs.build(runner._model, rows, None, num_outputs=len(rows.requests))
+        inputs, batch = runner._inputs.build(runner._model, rows, None, num_outputs=int(rows.token_ends[-1]))
+        lasts = (rows.token_ends - 1).tolist() if rows.known_ids.size else None
+        self.num_spread += lasts is not None
         runner._attention.prepare(batch)
         hidden = runner._model.forward(inputs, runner._attention)
-        return SimpleNamespace(hidden=hidden, sampled=sampled, token_ids=None, order=None, needs_masks=True)
+        return SimpleNamespace(hidden=hidden, sampled=sampled, token_ids=None, needs_masks=True, lasts=lasts)
 
     def logits(self, step: SimpleNamespace) -> torch.Tensor:
         return self._runner._model.compute_logits(step.hidden)
@@ -145,7 +149,7 @@ class MaskedGraphs:
         records = step.sampled.records.copy()
         records["processors"] = 0
         rows = dataclasses.replace(step.sampled, records=records)
-        token_ids = self._runner._sampler.sample(logits, rows)
+        token_ids = self._runner._sampler.sample(logits if step.lasts is None else logits[step.lasts], rows)
         self._runner._table.write_tokens(rows, token_ids)
         return token_ids
 
@@ -155,7 +159,7 @@ def test_answers_are_the_same_where_masks_are_set_in_the_logits_of_graphs(
     folder: Path, alone: list[list[int]], depth: int, preempts_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioengine.grammars._MIN_BESIDE", 2)
-    world = make_world(folder, depth=depth)
+    world = make_world(folder, depth=depth, min_jump=2)
     graphs = MaskedGraphs(world.runner)
     monkeypatch.setattr(world.runner, "_graphs", graphs)
     uids = [
@@ -169,6 +173,7 @@ def test_answers_are_the_same_where_masks_are_set_in_the_logits_of_graphs(
             world.core.requests.preempt()
     assert [world.outputs[uid] for uid in uids] == alone
     assert graphs.num_drawn > 10
+    assert graphs.num_spread > 2
 
 
 class Answer(NamedTuple):
