@@ -140,11 +140,14 @@ class PrefixCache:
 
     # ------------------------------------------------------------ ask
 
-    def match(self, token_ids: list[int], salt: str = "") -> Match:
-        """The computed prefix of ``token_ids``, in whole pages, without the last token."""
+    def match(self, token_ids: list[int], salt: str = "", *, known: Node | None = None) -> Match:
+        """The computed prefix of ``token_ids``, in whole pages, without the last token.
+
+        known: ``pending`` of an earlier match, of these ids or fewer of them.
+        """
         if not self.enabled:
             return Match([], None)
-        path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size, salt)
+        path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size, salt, known=known)
         if path and path[-1].is_pending:
             return Match([node for node in path if not node.is_pending], path[-1], salt)
         return Match(path, None, salt)

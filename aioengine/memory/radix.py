@@ -26,7 +26,7 @@ Key = tuple[int | str, ...]
 
 
 class Node(Struct, eq=False):
-    """One page of token ids, and the page of the pool that holds their KV."""
+    """One page of token ids, and the page of the pool that holds their KV. ``parent``: None once it is taken out."""
 
     key: Key
     page: int
@@ -67,13 +67,21 @@ class RadixTree:
         pages = zip(*[iter(part)] * size, strict=False)
         return _salted(pages, salt) if salt and not first else pages
 
-    def walk(self, token_ids: list[int], max_pages: int, salt: str = "") -> list[Node]:
-        """The nodes for the longest known prefix, of at most ``max_pages``; the last of them may be pending."""
+    def walk(self, token_ids: list[int], max_pages: int, salt: str = "", *, known: Node | None = None) -> list[Node]:
+        """The nodes for the longest known prefix, of at most ``max_pages``; the last of them may be pending.
+
+        known: a node that a walk with these ids, or fewer of them, has found; from there on it need not be searched
+        again.
+        """
         path: list[Node] = []
-        node = self.root
-        if max_pages < 1:
-            return path
-        for key in self.keys(token_ids, salt=salt):
+        while known is not None and known.parent is not None:
+            path.append(known)
+            known = known.parent
+        path.reverse()
+        node = path[-1] if path else self.root
+        if len(path) >= max_pages:
+            return path[: max(max_pages, 0)]
+        for key in self.keys(token_ids, len(path), salt):
             found = node.children.get(key)
             if found is None:
                 break
@@ -156,6 +164,7 @@ class RadixTree:
         if node.parent is None or node.children:
             raise ValueError(f"the node of page {node.page} is no leaf: {len(node.children)} children")
         del node.parent.children[node.key]
+        node.parent = None
         node.is_pending = False
         self.num_nodes -= 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aioengine.memory.prefix_cache import Match, PrefixCache
+from aioengine.memory.radix import Node
 from aioengine.protocol.messages import FinishCode, Limits, Submit
 from aioengine.scheduler.planner import MAX_LATER
 from tests.core.core_world import World, settings_of, submit_of
@@ -130,9 +131,9 @@ def test_a_request_that_waits_for_a_prefix_is_matched_twice_and_not_in_every_ste
     looks: list[int] = []
     match = PrefixCache.match
 
-    def counted(self: PrefixCache, token_ids: list[int], salt: str = "") -> Match:
+    def counted(self: PrefixCache, token_ids: list[int], salt: str = "", *, known: Node | None = None) -> Match:
         looks.append(len(token_ids))
-        return match(self, token_ids, salt)
+        return match(self, token_ids, salt, known=known)
 
     monkeypatch.setattr(PrefixCache, "match", counted)
     world.submit(*family(50))

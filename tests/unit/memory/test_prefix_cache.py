@@ -70,6 +70,26 @@ def test_pending_pages_are_removed_with_their_request() -> None:
     assert cache.num_cached == 1
 
 
+def test_a_match_goes_on_at_the_page_that_was_pending() -> None:
+    cache = PrefixCache(num_pages=12, page_size=2)
+    prompt, longer = [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]
+    hold = open_(cache, prompt)
+    known = cache.match(prompt).pending
+    assert known is not None
+    assert cache.match(longer, known=known) == cache.match(longer) == Match([], known)
+    cache.insert(hold, prompt, 5)
+    assert cache.match(longer, known=known) == cache.match(longer)
+    cache.unlock(computed(cache, longer))
+    assert len(cache.match(longer, known=known).path) == 3
+    assert cache.match(prompt[:4], known=known) == cache.match(prompt[:4])
+    assert cache.match(prompt[:1], known=known).path == []
+    cache.unlock(hold)
+    cache.clear()
+    assert cache.match(longer, known=known) == Match([], None)
+    cache.unlock(computed(cache, longer))
+    assert cache.match(longer, known=known) == cache.match(longer)
+
+
 def test_a_page_computed_twice_is_cached_once_and_leaks_nothing() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     first, second = open_(cache, [1]), open_(cache, [1])
