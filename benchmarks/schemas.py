@@ -51,6 +51,19 @@ def record_schema(number: int) -> Schema:
     return closed(record, words[:5])
 
 
+def named_schema() -> Schema:
+    """A record of short values behind long names."""
+    text = {"type": "string", "maxLength": 10}
+    address = {"street_and_number": text, "postal_code": text, "country_code": {"enum": ["DE", "FR"]}}
+    order: Schema = {
+        "customer_full_name": text,
+        "shipping_address": closed(address, list(address)),
+        "is_returning_customer": {"type": "boolean"},
+        "order_total_cents": {"type": "integer", "minimum": 0, "maximum": 99},
+    }
+    return closed(order, list(order))
+
+
 def hard_schema(number: int) -> Schema:
     """Objects in objects to a depth of 3, enums of 20, patterns, bounds and references: 7 to 10 kB."""
     draw = random.Random(1000 + number)

@@ -3,9 +3,10 @@
     python -m benchmarks.gpu.structured_output --models /tmp/bench-models
     python -m benchmarks.gpu.structured_output --models /tmp/bench-models --streams 64 --repeat 5
 
-Tokens a second without a schema, with one list schema, with 32, and with 32 hard ones that the engine has not seen; the
-time of the first token of one request alone without a schema, with a fresh record schema and with a fresh hard one; and
-how many of the answers that ended are valid. ``--folder``: another model folder, on any device.
+Tokens a second without a schema, with one list schema, with 32, and with 32 hard ones that the engine has not seen; how
+many of the answers that ended are valid; tokens a second of one request alone without a schema and with schemas that
+force most of the tokens; and the time of its first token without a schema, with a fresh record and a fresh hard one.
+``--folder``: another model folder, on any device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jsonschema
 
 from aioengine import AsyncEngine
 from benchmarks.gpu.models import write_folder
-from benchmarks.schemas import hard_schema, list_schema, record_schema
+from benchmarks.schemas import hard_schema, list_schema, named_schema, record_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,6 +72,26 @@ async def rates(engine: AsyncEngine, num_streams: int, num_new: int, repeat: int
         print(f"{name:<16} {figures}; {num_valid} of {num_ended} ended answers valid", flush=True)
 
 
+async def alone(engine: AsyncEngine, repeat: int) -> None:
+    """One request at a time: what a grammar forces is not computed token by token."""
+    kinds: dict[str, Params] = {
+        "without": {"ignore_eos": True},
+        "record": {"json_schema": record_schema(0)},
+        "long names": {"json_schema": named_schema()},
+    }
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for turn in range(-1, repeat * 4):
+        for name, params in kinds.items():
+            started = time.perf_counter()
+            num_tokens, *_ = await stream(engine, turn, {"max_new_tokens": 64, "temperature": 0.6, **params})
+            if turn >= 0:
+                found[name].append(num_tokens / (time.perf_counter() - started))
+    for name, each in found.items():
+        print(
+            f"alone, {name:<10} {statistics.median(each):,.0f} ({min(each):,.0f} to {max(each):,.0f}) tok/s", flush=True
+        )
+
+
 async def first_tokens(engine: AsyncEngine, repeat: int) -> None:
     numbers = count(10_000)
     kinds: dict[str, Callable[[], Params]] = {
@@ -91,6 +112,7 @@ async def main(options: argparse.Namespace) -> None:
     folder = options.folder or write_folder(options.models, "a")
     async with AsyncEngine(str(folder), load_format="dummy" if options.folder is None else "auto") as engine:
         await rates(engine, options.streams, options.num_new, options.repeat)
+        await alone(engine, options.repeat)
         await first_tokens(engine, options.repeat)
 
 
