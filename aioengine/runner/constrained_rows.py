@@ -39,10 +39,13 @@ if TYPE_CHECKING:
     Awaited = tuple[int, int, RequestRow, Constraint]
 
 MIN_JUMP: Final = 1
-MIN_JUMP_ON_GPU: Final = 3
+MIN_JUMP_ON_GPU: Final = 2
 """Forced tokens that are worth a jump: while the next step is in flight, one of them is computed in it anyway. Not
 fewer than steps can be in flight.
 """
+
+ROWS_PER_TOKEN: Final = 64
+"""For so many rows of a step a jump has one token more: their step is longer by the tokens of those that jump."""
 
 
 class Launched(Protocol):
@@ -82,7 +85,7 @@ class ConstrainedRows:
 
     Attributes:
         grammars: where constraints come from; None: this runner has none.
-        min_jump: forced tokens that are worth a jump.
+        min_jump: forced tokens that are worth a jump in a step of few rows.
         max_tokens: of a step with jumps. On a GPU those of the largest decode step that has a graph: any other step
             takes the host several times as long.
     """
@@ -173,11 +176,12 @@ class ConstrainedRows:
             ticket = self._unfollowed.popleft()
             values = ticket.values.wait()
             left = self.max_tokens - len(ticket.sampled)
+            least = self.min_jump + len(ticket.sampled) // ROWS_PER_TOKEN
             for place, position, request, constraint in ticket.constrained:
                 if values[place] == FAILED or constraint.is_over:
                     continue
                 constraint.advance(values[place])
-                if request.may_jump and (forced := constraint.take_forced(self.min_jump, left)):
+                if request.may_jump and (forced := constraint.take_forced(least, left)):
                     left -= len(forced)
                     ticket.jumps[request.uid] = forced
                     request.known_end = position + 1 + len(forced)

@@ -79,7 +79,7 @@ def test_forced_tokens_take_no_steps_and_change_nothing(saved: Saved, graphs: in
         world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
         world.runner._constrained.min_jump = min_jump
         world.runner._constrained.max_tokens = max_tokens
-        uids = [world.submit(PROMPT, Sampling(3, temperature=1.0), max_new_tokens=30)]
+        uids = [world.submit(PROMPT, Sampling(3, temperature=1.0), max_new_tokens=8)]
         uids += [
             world.submit(PROMPT, Sampling(seed, temperature=1.0, grammar=grammar), max_new_tokens=60)
             for seed in range(3)
