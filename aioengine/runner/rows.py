@@ -146,8 +146,8 @@ class RowTable:
         page_table: [max_rows, max_row_pages] int32 on the host, pages of the pool: the first ``num_pages`` of a row
             are its own, the others are the padding page.
         num_pages: [max_rows] int64 on the host.
-        last_tokens: [2 * max_rows + 1] int64 on the device, by row index; those from ``max_rows`` on are memory for
-            other tokens of a step, and the last entry is never read.
+        last_tokens: [2 * max_rows] int64 on the device, by row index; those from ``max_rows`` on are memory for other
+            tokens of a step.
         sampling: [max_rows] of SAMPLING_RECORD.
         num_opened: requests opened so far; while it stays the same, a row belongs to the same request.
         num_pooled: open requests of the kind POOL. num_with_grammar, num_with_logprobs, num_with_states: those that
@@ -169,7 +169,7 @@ class RowTable:
         self.requests: dict[int, RequestRow] = {}
         self.page_table = np.zeros((max_rows, max_row_pages), dtype=np.int32)  # takes memory as far as it is used
         self.num_pages = np.zeros(max_rows, dtype=np.int64)
-        self.last_tokens = torch.zeros(2 * max_rows + 1, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(2 * max_rows, dtype=torch.int64, device=device)
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
         self.num_opened = 0

@@ -72,7 +72,7 @@ for cascade in (None, found):
     assert columns[0, :num_rows].tolist() == rows.row_indices[ordered].tolist()
     assert columns[1, :num_rows].tolist() == rows.starts[ordered].tolist()
     assert columns[2].tolist() == [*batch.slot_mapping[torch.from_numpy(ordered)].tolist(), *[0] * (SIZE - num_rows)]
-    padding = [len(table.last_tokens) - 1] * (SIZE - num_rows)
+    padding = [-1] * (SIZE - num_rows)
     assert columns[4].tolist() == [*rows.row_indices[ordered].tolist(), *padding]
     assert columns[5, :num_rows].tolist() == ordered.tolist(), "each request has its number as a seed"
     starts = buffers.starts.numpy()
@@ -123,7 +123,7 @@ num_tokens = 7
 assert table.last_tokens[columns[0, :num_tokens]].tolist() == step_inputs.token_ids.tolist() == [3, 4, 5, 8, 6, 7, 8]
 assert columns[1, :num_tokens].tolist() == step_inputs.positions.tolist()
 assert columns[2].tolist() == [*batch.slot_mapping.tolist(), *[0] * (SIZE - num_tokens)]
-none = len(table.last_tokens) - 1
+none = -1
 first, second, third, last = rows.row_indices.tolist()
 assert columns[4].tolist() == [none, none, first, second, none, third, last, *[none] * (SIZE - num_tokens)]
 own_lengths = (np.diff(buffers.starts.numpy()) - 1) * PAGE_SIZE + buffers.last_lengths.numpy()

@@ -185,6 +185,14 @@ def test_sampling() -> None:
     kernels.sample(logits, Draws(torch.from_numpy(words).cuda()), out, (indices, memory))
     assert torch.equal(memory[indices], out.clamp(min=0))
     assert memory[-1] == 7
+    left_out, again = indices.clone(), torch.empty_like(out)
+    left_out[9] = -1
+    memory.fill_(7)
+    kernels.sample(logits, Draws(torch.from_numpy(words).cuda()), again, (left_out, memory))
+    expected = out.clone()
+    expected[9] = -1
+    assert torch.equal(again, expected)
+    assert memory[indices[9]] == 7
     assert torch.equal(out[:3], logits[:3].argmax(-1))
     assert out[[3, 6]].tolist() == [-1, -1]
     probabilities = torch.softmax(logits.cpu() / torch.from_numpy(temperatures)[:, None], -1).nan_to_num(1.0)

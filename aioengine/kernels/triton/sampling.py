@@ -75,7 +75,7 @@ def _larger(first: tl.tensor, second: tl.tensor) -> tl.tensor:
     return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["words"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["words", "indices"])
 def _blocks_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
@@ -85,7 +85,9 @@ def _blocks_kernel(
     maxima: tl.tensor,
     argmax: tl.tensor,
     sums: tl.tensor,
+    indices: tl.tensor,
     SIZE: tl.constexpr,
+    REMEMBERS: tl.constexpr,
 ) -> None:
     """For each block of a row: its largest logit, or NaN where there is one, the mass of the block relative to it, and
     in greedy rows where it is.
@@ -93,6 +95,8 @@ def _blocks_kernel(
     row, block = tl.program_id(0), tl.program_id(1)
     columns = block * SIZE + tl.arange(0, SIZE)
     inside = columns < num_tokens
+    if REMEMBERS:
+        inside = inside & (tl.load(indices + row) >= 0)
     x = tl.load(logits + row.to(tl.int64) * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
     largest = tl.reduce(x, 0, _larger)
     scale = tl.load(words + 3 * num_rows + row).to(tl.float32, bitcast=True)
@@ -155,7 +159,8 @@ def _pick_kernel(
     token = tl.where(is_greedy, tl.load(argmax + row * num_blocks + block), token)
     tl.store(out + row, tl.where(is_bad, -1, token).to(tl.int64))
     if REMEMBERS:
-        tl.store(memory + tl.load(indices + row), tl.where(is_bad, 0, token).to(tl.int64))
+        index = tl.load(indices + row)
+        tl.store(memory + index, tl.where(is_bad, 0, token).to(tl.int64), mask=index >= 0)
 
 
 @triton.jit
@@ -350,13 +355,16 @@ class SamplingKernels:
         """One token for each row of the logits [S, >= V] into ``out`` [S] int64; -1 for a bad row.
 
         remembered: indices [S] int32 of a memory, int64, which takes the tokens too, 0 for a bad row; not with rules.
+        A row whose index is -1 is not read, and not drawn: its token is -1.
         """
         num_rows, num_blocks, blocks = len(logits), self._num_blocks, next_power_of_2(self._num_blocks)
         inputs = (logits, logits.stride(0), self._vocab_size, draws.words, draws.words.stride(0), self._maxima)
         key = logits.dtype, logits.stride(0), self._vocab_size, logits.data_ptr() % 16
-        _blocks((num_rows, num_blocks, 1), key, (*inputs, self._argmax, self._sums, BLOCK), {"num_warps": 1})
-        arguments = (*inputs, self._argmax, self._sums, out, num_blocks, *(remembered or (out, out)), BLOCK, blocks)
+        indices, memory = remembered or (out, out)
         remembers = remembered is not None
+        arguments = (*inputs, self._argmax, self._sums, indices, BLOCK, remembers)
+        _blocks((num_rows, num_blocks, 1), (*key, remembers), arguments, {"num_warps": 1})
+        arguments = (*inputs, self._argmax, self._sums, out, num_blocks, indices, memory, BLOCK, blocks)
         _pick((num_rows, 1, 1), (*key, remembers), (*arguments, remembers), {"num_warps": 8})
         if draws.rules is not None:
             arguments = (*inputs, num_blocks, *draws.rules, out, LOOP_BLOCK, blocks)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = 5 + NUM_COLUMNS
 """Columns of B numbers in the memory of a step: row indices, positions, slot_mapping, last_lengths, the indices at
-which the table stores the drawn tokens, words of the draws.
+which the table stores the drawn tokens (-1: the graph draws none), words of the draws.
 """
 
 
@@ -292,7 +292,7 @@ class DecodeGraphs:
         columns[1, :num_rows] = row_starts
         columns[2, :num_rows] = last_pages * page_size + last_lengths - 1
         columns[3, :num_rows] = last_lengths
-        columns[4] = len(self._last_tokens) - 1
+        columns[4] = -1
         if spread_rows:
             columns[4, rows.token_ends - 1] = rows.row_indices
         elif is_drawn:

@@ -6,6 +6,7 @@ The masks are computed on the host, while a GPU computes the step whose logits t
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ class GrammarMask:
     def __init__(self) -> None:
         self.follow: Callable[[], None] | None = None
         self._begun: _Begun | None = None
-        self._buffers = [_Buffer(), _Buffer()]
+        self._buffers: list[_Buffer] = []  # two on a GPU: one is written while the other is copied
 
     def wants(self, sampling: Sampling) -> bool:
         return sampling.grammar is not None
@@ -58,8 +59,7 @@ class GrammarMask:
         if not rules:
             return
         if logits.is_cuda:
-            kernel = import_module("aioengine.kernels.triton.grammar_mask")
-            kernel.mask(logits, *self._buffers[0].send(begun.masks, rules, logits.device))
+            self._buffers[0].apply(logits, rules, begun.masks)
             self._buffers.reverse()
         else:
             mask_on_cpu(logits, rules, begun.masks)
@@ -77,7 +77,7 @@ class GrammarMask:
         rows: list[_Row] = []
         computed: list[Constraint] = []
         for place, constraint in enumerate(constraints):
-            if constraint.is_over:
+            if constraint.is_complete or constraint.error:
                 continue
             token_id = constraint.next_token
             rows.append((place, constraint, token_id, len(computed)))
@@ -106,6 +106,7 @@ class GrammarMask:
     def _memory(self, num_rows: int, num_masks: int, num_words: int, *, is_on_gpu: bool) -> npt.NDArray[np.int32]:
         """An array [num_masks, num_words] for masks."""
         if is_on_gpu:
+            self._buffers = self._buffers or [_Buffer(), _Buffer()]
             return self._buffers[0].array(num_rows, num_masks, num_words)
         return np.empty((num_masks, num_words), dtype=np.int32)
 
@@ -124,33 +125,39 @@ class _Begun(NamedTuple):
 
 
 class _Buffer:
-    """Pinned memory for masks, and behind them the rules of ``kernels.triton.grammar_mask``: they are computed where a
-    GPU copies them from, all at once.
+    """Memory for masks and, behind them, the rules of ``kernels.triton.grammar_mask``: pinned, where they are computed,
+    and on the GPU. A stream of its own copies them, while the GPU still computes the logits that they are for.
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.int32)
-        self._left: torch.cuda.Event | None = None
+        self._memory = self._sent = torch.empty(0, dtype=torch.int32)
+        self._stream = torch.cuda.Stream()
+        self._copied, self._used = torch.cuda.Event(), torch.cuda.Event()
 
     def array(self, num_rows: int, num_masks: int, num_words: int) -> npt.NDArray[np.int32]:
         """An array [num_masks, num_words], with room for rules of ``num_rows``, once its last copy has left."""
-        if self._left is not None:
-            self._left.synchronize()
+        self._copied.synchronize()
         size = num_masks * num_words
         if len(self._memory) < size + 2 * num_rows:
             self._memory = torch.empty(num_rows * (num_words + 2), dtype=torch.int32, pin_memory=True)
         return self._memory[:size].numpy().reshape(num_masks, num_words)
 
-    def send(
-        self, masks: npt.NDArray[np.int32], rules: list[tuple[int, int]], device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Rules [X, 2] and the masks [N, words] of ``array`` on the device."""
+    def apply(self, logits: Tensor, rules: list[tuple[int, int]], masks: npt.NDArray[np.int32]) -> None:
+        """Rule tokens out of logits [S, W], by masks [N, words] of ``array``."""
         size = masks.size
-        self._memory[size : size + 2 * len(rules)].numpy()[:] = np.array(rules, dtype=np.int32).ravel()
-        sent = self._memory[: size + 2 * len(rules)].to(device, non_blocking=True)
-        self._left = self._left or torch.cuda.Event()
-        self._left.record()
-        return sent[size:].view(-1, 2), sent[:size].view(masks.shape)
+        end = size + 2 * len(rules)
+        self._memory[size:end].numpy()[:] = np.fromiter(chain.from_iterable(rules), np.int32, end - size)
+        if len(self._sent) < end:
+            self._sent = torch.empty_like(self._memory, device=logits.device)
+            self._used.record()  # what is queued so far may use this memory
+        self._stream.wait_event(self._used)
+        with torch.cuda.stream(self._stream):
+            self._sent[:end].copy_(self._memory[:end], non_blocking=True)
+            self._copied.record()
+        torch.cuda.current_stream().wait_event(self._copied)
+        kernel = import_module("aioengine.kernels.triton.grammar_mask")
+        kernel.mask(logits, self._sent[size:end].view(-1, 2), self._sent[:size].view(masks.shape))
+        self._used.record()
 
 
 def mask_on_cpu(logits: Tensor, rules: list[tuple[int, int]], masks: npt.NDArray[np.int32]) -> None:
