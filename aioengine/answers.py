@@ -6,7 +6,7 @@ Pure functions of the facts about a row and its output.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, NotRequired, Protocol, SupportsIndex, TypedDict, cast, overload
+from typing import TYPE_CHECKING, ClassVar, Literal, NotRequired, Protocol, SupportsIndex, TypedDict, cast, overload
 
 from msgspec import Struct
 
@@ -19,8 +19,7 @@ from aioengine.errors import (
     UnsupportedSchemaError,
 )
 from aioengine.protocol.columns import HIDDEN_STATES, Extra
-from aioengine.protocol.messages import ALL_STATES, End, FinishCode
-from aioengine.protocol.packed_logprobs import Entry, LogprobReader
+from aioengine.protocol.messages import LAST_STATES, End, FinishCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     from aioengine.protocol.messages import FirstToken
+    from aioengine.protocol.packed_logprobs import Entry
 
 WEIGHT_VERSION = "default"
 
@@ -258,11 +258,53 @@ def _column(rows: Iterable[object], key: str) -> list[object]:
     return [cast("dict[str, object]", entry).get(key) if isinstance(entry, dict) else entry for entry in entries]
 
 
+class ExtraReader(Protocol):
+    """Reads extras of one row as they come, and makes the entries of ``meta_info`` from them.
+
+    kinds: of the extras that it reads. num_entries: read so far.
+    """
+
+    kinds: ClassVar[frozenset[str]]
+    num_entries: int
+
+    def read(self, extra: Extra) -> None: ...
+    def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:
+        """Those of the output tokens from ``start`` to ``end``; ``keeps``: they may be asked for again."""
+        ...
+
+
+class StateReader:
+    """Makes arrays of the hidden states of one row, all of which it asked for. numpy must be imported by now.
+
+    Attributes:
+        num_entries: arrays read so far.
+    """
+
+    __slots__ = ("_arrays", "_hidden_size", "num_entries")
+
+    kinds: ClassVar[frozenset[str]] = frozenset((HIDDEN_STATES,))
+
+    def __init__(self, hidden_size: int) -> None:
+        self.num_entries = 0
+        self._hidden_size = hidden_size
+        self._arrays: dict[int, npt.NDArray[np.float32]] = {}
+
+    def read(self, extra: Extra) -> None:
+        """Read the states of a token, [D], in place of what was read of it before; of the first token [tokens, D]."""
+        numbers = _array(extra.data)
+        self._arrays[extra.index] = numbers if extra.index else numbers.reshape(-1, self._hidden_size)
+        self.num_entries += 1
+
+    def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:
+        given = [index for index in range(start, end) if index in self._arrays]
+        return {"hidden_states": list(map(self._arrays.__getitem__ if keeps else self._arrays.pop, given))}
+
+
 class RowFacts(Struct, gc=False):
     """The facts about a row, for its dicts. ``index`` None: the only row of its call.
 
     ``called_at`` is the time of the call, ``tokenize_s`` how long its prompt took to become ids. ``shows_prompt``:
-    its dicts carry ``prompt_token_ids``. ``logprobs``: reads those that it asked for.
+    its dicts carry ``prompt_token_ids``. ``readers``: of what it asked for beside its tokens.
     ``states``: which hidden states they carry (``Sampling.hidden_states``);
     ``newest_state``: that of the newest token, where they carry the last one alone.
     """
@@ -274,9 +316,8 @@ class RowFacts(Struct, gc=False):
     tokenize_s: float = 0.0
     prompt_token_ids: list[int] = []
     shows_prompt: bool = False
-    logprobs: LogprobReader | None = None
+    readers: tuple[ExtraReader, ...] = ()
     states: str = ""
-    hidden_size: int = 0
     newest_state: Extra | None = None
     common_info: ChunkInfo = {}  # type: ignore[typeddict-item]  # made below
     admitted_at: float | None = None
@@ -296,8 +337,6 @@ class RowFacts(Struct, gc=False):
             "num_preemptions": 0,
             "num_retractions": 0,
         }
-        if self.logprobs is not None:
-            self.common_info |= cast("ChunkInfo", self.logprobs.empty("output"))
         if self.states:
             self.common_info["hidden_states"] = []
 
@@ -360,20 +399,25 @@ def answer(facts: RowFacts, piece: Piece) -> Answer:
     return made
 
 
-def add_extras(made: Answer | Chunk, facts: RowFacts, extras: list[Extra], *, is_first: bool) -> None:
-    """Add what came beside the tokens. ``is_first``: this is the beginning of the output."""
-    if facts.logprobs is not None:
-        lists, extras = facts.logprobs.read(extras, is_first=is_first)
-        cast("dict[str, object]", made["meta_info"]).update(lists)
-    if facts.states:
-        states = sorted((extra for extra in extras if extra.kind == HIDDEN_STATES), key=_index)
+def add_read(made: Answer | Chunk, facts: RowFacts, start: int, *, keeps: bool) -> None:
+    """Add what was read beside the tokens, the first of which is the ``start``-th of the output.
+
+    ``keeps``: it may be asked for again.
+    """
+    info = cast("dict[str, object]", made["meta_info"])
+    for reader in facts.readers:
+        info |= reader.lists(start, start + len(made["output_ids"]), keeps=keeps)
+
+
+def add_extras(made: Answer | Chunk, facts: RowFacts, extras: list[Extra]) -> None:
+    """Add what came beside the tokens and has no reader."""
+    if facts.states == LAST_STATES:
+        states = [extra for extra in extras if extra.kind == HIDDEN_STATES]
         extras = [extra for extra in extras if extra.kind != HIDDEN_STATES]
-        if facts.states == ALL_STATES:
-            made["meta_info"]["hidden_states"] = [_state(facts, extra) for extra in states]
-        elif states:
-            facts.newest_state = states[-1]
+        if states:
+            facts.newest_state = max(states, key=_index)
             if made["meta_info"]["finish_reason"] is not None:
-                made["meta_info"]["hidden_states"] = [_state(facts, states[-1])]
+                made["meta_info"]["hidden_states"] = [_array(facts.newest_state.data)]
     if extras:
         made["extras"] = extras
 
@@ -381,13 +425,11 @@ def add_extras(made: Answer | Chunk, facts: RowFacts, extras: list[Extra], *, is
 _index = attrgetter("index")
 
 
-def _state(facts: RowFacts, extra: Extra) -> npt.NDArray[np.float32]:
-    """[D] of one position, or [tokens, D] of the whole prompt."""
+def _array(data: bytes) -> npt.NDArray[np.float32]:
+    """The packed numbers, in memory that can be written to."""
     from numpy import float32, frombuffer  # slow to import, and most programs ask for no arrays
 
-    numbers = frombuffer(extra.data, float32).copy()  # which can be written to
-    is_prompt = extra.index == 0 and facts.states == ALL_STATES
-    return numbers.reshape(-1, facts.hidden_size) if is_prompt else numbers
+    return frombuffer(data, float32).copy()
 
 
 def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: End) -> None:
@@ -395,10 +437,8 @@ def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: End) -> N
 
     Where the frontend or the supervisor ended it, ``finished`` lacks how it began, which ``facts`` has.
     """
-    if facts.logprobs is not None and piece.token_offset == 0:  # it may have ended before its prompt was computed
-        info |= cast("ChunkInfo", facts.logprobs.empty("input"))
     if facts.newest_state is not None:
-        info["hidden_states"] = [_state(facts, facts.newest_state)]
+        info["hidden_states"] = [_array(facts.newest_state.data)]
     info["finish_reason"] = finish_reason(finished, info["completion_tokens"])
     num_cached = info["cached_tokens"] = max(finished.num_cached, info["cached_tokens"])
     info["cached_tokens_details"] = {"device": num_cached, "host": 0}

@@ -89,7 +89,7 @@ class Frontend:
         self.failure: EngineError | None = None
         self.last_stats: Stats | None = None
         self.calls = Calls()
-        self.router = Router(self.calls.rows, lock := threading.RLock())
+        self.router = Router(self.calls.rows, lock := threading.RLock(), lambda row: self._lifecycle.row_ended(row))
         self.limits = QueueLimits(
             parts.queue, max_running=settings.scheduler.max_running, max_total_tokens=parts.max_total_tokens
         )
@@ -250,8 +250,7 @@ class Frontend:
         """Hand the messages of a frame to their receivers."""
         for message in messages:
             if isinstance(message, TextChunks):
-                for row in self.router.deliver(message):
-                    self._lifecycle.row_ended(row)
+                self.router.deliver(message)
             elif isinstance(message, Stats):
                 self.last_stats = message
             elif isinstance(message, Reply):

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections import deque
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from aioengine import answers
 from aioengine.answers import Answer, BatchOutput, Chunk
@@ -106,7 +106,9 @@ class RowStream:
         text, more_texts: the unread text, in pieces.
         unread: the unread ids: a list, or a single int, since most steps bring one id and a new list for each row of a
             frame would trigger garbage collections.
-        extras: those of unread tokens, by token index and kind; one that comes again replaces the first.
+        extras: those of unread tokens that ``facts`` has no reader for, by token index and kind; one that comes again
+            replaces the first.
+        keeps: whether what it gives may be asked for again.
         text_offset, token_offset: how many characters and ids were read before.
         token_ids: the ids of the last chunk that was taken.
         has_first_token: whether the engine has reported its first token.
@@ -119,6 +121,8 @@ class RowStream:
         "delivered_at", "error", "extras", "facts", "finished", "has_first_token", "is_queued", "more_texts", "output",
         "position", "text", "text_offset", "token_ids", "token_offset", "uid", "unread",
     )  # fmt: skip
+
+    keeps: ClassVar[bool] = False
 
     def __init__(self, output: CallOutput, position: int, facts: RowFacts) -> None:
         self.output = output
@@ -153,13 +157,17 @@ class RowStream:
 
     def put_extra(self, extra: Extra) -> None:
         """Add what came beside a token (or the prompt: the first token), unless that was read. Under the lock."""
+        for reader in self.facts.readers:
+            if extra.kind in reader.kinds:
+                reader.read(extra)
+                return
         if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
         if self.facts.states == LAST_STATES:
             num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
             drop_old_states(self.extras, self.token_offset + (num_unread if self.is_queued else 0))
 
-    def take_extras(self) -> list[Extra]:
+    def _take_extras(self) -> list[Extra]:
         """Those of the tokens up to the last of ``token_ids``."""
         end = self.token_offset + len(self.token_ids)
         taken = [extra for extra in self.extras.values() if extra.index < end]
@@ -189,8 +197,7 @@ class RowStream:
         else:
             self.join()
         made = answers.chunk(self.facts, self)
-        if self.extras and (extras := self.take_extras()):
-            answers.add_extras(made, self.facts, extras, is_first=self.token_offset == 0)
+        self._add_more(made)
         self.text_offset += len(self.text)
         self.token_offset += len(self.token_ids)
         self.is_queued = False
@@ -202,9 +209,15 @@ class RowStream:
         """The whole row. Under the lock, behind its end."""
         self.join()
         made = answers.answer(self.facts, self)
-        if self.extras:
-            answers.add_extras(made, self.facts, self.take_extras(), is_first=True)
+        self._add_more(made)
         return made
+
+    def _add_more(self, made: Answer | Chunk) -> None:
+        """Add what came beside the tokens of ``made``."""
+        if self.facts.readers:
+            answers.add_read(made, self.facts, self.token_offset, keeps=self.keeps)
+        if self.extras and (extras := self._take_extras()):
+            answers.add_extras(made, self.facts, extras)
 
     def join(self) -> None:
         """Join the unread texts, and make a list of the unread ids."""
@@ -475,10 +488,10 @@ class Reader:
                 raise RequestError("deliver", f"the generation {output.rid!r} was closed or cancelled before its end")
             if output.num_open:
                 return None
-        # The results are complete and not written any more.
-        batch = BatchOutput(cast("list[Answer]", output.arranged()))
-        self._result = batch if output.is_batch else batch[0]
-        return self._result
+            batch = BatchOutput(cast("list[Answer]", output.arranged()))
+            output.results = []  # which live until the next garbage collection: the caller alone keeps the answers
+            self._result = batch if output.is_batch else batch[0]
+            return self._result
 
     def wait(self, wake: Callable[[], None], *, until_accepted: bool = False, blocks: bool = False) -> bool:
         """Have ``wake`` called, once and from the engine's thread, when something changes.

@@ -111,6 +111,9 @@ class LoggedRow(RowStream):
         return self.request.queue()
 
     def put_extra(self, extra: Extra) -> None:
+        if any(extra.kind in reader.kinds for reader in self.facts.readers):
+            super().put_extra(extra)  # its readers keep it, for all views
+            return
         self.log.extras[extra.index, extra.kind] = extra
         if self.request.view is not None:
             self.request.view.put_extra(extra)
@@ -122,6 +125,8 @@ class LogView(RowStream):
     """The row as one reader reads it: from its log, behind the offsets."""
 
     __slots__ = ("_logged",)
+
+    keeps = True
 
     def __init__(self, logged: LoggedRow, text_offset: int, token_offset: int) -> None:
         super().__init__(logged.output, logged.position, logged.facts)
@@ -153,8 +158,12 @@ class AttachableOutput(CallOutput):
 
     @property
     def num_kept_tokens(self) -> int:
-        """Of its output, and of the prompt where readers get it."""
-        return 0 if self.row is None else len(self.row.log.token_ids) + len(self.row.facts.prompt_token_ids)
+        """Of its output, and of the prompt where readers get it; a logprob takes the memory of about one token."""
+        if self.row is None:
+            return 0
+        facts = self.row.facts
+        num_entries = sum(reader.num_entries for reader in facts.readers)
+        return len(self.row.log.token_ids) + len(facts.prompt_token_ids) + num_entries
 
     @property
     def has_unread_end(self) -> bool:

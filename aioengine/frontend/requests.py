@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine import checks
+from aioengine.answers import StateReader
 from aioengine.args import ALIASES, ARGUMENTS
 from aioengine.foreign_names import our_way
 from aioengine.frontend.params_together import ParamsTogether
@@ -39,8 +40,10 @@ from aioengine.frontend.row_options import LogprobOptions, PerPrompt, list_for, 
 from aioengine.frontend.sessions import SessionParams, session_params
 from aioengine.params import SamplingParams, is_sampling_parameter
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES
+from aioengine.protocol.packed_logprobs import LogprobReader
 
 if TYPE_CHECKING:
+    from aioengine.answers import ExtraReader
     from aioengine.protocol.packed_logprobs import LogprobRules
 
 Sampled = SamplingParams | Mapping[str, object]
@@ -271,6 +274,12 @@ class CallRequest(Struct, kw_only=True):
     def logprobs_of(self, prompt: int) -> LogprobRules | None:
         """The logprobs that a prompt gets, once it was checked."""
         return None if self.logprobs is None or prompt >= len(self.prompts) else self.logprobs.of(prompt)
+
+    def readers_of(self, prompt: int, num_ids: int, hidden_size: int) -> tuple[ExtraReader, ...]:
+        """New readers of what a row of this prompt, of ``num_ids`` tokens, gives beside its tokens."""
+        rules = self.logprobs_of(prompt)
+        readers: tuple[ExtraReader, ...] = () if rules is None else (LogprobReader(rules, num_ids),)
+        return (*readers, StateReader(hidden_size)) if self.states_of(prompt) == ALL_STATES else readers
 
     def check_more(self) -> None:
         """Check some more rows of the call: their ids, parameters and prompts.

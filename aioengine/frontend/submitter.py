@@ -21,7 +21,6 @@ from aioengine.frontend.prompts import ChatPrompt, EmbedsIds, IdsPrompt, PooledP
 from aioengine.frontend.row_options import check_lengths
 from aioengine.frontend.unstarted_rows import end_row, refuse_row
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, FinishCode, Limits, PairIds, RequestKind, Submit
-from aioengine.protocol.packed_logprobs import LogprobReader
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
@@ -372,7 +371,6 @@ class Submitter:
         elif request.sessions is not None:
             encoded = self._with_history(call, position, encoded)
         ids = encoded if isinstance(encoded, list) else []
-        rules = request.logprobs_of(prompt)
         facts = RowFacts(
             rid=call.row_rid(position),
             index=position if request.gives_batch else None,
@@ -381,9 +379,8 @@ class Submitter:
             tokenize_s=tokenize_s,
             prompt_token_ids=ids,
             shows_prompt=request.shows_prompt,
-            logprobs=None if rules is None else LogprobReader(rules, len(ids)),
+            readers=request.readers_of(prompt, len(ids), self._rules.hidden_size),
             states=request.states_of(prompt),
-            hidden_size=self._rules.hidden_size,
         )
         row = call.output.add_row(position, facts)
         if not isinstance(encoded, list):
@@ -410,7 +407,7 @@ class Submitter:
 
     def _submit_row(self, call: Call, row: RowStream, params: SamplingParams, submits: list[Submit]) -> None:
         request, facts = call.request, row.facts
-        rules = None if facts.logprobs is None else facts.logprobs.rules
+        rules = request.logprobs_of(row.position // request.num_samples)
         ids, is_pooled = facts.prompt_token_ids, request.given.pooled is not None
         session = 0 if request.sessions is None else self._sessions.attach(row)
         try:
@@ -458,7 +455,7 @@ def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: i
     """The message that starts a row."""
     request, facts = call.request, row.facts
     ids, prompt = facts.prompt_token_ids, row.position // request.num_samples
-    rules = None if facts.logprobs is None else facts.logprobs.rules
+    rules = request.logprobs_of(prompt)
     salt, embeds = "" if request.salts is None else request.salts.of(prompt), b""
     context = ids[-NUM_CONTEXT_TOKENS:]
     if isinstance(ids, EmbedsIds):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final, cast
 from aioengine.answers import RowFacts
 from aioengine.errors import RequestError, RequestTooLargeError, describe
 from aioengine.protocol.messages import End, FinishCode
-from aioengine.protocol.packed_logprobs import LogprobReader
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -88,14 +87,13 @@ class UnstartedRows:
 def _facts(call: Call, position: int) -> RowFacts:
     request = call.request
     prompt = position // request.num_samples
-    rules = request.logprobs_of(prompt)
     return RowFacts(
         rid=call.row_rid(position),
         index=position if request.gives_batch else None,
         seed=0,
         called_at=call.called_at,
         shows_prompt=request.shows_prompt,
-        logprobs=None if rules is None else LogprobReader(rules, 0),
+        readers=request.readers_of(prompt, 0, 0),
         states=request.states_of(prompt),
     )
 

@@ -36,8 +36,9 @@ class Extra(Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         uid: the request.
-        index: of the output token that it belongs to, from 0 for the first token behind the prompt; or ``NO_TOKEN``.
-            A step that is computed again gives the same extra again, which then replaces the first.
+        index: of the output token that it belongs to, from 0 for the first token behind the prompt, or ``NO_TOKEN``;
+            where ``kind`` says so, of a position of the prompt. A step that is computed again gives the same extra,
+            which then replaces the first.
         kind: a name known to the runner and to the reader; a token has at most one extra of each kind.
         data: its value, in a format that belongs to ``kind``.
     """

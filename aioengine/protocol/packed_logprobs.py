@@ -6,15 +6,14 @@ They travel as ``Extra``s. The runner writes the numbers of each position, littl
     int32:   the ids of the token itself and of the likeliest tokens
 
 Where the request wants texts, the detokenizer appends those of all these ids, then of the tokens asked for, as one list
-in msgpack. No number becomes a Python object before ``LogprobReader`` makes the lists of an answer.
+in msgpack. No number becomes a Python object before ``LogprobReader`` reads it in the process of the caller.
 """
 
 from __future__ import annotations
 
 from itertools import repeat
-from operator import attrgetter
 from struct import Struct as Format
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from msgspec import Struct, msgpack
 
@@ -27,21 +26,23 @@ OUTPUT_LOGPROBS: Final = "logprobs"
 """``Extra.kind`` of an output token."""
 
 PROMPT_LOGPROBS: Final = "prompt_logprobs"
-"""``Extra.kind`` of the prompt from ``LogprobRules.start`` on. Of position 0 only the id has a meaning."""
+"""``Extra.kind`` of the prompt from ``LogprobRules.start`` on, in blocks (``prompt_extras``). ``Extra.index`` counts
+the positions from there. Of position 0 of the prompt only the id has a meaning.
+"""
 
 NEXT_LOGPROBS: Final = "next_logprobs"
 """``Extra.kind`` of the position behind the prompt of a SCORE request. It has no token: its first logprob and id mean
 nothing.
 """
 
-_KINDS: Final = frozenset((OUTPUT_LOGPROBS, PROMPT_LOGPROBS, NEXT_LOGPROBS))
+BLOCK_BYTES: Final = 64 * 1024
+"""Of the logprobs of a prompt, at least one position: so much is read at once, some milliseconds."""
 
 Entry = tuple[float | None, int, str | None]
 """Logprob, token id, text."""
 
 _NO_TEXTS: Final = repeat(None)
 
-_index = attrgetter("index")
 _texts = msgpack.Decoder(list[str])
 
 
@@ -67,6 +68,11 @@ class LogprobRules(Struct, frozen=True, array_like=True, gc=False):
         """Bytes of a position, without texts."""
         return 4 * (self.num_values + 1 + self.num_top)
 
+    @property
+    def positions_in_block(self) -> int:
+        """Positions of a prompt that come in one extra."""
+        return max(1, BLOCK_BYTES // self.position_bytes)
+
     def num_prompt_positions(self, num_prompt: int) -> int:
         """How many positions of a prompt get logprobs."""
         return 0 if self.start < 0 else num_prompt - self.start
@@ -84,109 +90,111 @@ _NAMES: Final = {
 
 
 class LogprobReader:
-    """Makes the lists of ``meta_info`` for one request, by its ``rules``."""
+    """The logprobs of one request, by its ``rules``: read as they come, and given out as the lists of ``meta_info``.
 
-    __slots__ = ("_format", "_num_prompt", "_num_top", "_num_values", "_token_ids", "_with_text", "rules")
+    Attributes:
+        num_entries: read so far, of every kind.
+    """
+
+    __slots__ = ("_first", "_format", "_is_next", "_num_positions", "_output", "_prompt", "num_entries", "rules")
+
+    kinds: ClassVar[frozenset[str]] = frozenset((OUTPUT_LOGPROBS, PROMPT_LOGPROBS, NEXT_LOGPROBS))
 
     def __init__(self, rules: LogprobRules, num_prompt: int) -> None:
         self.rules = rules
-        self._num_prompt = num_prompt
-        self._num_top, self._num_values = rules.num_top, rules.num_values
-        self._token_ids, self._with_text = rules.token_ids, rules.with_text
+        self.num_entries = 0
         self._format = Format(f"<{rules.num_values}f{1 + rules.num_top}i")
+        self._num_positions = rules.num_prompt_positions(num_prompt)
+        self._prompt: _Lists = [], [], []
+        self._output: _Lists = [], [], []
+        self._first = 0  # output token of the first entry in ``_output``
+        self._is_next = False
 
-    def empty(self, side: str) -> dict[str, object]:
-        """The lists of ``side`` ("input" or "output") without any position."""
-        return self._named(side, ([], [], []))
+    def read(self, extra: Extra) -> None:
+        """Read those of an extra, in place of what was read before of its positions."""
+        data, count, is_prompt = extra.data, 1, extra.kind == PROMPT_LOGPROBS
+        lists, place = self._output, extra.index - self._first
+        if is_prompt:
+            lists, place = self._prompt, extra.index
+            count = min(self.rules.positions_in_block, self._num_positions - place)
+        elif extra.kind == NEXT_LOGPROBS:
+            self._is_next, place = True, 0
+        elif place < 0:
+            return  # it was given out
+        new = self._entries(data, count)
+        if extra.kind == NEXT_LOGPROBS:
+            new[0].clear()
+        if is_prompt and place == self.rules.start == 0:
+            own, top, asked = new
+            own[0] = (None, *own[0][1:])
+            top[:1] = asked[:1] = [None]
+        self.num_entries += count * self.rules.num_values
+        for kept, entries in zip(lists, new, strict=True):
+            if place > len(kept) and entries:  # what is missing follows
+                kept += [entries[0]] * (place - len(kept))  # type: ignore[list-item]
+            kept[place : place + len(entries)] = entries  # type: ignore[assignment]
 
-    def read(self, extras: list[Extra], *, is_first: bool) -> tuple[dict[str, object], list[Extra]]:
-        """The lists that the ``extras`` of a chunk give, and the extras of other kinds.
+    def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:
+        """Those of the output tokens from ``start`` to ``end``, and of the prompt with the first of them.
 
-        ``is_first``: it is the first chunk of the request, which has the lists of the prompt.
+        ``keeps``: they may be asked for again.
         """
-        output: _Lists = [], [], []
-        prompt: _Lists = [], [], []
-        others: list[Extra] = []
-        for extra in extras if len(extras) == 1 else sorted(extras, key=_index):
-            kind = extra.kind
-            if kind == OUTPUT_LOGPROBS:
-                self._add(extra.data, 1, output)
-            elif kind == PROMPT_LOGPROBS:
-                self._add(extra.data, self.rules.num_prompt_positions(self._num_prompt), prompt)
-                if self.rules.start == 0:
-                    own, top, asked = prompt
-                    own[0] = (None, *own[0][1:])
-                    top[:1] = asked[:1] = [None]
-            elif kind == NEXT_LOGPROBS:
-                self._add(extra.data, 1, output)
-                output[0].pop()
-            else:
-                others.append(extra)
-        named = self._named("output", output)
-        return (named | self._named("input", prompt) if is_first else named), others
-
-    def _add(self, data: bytes, num_positions: int, lists: _Lists) -> None:
-        """Append the entries of positions."""
-        texts: list[str] = []
-        if self._with_text:
-            end = num_positions * self._format.size
-            data, texts = data[:end], _texts.decode(data[end:])
-        if num_positions > 1:
-            self._add_columns(data, texts, lists)
-            return
-        own, top, asked = lists
-        num_top, num_values, ids = self._num_top, self._num_values, self._token_ids
-        values = self._format.unpack(data)
-        next_texts = iter(texts) if texts else _NO_TEXTS
-        own.append((values[0], values[num_values], next(next_texts)))
-        if num_top:
-            best = zip(values[1 : 1 + num_top], values[num_values + 1 :], next_texts)  # noqa: B905  # a keyword is slow
-            top.append(list(best))
-        if ids:
-            asked.append(list(zip(values[1 + num_top : num_values], ids, next_texts, strict=False)))
-
-    def _add_columns(self, numbers: bytes, texts: list[str], lists: _Lists) -> None:
-        """Append the entries of many positions, without a step of Python for each."""
-        own, top, asked = lists
-        num_top, num_values, asked_ids = self._num_top, self._num_values, self._token_ids
-        num_texts = max(len(texts) - len(asked_ids), 0)
-        asked_texts = texts[num_texts:] or _NO_TEXTS
-        view = memoryview(numbers)
-        values, ids, width = view.cast("f"), view.cast("i"), num_values + 1 + num_top
-        ranks = [
-            zip(
-                values[place::width].tolist(),
-                ids[num_values + place :: width].tolist(),
-                texts[place : num_texts : 1 + num_top] or _NO_TEXTS,
-                strict=False,
-            )
-            for place in range(1 + num_top)
-        ]
-        own += ranks[0]
-        if num_top:
-            top += map(list, zip(*ranks[1:], strict=True))
-        if asked_ids:
-            columns = [
-                zip(values[1 + num_top + place :: width].tolist(), repeat(token_id), repeat(text), strict=False)
-                for place, (token_id, text) in enumerate(zip(asked_ids, asked_texts, strict=False))
-            ]
-            asked += map(list, zip(*columns, strict=True))
-
-    def _named(self, side: str, lists: _Lists) -> dict[str, object]:
-        own, top, asked = _NAMES[side]
-        named: dict[str, object] = {own: lists[0]}
-        if side == "output":
-            named[_LENGTH] = len(lists[0])
-        if self._num_top:
-            named[top] = lists[1]
-        if self._token_ids:
-            named[asked] = lists[2]
+        first, end = self._first, 1 if self._is_next else end
+        taken = slice(start - first, end - first)
+        own, top, asked = self._output
+        named = _named("output", (own[taken], top[taken], asked[taken]), self.rules)
+        if start == 0:
+            own, top, asked = self._prompt
+            named |= _named("input", (own.copy(), top.copy(), asked.copy()), self.rules)
+        if not keeps:
+            self._first = end
+            for kept in self._output:
+                del kept[: end - first]
+            for kept in self._prompt:
+                kept.clear()
         return named
+
+    def _entries(self, data: bytes, count: int) -> _Lists:
+        """Those of ``count`` positions."""
+        num_top, num_values, asked_ids = self.rules.num_top, self.rules.num_values, self.rules.token_ids
+        size, unpack = self._format.size, self._format.unpack_from
+        own, top, asked = lists = cast("_Lists", ([], [], []))
+        texts = _texts.decode(memoryview(data)[count * size :]) if self.rules.with_text else []
+        next_texts = iter(texts) if texts else _NO_TEXTS
+        asked_texts = texts[len(texts) - len(asked_ids) :] or _NO_TEXTS
+        for offset in range(0, count * size, size):
+            values = unpack(data, offset)
+            own.append((values[0], values[num_values], next(next_texts)))
+            if num_top:
+                best = zip(values[1 : 1 + num_top], values[num_values + 1 :], next_texts)  # noqa: B905  # a keyword is slow
+                top.append(list(best))
+            if asked_ids:
+                asked.append(list(zip(values[1 + num_top : num_values], asked_ids, asked_texts, strict=False)))
+        return lists
+
+
+def _named(side: str, lists: _Lists, rules: LogprobRules) -> dict[str, object]:
+    own, top, asked = _NAMES[side]
+    named: dict[str, object] = {own: lists[0]}
+    if side == "output":
+        named[_LENGTH] = len(lists[0])
+    if rules.num_top:
+        named[top] = lists[1]
+    if rules.token_ids:
+        named[asked] = lists[2]
+    return named
+
+
+def prompt_extras(uid: int, data: bytes, rules: LogprobRules) -> list[Extra]:
+    """The logprobs of all positions of a prompt, packed, as extras of a bounded number of positions each."""
+    count, size = rules.positions_in_block, rules.positions_in_block * rules.position_bytes
+    blocks = (data[start : start + size] for start in range(0, len(data), size))
+    return [Extra(uid, place * count, PROMPT_LOGPROBS, block) for place, block in enumerate(blocks)]
 
 
 def with_texts(extra: Extra, rules: LogprobRules, text_of: Callable[[int], str]) -> Extra:
     """The extra with the texts of its tokens appended; one of another kind as it is."""
-    if extra.kind not in _KINDS:
+    if extra.kind not in LogprobReader.kinds:
         return extra
     id_format = Format(f"<{4 * rules.num_values}x{1 + rules.num_top}i")
     ids = [token_id for position in id_format.iter_unpack(extra.data) for token_id in position]

@@ -18,7 +18,7 @@ import numpy as np
 
 from aioengine.kernels.token_logprobs import measure
 from aioengine.protocol.columns import NO_TOKEN, Extra
-from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
+from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
 from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.transfer import host_copy
 
@@ -122,7 +122,7 @@ class StepLogprobs:
             _read(part, found)
         for request in self._ended:
             if request.logprobs is not None and request.logprobs.parts:
-                found.append(Extra(request.uid, NO_TOKEN, PROMPT_LOGPROBS, b"".join(request.logprobs.parts)))
+                found += prompt_extras(request.uid, b"".join(request.logprobs.parts), request.logprobs.rules)
                 request.logprobs.parts.clear()
         return found
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from aioengine.protocol.columns import HIDDEN_STATES, NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns
 from aioengine.protocol.messages import ALL_STATES, Reply, RequestKind
-from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
+from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
 from aioengine.scheduler.plan import StepResult, UnknownOrderError
 from aioengine.scheduler.planner import GIVES
 from aioengine.testing.faults import Faults
@@ -302,7 +302,7 @@ class FakeRunner:
         rules, vocab_size = held.logprobs, self._model.vocab_size
         if rules is not None and 0 <= rules.start < held.num_prompt and row.start < held.num_prompt:
             numbers = [fake_logprobs(rules, token_id, vocab_size) for token_id in held.prompt[rules.start :]]
-            tokens.extras.append(Extra(row.uid, NO_TOKEN, PROMPT_LOGPROBS, b"".join(numbers)))
+            tokens.extras += prompt_extras(row.uid, b"".join(numbers), rules)
 
     def _last_extra(self, row: Row, held: _FakeRow, checksum: int) -> Extra:
         """What a request without output tokens gives at the end of its prompt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import pytest
@@ -45,9 +45,10 @@ def settings_of(saved: Saved, *, mode: str = "raw", **options: int) -> Settings:
 
 
 def lists_of(world: World, uid: int, rules: LogprobRules, num_prompt: int) -> dict[str, list]:
-    lists, others = LogprobReader(rules, num_prompt).read(world.extras[uid], is_first=True)
-    assert others == []
-    return lists
+    reader = LogprobReader(rules, num_prompt)
+    for extra in world.extras[uid]:
+        reader.read(extra)
+    return cast("dict[str, list]", reader.lists(0, len(world.extras[uid]), keeps=False))
 
 
 def check_position(lists: dict[str, list], side: str, place: int, token_id: int, expected: torch.Tensor) -> None:
@@ -174,7 +175,7 @@ def test_requests_that_lose_their_pages_give_each_logprob_once(saved: Saved) -> 
     world.run()
     assert world.num_preemptions
     for uid, each, prompt in zip(uids, rules, prompts, strict=True):
-        indices = [extra.index for extra in world.extras[uid]]
+        indices = [(extra.kind, extra.index) for extra in world.extras[uid]]
         assert len(indices) == len(set(indices)) == 40 + (each.start >= 0)
         check(world, uid, each, saved, prompt)
 

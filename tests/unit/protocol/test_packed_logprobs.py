@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from struct import pack
+from typing import Any, cast
 
 import pytest
 
 from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns
 from aioengine.protocol.messages import End, FinishCode, FirstToken, StepOutput, TextChunks, TextOpened, TextRules
 from aioengine.protocol.packed_logprobs import (
+    BLOCK_BYTES,
     NEXT_LOGPROBS,
     OUTPUT_LOGPROBS,
     PROMPT_LOGPROBS,
     LogprobReader,
     LogprobRules,
+    prompt_extras,
     with_texts,
 )
 
@@ -27,12 +31,19 @@ def position(rules: LogprobRules, token_id: int) -> bytes:
 
 RULES = LogprobRules(start=1, num_top=2, token_ids=(7, 3))
 OUTPUTS = [Extra(5, index, OUTPUT_LOGPROBS, position(RULES, 10 * index)) for index in (1, 0)]
-PROMPT = Extra(5, NO_TOKEN, PROMPT_LOGPROBS, position(RULES, 40) + position(RULES, 50))
+PROMPT = Extra(5, 0, PROMPT_LOGPROBS, position(RULES, 40) + position(RULES, 50))
+
+
+def lists_of(rules: LogprobRules, extras: Sequence[Extra], num_prompt: int, num_output: int = 0) -> dict[str, Any]:
+    """The lists of a request that gave these."""
+    reader = LogprobReader(rules, num_prompt)
+    for extra in extras:
+        reader.read(extra)
+    return cast("dict[str, Any]", reader.lists(0, num_output, keeps=False))
 
 
 def test_each_position_has_its_entries_in_order() -> None:
-    lists, others = LogprobReader(RULES, 3).read([*OUTPUTS, PROMPT, Extra(5, 0, "other", b"")], is_first=True)
-    assert lists == {
+    assert lists_of(RULES, [*OUTPUTS, PROMPT], 3, 2) == {
         "output_token_logprobs": [(0.0, 0, None), (-10.0, 10, None)],
         "output_token_logprobs_length": 2,
         "output_top_logprobs": [[(-1.0, 1, None), (-2.0, 2, None)], [(-11.0, 11, None), (-12.0, 12, None)]],
@@ -41,25 +52,67 @@ def test_each_position_has_its_entries_in_order() -> None:
         "input_top_logprobs": [[(-41.0, 41, None), (-42.0, 42, None)], [(-51.0, 51, None), (-52.0, 52, None)]],
         "input_token_ids_logprobs": [[(-43.0, 7, None), (-44.0, 3, None)], [(-53.0, 7, None), (-54.0, 3, None)]],
     }
-    assert [extra.kind for extra in others] == ["other"]
 
 
-def test_later_chunks_have_no_lists_of_the_prompt() -> None:
-    lists, _ = LogprobReader(RULES, 3).read(OUTPUTS, is_first=False)
-    assert not any(name.startswith("input") for name in lists)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_each_chunk_has_the_lists_of_its_own_tokens_and_the_first_those_of_the_prompt(keeps: bool) -> None:
+    reader = LogprobReader(RULES, 3)
+    for extra in (*OUTPUTS, PROMPT):  # the second token is read before its text is there
+        reader.read(extra)
+    first = cast("dict[str, Any]", reader.lists(0, 1, keeps=keeps))
+    second = reader.lists(1, 2, keeps=keeps)
+    assert (first["output_token_logprobs"], second["output_token_logprobs"]) == (
+        [(0.0, 0, None)],
+        [(-10.0, 10, None)],
+    )
+    assert len(first["input_token_logprobs"]) == 2
+    assert not any(name.startswith("input") for name in second)
+    assert (reader.lists(0, 1, keeps=True) == first) is keeps
+    assert reader.num_entries == 4 * RULES.num_values
+
+
+def test_an_extra_that_comes_again_replaces_the_first_unless_that_was_given_out() -> None:
+    reader = LogprobReader(RULES, 3)
+    for extra in (*OUTPUTS, PROMPT):
+        reader.read(extra)
+    reader.read(Extra(5, 1, OUTPUT_LOGPROBS, position(RULES, 70)))
+    reader.read(Extra(5, 0, PROMPT_LOGPROBS, position(RULES, 80) + position(RULES, 90)))
+    first = reader.lists(0, 1, keeps=False)
+    assert first["input_token_logprobs"] == [(-80.0, 80, None), (-90.0, 90, None)]
+    reader.read(OUTPUTS[1])
+    assert reader.lists(1, 2, keeps=False)["output_token_logprobs"] == [(-70.0, 70, None)]
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+def test_a_prompt_comes_in_blocks_of_a_bounded_size(with_text: bool) -> None:
+    rules = LogprobRules(start=0, num_top=1_000, token_ids=(7, 3), with_text=with_text)
+    data = b"".join(position(rules, 10 * place) for place in range(20))
+    blocks = prompt_extras(5, data, rules)
+    assert len(blocks) > 2
+    assert max(len(block.data) for block in blocks) <= BLOCK_BYTES
+    if with_text:
+        blocks = [with_texts(block, rules, str) for block in blocks]
+    lists = lists_of(rules, blocks[::-1], 20)
+    assert lists["input_token_logprobs"] == [
+        (-10.0 * place if place else None, 10 * place, str(10 * place) if with_text else None) for place in range(20)
+    ]
+    assert lists["input_top_logprobs"][:1] == [None]
+    assert lists["input_top_logprobs"][19][999] == (-1190.0, 1190, "1190" if with_text else None)
+    [wide] = prompt_extras(5, position(LogprobRules(0, 20_000), 0), LogprobRules(0, 20_000))
+    assert len(wide.data) > BLOCK_BYTES  # no block is less than a position
 
 
 def test_only_the_first_token_of_a_prompt_has_no_logprob() -> None:
     rules = LogprobRules(start=0, num_top=1, token_ids=(7,))
-    extra = Extra(5, NO_TOKEN, PROMPT_LOGPROBS, position(rules, 40) + position(rules, 50))
-    lists, _ = LogprobReader(rules, 2).read([extra], is_first=True)
+    extra = Extra(5, 0, PROMPT_LOGPROBS, position(rules, 40) + position(rules, 50))
+    lists = lists_of(rules, [extra], 2)
     assert lists["input_token_logprobs"] == [(None, 40, None), (-50.0, 50, None)]
     assert lists["input_top_logprobs"] == [None, [(-51.0, 51, None)]]
     assert lists["input_token_ids_logprobs"] == [None, [(-52.0, 7, None)]]
 
 
 def test_the_position_behind_a_prompt_has_no_token() -> None:
-    lists, _ = LogprobReader(RULES, 1).read([Extra(5, NO_TOKEN, NEXT_LOGPROBS, position(RULES, 0))], is_first=True)
+    lists = lists_of(RULES, [Extra(5, NO_TOKEN, NEXT_LOGPROBS, position(RULES, 0))], 1)
     assert (lists["output_token_logprobs"], lists["output_token_logprobs_length"]) == ([], 0)
     assert lists["output_top_logprobs"] == [[(-1.0, 1, None), (-2.0, 2, None)]]
     assert lists["output_token_ids_logprobs"] == [[(-3.0, 7, None), (-4.0, 3, None)]]
@@ -77,13 +130,11 @@ def test_the_position_behind_a_prompt_has_no_token() -> None:
 def test_texts_stand_beside_their_ids(rules: LogprobRules) -> None:
     extras = [
         *(Extra(5, index, OUTPUT_LOGPROBS, position(rules, 10 * index)) for index in range(3)),
-        Extra(5, NO_TOKEN, PROMPT_LOGPROBS, position(rules, 40) * (2 - rules.start)),
+        Extra(5, 0, PROMPT_LOGPROBS, position(rules, 40) * (2 - rules.start)),
     ]
-    plain, _ = LogprobReader(rules, 2).read(extras, is_first=True)
+    plain = lists_of(rules, extras, 2, 3)
     wanting = LogprobRules(rules.start, rules.num_top, rules.token_ids, with_text=True)
-    lists, _ = LogprobReader(wanting, 2).read(
-        [with_texts(each, wanting, "<{}>".format) for each in extras], is_first=True
-    )
+    lists = lists_of(wanting, [with_texts(each, wanting, "<{}>".format) for each in extras], 2, 3)
     assert lists == {name: shown(entries) for name, entries in plain.items()}
 
 
