@@ -264,6 +264,11 @@ class CallRequest(Struct, kw_only=True):
         """Whether a row that is wrong gives its exception in its place, instead of ending the call."""
         return self.returns_exceptions and self.is_batch
 
+    @property
+    def gives_arrays(self) -> bool:
+        """Whether some of its answers have arrays of numpy."""
+        return self.states is not None or self.given.pooled is not None
+
     def params_of(self, prompt: int) -> SamplingParams:
         return self.params[0 if self.given.params is None else prompt]
 

@@ -14,6 +14,7 @@ from aioengine import params as wire
 from aioengine.answers import RowFacts
 from aioengine.config import PoolingSettings
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
+from aioengine.frontend.arrays import ArrayImport
 from aioengine.frontend.encoder import Encoder, Job, checked
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.pooling import completed, fitting
@@ -232,6 +233,7 @@ class Submitter:
         self._submit = submit
         self._settle = settle
         self._loop = asyncio.get_running_loop()
+        self._array_import = ArrayImport()
         self._num_uids = 0
         self._num_seeds = 0
         self.checking: set[Call] = set()
@@ -299,6 +301,10 @@ class Submitter:
         prompts = request.prompts[first : first + max(1, min(room, MAX_ROWS_AT_ONCE) // request.num_samples)]
         if room <= 0 or not prompts:
             return
+        if request.gives_arrays and not self._array_import.is_done:
+            call.is_encoding = True
+            self._array_import.wait(partial(self._arrays_ready, call))
+            return
         ready = [self._ids_if_known(prompt, is_pooled=bool(request.given.pooled)) for prompt in prompts]
         known = cast("list[Encoded]", ready[: ready.index(None)] if None in ready else ready)
         if known:
@@ -327,6 +333,12 @@ class Submitter:
     def _encoded(self, call: Call, ready: list[Encoded | None], encoded: list[Encoded], seconds: float) -> None:
         known = [new if old is None else old for old, new in zip(ready, encoded, strict=True)]
         self._go_on(call, _rows_of(call, known), seconds)
+
+    def _arrays_ready(self, call: Call, error: RequestError | None) -> None:
+        if error is None:
+            self._go_on(call, iter(()), 0.0)
+        else:
+            self._fail(call, error)
 
     def _go_on(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
         """Start rows whose ids are known, and those behind them."""
