@@ -59,6 +59,11 @@ Each adds to the time in which a grammar is compiled."""
 _MASK_FUEL: Final = 100_000
 """The library's measure of work for one mask, about 7 ms."""
 
+_MAX_ITEMS: Final = 500
+_MAX_MASK_ITEMS: Final = 2000
+"""Of what may come next in an ``ebnf``: the time of a token grows with the cube of the first, that of a mask with the
+second, too. Texts that can be read in many ways have many; other kinds of grammars are made so that they have few."""
+
 _MAX_STATES: Final = 60_000
 """Of what reads the characters of a request, up to 40 MB."""
 
@@ -368,7 +373,13 @@ class Grammars:
             except Exception as error:  # whatever its parser in Python meets
                 raise GrammarError(f"it is read neither as GBNF nor as Lark: {error}") from error
             text = LLMatcher.grammar_from_lark(text)
-        limits = LLParserLimits(step_lexer_fuel=_MASK_FUEL, max_lexer_states=_MAX_STATES, verbose_errors=False)
+        limits = LLParserLimits(
+            step_lexer_fuel=_MASK_FUEL,
+            max_lexer_states=_MAX_STATES,
+            max_items_in_row=_MAX_ITEMS if grammar.kind == "ebnf" else None,
+            step_max_items=_MAX_MASK_ITEMS if grammar.kind == "ebnf" else None,
+            verbose_errors=False,
+        )
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # which fails where no text fits, and readies the lexer for the first tokens
@@ -483,7 +494,7 @@ def _why(matcher: Any) -> str:
     if "nsatisfiable" in error:
         place = re.search(r"required property '.*?'", error)
         return f"no value fits {place[0] if place else 'it'}: keywords contradict each other, or a pattern fits no text"
-    if re.search("fuel|limit|[tT]oo (?:many|big|large)", error):
+    if re.search("fuel|limit|items|[tT]oo (?:many|big|large)", error):
         return "it takes more work than is allowed; make it smaller, with fewer repetitions or alternatives"
     return error
 

@@ -6,7 +6,7 @@ import pytest
 
 from aioengine.constraints.lark import checked_lark
 from aioengine.grammars import GrammarError
-from tests.kit.grammar_walks import demo_grammars, grammar_of
+from tests.kit.grammar_walks import allowed, demo_grammars, grammar_of, token_bytes, walk
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,54 @@ def test_what_would_take_long_is_refused_before_it_is_compiled(text: str, why: s
         demo_grammars().compile(grammar_of(ebnf=text)).result(timeout=20)
 
 
+def rules_of_each_other(number: int) -> str:
+    """Each may be empty, and begins with another one."""
+    rules = [f"a{i}: a{(i + 1) % number} start | /[a-z]/ start | " for i in range(number)]
+    return "\n".join([f"start: {' | '.join(f'a{i}' for i in range(number))}", *rules])
+
+
+def rules_of_all(number: int) -> str:
+    """Each is any of all."""
+    names = " | ".join(f"a{i}" for i in range(number))
+    return "\n".join(["start: a0", *(f'a{i}: {names} | "x"' for i in range(number))])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [rules_of_each_other(300), rules_of_all(100), "start: (" + '"a"? ' * 40 + '| "b"){900}', "start: " + '"a"{60000}'],
+)
+def test_rules_that_could_be_read_in_too_many_ways_are_refused(text: str) -> None:
+    with pytest.raises(GrammarError, match="too many of its rules have alternatives"):
+        demo_grammars().compile(grammar_of(ebnf=text)).result(timeout=20)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'root ::= root root root root | [a-z]* | ""',
+        "start: a* \na: a a | /[a-z]/ | b |\nb: a a a | b b |",
+    ],
+)
+def test_a_text_that_can_be_read_in_too_many_ways_ends(text: str) -> None:
+    constraint = demo_grammars().open(grammar_of(ebnf=text), [], 0)
+    token_id = token_bytes().index(b"a")
+    for _ in range(200):
+        if constraint.error or not allowed(constraint):
+            break
+        constraint.advance(token_id)
+    assert "more work than is allowed" in constraint.error
+
+
+def test_many_alternatives_and_rules_that_are_used_often_are_allowed() -> None:
+    words = "start: (word space)*\nspace: " + '" "\nword: ' + " | ".join(f"w{i}" for i in range(400))
+    words += "".join(f'\nw{i}: "w{i}" /[a-z]/* space?' for i in range(400))
+    names = "start: T+\nT: " + " | ".join(f'"{i} "' for i in range(3000))
+    for text in (words, names, 'start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]{1,9}/ ~ 1..3 | "-"{2} e'):
+        walk(grammar_of(ebnf=text), 0, max_tokens=20)
+
+
 def test_a_text_is_read_once() -> None:
     checked_lark('start: "' + '\\"' * 30_000)
     checked_lark("start: /" + "\\/" * 30_000)
-    for part in ("<", "a", "a[", "% ", "%a", "a "):
+    for part in ("<", "a", "a[", "% ", "%a", "a ", "{", "{1", "{ 1,", "1"):
         checked_lark(part * 30_000)
