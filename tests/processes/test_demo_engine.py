@@ -26,16 +26,16 @@ PROMPTS = [
     "a",
 ]
 SAMPLINGS: list[dict[str, object]] = [
-    {"temperature": 0, "max_new_tokens": 48},
-    {"seed": 1, "max_new_tokens": 48},
-    {"seed": 2, "temperature": 1.4, "top_p": 0.9, "max_new_tokens": 48},
-    {"seed": 3, "top_k": 20, "repetition_penalty": 1.3, "max_new_tokens": 48},
+    {"temperature": 0, "max_new_tokens": 32},
+    {"seed": 1, "max_new_tokens": 32},
+    {"seed": 2, "temperature": 1.4, "top_p": 0.9, "max_new_tokens": 32},
+    {"seed": 3, "top_k": 20, "repetition_penalty": 1.3, "max_new_tokens": 32},
     {
         "seed": 4,
         "min_p": 0.02,
         "frequency_penalty": 0.5,
         "presence_penalty": 0.2,
-        "max_new_tokens": 90,
+        "max_new_tokens": 64,
         "ignore_eos": True,
     },
     {
@@ -43,10 +43,10 @@ SAMPLINGS: list[dict[str, object]] = [
         "logit_bias": {"40": 2.0},
         "bad_words": ["time", "small dragon"],
         "min_new_tokens": 10,
-        "max_new_tokens": 90,
+        "max_new_tokens": 64,
         "ignore_eos": True,
     },
-    {"temperature": 0, "repetition_penalty": 1.2, "stop": [" a", "ing"], "max_new_tokens": 48},
+    {"temperature": 0, "repetition_penalty": 1.2, "stop": [" a", "ing"], "max_new_tokens": 32},
 ]
 # Tokens are computed in chunks, pages, batches and orders of every kind; the answers must be the same bits.
 WAYS: list[dict[str, object]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -22,7 +23,7 @@ def reap_all(number, frame):
     except ChildProcessError:
         pass
 
-setup, has_pidfd, scene = sys.argv[1:]
+setup, has_pidfd, *scenes = sys.argv[1:]
 if setup == "ignored":
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 elif setup == "reaped by the program":
@@ -78,8 +79,9 @@ async def killed_without_a_loop():
     states = frontend.supervisor.processes()
     return {"alive": [state.alive for state in states], "left": [one.pid for one in states if exists(one.pid)]}
 
-print(json.dumps(asyncio.run(globals()[scene]())))
+print(json.dumps({scene: asyncio.run(globals()[scene]()) for scene in scenes}))
 """
+SCENES = ("killed", "dies_at_the_start", "replaced", "killed_without_a_loop")
 
 
 def vanish(*_: object) -> None:
@@ -90,11 +92,13 @@ def vanish(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(setup: str, has_pidfd: bool, scene: str) -> dict[str, object]:
-    command = [sys.executable, "-W", "error", "-c", PROGRAM, setup, str(has_pidfd), scene]
+@cache
+def run(setup: str, has_pidfd: bool, *scenes: str) -> dict[str, dict[str, object]]:
+    """What was found in each scene, one after the other in one program."""
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, setup, str(has_pidfd), *scenes]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done
-    found: dict[str, object] = json.loads(done.stdout)
+    found: dict[str, dict[str, object]] = json.loads(done.stdout)
     return found
 
 
@@ -108,25 +112,25 @@ def check(setup: str, text: str) -> None:
 @pytest.mark.parametrize("setup", ["ignored", "reaped by the program"])
 class TestAnUnknownExitCode:
     def test_of_a_killed_process_is_not_taken_for_0(self, setup: str, has_pidfd: bool) -> None:
-        found = run(setup, has_pidfd, "killed")
+        found = run(setup, has_pidfd, *SCENES)["killed"]
         assert found["type"] == "EngineDeadError"
         check(setup, str(found["text"]))
         assert found["exit_code"] in {"ignored": [None], "reaped by the program": [None, -9]}[setup]
 
     def test_of_a_process_that_dies_at_the_start(self, setup: str, has_pidfd: bool) -> None:
-        found = run(setup, has_pidfd, "dies_at_the_start")
+        found = run(setup, has_pidfd, *SCENES)["dies_at_the_start"]
         assert found["type"] == "EngineStartupError"
         check(setup, str(found["text"]))
 
     def test_does_not_prevent_replacement_and_a_complete_end(self, setup: str, has_pidfd: bool) -> None:
-        assert run(setup, has_pidfd, "replaced") == {"alive": 2, "restarts": 2, "left": []}
+        assert run(setup, has_pidfd, *SCENES)["replaced"] == {"alive": 2, "restarts": 2, "left": []}
 
     def test_does_not_prevent_the_end_without_a_loop(self, setup: str, has_pidfd: bool) -> None:
-        assert run(setup, has_pidfd, "killed_without_a_loop") == {"alive": [False, False], "left": []}
+        assert run(setup, has_pidfd, *SCENES)["killed_without_a_loop"] == {"alive": [False, False], "left": []}
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
 def test_a_known_exit_code_is_reported(has_pidfd: bool) -> None:
-    found = run("default", has_pidfd, "killed")
+    found = run("default", has_pidfd, "killed")["killed"]
     assert (found["type"], found["exit_code"]) == ("EngineDeadError", -9)
     assert "was killed by signal 9" in str(found["text"])

@@ -22,7 +22,7 @@ from tests.kit.waiting import until
 
 pytestmark = pytest.mark.process
 
-NUM_CYCLES = 12
+NUM_CYCLES = 6
 
 HEAD = """
 import asyncio, os, sys, threading, time

@@ -447,7 +447,7 @@ DEMO_PARAMS: list[Mapping[str, object]] = [
     {"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": 0.4},
     {"temperature": 0, "repetition_penalty": 1.3},
     {"temperature": 1.0, "seed": 7, "frequency_penalty": 1.0, "min_p": 0.02},
-    {"temperature": 0, "min_new_tokens": 50},
+    {"temperature": 0, "min_new_tokens": 34},
     {"temperature": 0, "logit_bias": {"10": 3.0, "11": -100.0}, "bad_words": ["the", "once upon a time"]},
     {"temperature": 1.0, "seed": 9, "allowed_token_ids": list(range(3, 600))},
     {"temperature": 0, "stop": ["the end of all", "once more"], "ignore_eos": True},
@@ -472,17 +472,17 @@ async def test_the_demo_model_goes_on_bit_for_bit() -> None:
 
         def streams() -> list[Stream]:
             return [
-                engine.async_generate(prompts, {"max_new_tokens": 60, **params}, stream=True) for params in DEMO_PARAMS
+                engine.async_generate(prompts, {"max_new_tokens": 40, **params}, stream=True) for params in DEMO_PARAMS
             ]
 
         expected = await asyncio.gather(*map(read, streams()))
-        whole = await engine.async_generate(prompts, {"max_new_tokens": 60, **DEMO_PARAMS[3]})
+        whole = await engine.async_generate(prompts, {"max_new_tokens": 40, **DEMO_PARAMS[3]})
         assert list(zip(whole["text"], whole["output_ids"], strict=True)) == expected[3]
         asking = asyncio.gather(*map(read, streams()))
-        whole_again = engine.async_generate(prompts, {"max_new_tokens": 60, **DEMO_PARAMS[3]})
+        whole_again = engine.async_generate(prompts, {"max_new_tokens": 40, **DEMO_PARAMS[3]})
         num_tokens = engine.stats()["output_tokens"]
         for num_restarts, role in enumerate(ROLES, 1):
-            num_tokens += 300
+            num_tokens += 200
             await until(lambda at=num_tokens: engine.stats()["output_tokens"] >= at)  # type: ignore[misc]
             os.kill(pid_of(engine, role), signal.SIGKILL)
             await until_restarted(engine, num_restarts)
