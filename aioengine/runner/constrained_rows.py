@@ -45,7 +45,9 @@ fewer than steps can be in flight.
 """
 
 ROWS_PER_TOKEN: Final = 64
-"""For so many rows of a step a jump has one token more: their step is longer by the tokens of those that jump."""
+"""For so many rows of a step a jump has one token more. All of them wait for the tokens of one that jumps, which costs
+more the more they are, and it saves steps for itself alone: with 256 rows short jumps make all slower.
+"""
 
 
 class Launched(Protocol):

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from aioengine.grammars import Grammars
 from aioengine.protocol.messages import LAST_STATES, FinishCode, Grammar, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
+from aioengine.runner import constrained_rows
 from aioengine.runner.graphs.spread import can_spread
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
@@ -222,6 +223,15 @@ def test_forced_tokens_take_no_steps_of_their_own(folder: Path, end: str, depth:
         plain = answer_of(folder, regex, depth=depth, min_jump=NO_JUMPS, max_new_tokens=max_new_tokens)
         jumped = answer_of(folder, regex, depth=depth, min_jump=4, max_new_tokens=max_new_tokens)
         assert jumped[:2] == plain[:2]
+
+
+def test_a_jump_has_more_tokens_in_a_step_of_more_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    regex = "[ab]hello, these words are forced"
+    monkeypatch.setattr(constrained_rows, "ROWS_PER_TOKEN", 1)  # one token more in a step of one row
+    num_steps = answer_of(folder, regex, depth=0, min_jump=NO_JUMPS).num_steps
+    num_forced = num_steps - 1
+    assert answer_of(folder, regex, depth=0, min_jump=num_forced).num_steps == num_steps
+    assert answer_of(folder, regex, depth=0, min_jump=num_forced - 1).num_steps == 1
 
 
 @pytest.mark.parametrize(
