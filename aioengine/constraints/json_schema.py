@@ -174,7 +174,8 @@ class _Compiler:
         types = found.get("type", TYPES)
         allowed = {types} if isinstance(types, str) else set(types)
         if "string" in allowed:
-            found |= compile_string(place)
+            made = compile_string(place)
+            found |= made | ({"allOf": [*found.get("allOf", ()), *made["allOf"]]} if "allOf" in made else {})
         if allowed & {"number", "integer"}:
             found |= compile_number(place, is_integer="number" not in allowed)
         if "object" in allowed:

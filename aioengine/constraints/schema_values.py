@@ -25,7 +25,20 @@ MIN_EXPONENT: Final = -22
 
 Schema = dict[str, Any]
 
-_FORMATS: Final = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
+_LEAP: Final = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE: Final = (
+    "(?:(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)-"
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    f"|(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
+)
+_HOUR_AND_MINUTE: Final = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME: Final = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_HOUR_AND_MINUTE})"
+_OWN_FORMATS: Final = {"date-time": f"{_DATE}T{_TIME}", "time": _TIME, "date": _DATE}
+"""Those of the library have 29 February in all years. Of years, times and letters they have what most programs read: no
+year 0, no leap seconds, no small letters.
+"""
+_FORMATS: Final = (*_OWN_FORMATS, "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
+MAX_HOSTNAME: Final = 253
 _CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """What no escape but ``\\u`` writes."""
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -89,10 +102,16 @@ def compile_string(place: Place) -> Schema:
         if not isinstance(given["pattern"], str):
             place.wrong("pattern", "a string", given["pattern"])
         found["pattern"] = f"^(?:{translate(given['pattern'], pointer=place.at('pattern'), is_searched=True)})$"
+    name = given.get("format")
+    if isinstance(name, str) and name in _OWN_FORMATS:
+        own = f"^{_OWN_FORMATS[name]}$"
+        return found | ({"allOf": [{"pattern": own}]} if "pattern" in found else {"pattern": own})
     if "format" in given:
-        if given["format"] not in _FORMATS:
-            place.refuse("format", f"{given['format']!r} is not enforced; {', '.join(_FORMATS)} are")
-        found["format"] = given["format"]
+        if name not in _FORMATS:
+            place.refuse("format", f"{name!r} is not enforced; {', '.join(_FORMATS)} are")
+        found["format"] = name
+    if name == "hostname":
+        found["maxLength"] = min(found.get("maxLength", MAX_HOSTNAME), MAX_HOSTNAME)
     return found
 
 

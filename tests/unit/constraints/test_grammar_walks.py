@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import random
 from collections import Counter
@@ -43,7 +44,12 @@ LEAVES = st.one_of(
             "pattern": st.sampled_from(PATTERNS),
         },
     ),
-    st.fixed_dictionaries({"format": st.sampled_from(["date", "time", "uuid", "ipv4"]), "type": st.just("string")}),
+    st.fixed_dictionaries(
+        {
+            "format": st.sampled_from(["date", "date-time", "time", "uuid", "ipv4", "hostname"]),
+            "type": st.just("string"),
+        }
+    ),
     st.fixed_dictionaries(
         {"type": st.sampled_from(["number", "integer", ["integer", "null"]])},
         optional={
@@ -147,6 +153,47 @@ def test_constant_numbers_are_written_as_they_are(value: float, schema: Schema) 
     ids, is_complete = walk(grammar_of(json_schema={**schema, "enum": [value]}), 0)
     assert is_complete
     assert json.loads(text_of(ids)) == value
+
+
+YEARS = ("2023", "2024", "1900", "2000", "0004")
+DAYS = [f"{year}-{month}-{day}" for year in YEARS for month in ("00", "01", "02", "04", "12", "13")
+        for day in ("00", "28", "29", "30", "31", "32")]  # fmt: skip
+
+
+def test_dates_are_days_of_the_calendar() -> None:
+    date, moment, bounded = (
+        grammar_of(json_schema={"type": "string", **each})
+        for each in (
+            {"format": "date"},
+            {"format": "date-time", "allOf": [{"maxLength": 30}]},
+            {"format": "date", "pattern": "^2", "allOf": [{"pattern": "9$"}]},
+        )
+    )
+    for day in DAYS:
+        try:
+            is_day = bool(datetime.date.fromisoformat(day))
+        except ValueError:
+            is_day = False
+        assert accepts(date, f'"{day}"') == is_day
+        assert accepts(moment, f'"{day}T00:00:00.5Z"') == is_day
+        assert accepts(bounded, f'"{day}"') == (is_day and day[0] == "2" and day[-1] == "9")
+    assert not accepts(date, '"0000-01-01"')
+
+
+@pytest.mark.parametrize("text", ["23:59:59Z", "00:00:00.123456789-23:59", "12:30:00+01:00"])
+def test_times_have_an_offset_and_no_leap_seconds(text: str) -> None:
+    grammar = grammar_of(json_schema={"type": "string", "format": "time"})
+    assert accepts(grammar, f'"{text}"')
+    for wrong in (text.replace(":", ":60", 1)[:8] + "Z", text[:8], text[:6] + "60Z", "24" + text[2:], text + "0"):
+        assert not accepts(grammar, f'"{wrong}"')
+
+
+def test_hostnames_have_at_most_253_characters() -> None:
+    grammar = grammar_of(json_schema={"type": "string", "format": "hostname"})
+    longest = ".".join(("a" * 63, "b" * 63, "c" * 63, "d" * 61))
+    assert len(longest) == 253
+    assert all(accepts(grammar, f'"{text}"') for text in ("a-b.c", longest[1:], longest))
+    assert not any(accepts(grammar, f'"{text}"') for text in (longest + "e", "a" * 64, "-a"))
 
 
 def test_many_requests_of_one_grammar_get_the_same_masks() -> None:
