@@ -12,7 +12,7 @@ import pytest
 from aioengine.frontend.beam_search import BeamSearch, search_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 NUM_TOKENS = 5
 STOP = 0
@@ -108,27 +108,10 @@ def test_misuse_names_the_argument(
         search_options(*given.values(), sampling, mode="raw")
 
 
-def test_of_many_likely_tokens_only_those_that_may_count_are_read() -> None:
-    search = BeamSearch(width=100, max_new_tokens=8, length_penalty=1.0, stop_ids=[STOP], min_new_tokens=0)
-    num_read = 0
-
-    def tokens() -> Iterator[tuple[float, int]]:
-        nonlocal num_read
-        for place in range(search.num_wanted):
-            num_read += 1
-            yield -1.0 - place, 1 + place
-
-    search.extend([tokens()])
-    num_read = 0
-    search.extend([tokens() for _ in search.live])
-    assert len(search.live) == 100
-    assert num_read <= 100 + search.num_wanted
-
-
-def test_with_many_stop_tokens_no_more_are_read_than_may_count() -> None:
-    stops = range(1000, 2000)
+@pytest.mark.parametrize(("stops", "most"), [([STOP], 201), (range(1000, 2000), 300)])
+def test_of_many_likely_tokens_only_those_that_may_count_are_read(stops: Sequence[int], most: int) -> None:
     search = BeamSearch(width=100, max_new_tokens=8, length_penalty=1.0, stop_ids=stops, min_new_tokens=0)
-    assert search.num_wanted == 1100
+    assert search.num_wanted == 100 + len(stops)
     num_read = 0
 
     def tokens() -> Iterator[tuple[float, int]]:
@@ -141,4 +124,4 @@ def test_with_many_stop_tokens_no_more_are_read_than_may_count() -> None:
     num_read = 0
     search.extend([tokens() for _ in search.live])
     assert len(search.live) == 100
-    assert num_read <= 300
+    assert num_read <= most
