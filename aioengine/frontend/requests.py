@@ -294,10 +294,7 @@ class CallRequest(Struct, kw_only=True):
         """
         given, first = self.given, len(self.prompts)
         budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
-        last = min(first + ROWS_IN_PIECE, self.num_prompts)
-        if given.params is not None:
-            given.together = given.together or ParamsTogether()
-            last = first + given.together.add(given.params[first:last])
+        last = self._end_of_piece(first)
         for option in (self.salts, self.processors, self.states, self.sessions, self.logprobs):
             if option is not None:
                 option.check_rows(first, last)
@@ -322,6 +319,17 @@ class CallRequest(Struct, kw_only=True):
                 counts = f"{self.num_samples} and {self.params_of(place).n}"
                 raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
             self.prompts.append(prompt)
+
+    def _end_of_piece(self, first: int) -> int:
+        """Behind the rows from ``first`` on that are checked together."""
+        given = self.given
+        last = min(first + ROWS_IN_PIECE, self.num_prompts)
+        if self.logprobs is not None:
+            last = self.logprobs.end_of_piece(first, last)
+        if given.params is not None:
+            given.together = given.together or ParamsTogether()
+            last = first + given.together.add(given.params[first:last])
+        return last
 
     def _parsed(self, value: object) -> SamplingParams:
         parsed = self.given.parsed

@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 Checked = TypeVar("Checked", covariant=True)
 
 MAX_TOKEN_IDS: Final = 65_536
-"""Of ``token_ids_logprob`` for one prompt."""
+"""Of ``token_ids_logprob`` for one prompt, and for those that are checked in one turn of the loop."""
 
 MAX_PROMPT_VALUES: Final = 1 << 23
 """Logprobs of one prompt, which are sent in one piece."""
@@ -106,6 +106,18 @@ class LogprobOptions(NamedTuple):
         """Check the values of these prompts. Raises TypeError or ValueError."""
         for option in self:
             option.check_rows(first, last)
+
+    def end_of_piece(self, first: int, last: int) -> int:
+        """Behind the prompts from ``first`` on, before ``last``, that are checked together: at least one."""
+        if not self.token_ids.is_list:
+            return last
+        num_ids = 0
+        for prompt, given in enumerate(self.token_ids.values[first:last], first):
+            size = checks.num_items(given)
+            num_ids += size if size <= MAX_TOKEN_IDS else 0  # it is refused for its length alone
+            if num_ids > MAX_TOKEN_IDS and prompt > first:
+                return prompt
+        return last
 
     def of(self, prompt: int) -> LogprobRules | None:
         """What a prompt gets; None: no logprobs."""
