@@ -171,7 +171,7 @@ class Constraint:
 
     def take_forced(self, at_least: int, at_most: int) -> list[int]:
         """The next tokens where no others are allowed, which the request has then; none if there are fewer."""
-        if min(len(self.forced) - self.num_forced, at_most) < at_least or self.thinking is not None:
+        if len(self.forced) - self.num_forced < at_least or at_most < at_least or self.thinking is not None:
             return []
         taken = self.forced[self.num_forced : self.num_forced + at_most]
         self.num_forced += len(taken)

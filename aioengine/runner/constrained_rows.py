@@ -183,7 +183,8 @@ class ConstrainedRows:
                 if values[place] == FAILED or constraint.is_over:
                     continue
                 constraint.advance(values[place])
-                if request.may_jump and (forced := constraint.take_forced(least, left)):
+                may_jump = constraint.next_token >= 0 and request.may_jump  # few do: the call is spared for the others
+                if may_jump and (forced := constraint.take_forced(least, left)):
                     left -= len(forced)
                     ticket.jumps[request.uid] = forced
                     request.known_end = position + 1 + len(forced)
