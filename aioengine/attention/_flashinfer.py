@@ -87,14 +87,17 @@ class SharedBeginning:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(shared.workspace, "NHD")
-        self._page_ids = torch.empty(0, dtype=torch.int32, device=shared.workspace.device)
+        self._places = torch.empty(0, dtype=torch.int64, device=shared.workspace.device)
         self._tokens = slice(0)
 
     def plan(self, page_ids: Ints, first_token: int, num_tokens: int) -> None:
         """page_ids [P] on the host. The caller waits for the staging and marks it."""
         shared, num_positions = self._shared, len(page_ids) * self._shared.page_size
+        _, num_kv_heads, page_size, _ = shared.pool[0][0].shape
+        heads = page_ids[:, None].astype(np.int64) * num_kv_heads + np.arange(num_kv_heads)  # [P, K] of the pool
+        places = heads[:, None, :] * page_size + np.arange(page_size)[:, None]
         self._tokens = slice(first_token, first_token + num_tokens)
-        self._page_ids = pinned(page_ids).to(shared.workspace.device, non_blocking=True)
+        self._places = pinned(places.reshape(-1)).to(shared.workspace.device, non_blocking=True)
         self._wrapper.plan(
             starts_of(np.array([num_tokens], dtype=np.int32)),
             starts_of(np.array([num_positions], dtype=np.int32)),
@@ -109,15 +112,18 @@ class SharedBeginning:
 
     def add(self, q: Tensor, pool: Pool, out: Tensor, weights: Tensor) -> None:
         """Merge attention to these pages into ``out``, for q and out [T, H, E] and weights [T, H]."""
-        keys, values = (each.transpose(1, 2).index_select(0, self._page_ids).flatten(0, 1) for each in pool)
+        _, num_kv_heads, _, head_size = pool[0].shape
+        keys, values = (
+            each.view(-1, head_size).index_select(0, self._places).view(-1, num_kv_heads, head_size) for each in pool
+        )
         tokens = self._tokens
         merge(out[tokens], weights[tokens], *self._wrapper.run(q[tokens], keys, values, return_lse=True))
 
     def warm_up(self) -> None:
         """Compile the kernel that merges."""
         num_heads, _, head_size = self._shared.heads()
-        out = torch.zeros(1, num_heads, head_size, dtype=self._shared.dtype, device=self._page_ids.device)
-        weights = torch.zeros(1, num_heads, device=self._page_ids.device)
+        out = torch.zeros(1, num_heads, head_size, dtype=self._shared.dtype, device=self._places.device)
+        weights = torch.zeros(1, num_heads, device=self._places.device)
         merge(out, weights, out, weights)
 
 

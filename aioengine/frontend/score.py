@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
-from msgspec import Struct
+from msgspec import Meta, Struct, ValidationError, convert
 
 from aioengine import checks
 
@@ -28,6 +28,8 @@ _ENTRIES_PER_TURN: Final = 4096
 """Items and labels that are read in one turn of the event loop, some 10 ms."""
 ITEMS: Final = "a string, or a list of strings or of lists of token ids"
 LABELS: Final = "a list of token ids, or one for each item"
+
+_Ids = list[Annotated[int, Meta(ge=0, le=checks.MAX_COUNT)]]
 
 
 class ScoreResult(list[list[float]]):
@@ -171,7 +173,10 @@ def _text_or_ids(name: str, value: object) -> str | list[int]:
     if isinstance(value, str):
         return checks.text(name, value)
     entries = checks.items(name, value, checks.MAX_COUNT, allowed="a string or a list of token ids")
-    return [checks.whole(f"{name} entries", entry, 0) for entry in entries]
+    try:
+        return convert(entries, _Ids)  # in one pass where all are plain integers
+    except ValidationError:
+        return [checks.whole(f"{name} entries", entry, 0) for entry in entries]
 
 
 async def _labels(value: object, num_items: int, parts: Running) -> list[list[int]]:

@@ -226,7 +226,7 @@ class RowTable:
             self.num_with_logprobs += 1
         if opened.sampling.hidden_states == ALL_STATES and len(opened.token_ids) == opened.num_prompt:
             request.prompt_states = []
-        if not request.is_pooled:
+        if opened.kind is RequestKind.GENERATE:
             self.sampling[row_index] = self._record(opened.sampling)
         self.num_pages[row_index] = 0
         self.page_table[row_index] = PADDING_PAGE
