@@ -21,7 +21,6 @@ from aioengine.errors import EngineClosedError
 from aioengine.frontend import attachments
 from aioengine.frontend.outputs import Reader, RowStream
 from aioengine.frontend.replay import AttachableOutput, Log
-from aioengine.protocol.messages import TextChunks
 from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.test_interrupts import ENGINE, FRONTEND, RaiseAtCall, frontend_of
@@ -306,14 +305,13 @@ async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.Monk
     """As another thread can: its row has ended, and the engine has not looked at that yet."""
     async with fake_async_engine() as engine:
         frontend = engine._running()
-        plain, attached = frontend.router.deliver, list[Stream]()
+        plain, attached = frontend.router._on_ended, list[Stream]()
 
-        def deliver(chunks: TextChunks) -> list[RowStream]:
-            ended = plain(chunks)
-            attached.extend(engine.attach("x") for _ in ended)
-            return ended
+        def on_ended(row: RowStream) -> None:
+            attached.append(engine.attach("x"))
+            plain(row)
 
-        monkeypatch.setattr(frontend.router, "deliver", deliver)
+        monkeypatch.setattr(frontend.router, "_on_ended", on_ended)
         engine.async_generate("a", {"max_new_tokens": 6}, stream=True, rid="x", resume_ttl=TTL_S)
         await until(lambda: bool(attached) and engine.stats()["num_streams"] == 0)
         monkeypatch.undo()
