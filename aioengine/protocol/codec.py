@@ -56,8 +56,12 @@ class UnencodableError(ValueError):
 class FrameEncoder:
     """Encodes frames of one epoch into a buffer that it uses again."""
 
-    def __init__(self, epoch: int, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(
+        self, epoch: int, *, max_bytes: int = MAX_FRAME_BYTES, max_bytes_of_several: int = MAX_FRAME_BYTES
+    ) -> None:
+        """``max_bytes_of_several``: of a frame of several messages."""
         self._epoch = epoch
+        self._max_bytes_of_several = min(max_bytes, max_bytes_of_several)
         self._sender = secrets.randbits(_SENDER_BITS)
         self._number = 0
         self._max_bytes = max_bytes
@@ -83,9 +87,10 @@ class FrameEncoder:
             self._encoder.encode_into(Frame(self._epoch, self._sender, self._number, messages), buffer, 1)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UnencodableError(f"{type(error).__name__}: {error}") from error
-        if len(buffer) > self._max_bytes:
+        most = self._max_bytes if len(messages) == 1 else self._max_bytes_of_several
+        if len(buffer) > most:
             raise FrameTooLargeError(
-                f"a frame of {len(messages)} messages takes {len(buffer):,} bytes, the limit is {self._max_bytes:,}; "
+                f"a frame of {len(messages)} messages takes {len(buffer):,} bytes, the limit is {most:,}; "
                 "submit fewer or shorter prompts at once"
             )
         buffer[0] = PROTOCOL_VERSION

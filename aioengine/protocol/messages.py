@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from aioengine.protocol.columns import POOLED_VECTOR, BadColumnsError, TokenColumns
+from aioengine.protocol.columns import POOLED_VECTOR, BadColumnsError, Extra, TokenColumns
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, LogprobRules
 
 if TYPE_CHECKING:
@@ -264,6 +264,9 @@ Argument = str | int | float | bool | list[str] | None
 MAX_PAYLOAD_BYTES = 32 * 1024 * 1024
 """Of one ``Control`` or ``Reply``: it fits into a frame, and a process waits for its reader only briefly."""
 
+MAX_PART_BYTES = 2 * 1024 * 1024
+"""Of the extras of one ``StepOutput``: those of several are read in several turns of the caller's loop."""
+
 
 class Control(Struct, tag="control", array_like=True, gc=False):
     """A control call to the scheduler process, answered by one ``Reply`` with the same ``call_id``.
@@ -370,33 +373,39 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
         self.ended = [end for end in self.ended if end.uid not in taken]
         return chunks
 
-    def parts(self, max_bytes: int = MAX_PAYLOAD_BYTES) -> list[StepOutput]:
-        """Itself, or where its extras are larger than ``max_bytes`` several that are not, unless one request's are.
+    def parts(self, max_bytes: int = MAX_PART_BYTES) -> list[StepOutput]:
+        """Itself, or where its extras are larger than ``max_bytes`` several that are not, unless a single one is.
 
-        All of a request is in one part, so that it arrives as a whole or not at all.
+        The tokens and the end of a request come with the last of its extras, its opening with the first.
         """
         tokens = self.tokens
         if not tokens.extras or sum(len(extra.data) for extra in tokens.extras) <= max_bytes:
             return [self]
-        sizes: dict[int, int] = {}
+        extras: dict[int, list[Extra]] = {uid: [] for uid in tokens.uids}
         for extra in tokens.extras:
-            sizes[extra.uid] = sizes.get(extra.uid, 0) + len(extra.data)
+            extras.setdefault(extra.uid, []).append(extra)
         found = [StepOutput()]
+        opening_of: dict[int, StepOutput] = {}
         part_of: dict[int, StepOutput] = {}
         room = max_bytes
-        for uid in dict.fromkeys((*tokens.uids, *sizes)):
-            size = sizes.get(uid, 0)
+
+        def part_for(size: int) -> StepOutput:
+            nonlocal room
             if size > room and room < max_bytes:
                 found.append(StepOutput())
                 room = max_bytes
-            room -= size
-            part_of[uid] = found[-1]
+            return found[-1]
+
+        for uid, own in extras.items():
+            opening_of[uid] = part_of[uid] = part_for(sum(len(extra.data) for extra in own))
+            for extra in own:
+                part_of[uid] = part_for(len(extra.data))
+                part_of[uid].tokens.extras.append(extra)
+                room -= len(extra.data)
         for uid, new in zip(tokens.uids, tokens.rows(), strict=True):
             part_of[uid].tokens.add(uid, [new] if isinstance(new, int) else new)
-        for extra in tokens.extras:
-            part_of[extra.uid].tokens.extras.append(extra)
         for opened in self.opened:
-            part_of.get(opened.first_token.uid, found[0]).opened.append(opened)
+            opening_of.get(opened.first_token.uid, found[0]).opened.append(opened)
         for uid in self.preempted:
             part_of.get(uid, found[-1]).preempted.append(uid)
         for end in self.ended:

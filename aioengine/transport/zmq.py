@@ -46,6 +46,7 @@ _MAX_ACCEPT_S = 1.0
 _RETRY_ACCEPT_S = 0.05
 # Frames that one call takes at most, so that a flood does not keep the caller from its other work.
 _MAX_FRAMES_AT_ONCE = 256
+_MAX_BYTES_AT_ONCE = 8 * 1024 * 1024  # which take some milliseconds to copy and to decode
 
 
 def end_context(context: Context) -> None:
@@ -75,7 +76,7 @@ class ZmqSender:
     ) -> None:
         """``reader``: the name of the reader in errors. ``max_backlog``: bytes that may wait here for it."""
         self._reader = reader
-        self._encoder = FrameEncoder(epoch)
+        self._encoder = FrameEncoder(epoch, max_bytes_of_several=_MAX_BYTES_AT_ONCE)
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = 0
         self._max_backlog = max_backlog
@@ -91,7 +92,7 @@ class ZmqSender:
         return bool(self._backlog)
 
     def send(self, messages: list[Message]) -> None:
-        """Send ``messages`` as one frame, or as several where one would be larger than readers take.
+        """Send ``messages`` as one frame, or as several where one would be larger than readers take at once.
 
         Raises:
             BacklogFullError: the reader has not read for too long.
@@ -198,11 +199,12 @@ class _PullSocket:
     def _drain(self) -> list[Message]:
         """The messages of all frames that have come, up to a limit of frames; [] only when none is left."""
         messages: list[Message] = []
-        num_frames = 0
+        num_frames = num_bytes = 0
         with contextlib.suppress(zmq.Again):
-            while num_frames < _MAX_FRAMES_AT_ONCE or not messages:
+            while (num_frames < _MAX_FRAMES_AT_ONCE and num_bytes < _MAX_BYTES_AT_ONCE) or not messages:
                 frame = self._socket.recv(zmq.NOBLOCK)
                 num_frames += 1
+                num_bytes += len(frame)
                 try:
                     messages += self._decoder.decode(frame)
                 except BadFrameError as error:

@@ -179,6 +179,14 @@ def test_a_frame_that_is_too_large_uses_no_number() -> None:
     assert decoder.decode(encoder.encode([Abort([1])])) == [Abort([1])]
 
 
+def test_a_frame_of_several_messages_may_be_held_to_a_lower_limit() -> None:
+    encoder, decoder = FrameEncoder(EPOCH, max_bytes_of_several=100), FrameDecoder(EPOCH)
+    large = Reply(1, True, "x" * 200)
+    with pytest.raises(FrameTooLargeError, match="the limit is 100"):
+        encoder.encode([large, large])
+    assert decoder.decode(encoder.encode([large])) == [large]
+
+
 def test_the_number_of_senders_is_limited() -> None:
     decoder = FrameDecoder(EPOCH)
     known = FrameEncoder(EPOCH)

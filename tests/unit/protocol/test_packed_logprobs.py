@@ -151,7 +151,7 @@ def test_extras_of_other_kinds_get_no_texts() -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [1, 30, 100, 10_000])
-def test_a_step_with_large_extras_is_several_messages_each_with_whole_requests(max_bytes: int) -> None:
+def test_a_step_with_large_extras_is_several_messages(max_bytes: int) -> None:
     draw = random.Random(max_bytes)
     uids = list(range(20))
     tokens = TokenColumns()
@@ -164,14 +164,18 @@ def test_a_step_with_large_extras_is_several_messages_each_with_whole_requests(m
     parts = whole.parts(max_bytes)
     assert (len(parts) == 1) is (max_bytes == 10_000)
     found: dict[int, list[int]] = {}
+    is_open: set[int] = set()
     for part in parts:
         own = {extra.uid for extra in part.tokens.extras}
-        assert sum(len(extra.data) for extra in part.tokens.extras) <= max_bytes or len(own) == 1
+        sizes = [len(extra.data) for extra in part.tokens.extras]
+        assert sum(sizes) <= max_bytes or len(sizes) == 1
+        is_open |= {each.first_token.uid for each in part.opened}
+        assert {*part.tokens.uids, *own} & {*uids[:6]} <= is_open
+        assert not own & found.keys()  # its tokens come with the last
         for uid, new in zip(part.tokens.uids, part.tokens.rows(), strict=True):
             assert uid not in found
             found[uid] = [new] if isinstance(new, int) else list(new)
-        mentioned = {each.first_token.uid for each in part.opened} | {end.uid for end in part.ended} | {*part.preempted}
-        assert (mentioned - {90, 91}) | own <= {*part.tokens.uids}
+        assert {end.uid for end in part.ended} | {*part.preempted} <= {*part.tokens.uids, 90, 91}
     assert found == dict(
         zip(uids, ([new] if isinstance(new, int) else list(new) for new in tokens.rows()), strict=True)
     )
