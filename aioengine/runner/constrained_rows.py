@@ -2,8 +2,8 @@
 
 The mask of a token depends on the token before it. A step is launched while the one before it still runs on the device,
 so its forward is queued first, and its tokens are drawn later: when the older step is collected, the host follows the
-last tokens, and begins to compute the masks in other threads while the device computes. Then it sends the tokens and
-plans the next step, before whose launch the masks are there and the tokens are drawn.
+last tokens, and begins to compute the masks in other threads while the device computes. Then it sends the tokens, plans
+the next step and prepares its inputs. By then the masks are there, and the tokens are drawn before it is launched.
 
 Where a grammar allows one token alone several times in a row, the request *jumps*: these tokens come together with the
 last one that was drawn, and its next row computes them as a prompt is computed. A row that was launched before is late,
