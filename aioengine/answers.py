@@ -94,6 +94,9 @@ class CommonInfo(TypedDict):
     With ``return_logprob`` it has logprobs, as (logprob, token id, text or None): ``output_...`` of the tokens in
     ``output_ids``, ``input_...`` of the prompt, in a stream with the first chunk alone. Only position 0 of a prompt has
     no logprob.
+
+    ``num_retractions`` is another name of ``num_preemptions``. ``reasoning_tokens`` is 0: tokens of a thought are not
+    counted apart.
     """
 
     id: str
