@@ -11,7 +11,7 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Sized
-from typing import TYPE_CHECKING, Protocol, SupportsFloat, SupportsIndex, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, SupportsIndex, TypeVar, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +24,8 @@ MAX_COUNT = 2**31 - 1
 MAX_SHOWN_CHARACTERS = 80
 MAX_PATTERN_BYTES = 256
 MAX_TENANT_BYTES = 256
+MAX_NESTING = 1000
+"""Of data that is written as JSON."""
 TEXTS = "a string or a list of strings"
 
 _SHORT = reprlib.Repr()
@@ -208,22 +210,33 @@ def sequence(name: str, value: object, max_items: int = MAX_COUNT, *, allowed: s
     return found
 
 
-def is_larger_as_json(value: object, max_characters: int) -> bool:
-    """Whether nested data certainly has more than ``max_characters`` as JSON, found without making them."""
-    waiting, num_characters = [value], 0
-    while waiting and num_characters + len(waiting) <= max_characters:
-        each = waiting.pop()
-        num_characters += 2  # at least, with what stands between the entries
-        if isinstance(each, str):
-            num_characters += str.__len__(each)
-        elif isinstance(each, dict | list | tuple):
-            entries = cast("dict[object, object] | Sequence[object]", each)
-            if len(entries) > max_characters:
-                return True
-            waiting += [*entries, *entries.values()] if isinstance(entries, dict) else entries
-        elif isinstance(each, int):
-            num_characters += each.bit_length() * 3 // 10
-    return num_characters + len(waiting) > max_characters
+def json_size(value: object, most: int) -> int:
+    """About how many characters nested data has as JSON, and rather fewer, found without making them. More than
+    ``most`` where counting ended there, or at a depth that no JSON has: what holds itself has any number.
+    """
+    level: list[Any] = [value]
+    num_characters = 0
+    for _ in range(MAX_NESTING):
+        num_characters += 2 * len(level)  # at least, with what stands between the entries
+        below: list[Any] = []
+        for each in level:
+            if num_characters > most:
+                return most + 1
+            if isinstance(each, str):
+                num_characters += str.__len__(each)
+            elif isinstance(each, dict | list | tuple):
+                entries = cast("dict[object, object] | Sequence[object]", each)
+                if num_characters + len(below) + len(entries) > most:
+                    return most + 1
+                below += entries.values() if isinstance(entries, dict) else entries
+                if isinstance(entries, dict):
+                    num_characters += sum(3 + str.__len__(key) for key in entries if isinstance(key, str))
+            elif isinstance(each, int):
+                num_characters += each.bit_length() * 3 // 10
+        if not below:
+            return num_characters
+        level = below
+    return most + 1
 
 
 def off(name: str, value: object, allowed: tuple[object, ...], feature: str) -> None:

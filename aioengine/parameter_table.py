@@ -232,7 +232,7 @@ def json_object(name: str, value: object) -> dict[str, object]:
     if not isinstance(value, Mapping):
         raise checks.wrong_type(name, "a dict of what JSON can hold", value)
     given = dict(cast("Mapping[object, object]", value))
-    if checks.is_larger_as_json(given, MAX_JSON_CHARACTERS):
+    if checks.json_size(given, MAX_JSON_CHARACTERS) > MAX_JSON_CHARACTERS:
         raise ValueError(f"{name} must have at most {MAX_JSON_CHARACTERS} characters of JSON, and it has more")
     try:
         text = json.dumps(given, allow_nan=False)

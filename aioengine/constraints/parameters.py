@@ -45,8 +45,10 @@ def json_schema(name: str, value: object) -> str:
         return "{}" if value == _ANY_JSON else _not_empty(name, value)
     if isinstance(value, Mapping):
         given = dict(cast("Mapping[str, object]", value))
-        if checks.is_larger_as_json(given, MAX_CHARACTERS):
-            raise ValueError(f"{name} has more than {MAX_CHARACTERS:,} characters as JSON; at most these are read")
+        if checks.json_size(given, MAX_CHARACTERS) > MAX_CHARACTERS:
+            raise ValueError(
+                f"{name} has more than {MAX_CHARACTERS:,} characters as JSON, or holds itself; at most these are read"
+            )
         try:
             return json.dumps(given, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:

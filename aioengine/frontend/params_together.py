@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, cast
 
-from msgspec import json
-
 from aioengine import checks
 from aioengine import parameter_table as table
 from aioengine.params import CONSTRAINTS, SamplingParams, num_token_ids
@@ -18,7 +16,7 @@ MAX_ENTRIES_OF_CALL: Final = 65_536
 ENTRIES_PER_WORD: Final = 64
 
 MAX_CONSTRAINT_BYTES: Final = 262_144
-"""Of one constraint; of larger ones little is read, and most are refused."""
+"""Of one constraint; larger ones are refused, each for itself."""
 
 MAX_CONSTRAINT_BYTES_OF_CALL: Final = 524_288
 """Of all different parameters of a call: schemas and patterns take up to 2 us a byte to check."""
@@ -88,9 +86,10 @@ class ParamsTogether:
             self._num_ids += num_token_ids(entry) + ENTRIES_PER_WORD * len(entry.bad_words or ())
             return
         if isinstance(entry, Mapping) and not CONSTRAINTS.isdisjoint(cast("Mapping[str, object]", entry)):
-            num_bytes = sum(map(_size, cast("Mapping[str, object]", entry).values()))
-            self._num_constraint_bytes += num_bytes
-            self._cost += num_bytes
+            for name, value in cast("Mapping[str, object]", entry).items():
+                size = _size(value) if name in CONSTRAINTS else 0
+                self._num_constraint_bytes += size if size <= MAX_CONSTRAINT_BYTES else 0
+                self._cost += size
         if isinstance(entry, Mapping) and "custom_params" in entry:
             self._cost += COST_PER_CUSTOM_PARAMS
         if isinstance(entry, Mapping) and not _COSTLY.isdisjoint(given := cast("Mapping[str, object]", entry)):
@@ -105,17 +104,16 @@ class ParamsTogether:
 
 
 def _size(value: object) -> int:
-    """About how many bytes of a constraint are to be checked; 0 where that is refused anyway, or is a class."""
+    """About how many bytes of a constraint are to be checked; 0 for a class. One more than there may be where it is too
+    large, which takes as long to see.
+    """
     if isinstance(value, str):
         size = len(value)
     elif isinstance(value, list | tuple):
         size = sum(len(each) for each in cast("Sequence[object]", value) if isinstance(each, str))
     else:
-        try:
-            size = len(json.encode(value)) if isinstance(value, dict) else 0
-        except (TypeError, ValueError, RecursionError):
-            return 0
-    return size if size <= MAX_CONSTRAINT_BYTES else 0
+        size = checks.json_size(value, MAX_CONSTRAINT_BYTES) if isinstance(value, dict) else 0
+    return min(size, MAX_CONSTRAINT_BYTES + 1)
 
 
 def _num_entries(name: str, value: object) -> int:

@@ -462,10 +462,13 @@ def _params(value: object, given: GivenRows) -> list[SamplingParams]:
 
 
 def _num_samples(params: Sequence[object]) -> int:
-    """``n`` of the first parameters that are right."""
+    """``n`` of the first parameters that give it rightly; the others are checked with their rows."""
     for entry in params[:ROWS_IN_PIECE]:
-        with contextlib.suppress(TypeError, ValueError):
-            return SamplingParams.parse(cast("Sampled | None", entry)).n
+        if isinstance(entry, SamplingParams):
+            return entry.n
+        if isinstance(entry, Mapping) and "n" in entry:
+            with contextlib.suppress(TypeError, ValueError):
+                return SamplingParams.parse({"n": cast("Mapping[str, int]", entry)["n"]}).n
     return 1
 
 

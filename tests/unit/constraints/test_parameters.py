@@ -13,14 +13,14 @@ import msgspec
 import pydantic
 import pytest
 
-from aioengine import SamplingParams
+from aioengine import SamplingParams, checks
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.frontend.requests import generate_request
 from aioengine.frontend.submitter import PromptRules, RequestChecks
 from tests.kit.grammar_walks import demo_grammars, grammar_of, text_of, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 GENEROUS_S = 0.2
@@ -127,6 +127,55 @@ def test_the_constraints_of_one_call_are_bounded_together_and_checked_in_pieces(
     assert generate_request(["a"] * 9, [constraint] * 9, None, stream=False, options={}).is_checked
 
 
+def of_shared_parts() -> dict[str, object]:
+    schema: dict[str, object] = {"type": "string"}
+    for _ in range(60):
+        schema = {"anyOf": [schema, schema]}
+    return schema
+
+
+def of_itself() -> dict[str, object]:
+    schema: dict[str, object] = {}
+    schema["items"] = schema
+    return schema
+
+
+MANY = list(range(140_000))
+
+
+@pytest.mark.parametrize("make", [of_shared_parts, of_itself, lambda: {"enum": MANY}])
+@pytest.mark.parametrize("returns_exceptions", [False, True])
+def test_constraints_that_are_too_large_are_looked_at_one_in_a_turn(
+    make: Callable[[], dict[str, object]], returns_exceptions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    size = checks.json_size
+    monkeypatch.setattr(checks, "json_size", lambda *given: sizes.append(size(*given)) or sizes[-1])
+    params: list[object] = [{"json_schema": make()} for _ in range(5)]
+    options = {"return_exceptions": returns_exceptions}
+    if returns_exceptions:
+        request = generate_request(["a"] * 5, params, None, stream=False, options=options)
+        assert len(request.prompts) == 1
+        assert isinstance(request.prompts[0], ValueError)
+        while not request.is_checked:
+            request.check_more()
+        assert len(sizes) == 10  # each once for its cost, and once for itself
+    else:
+        with pytest.raises(ValueError, match="more than 262,144 characters as JSON, or holds itself"):
+            generate_request(["a"] * 5, params, None, stream=False, options=options)
+        assert len(sizes) == 2
+    assert min(sizes) > 262_144
+
+
+def test_the_number_of_samples_is_read_without_the_other_parameters() -> None:
+    rows: list[object] = [{"regex": "("}, {"n": 2}, {"n": 2}]
+    request = generate_request(["a"] * 3, rows, None, stream=False, options={"return_exceptions": True})
+    assert (request.num_samples, [isinstance(each, ValueError) for each in request.prompts]) == (
+        2,
+        [True, False, False],
+    )
+
+
 def test_an_engine_without_a_tokenizer_refuses_them() -> None:
     rules = PromptRules(
         vocab_size=8, context_length=8, max_total_tokens=8, eos_token_ids=(), stream_interval=1, random_seed=0,
@@ -205,9 +254,7 @@ def test_tags_allow_their_parts_alone() -> None:
 
 
 def test_a_schema_that_shares_its_parts_is_refused_before_it_becomes_text() -> None:
-    schema: dict[str, object] = {"type": "string"}
-    for _ in range(60):
-        schema = {"anyOf": [schema, schema]}
+    schema = of_shared_parts()
     with pytest.raises(ValueError, match="json_schema has more than 262,144 characters as JSON"):
         SamplingParams(json_schema=schema)
 
