@@ -49,12 +49,8 @@ def test_a_script_runs(name: str) -> None:
     assert re.search(SCRIPTS[name], done.stdout, re.DOTALL), done.stdout
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
-
-
-@pytest.mark.process
-def test_a_batch_job_counts_all_its_tokens() -> None:
-    done = run("05_batch.py", given="2 + 2 =\n3 + 4 =\n")
-    assert done.stderr.endswith("10 prompt tokens, 6 output tokens\n")
+    if name == "05_batch.py":
+        assert done.stderr.endswith("10 prompt tokens, 39 output tokens\n")  # of all prompts
 
 
 def run(
