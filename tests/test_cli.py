@@ -334,18 +334,25 @@ def test_a_conversation_that_is_too_long_begins_anew() -> None:
     assert done.stdout.strip()
 
 
+SMALL_BENCH = ("--num-prompts", "3", "--prompt-tokens", "8", "--output-tokens", "4", "--concurrency", "2")
+
+
 @pytest.mark.process
-def test_bench_prints_a_table_or_json() -> None:
-    small = ("--num-prompts", "3", "--prompt-tokens", "8", "--output-tokens", "4", "--concurrency", "2")
-    done = run("bench", "--json", *small)
+def test_bench_prints_json() -> None:
+    done = run("bench", "--json", "--skip-tokenizer-init", *SMALL_BENCH)
     assert (done.returncode, done.stderr) == (0, "")
     figures = json.loads(done.stdout)
     assert (figures["num_requests"], figures["prompt_tokens"], figures["output_tokens"]) == (3, 24, 12)
     assert 0 < figures["first_token_ms_p50"] <= figures["request_ms_p50"] <= figures["request_ms_p99"]
-    done = run("bench", "--skip-tokenizer-init", *small)
-    assert done.stderr == ""
-    assert re.search(r"^output_tokens +12$", done.stdout, re.MULTILINE)
-    assert re.search(r"^milliseconds +p50 +p90 +p99$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_bench_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *SMALL_BENCH]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert re.search(r"^output_tokens +12$", printed.out, re.MULTILINE)
+    assert re.search(r"^milliseconds +p50 +p90 +p99$", printed.out, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("fake_model")
