@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine
+from tests.processes import test_demo_engine
 from tests.processes.restart_kit import pid_of
-from tests.processes.test_demo_engine import PROMPTS, SAMPLINGS, WAYS
+from tests.processes.test_demo_engine import PROMPTS, WAYS
 
 pytestmark = pytest.mark.process
 
+SAMPLINGS = [
+    {**each, "max_new_tokens": 90 if each.get("ignore_eos") else 48} for each in test_demo_engine.SAMPLINGS
+]  # so many that requests lose their pages
 OPTIONS: dict[str, Any] = {
     "return_logprob": True,
     "logprob_start_len": [0, -1, 2, 0, 1, 30, 0],
