@@ -89,7 +89,7 @@ class _Translator:
             message = f"it is no regular expression of Python: {error}"
             raise ValueError(message) from None
         flags = parsed.state.flags
-        self._is_ascii = is_searched or bool(flags & re.ASCII)
+        self._is_searched = is_searched
         try:
             self.text = self._whole(list(parsed), flags, open_start=is_searched, open_end=is_searched)
         except RecursionError:
@@ -117,8 +117,8 @@ class _Translator:
             return f"(?:{'|'.join(branches)})"
         if code is codes.SUBPATTERN:
             _, added, removed, inner = value
-            flags = (flags | added) & ~removed
-            return f"(?:{self._whole(list(inner), flags, open_start=open_start, open_end=open_end)})"
+            inside = _flags_inside(flags, added, removed)
+            return f"(?:{self._whole(list(inner), inside, open_start=open_start, open_end=open_end)})"
         text = self._sequence(items, flags, 1)
         return f"{_ANY_TEXT if open_start else ''}{text}{_ANY_TEXT if open_end else ''}"
 
@@ -139,7 +139,7 @@ class _Translator:
             return f"(?:{'|'.join(self._sequence(list(branch), flags, repeats) for branch in value[1])})"
         if code is codes.SUBPATTERN:
             _, added, removed, inner = value
-            return f"(?:{self._sequence(list(inner), (flags | added) & ~removed, repeats)})"
+            return f"(?:{self._sequence(list(inner), _flags_inside(flags, added, removed), repeats)})"
         if code in (codes.MAX_REPEAT, codes.MIN_REPEAT):
             return self._repeat(*value, flags=flags, repeats=repeats)
         if code is codes.AT:
@@ -175,7 +175,8 @@ class _Translator:
         if code is codes.CATEGORY:
             base = _NEGATED.get(value, value)
             is_wide = (base is not value) is not is_negated  # what is left out must be left out in every reading
-            table = _WIDEST if is_wide else _ASCII if self._is_ascii else _UNICODE
+            is_ascii = self._is_searched or flags & re.ASCII
+            table = _WIDEST if is_wide else _ASCII if is_ascii else _UNICODE
             return table[base] if base is value else f"[^{table[base]}]"
         first, last = (value, value) if code is codes.LITERAL else value
         written = escaped(first) if first == last else f"{escaped(first)}-{escaped(last)}"
@@ -186,7 +187,7 @@ class _Translator:
         if first != last:
             written += _other_case(first, last, "AZ", 32) + _other_case(first, last, "az", -32)
         else:
-            written += "".join(escaped(ord(each)) for each in _same_letters(chr(first)))
+            written += "".join(escaped(ord(each)) for each in _same_letters(chr(first), flags))
         return written + (_FOLDED_BY_ASCII if is_negated else "")
 
 
@@ -196,8 +197,17 @@ def _other_case(first: int, last: int, ends: str, distance: int) -> str:
     return f"{chr(first + distance)}-{chr(last + distance)}" if first <= last else ""
 
 
-def _same_letters(char: str) -> list[str]:
+def _flags_inside(flags: int, added: int, removed: int) -> int:
+    """The flags within a group: ASCII and Unicode each end the other."""
+    if added & (re.ASCII | re.UNICODE):
+        flags &= ~(re.ASCII | re.UNICODE)
+    return (flags | added) & ~removed
+
+
+def _same_letters(char: str, flags: int) -> list[str]:
     """The characters that are the same as this one where case is ignored, as far as Python takes them for it."""
+    if flags & re.ASCII:
+        return [char.swapcase()] if char.isascii() else []
     lower = unicode_tolower(ord(char))
     known = {lower, *cases._EXTRA_CASES.get(lower, ())}
     found = {char.lower(), char.upper(), char.title(), char.casefold()}

@@ -68,6 +68,24 @@ def test_it_matches_what_python_matches(pattern: str, texts: list[str]) -> None:
     ]
 
 
+LETTERS = "aKks\u017f\u212aéÉςσΣµμ\u039cİı1\u0666_ \x85\x1c\u2003Ľ-"
+
+
+@pytest.mark.parametrize(
+    "flags", ["(?a)%s", "(?ia)%s", "(?a:%s)", "(?i)(?a:%s)", "(?a)(?u:%s)", "(?a:(?u:%s))", "(?ia)(?-i:%s)"]
+)
+@pytest.mark.parametrize(
+    "part", [r"\w", r"\d", r"\s", r"[^\w]", r"[\w-]", "é", "[é]", "ς", "\u017f", "µ", "k", "[a-z]"]
+)
+def test_flags_of_groups_mean_what_they_do_in_python(flags: str, part: str) -> None:
+    pattern = flags % part
+    grammar = regex(pattern)
+    for char in LETTERS:
+        assert not accepts(grammar, char) or re.fullmatch(pattern, char)
+    is_plain = part in (r"\w", r"\d", "k", "[a-z]") and "i" not in flags
+    assert not is_plain or all(accepts(grammar, char) == bool(re.fullmatch(pattern, char)) for char in LETTERS)
+
+
 _atoms = st.sampled_from(["a", "b", "[ab]", "[^a]", r"\d", ".", "é", r"\.", r"\w"])
 
 
