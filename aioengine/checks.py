@@ -62,6 +62,12 @@ def _shown(value: object) -> str:
     return shortened if len(shortened) <= MAX_SHOWN_CHARACTERS else f"{shortened[:MAX_SHOWN_CHARACTERS]}..."
 
 
+def cut(text: str) -> str:
+    """A text of several parts in a readable length: its beginning and its end."""
+    most = 4 * MAX_SHOWN_CHARACTERS
+    return text if len(text) <= 2 * most else f"{text[:most]} ... {text[-most:]}"
+
+
 def num_items(value: object) -> int:
     """Of a list, an array and the like; 0 for all else."""
     if isinstance(value, list | tuple):

@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from aioengine import checks
 from aioengine.constraints.lark import checked_lark
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.machine import num_threads
@@ -369,9 +370,9 @@ class Grammars:
             try:
                 text = checked_lark(any_to_lark(text))
             except UnsupportedSchemaError as error:
-                raise GrammarError(f"in the schema behind its %json, {error}") from error
+                raise GrammarError(f"in the schema behind its %json, {checks.cut(str(error))}") from error
             except Exception as error:  # whatever its parser in Python meets
-                raise GrammarError(f"it is read neither as GBNF nor as Lark: {error}") from error
+                raise GrammarError(f"it is read neither as GBNF nor as Lark: {checks.cut(str(error))}") from error
             text = LLMatcher.grammar_from_lark(text)
         limits = LLParserLimits(
             step_lexer_fuel=_MASK_FUEL,
@@ -493,10 +494,11 @@ def _why(matcher: Any) -> str:
         return "no text fits it: a part of it, such as an empty class, matches nothing"
     if "nsatisfiable" in error:
         place = re.search(r"required property '.*?'", error)
-        return f"no value fits {place[0] if place else 'it'}: keywords contradict each other, or a pattern fits no text"
+        what = checks.cut(place[0]) if place else "it"
+        return f"no value fits {what}: keywords contradict each other, or a pattern fits no text"
     if re.search("fuel|limit|items|[tT]oo (?:many|big|large)", error):
         return "it takes more work than is allowed; make it smaller, with fewer repetitions or alternatives"
-    return error
+    return checks.cut(error)
 
 
 def _ends_with(text: bytes, end: bytes) -> bool:

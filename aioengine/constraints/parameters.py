@@ -183,10 +183,10 @@ def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None
     try:
         kind, made = _made(name, tuple(cast("list[str]", value)) if isinstance(value, list) else value, space)
     except UnsupportedSchemaError as error:
-        message = f"{parameter} cannot be enforced: {error}"
+        message = f"{parameter} cannot be enforced: {checks.cut(str(error))}"
         raise UnsupportedSchemaError(message, pointer=error.pointer, keyword=error.keyword) from None
     except ValueError as error:
-        raise ValueError(f"{parameter}: {error}") from None
+        raise ValueError(f"{parameter}: {checks.cut(str(error))}") from None
     return Grammar(
         kind,
         made,

@@ -159,7 +159,7 @@ def search_options(
 
 def _unknown(name: str) -> TypeError:
     hint = our_way(name) or checks.did_you_mean(name, (*OWN, *ALWAYS, *IF_PROCESSED))
-    return TypeError(f"unexpected argument {name!r}{hint}: beam_search takes {', '.join(OWN)}, {_TAKEN}")
+    return TypeError(f"unexpected argument {checks.shown(name)}{hint}: beam_search takes {', '.join(OWN)}, {_TAKEN}")
 
 
 def _check_prompt(prompt: object) -> None:

@@ -84,7 +84,11 @@ def given_embeds(value: object, rules: EncodeRules) -> GivenEmbeds:
     """One array, or the arrays of a batch: those of a list, or of an array of three dimensions."""
     rows = _rows(NAME, value)
     first = rows[0]
-    is_batch = checks.num_items(first) > 0 and checks.num_items(cast("Sequence[object]", first)[0]) > 0
+    is_batch = (
+        isinstance(first, list | tuple | checks.Array)
+        and checks.num_items(first) > 0
+        and checks.num_items(cast("Sequence[object]", first)[0]) > 0
+    )
     values = list(rows) if is_batch else [rows]
     return GivenEmbeds(values, is_batch, partial(embeds_prompt, rules=rules))
 

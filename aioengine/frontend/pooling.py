@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from msgspec import Struct
 from msgspec.structs import replace
 
-from aioengine import answers
+from aioengine import answers, checks
 from aioengine.errors import RequestError, RequestTooLargeError
 from aioengine.frontend.outputs import CallOutput
 from aioengine.protocol.columns import POOLED_VECTOR
@@ -64,7 +64,7 @@ class Pooled(Struct, frozen=True, kw_only=True):
             raise ValueError(f"dimensions must be at most {vector_size} with this model, got {self.dimensions}")
         if self.prompt_name is not None and self.prompt_name not in settings.prompts:
             known = ", ".join(map(repr, settings.prompts)) or "none"
-            raise ValueError(f"prompt_name {self.prompt_name!r} is not known; the model's prompts: {known}")
+            raise ValueError(f"prompt_name {checks.shown(self.prompt_name)} is not known; the model's prompts: {known}")
 
 
 def completed(pooled: Pooled | None, settings: PoolingSettings, task: str, vector_size: int) -> Pooled | None:

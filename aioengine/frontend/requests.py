@@ -524,7 +524,7 @@ def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
     if name in ARGUMENTS or name in ALIASES:
         return TypeError(f"unexpected argument {name!r}: the constructor of the engine takes it")
     hint = checks.did_you_mean(name, (*known, *_OFF))
-    return TypeError(f"unexpected argument {name!r}{hint}; there are {', '.join(known)}")
+    return TypeError(f"unexpected argument {checks.shown(name)}{hint}; there are {', '.join(known)}")
 
 
 def _rid(value: object) -> str:

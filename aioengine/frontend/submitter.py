@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, cast
 from msgspec import Meta, Struct, ValidationError, convert
 from msgspec.structs import replace
 
+from aioengine import checks
 from aioengine import params as wire
 from aioengine.answers import RowFacts
 from aioengine.config import PoolingSettings
@@ -139,7 +140,7 @@ class RequestChecks:
         known = self.rules.logits_processors
         if name and name not in known:
             allowed = f"allows {', '.join(known)}" if known else "allows none (logits_processors of the constructor)"
-            raise ValueError(f"custom_logit_processor {name!r} is not known: this engine {allowed}")
+            raise ValueError(f"custom_logit_processor {checks.shown(name)} is not known: this engine {allowed}")
 
     def parts_of(self, params: SamplingParams, known: dict[int, object]) -> ParamsParts:
         """As made last, or ``known`` by the identity of the parameters. ValueError: an id outside the vocabulary."""

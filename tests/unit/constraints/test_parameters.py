@@ -302,3 +302,19 @@ def test_a_constraint_does_not_hold_its_caller_for_long(params: Mapping[str, Any
 def test_what_would_take_long_to_compile_is_refused(params: Mapping[str, Any]) -> None:
     with pytest.raises(UnsupportedSchemaError, match="too many classes"):
         SamplingParams.parse(params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"json_schema": {"x" * 100_000: 1}},
+        {"json_schema": {"properties": {"x" * 50_000: {"not": {}}}}},
+        {"structural_tag": {"format": {"type": "x" * 100_000}}},
+        {"ebnf": "start: " + "x" * 60_000},
+        {"ebnf": f'start: %json {{"{"x" * 60_000}": 1}}'},
+    ],
+)
+def test_errors_are_cut_to_a_readable_length(params: Mapping[str, Any]) -> None:
+    with pytest.raises(ValueError, match="x") as caught:
+        demo_grammars().compile(grammar_of(**params)).result(timeout=20)
+    assert len(str(caught.value)) < 900

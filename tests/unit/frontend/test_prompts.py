@@ -264,3 +264,15 @@ def test_rows_that_share_parameters_share_the_parsed_ones() -> None:
     ask = generate_request(["a", "b", "c"], [shared, {"stop": ["a"]}, shared], None, stream=False, options={})
     assert ask.params[0] is ask.params[2]
     assert ask.params[0] == ask.params[1]
+
+
+@pytest.mark.parametrize("embeds", [[{"a": 1}], [{1}], [""], [["a"]], [[{"a": 1}]]])
+def test_what_is_no_array_of_embeddings_is_a_type_error_of_its_field(embeds: object) -> None:
+    with pytest.raises(TypeError, match=r"^input_embeds.* must be a float array"):
+        generate_request(None, None, None, stream=False, options={"input_embeds": embeds})
+
+
+def test_names_that_are_not_known_are_cut() -> None:
+    with pytest.raises(TypeError, match="unexpected argument 'xxx") as caught:
+        generate_request("a", None, None, stream=False, options={"x" * 1_000_000: 1})
+    assert len(str(caught.value)) < 900
