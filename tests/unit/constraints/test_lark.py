@@ -6,7 +6,7 @@ import pytest
 
 from aioengine.constraints.lark import checked_lark
 from aioengine.grammars import GrammarError
-from tests.kit.grammar_walks import allowed, demo_grammars, grammar_of, token_bytes, walk
+from tests.kit.grammar_walks import accepts, allowed, demo_grammars, grammar_of, token_bytes, walk
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,12 @@ def test_many_alternatives_and_rules_that_are_used_often_are_allowed() -> None:
     names = "start: T+\nT: " + " | ".join(f'"{i} "' for i in range(3000))
     for text in (words, names, 'start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]{1,9}/ ~ 1..3 | "-"{2} e'):
         walk(grammar_of(ebnf=text), 0, max_tokens=20)
+
+
+def test_letters_of_gbnf_may_be_escaped() -> None:
+    grammar = grammar_of(ebnf=r'root ::= "\u00e9\\u00e9" [\u00e9-\u00ff] "\U0001F600" "\u20ac"')
+    assert accepts(grammar, r"é\u00e9ê😀€")
+    assert not accepts(grammar, r"é\u00e9a😀€")
 
 
 def test_a_text_is_read_once() -> None:
