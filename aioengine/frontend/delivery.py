@@ -30,8 +30,8 @@ MAX_WOKEN = 128
 the others are woken: a thousand streams trigger no garbage collection at every step, and no turn is long."""
 
 
-MAX_EXTRA_BYTES: Final = 512 * 1024
-"""Size of the extras that are read in one turn of the loop: as logprobs about 65,000, which take some milliseconds."""
+MAX_EXTRA_BYTES: Final = 256 * 1024
+"""Size of the extras that are read in one turn of the loop: 33,000 to 65,000 logprobs, some milliseconds."""
 
 EXTRA_BYTES: Final = 128
 """Counted of every extra beside its data: the least of them takes about as long as so many bytes of logprobs."""
