@@ -37,6 +37,17 @@ _LATER: Final = {
 }
 """Parameters to come: name -> the feature."""
 
+ARGUMENTS_OF_CALLS: Final = frozenset(
+    """
+    input_ids input_embeds stream rid priority tenant timeout queue_timeout first_token_timeout refuse_late resume_ttl
+    return_exceptions return_prompt_token_ids add_special_tokens truncate_prompt_tokens cache_salt return_hidden_states
+    custom_logit_processor session_params return_logprob logprob_start_len top_logprobs_num token_ids_logprob
+    return_text_in_logprobs chat_template enable_thinking tools chat_template_kwargs
+    """.split()  # noqa: SIM905  # thirty quoted names would hide the list
+)
+"""Names that stand beside ``sampling_params``, not in them. Their types are in ``frontend.requests``, which needs this
+module."""
+
 Params = TypeVar("Params")
 Default = TypeVar("Default")
 
@@ -160,6 +171,10 @@ class Table:
         """The error about a name that does not exist, with what to use instead."""
         if isinstance(key, str) and key in _LATER:
             return UnknownParameterError(f"sampling parameter {key!r} is not supported yet ({_LATER[key]})")
+        if isinstance(key, str) and key in ARGUMENTS_OF_CALLS:
+            return UnknownParameterError(
+                f"unknown sampling parameter {key!r}: it is an argument of the call, beside sampling_params"
+            )
         hint = (our_way(key) or checks.did_you_mean(key, self.fields)) if isinstance(key, str) else ""
         return UnknownParameterError(f"unknown sampling parameter {checks.shown(key)}{hint}")
 

@@ -20,6 +20,7 @@ import json
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
+from aioengine.checks import did_you_mean
 from aioengine.constraints.one_of import TYPES, exclusive
 from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import (
@@ -67,6 +68,15 @@ _ENFORCED: Final = frozenset(
         "items", "prefixItems", "minItems", "maxItems",
     )
 )  # fmt: skip
+_NOT_ENFORCED: Final = frozenset(
+    (
+        "$id", "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary", "id",
+        "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames",
+        "unevaluatedProperties", "unevaluatedItems", "additionalItems", "contains", "minContains", "maxContains",
+        "uniqueItems", "contentEncoding", "contentMediaType", "contentSchema",
+    )
+)  # fmt: skip
+"""Keywords of JSON Schema, which are not misspelt."""
 
 
 class Budget:
@@ -169,7 +179,8 @@ class _Compiler:
         )
         for keyword in place.given:
             if keyword not in _ENFORCED and keyword not in _ANNOTATIONS and not keyword.startswith("x-"):
-                place.refuse(keyword, "is not enforced; leave it out, and check for it yourself")
+                hint = "" if keyword in _NOT_ENFORCED else did_you_mean(keyword, _ENFORCED | _ANNOTATIONS)
+                place.refuse(keyword, f"is not enforced{hint}; leave it out, and check for it yourself")
         found = self._any_type(place)
         types = found.get("type", TYPES)
         allowed = {types} if isinstance(types, str) else set(types)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_type_hints
 
 import msgspec
 
@@ -59,12 +60,31 @@ def json_schema(name: str, value: object) -> str:
 
 
 def _schema_of_type(name: str, of: object) -> str:
+    kind = type(of)
+    if dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct) or hasattr(kind, "model_json_schema"):
+        raise TypeError(f"{name} is an object of the class {kind.__name__}; pass the class {kind.__name__} itself")
     try:
         return _made_schema(of)
     except TypeError as error:
         allowed = "JSON text, a dict, or a class (pydantic, msgspec or dataclass)"
-        reason = " ".join(str(error).split())  # of several lines
-        raise TypeError(f"{checks.wrong_type(name, allowed, of)}: {reason}") from error
+        reason = " ".join(str(error).strip().splitlines()[-1:])  # the lines above advise callers of msgspec
+        raise TypeError(f"{checks.wrong_type(name, allowed, of)}: {_field_at_fault(of)}{reason}") from error
+
+
+def _field_at_fault(of: Any, outer: tuple[object, ...] = ()) -> str:
+    """The field of a class for whose type no schema can be made, as "Class.field: "; empty if it is no field's.
+
+    outer: the classes in which it stands.
+    """
+    is_class = isinstance(of, type) and (dataclasses.is_dataclass(of) or issubclass(of, msgspec.Struct))
+    for name, hint in get_type_hints(of, include_extras=True).items() if is_class else ():
+        if any(hint is each for each in (of, *outer)):
+            continue
+        try:
+            msgspec.json.schema(hint)
+        except TypeError:
+            return _field_at_fault(hint, (of, *outer)) or f"{of.__name__}.{name}: "
+    return ""
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final, NoReturn, cast
 
-from aioengine.checks import shown
+from aioengine.checks import did_you_mean, shown
 from aioengine.constraints.json_schema import Budget, compiled
 from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import Place
@@ -63,6 +63,10 @@ def lark_of(value: object, *, whitespace: dict[str, object]) -> str:
     tag = _object(given, "")
     if "format" in tag:
         parts = reader.read(tag["format"], "/format", 0)
+    elif "structures" not in tag:
+        keys = ", ".join(map(shown, sorted(tag)[:5])) or "nothing"
+        message = f'it has no "format": put the format under it, as {{"format": {{"type": ...}}}}; it has {keys}'
+        raise ValueError(message)
     else:
         parts = reader.triggered(tag, _structures(tag), "", 0)
     start = grammar.write(parts, "/format").name
@@ -227,7 +231,8 @@ def _wrong(pointer: str, allowed: str, value: object) -> NoReturn:
 def _check_options(given: dict[str, Any], kind: str, pointer: str) -> None:
     for key in sorted(given.keys() - {"type", *_OPTIONS[kind]}):
         if given[key] not in _UNSET:
-            refuse(f"{pointer}/{key}", key, "is not enforced; leave it out")
+            hint = did_you_mean(key, _OPTIONS[kind])
+            refuse(f"{pointer}/{key}", key, f"is not enforced{hint}; leave it out")
 
 
 def _object(value: object, pointer: str) -> dict[str, Any]:

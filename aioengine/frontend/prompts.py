@@ -256,6 +256,8 @@ def encode_rules(options: Mapping[str, object]) -> EncodeRules:
 def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> TextPrompt:
     value = checks.plain(value)
     if not isinstance(value, str):
+        if isinstance(value, Mapping) and "role" in value:
+            raise checks.wrong_type(name, "a string (messages with a role are given to chat)", value)
         is_id = isinstance(value, int) and not isinstance(value, bool)
         raise checks.wrong_type(name, "a string (token ids are given as input_ids)" if is_id else "a string", value)
     if not value:

@@ -200,6 +200,9 @@ async def _labels(value: object, num_items: int, parts: Running) -> list[list[in
 async def _checked_labels(name: str, given: list[object], vocab_size: int, turns: _Turns) -> list[int]:
     seen = dict[int, None]()
     for entry in given:
+        if isinstance(entry, str):
+            allowed = f"token ids, such as engine.tokenizer.encode({checks.shown(entry)}, add_special_tokens=False)"
+            raise checks.wrong_type(f"{name} entries", allowed, entry)
         label = checks.whole(f"{name} entries", entry, 0, vocab_size - 1)
         if label in seen:
             raise ValueError(f"{name} has {label} twice; give each label once")

@@ -8,8 +8,11 @@ state of a request: steps are computed again after a preemption, or by another p
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import partial
 from itertools import groupby
+from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
@@ -107,8 +110,18 @@ class CustomProcessors:
         """Keep the error of a row of logits [S, W], and let no token be drawn of it."""
         limit = f"it took longer than {LIMIT_S:g} s (less behind other rows that did)"
         why = limit if isinstance(error, OutOfTimeError) else describe(error)
-        self.errors[row.uid] = f"custom_logit_processor {_name_of(row)!r} failed: {why}"
+        name = _name_of(row)
+        self.errors[row.uid] = f"custom_logit_processor {name!r} failed{_place(self._processors[name], error)}: {why}"
         logits[row.index] = torch.nan
+
+
+def _place(processor: CustomLogitsProcessor, error: BaseException) -> str:
+    """Where in the files of its classes a processor failed: the innermost line; empty where that is elsewhere."""
+    modules = {sys.modules.get(base.__module__) for base in type(processor).__mro__}
+    files = {getattr(module, "__file__", None) for module in modules}
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    places = [f" at {Path(name).name}:{line}" for name, line in frames if name in files]
+    return places[-1] if places else ""
 
 
 def _name_of(row: LogitsRow) -> str:

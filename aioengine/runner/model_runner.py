@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     Facts = dict[str, str | int | float | bool]
 
 _NOT_FINITE = "the model produced non-finite values (NaN or inf) for this request: its weights or its dtype overflow"
-_NOTHING_LEFT = "; or its allowed_token_ids and bad_words leave no token to draw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,5 +436,12 @@ def _why_bad(request: RequestRow | None) -> str:
     """Why no token could be drawn for a request, which may be closed by now."""
     if request is not None and request.sampling.custom_processor:
         return _NOT_FINITE + f"; or custom_logit_processor {request.sampling.custom_processor!r} returned them"
-    is_restricted = request is not None and (request.sampling.allowed_token_ids or request.sampling.bad_token_ids)
-    return _NOT_FINITE + _NOTHING_LEFT if is_restricted else _NOT_FINITE
+    if request is None or not (request.sampling.allowed_token_ids or request.sampling.bad_token_ids):
+        return _NOT_FINITE
+    sampling = request.sampling
+    names = [
+        *(["allowed_token_ids"] if sampling.allowed_token_ids else []),
+        *(["bad_words"] if sampling.bad_token_ids else []),
+        *([sampling.grammar.parameter] if sampling.grammar is not None else []),
+    ]
+    return f"no token is left to draw by {' and '.join(names)}{' together' * (len(names) > 1)}; or {_NOT_FINITE}"

@@ -70,11 +70,11 @@ def test_a_bias_is_what_logit_bias_is_also_after_preemption(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("raise", f"custom_logit_processor '{BROKEN}' failed: KeyError: 'missing'"),
+        ("raise", f"custom_logit_processor '{BROKEN}' failed at processors.py:[1-9][0-9]+: KeyError: 'missing'"),
         ("surrogate", r"ValueError: \\ud800$"),
         ("long", r"ValueError: x{4000,4100}\.\.\. \(1000012 characters\)$"),
         ("message", r"UnprintableError \(its message raised KeyError\)$"),
-        ("none", "TypeError: it returned NoneType, not the logits"),
+        ("none", f"custom_logit_processor '{BROKEN}' failed: TypeError: it returned NoneType, not the logits"),
         ("shape", rf"ValueError: it returned logits of the shape \[1, {VOCAB_SIZE - 1}\], not \[1, {VOCAB_SIZE}\]"),
         ("rows", r"ValueError: it returned logits of the shape \[0, "),
         ("dtype", "TypeError: it returned torch.float64 on cpu, not torch.float32 on cpu"),

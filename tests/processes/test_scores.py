@@ -88,6 +88,11 @@ def test_a_classifier_gives_its_own_scores(tmp_path: Path) -> None:
         (("q", ["a"], [[]]), {}, r"label_token_ids\[0\] is empty"),
         (("q", ["a"], [3, 3]), {}, "has 3 twice"),
         (("q", ["a"], [True]), {}, "label_token_ids entries"),
+        (
+            ("q", ["a"], [" Rome"]),
+            {},
+            r"label_token_ids entries must be token ids, .*tokenizer\.encode\(' Rome', .*got",
+        ),
         (("q", ["a"], [-1]), {}, "label_token_ids entries .*-1"),
         (("q", ["a"], [10**7]), {}, "label_token_ids entries .*10000000"),
         (([1, 2], ["a"], [1]), {}, r"items\[0\] is 'a' and query is \[1, 2\]; give all of them as texts"),

@@ -8,7 +8,8 @@ import aioengine
 from aioengine import AsyncEngine, Engine, SamplingParams, UnknownParameterError
 from aioengine.args import ALIASES, engine_config
 from aioengine.foreign_names import OUR_WAY
-from aioengine.frontend.requests import generate_request
+from aioengine.frontend.requests import ChatOptions, GenerateOptions, generate_request
+from aioengine.parameter_table import ARGUMENTS_OF_CALLS
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 
 
@@ -77,3 +78,16 @@ def test_sampling_parameters_of_other_engines_say_ours(name: str) -> None:
     for make in (lambda: SamplingParams(**{name: 1}), lambda: SamplingParams.parse({name: 1})):  # type: ignore[arg-type]
         with pytest.raises(UnknownParameterError, match=say(name)):
             make()
+
+
+def test_arguments_of_calls_are_no_sampling_parameters() -> None:
+    known = {*GenerateOptions.__annotations__, *ChatOptions.__annotations__, "input_ids", "stream"}
+    assert known == ARGUMENTS_OF_CALLS
+    for name in known:
+        with pytest.raises(UnknownParameterError, match=f"{name!r}: it is an argument of the call, beside sampling_p"):
+            SamplingParams.parse({name: None})
+
+
+def test_messages_given_as_a_prompt_are_for_chat() -> None:
+    with pytest.raises(TypeError, match=r"prompt\[0\] must be a string \(messages with a role are given to chat\)"):
+        generate_request([{"role": "user", "content": "a"}], None, None, stream=False, options={})

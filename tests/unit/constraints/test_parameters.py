@@ -67,6 +67,31 @@ def test_an_object_that_has_no_schema_is_refused_in_one_line() -> None:
         SamplingParams(json_schema=object())
 
 
+@dataclass
+class Owner:
+    itself: Owner
+    cats: list[Cat]
+    anything: object
+
+
+@dataclass
+class House:
+    owner: Owner
+
+
+@pytest.mark.parametrize("of", [Owner, House])
+def test_a_field_without_a_schema_is_named(of: type) -> None:
+    with pytest.raises(TypeError, match=r" of type type: Owner\.anything: type <class 'object'> is not supported$"):
+        SamplingParams(json_schema=of)
+
+
+@pytest.mark.parametrize("value", [Cat("Tom"), Dog("Pug"), Bird(can_fly=True, wings=2)])
+def test_an_object_of_a_class_is_told_to_be_the_class(value: object) -> None:
+    name = type(value).__name__
+    with pytest.raises(TypeError, match=f"^json_schema is an object of the class {name}; pass the class {name} itself"):
+        SamplingParams.parse({"json_schema": value})
+
+
 @pytest.mark.parametrize("name", ["json_schema", "regex", "ebnf", "structural_tag", "reasoning_end"])
 def test_empty_text_is_refused_and_not_taken_for_no_constraint(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must have at least one character, got ''; leave it out"):
@@ -207,6 +232,11 @@ def test_tags_that_cannot_be_enforced_are_refused(tag: dict[str, Any], match: st
         ({"regex": "a(?=b)"}, " cannot be enforced: it has lookaround; write it without"),
         ({"json_schema": "{"}, ": it is no JSON text"),
         ({"json_schema": '{"not": {}}'}, " cannot be enforced: 'not' at # is not enforced; leave it out"),
+        ({"json_schema": '{"contains": {}}'}, " cannot be enforced: 'contains' at # is not enforced; leave it out"),
+        (
+            {"json_schema": '{"maxLenght": 3}'},
+            " cannot be enforced: 'maxLenght' at # is not enforced (did you mean 'maxLength'?); leave it out",
+        ),
         ({"json_schema": '{"type": "string", "pattern": "(?=a)"}'}, " cannot be enforced: '(?=a)' at /pattern: it has"),
         ({"structural_tag": '{"format": {"type": "regex", "pattern": "("}}'}, ": '(' at /format/pattern: it is no"),
         (

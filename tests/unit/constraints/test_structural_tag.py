@@ -349,6 +349,7 @@ TEXT_TAG = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end
         ({"type": "grammar", "grammar": "root ::= 'a'"}, "/type", "'grammar'"),
         ({"type": "any_text", "max_tokens": 3}, "/max_tokens", "is not enforced; leave it out"),
         ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "/style", "is not enforced"),
+        ({"type": "triggered_tags", "trigers": ["<"]}, "/trigers", r"is not enforced \(did you mean 'triggers'\?\);"),
         (
             {"type": "sequence", "elements": [{"type": "regex", "pattern": "a*"}, {"type": "json_schema",
              "json_schema": {}}]},
@@ -393,3 +394,8 @@ def test_what_could_not_be_kept_is_refused_by_name(given: Format, pointer: str, 
 def test_what_is_no_structural_tag_is_named(given: Format, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         SamplingParams(structural_tag={"format": given})
+
+
+def test_a_format_at_the_top_is_told_to_stand_under_format() -> None:
+    with pytest.raises(ValueError, match=r"it has no \"format\": put the format under it, .*; it has 'tags', 'type'$"):
+        SamplingParams(structural_tag={"type": "triggered_tags", "tags": [TEXT_TAG]})
