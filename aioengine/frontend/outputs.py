@@ -197,7 +197,8 @@ class RowStream:
         else:
             self.join()
         made = answers.chunk(self.facts, self)
-        self._add_more(made)
+        if self.extras or self.facts.readers:
+            self._add_more(made)
         self.text_offset += len(self.text)
         self.token_offset += len(self.token_ids)
         self.is_queued = False
@@ -209,7 +210,8 @@ class RowStream:
         """The whole row. Under the lock, behind its end."""
         self.join()
         made = answers.answer(self.facts, self)
-        self._add_more(made)
+        if self.extras or self.facts.readers:
+            self._add_more(made)
         return made
 
     def _add_more(self, made: Answer | Chunk) -> None:
