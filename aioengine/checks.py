@@ -236,7 +236,8 @@ def json_size(value: object, most: int) -> int:
                     return most + 1
                 below += entries.values() if isinstance(entries, dict) else entries
                 if isinstance(entries, dict):
-                    num_characters += sum(3 + str.__len__(key) for key in entries if isinstance(key, str))
+                    num_characters += 3 * len(entries)
+                    num_characters += sum(str.__len__(key) for key in entries if isinstance(key, str))
             elif isinstance(each, int):
                 num_characters += each.bit_length() * 3 // 10
         if not below:
