@@ -199,6 +199,7 @@ class EngineFace(ABC):
         options = search_options(beam_width, max_new_tokens, length_penalty, sampling, mode=mode)
         return await beam_search(self.async_generate, parts, prompt, options)
 
+    @signatures.own_arguments
     async def async_score(
         self,
         query: str | TokenIds | None = None,
@@ -241,6 +242,7 @@ class EngineFace(ABC):
         reader = frontend.attachments.attach(rid, from_offset, frontend)
         return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
 
+    @signatures.own_arguments
     async def async_open_session(
         self,
         capacity_of_str_len: int = 0,
@@ -371,6 +373,13 @@ class AsyncEngine(EngineFace):
             await run.end()
         self._is_closed = True
 
+    if not TYPE_CHECKING:  # type checkers know that there is no ``with``
+
+        def __enter__(self) -> NoReturn:
+            raise TypeError("an AsyncEngine is opened by `async with`; for `with` there is Engine")
+
+        __exit__ = __enter__  # without it Python would not call the other
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self
@@ -412,6 +421,7 @@ class AsyncEngine(EngineFace):
 
     # ------------------------------------------------------------ sessions
 
+    @signatures.own_arguments
     async def open_session(
         self,
         capacity_of_str_len: int = 0,
@@ -479,6 +489,7 @@ class AsyncEngine(EngineFace):
         """
         return await self._running().controls.stop_profile()
 
+    @signatures.own_arguments
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new calls and wait for all requests. After ``timeout`` seconds end them with reason ``shutdown``.
 

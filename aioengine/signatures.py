@@ -7,12 +7,14 @@ One prompt has one type of result, a list of prompts another, a stream a third: 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence  # noqa: TC003  # for typing.get_type_hints(EngineArguments)
-from inspect import Parameter, Signature
+from functools import wraps
+from inspect import Parameter, Signature, iscoroutinefunction, signature
 from pathlib import PurePath  # noqa: TC003
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypedDict, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypedDict, TypeVar, cast, overload
 
 from aioengine.answers import Answer, BatchOutput, Embedding, Ranking
 from aioengine.args import ARGUMENTS
+from aioengine.frontend.requests import check_names
 from aioengine.stream import Generation, Stream
 
 if TYPE_CHECKING:
@@ -127,6 +129,21 @@ def engine_arguments(method: Method) -> Method:
     method.__doc__ = EngineArguments.__doc__
     method.__dict__["__signature__"] = Signature([*first, *others], return_annotation=None)
     return method
+
+
+def own_arguments(method: Method) -> Method:
+    """Make a keyword that a method does not take a TypeError that names the nearest one, as in ``generate``."""
+    known = {name: each for name, each in signature(method).parameters.items() if name != "self"}
+
+    def call(*arguments: object, **options: object) -> object:
+        unknown = {name: value for name, value in options.items() if name not in known}
+        check_names(unknown, (), known)
+        return method(*arguments, **options)
+
+    async def call_async(*arguments: object, **options: object) -> object:
+        return await cast("Any", call(*arguments, **options))
+
+    return cast("Method", wraps(method)(call_async if iscoroutinefunction(method) else call))
 
 
 One = TypeVar("One", covariant=True)

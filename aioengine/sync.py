@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from aioengine import signatures
 from aioengine.engine import EngineFace
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend import callers, info, requests
@@ -264,6 +265,7 @@ class Engine(EngineFace):
         self._blocking()
         return self._portal.call(self.async_beam_search(prompt, beam_width, max_new_tokens, length_penalty, **sampling))
 
+    @signatures.own_arguments
     def score(
         self,
         query: str | TokenIds | None = None,
@@ -288,6 +290,7 @@ class Engine(EngineFace):
 
     # ------------------------------------------------------------ sessions
 
+    @signatures.own_arguments
     def open_session(
         self,
         capacity_of_str_len: int = 0,
@@ -344,6 +347,7 @@ class Engine(EngineFace):
         """End the trace and write it, as ``AsyncEngine.stop_profile``."""
         return self._portal.call(self._blocking().controls.stop_profile())
 
+    @signatures.own_arguments
     def drain(self, timeout: float | None = None) -> bool:
         """Refuse new calls and wait for all requests, as ``AsyncEngine.drain``."""
         return self._portal.call(self._blocking().drain(timeout))

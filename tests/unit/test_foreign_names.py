@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 import aioengine
@@ -91,3 +93,28 @@ def test_arguments_of_calls_are_no_sampling_parameters() -> None:
 def test_messages_given_as_a_prompt_are_for_chat() -> None:
     with pytest.raises(TypeError, match=r"prompt\[0\] must be a string \(messages with a role are given to chat\)"):
         generate_request([{"role": "user", "content": "a"}], None, None, stream=False, options={})
+
+
+def test_unknown_arguments_of_other_methods_name_the_nearest() -> None:
+    with fake_engine() as engine:
+        with pytest.raises(
+            TypeError, match=r"unexpected argument 'softmax' \(did you mean 'apply_softmax'\?\); there are"
+        ):
+            engine.score("a", ["b"], [1], softmax=True)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r"unexpected argument 'timout' \(did you mean 'timeout'\?\)"):
+            engine.open_session(timout=1)  # type: ignore[call-arg]
+
+
+async def test_unknown_arguments_of_methods_that_are_awaited_name_the_nearest() -> None:
+    engine = fake_async_engine()
+    assert inspect.iscoroutinefunction(engine.drain)
+    with pytest.raises(TypeError, match=r"unexpected argument 'timout' \(did you mean 'timeout'\?\)"):
+        await engine.drain(timout=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"unexpected argument 'softmax' \(did you mean 'apply_softmax'\?\)"):
+        await engine.async_score("a", ["b"], [1], softmax=True)  # type: ignore[call-arg]
+
+
+def test_a_plain_with_of_an_async_engine_says_which_to_write() -> None:
+    message = "opened by `async with`; for `with` there is Engine"
+    with pytest.raises(TypeError, match=message), fake_async_engine():  # type: ignore[attr-defined]
+        pass
