@@ -44,7 +44,7 @@ MIN_JUMP_ON_GPU: Final = 2
 fewer than steps can be in flight.
 """
 
-ROWS_PER_TOKEN: Final = 64
+ROWS_PER_TOKEN: Final = 16
 """For so many rows of a step a jump has one token more. All of them wait for the tokens of one that jumps, which costs
 more the more they are, and it saves steps for itself alone: with 256 rows short jumps make all slower.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,12 +105,13 @@ def checked_steps(world: World, samplings: list[Sampling], check: Check) -> int:
     assert prefixes is not None
     num_checked = 0
 
-    def checked_replay(rows: StepRows, sampled: SampledRows) -> DecodeStep:
+    def checked_replay(rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None]) -> DecodeStep:
         nonlocal num_checked
+        replay_now = partial(replay, when_ready=when_ready)
         if prefixes.find(rows) is None:
-            return replay(rows, sampled)
+            return replay_now(rows, sampled)
         num_checked += 1
-        return check(graphs, rows, sampled, replay)
+        return check(graphs, rows, sampled, replay_now)
 
     graphs.replay = checked_replay  # type: ignore[method-assign]
     world.answers(PROMPTS, samplings, max_new_tokens=20)
