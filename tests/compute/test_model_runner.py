@@ -11,8 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from aioengine.protocol.messages import FinishCode, Sampling
+from aioengine.protocol.messages import FinishCode, Grammar, Sampling
 from aioengine.runner.build import build
+from aioengine.runner.model_runner import _why_bad
+from aioengine.runner.rows import RequestRow
 from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row
 from tests.compute.runner_world import CONTEXT_LENGTH, FAMILIES, VOCAB_SIZE, World, make_settings, save_model
 
@@ -108,6 +110,12 @@ def test_allowed_tokens_alone_are_drawn_and_a_request_without_any_fails_alone(qw
     assert world.ended[stuck].message.startswith(
         "no token is left to draw by allowed_token_ids and bad_words together; or the model produced non-finite values"
     )
+
+
+def test_a_request_without_any_token_left_names_its_constraint_too() -> None:
+    grammar = Grammar("regex", "a", parameter="regex='a'")
+    request = RequestRow(0, 0, Sampling(0, allowed_token_ids=(9,), grammar=grammar), 1, None, [])
+    assert _why_bad(request).startswith("no token is left to draw by allowed_token_ids and regex='a' together; or ")
 
 
 def test_preemption_and_resumption_change_nothing(qwen: Path) -> None:
