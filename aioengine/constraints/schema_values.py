@@ -78,7 +78,8 @@ def check_constant(place: Place, keyword: str) -> None:
         if isinstance(value, dict):
             waiting += cast("Schema", value).values()
         elif isinstance(value, list):
-            waiting += cast("list[Any]", value)
+            entries: list[Any] = value
+            waiting += entries
         elif isinstance(value, str) and _CONTROL.search(value):
             place.refuse(keyword, f"has a control character other than \\b \\f \\n \\r \\t, in {checks.shown(value)}")
         elif isinstance(value, int | float) and not _is_exact(value):

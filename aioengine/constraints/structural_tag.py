@@ -39,7 +39,7 @@ _OPTIONS: Final = {
     "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
     "dispatch": ("rules", "loop", "excludes"),
 }
-_UNSET: Final = (None, False, "json", [])
+_UNSET: Final[tuple[object, ...]] = (None, False, "json", [])
 """Values of other options with which they ask for nothing."""
 
 
@@ -265,7 +265,8 @@ def _list(of: dict[str, Any], key: str, pointer: str) -> list[tuple[Any, str]]:
     value = of.get(key)
     if not isinstance(value, list) or not value:
         _wrong(f"{pointer}/{key}", "a list with entries", value)
-    return [(each, f"{pointer}/{key}/{place}") for place, each in enumerate(cast("list[Any]", value))]
+    entries: list[Any] = value
+    return [(each, f"{pointer}/{key}/{place}") for place, each in enumerate(entries)]
 
 
 def _flag(of: dict[str, Any], key: str, pointer: str, *, default: bool = False) -> bool:

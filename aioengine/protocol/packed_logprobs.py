@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from itertools import repeat
 from struct import Struct as Format
-from typing import TYPE_CHECKING, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from msgspec import Struct, msgpack
 
 from aioengine.protocol.columns import Extra
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 OUTPUT_LOGPROBS: Final = "logprobs"
 """``Extra.kind`` of an output token."""
@@ -129,10 +129,10 @@ class LogprobReader:
             own[0] = (None, *own[0][1:])
             top[:1] = asked[:1] = [None]
         self.num_entries += count * self.rules.num_values
-        for kept, entries in zip(lists, new, strict=True):
+        for kept, entries in cast("Iterable[tuple[list[Any], list[Any]]]", zip(lists, new, strict=True)):
             if place > len(kept) and entries:  # what is missing follows
-                kept += [entries[0]] * (place - len(kept))  # type: ignore[list-item]
-            kept[place : place + len(entries)] = entries  # type: ignore[assignment]
+                kept += [entries[0]] * (place - len(kept))
+            kept[place : place + len(entries)] = entries
 
     def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:
         """Those of the output tokens from ``start`` to ``end``, and of the prompt with the first of them.
