@@ -158,6 +158,8 @@ class _Reader:
             least, most = _count(given, "min", pointer, 0), _count(given, "max", pointer, -1)
             if most != -1 and most < least:
                 _wrong(f"{pointer}/max", f"-1 or from 'min' ({least}) on", most)
+            if most == 0:
+                return Literal([""])
             most = None if most == -1 else most
         return self._grammar.repeated(parts, pointer, least, most)
 

@@ -18,6 +18,9 @@ from aioengine.errors import UnsupportedSchemaError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_TAKES_ALL: Final = (
+    "has free text that may stand in place of another format, and would take its text: put a const_string before it"
+)
 _NUMBER_GOES_ON: Final = frozenset("0123456789.eE+-")
 
 
@@ -67,12 +70,14 @@ class Rule(NamedTuple):
 
     Attributes:
         is_open: its end is not seen. is_number: it may end with a JSON number, to which further digits would belong.
+        repeats_free: it ends with what begins with free text and may come again: that would take what stands behind.
     """
 
     name: str
     pointer: str
     is_open: bool = False
     is_number: bool = False
+    repeats_free: bool = False
 
 
 Part = Literal | Pattern | FreeText | Either | Rule
@@ -105,7 +110,7 @@ class TagGrammar:
             last = self._first(left, pointer)
             _check_end(last, left)
             names.append(last.name)
-        return Rule(self.rule(" ".join(names) or '""'), pointer, last.is_open, last.is_number)
+        return last._replace(name=self.rule(" ".join(names) or '""'), pointer=pointer)
 
     def _first(self, left: list[Part], pointer: str) -> Rule:
         """Take and write the first of the parts, with others where they are read together."""
@@ -127,12 +132,14 @@ class TagGrammar:
         del left[: end is not None]
         if isinstance(part, FreeText):
             return Rule(self._free(part, end), part.pointer, is_open=end is None)
+        _check_beside(part, is_last=end is None and not left)
         rules = [self.write([*each, *([end] if end else [])], part.pointer) for each in part.sequences]
         return Rule(
             f"({' | '.join(each.name for each in rules)})",
             part.pointer,
             any(each.is_open for each in rules),
             any(each.is_number for each in rules),
+            any(each.repeats_free for each in rules),
         )
 
     def repeated(self, parts: list[Part], pointer: str, least: int, most: int | None) -> Part:
@@ -142,7 +149,7 @@ class TagGrammar:
             return Pattern(f"({_expression(parts)}){times}", pointer)
         once = self.write(parts, pointer)
         _check_end(once, [once])
-        return Rule(f"({once.name}){times}", pointer)
+        return Rule(f"({once.name}){times}", pointer, repeats_free=(least, most) != (1, 1) and _begins_free(parts))
 
     def _define(self, prefix: str, body: str, attributes: str = "") -> str:
         name = f"{prefix}{len(self.lines)}"
@@ -202,10 +209,25 @@ def _expression(parts: Sequence[Part]) -> str:
     return " ".join(texts) or '""'
 
 
+def _begins_free(parts: Sequence[Part]) -> bool:
+    """Whether they may begin with free text."""
+    first = parts[0] if parts else None
+    return isinstance(first, FreeText) or (isinstance(first, Either) and any(map(_begins_free, first.sequences)))
+
+
+def _check_beside(part: Either, *, is_last: bool) -> None:
+    """Whether free text that has an end takes the text of no other sequence; ``is_last``: nothing is behind them."""
+    others = [each for each in part.sequences if not _begins_free(each) and (each or not is_last)]
+    if others and any(_begins_free(each) and len(each) > 1 for each in part.sequences):
+        refuse(part.pointer, "format", _TAKES_ALL)
+
+
 def _check_end(part: Rule, behind: Sequence[Part]) -> None:
     """Whether its end is seen, with these parts behind it."""
     if not behind:
         return
+    if part.repeats_free:
+        refuse(part.pointer, "format", _TAKES_ALL)
     if part.is_open:
         refuse(part.pointer, "format", "has no end that could be seen: put a const_string or a tag behind it")
     if not part.is_number or isinstance(behind[0], FreeText):

@@ -342,6 +342,50 @@ def test_outputs_are_valid_and_what_is_valid_can_be_written() -> None:
 TEXT_TAG = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}
 
 
+def row(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def word(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+LINE = row({"type": "any_text"}, word("\n"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        row({"type": "optional", "content": LINE}, TEXT_TAG),
+        row({"type": "repeat", "min": 0, "max": 1, "content": LINE}, TEXT_TAG),
+        row({"type": "star", "content": LINE}, word("END")),
+        row(row({"type": "plus", "content": row({"type": "or", "elements": [LINE, LINE]})}), TEXT_TAG),
+        {**TEXT_TAG, "content": {"type": "star", "content": LINE}},
+        {"type": "or", "elements": [TEXT_TAG, LINE]},
+    ],
+)
+def test_free_text_that_would_take_the_text_of_another_format_is_refused(given: Format) -> None:
+    with pytest.raises(UnsupportedSchemaError, match="has free text that may stand in place of another format"):
+        SamplingParams(structural_tag={"format": given})
+
+
+@pytest.mark.parametrize(
+    ("given", "texts", "others"),
+    [
+        ({"type": "star", "content": LINE}, ["", "a\n", "a\nb\n"], ["a"]),
+        ({"type": "optional", "content": LINE}, ["", "a\n"], ["a"]),
+        ({"type": "or", "elements": [TEXT_TAG, {"type": "any_text"}]}, ["<t>a</t>", "a"], []),
+        (row({"type": "star", "content": row(word("-"), LINE)}, TEXT_TAG), ["<t></t>", "-a\n<t>b</t>"], ["a<t></t>"]),
+        (row({"type": "repeat", "min": 0, "max": 0, "content": word("x")}, word("y")), ["y"], ["xy"]),
+    ],
+)
+def test_free_text_whose_place_is_seen_is_kept(given: Format, texts: list[str], others: list[str]) -> None:
+    grammar = grammar_of(structural_tag={"format": given})
+    constraint = demo_grammars().open(grammar, [], 0)
+    assert all(is_accepted(constraint, text) for text in texts)
+    assert not any(is_accepted(constraint, text) for text in others)
+
+
 @pytest.mark.parametrize(
     ("given", "pointer", "match"),
     [
