@@ -164,8 +164,12 @@ class RowStream:
         if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
         if self.facts.states == LAST_STATES:
-            num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
-            drop_old_states(self.extras, self.token_offset + (num_unread if self.is_queued else 0))
+            drop_old_states(self.extras, self._num_known())
+
+    def _num_known(self) -> int:
+        """How many output tokens it has."""
+        num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
+        return self.token_offset + (num_unread if self.is_queued else 0)
 
     def _take_extras(self) -> list[Extra]:
         """Those of the tokens up to the last of ``token_ids``."""

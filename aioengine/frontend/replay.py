@@ -135,6 +135,9 @@ class LogView(RowStream):
         for extra in logged.log.extras.values():
             self.put_extra(extra)
 
+    def _num_known(self) -> int:
+        return len(self._logged.log.token_ids)
+
     def take(self) -> Chunk:
         logged = self._logged
         self.finished, self.delivered_at, self.error = logged.finished, logged.delivered_at, logged.error

@@ -104,6 +104,9 @@ def test_many_alternatives_and_rules_that_are_used_often_are_allowed() -> None:
 def test_letters_of_gbnf_may_be_escaped() -> None:
     grammar = grammar_of(ebnf=r'root ::= "\u00e9\\u00e9" [\u00e9-\u00ff] "\U0001F600" "\u20ac"')
     assert accepts(grammar, r"é\u00e9ê😀€")
+    letters = grammar_of(ebnf=r'root ::= "\u0041\u000a\u0022" [\u0041-\u005a] "\U00000061"')
+    assert accepts(letters, 'A\n"Za')
+    assert not accepts(letters, 'A\n"za')
     assert not accepts(grammar, r"é\u00e9a😀€")
 
 

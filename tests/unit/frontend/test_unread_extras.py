@@ -15,8 +15,9 @@ from aioengine.answers import RowFacts
 from aioengine.errors import RequestError
 from aioengine.frontend.delivery import EXTRA_BYTES, MAX_EXTRA_BYTES, Router
 from aioengine.frontend.outputs import CallOutput, Reader, RowStream
-from aioengine.protocol.columns import Extra, TokenColumns
-from aioengine.protocol.messages import End, FinishCode, TextChunks
+from aioengine.frontend.replay import AttachableOutput
+from aioengine.protocol.columns import HIDDEN_STATES, Extra, TokenColumns
+from aioengine.protocol.messages import LAST_STATES, End, FinishCode, TextChunks
 from aioengine.protocol.packed_logprobs import (
     OUTPUT_LOGPROBS,
     PROMPT_LOGPROBS,
@@ -201,3 +202,16 @@ def test_an_answer_is_freed_as_soon_as_its_caller_drops_it(is_batch: bool) -> No
         assert cursor.is_over
     finally:
         gc.enable()
+
+
+def test_a_reader_of_a_log_keeps_the_last_state_whatever_the_size_of_chunks() -> None:
+    output = AttachableOutput("x")
+    row = output.add_row(0, RowFacts("x", None, 0, 0.0, states=LAST_STATES))
+    view = output.view
+    assert view is not None
+    for end in (31, 60):  # the second chunk has fewer tokens
+        for index in range(view.token_offset, end):
+            row.put_extra(Extra(0, index, HIDDEN_STATES, pack("<f", index)))
+            row.put("a", index)
+        assert (end - 1, HIDDEN_STATES) in view.extras
+        assert view.take()["output_ids"][-1] == end - 1
