@@ -483,10 +483,10 @@ def test_an_engine_can_be_ended_without_its_loop() -> None:
     async def begin() -> Frontend:
         frontend = Frontend()
         await frontend.supervisor.start()
+        assert all(state.alive for state in frontend.supervisor.processes())
         return frontend
 
-    frontend = asyncio.run(begin())
-    assert all(state.alive for state in frontend.supervisor.processes())
+    frontend = asyncio.run(begin())  # which cancels the engine's tasks, so that it may have begun to end
     frontend.supervisor.kill_now()
     frontend.supervisor.kill_now()
     assert not any(state.alive for state in frontend.supervisor.processes())
