@@ -65,6 +65,20 @@ def make_world(folder: Path, *, depth: int, min_jump: int = NO_JUMPS, max_tokens
     return world
 
 
+def answer_all(world: World, preempts_every: int) -> list[int]:
+    """Compute all prompts, with a preemption every so many steps; returns their uids."""
+    uids = [
+        world.submit(prompt, sampling, max_new_tokens=40) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
+    ]
+    num_steps = 0
+    while world.core.has_work:
+        world.step()
+        num_steps += 1
+        if preempts_every and num_steps % preempts_every == 0 and world.core.requests.running:
+            world.core.requests.preempt()
+    return uids
+
+
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[list[int]]:
     """Without jumps."""
@@ -93,15 +107,7 @@ def test_answers_are_those_of_each_alone(
     world = make_world(folder, depth=depth, min_jump=min_jump, max_tokens=max_tokens)
     if has_logprobs:  # of a step, which then follows its constraints when it is launched
         world.submit([3, 4], SAMPLINGS[0], max_new_tokens=30, logprobs=LogprobRules(num_top=1))
-    uids = [
-        world.submit(prompt, sampling, max_new_tokens=40) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
-    ]
-    num_steps = 0
-    while world.core.has_work:
-        world.step()
-        num_steps += 1
-        if preempts_every and num_steps % preempts_every == 0 and world.core.requests.running:
-            world.core.requests.preempt()
+    uids = answer_all(world, preempts_every)
     assert [world.outputs[uid] for uid in uids] == alone
     complete = [uid for uid, ended in world.ended.items() if ended.code is FinishCode.STOP]
     assert len(complete) > 4
@@ -164,15 +170,7 @@ def test_answers_are_the_same_where_masks_are_set_in_the_logits_of_graphs(
     world = make_world(folder, depth=depth, min_jump=2)
     graphs = MaskedGraphs(world.runner)
     monkeypatch.setattr(world.runner, "_graphs", graphs)
-    uids = [
-        world.submit(prompt, sampling, max_new_tokens=40) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
-    ]
-    num_steps = 0
-    while world.core.has_work:
-        world.step()
-        num_steps += 1
-        if preempts_every and num_steps % preempts_every == 0 and world.core.requests.running:
-            world.core.requests.preempt()
+    uids = answer_all(world, preempts_every)
     assert [world.outputs[uid] for uid in uids] == alone
     assert graphs.num_drawn > 10
     assert graphs.num_spread > 2
