@@ -197,6 +197,20 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
         return max(self.chunk_tokens, self.max_running + self.chunk_tokens // 8, longest)
 
 
+class LoraSettings(Struct, frozen=True, kw_only=True):
+    """LoRA adapters beside the base model.
+
+    Attributes:
+        num_slots: adapters on the device at a time, those of one batch; their slots are 1 to ``num_slots``.
+        max_rank: the highest rank of an adapter.
+        modules: the modules of a layer that adapters may change ("q_proj"); empty: all that the model has.
+    """
+
+    num_slots: int
+    max_rank: int
+    modules: tuple[str, ...] = ()
+
+
 class RunnerSettings(Struct, frozen=True, kw_only=True):
     """The runner and its device.
 
@@ -210,6 +224,7 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
         logprobs_mode: "raw" (the model's own distribution) or "processed" (the one that tokens are drawn from, but for
             top-k, top-p and min-p).
         logits_processors: "module:Class" of the user's logits processors, which requests may name.
+        lora: the adapters that it has room for; None: it serves the base model alone.
         options: passed on to the factory, which alone reads them.
     """
 
@@ -223,6 +238,7 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
     compile_timeout_s: float = 540.0
     logprobs_mode: str = "raw"
     logits_processors: tuple[str, ...] = ()
+    lora: LoraSettings | None = None
     options: dict[str, str | int | float | bool] = {}
 
 

@@ -208,6 +208,21 @@ class Continuation(Struct, frozen=True, array_like=True, gc=False):
     num_preemptions: int = 0
 
 
+class Adapter(Struct, frozen=True, array_like=True, gc=False):
+    """A LoRA adapter that requests may use: all that is needed to read it, again too.
+
+    id: from 1, unique for the life of the engine; each load has its own, also of a name that was loaded before.
+    path: its folder, absolute. fingerprint: of the folder's files when it was loaded; a folder that has changed since
+    is refused. is_pinned: it keeps its place on the device.
+    """
+
+    id: int
+    name: str
+    path: str
+    fingerprint: str
+    is_pinned: bool = False
+
+
 class Submit(Struct, tag="submit", array_like=True, gc=False):
     """A new request. ``uid`` is unique for the life of the engine; ``priority``: higher runs sooner.
 
@@ -217,6 +232,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     ``embeds``: the embeddings of the prompt, [tokens, D] fp32, in place of those of its ids, which then mean nothing.
     ``session``: keep its pages, once it is answered, until the control "close_sessions"; 0: it belongs to none.
     ``second_text``: where the second text of a pair begins in the prompt of a POOL request; 0: there is none.
+    ``adapter``: the one that it uses; None: the base model. Prefixes are shared among requests of one load of it.
     """
 
     uid: int
@@ -234,6 +250,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     session: int = 0
     second_text: int = 0
     embeds: bytes = b""
+    adapter: Adapter | None = None
 
 
 class Abort(Struct, tag="abort", array_like=True, gc=False):

@@ -61,6 +61,7 @@ class NewRow(Struct, array_like=True, gc=False):
         output token (or with DISTRIBUTION). Rows of the prompt then begin at ``logprobs.start - 1`` at the latest.
     second_text: where the second text of a pair begins; 0: there is none.
     embeds: as in ``Submit``.
+    adapter_slot: the slot of its adapter, from 1; 0: it uses the base model. It keeps this slot until it is closed.
     """
 
     uid: int
@@ -72,6 +73,7 @@ class NewRow(Struct, array_like=True, gc=False):
     logprobs: LogprobRules | None = None
     second_text: int = 0
     embeds: bytes = b""
+    adapter_slot: int = 0
 
 
 class Plan(Struct, array_like=True, gc=False):
