@@ -223,6 +223,26 @@ class Adapter(Struct, frozen=True, array_like=True, gc=False):
     is_pinned: bool = False
 
 
+class Media(Struct, frozen=True, array_like=True, gc=False):
+    """One image of a prompt, whose placeholders are in place in the token ids.
+
+    start: the first of its positions in the prompt. num_tokens: all positions from there on that belong to it.
+    num_features: those of them that get features, which are those that hold the placeholder's id; the others (markers
+        of tiles, for example) are computed as text.
+    content: a sha256 digest of the source bytes and of all that makes pixels of them: equal content, equal features.
+    grid: (frames, height, width) in patches, for families that have grids; else zeros.
+    path: a safetensors file with what the image processor of transformers gives for this image, under its names
+        (pixel_values, image_grid_thw, pixel_attention_mask). It lasts as long as the request.
+    """
+
+    start: int
+    num_tokens: int
+    num_features: int
+    content: bytes
+    path: str
+    grid: tuple[int, int, int] = (0, 0, 0)
+
+
 class Submit(Struct, tag="submit", array_like=True, gc=False):
     """A new request. ``uid`` is unique for the life of the engine; ``priority``: higher runs sooner.
 
@@ -233,6 +253,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     ``session``: keep its pages, once it is answered, until the control "close_sessions"; 0: it belongs to none.
     ``second_text``: where the second text of a pair begins in the prompt of a POOL request; 0: there is none.
     ``adapter``: the one that it uses; None: the base model. Prefixes are shared among requests of one load of it.
+    ``media``: the images of the prompt, in its order.
     """
 
     uid: int
@@ -251,6 +272,7 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
     second_text: int = 0
     embeds: bytes = b""
     adapter: Adapter | None = None
+    media: list[Media] = []
 
 
 class Abort(Struct, tag="abort", array_like=True, gc=False):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from aioengine.protocol.columns import BadColumnsError, TokenColumns
-from aioengine.protocol.messages import RequestKind, Sampling
+from aioengine.protocol.messages import Media, RequestKind, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class NewRow(Struct, array_like=True, gc=False):
     logprobs: those that it still needs, as extras: of each output token with the token, of the prompt with the first
         output token (or with DISTRIBUTION). Rows of the prompt then begin at ``logprobs.start - 1`` at the latest.
     second_text: where the second text of a pair begins; 0: there is none.
-    embeds: as in ``Submit``.
+    embeds, media: as in ``Submit``.
     adapter_slot: the slot of its adapter, from 1; 0: it uses the base model. It keeps this slot until it is closed.
     """
 
@@ -74,6 +74,7 @@ class NewRow(Struct, array_like=True, gc=False):
     second_text: int = 0
     embeds: bytes = b""
     adapter_slot: int = 0
+    media: list[Media] = []
 
 
 class Plan(Struct, array_like=True, gc=False):

@@ -196,6 +196,7 @@ def _new_row(request: Request) -> NewRow:
         request.logprobs,
         request.submit.second_text,
         request.submit.embeds,
+        media=request.submit.media,
     )
 
 

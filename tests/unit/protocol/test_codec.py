@@ -288,8 +288,8 @@ def test_the_fingerprint_changes_with_each_field_of_each_struct(monkeypatch: pyt
     codec._describe(codec.Frame, lines)
     names = {type(message).__name__ for message in MESSAGES} | {"Frame", "Sampling", "Limits", "TextRules"}
     assert set(lines) == names | {
-        "Adapter", "Continuation", "End", "Extra", "FinishCode", "FirstToken", "Grammar", "LogprobRules", "RequestKind",
-        "Role", "TextOpened", "TokenColumns",
+        "Adapter", "Continuation", "End", "Extra", "FinishCode", "FirstToken", "Grammar", "LogprobRules", "Media",
+        "RequestKind", "Role", "TextOpened", "TokenColumns",
     }  # fmt: skip
     assert "queue_deadline:float | None:False" in lines["Limits"]
     assert "('DEADLINE', 3)" in lines["FinishCode"]
