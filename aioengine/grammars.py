@@ -19,7 +19,8 @@ from weakref import WeakSet
 import numpy as np
 
 from aioengine import checks
-from aioengine.constraints.lark import checked_lark, with_plain_letters
+from aioengine.constraints.gbnf import convertible
+from aioengine.constraints.lark import checked_lark
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.machine import num_threads
 from aioengine.text.token_table import TokenizerFile, read_token_table
@@ -368,7 +369,7 @@ class Grammars:
             text = LLMatcher.grammar_from_regex(text)
         elif grammar.kind == "ebnf":
             try:
-                text = checked_lark(any_to_lark(with_plain_letters(text)))
+                text = checked_lark(any_to_lark(convertible(text)))
             except UnsupportedSchemaError as error:
                 raise GrammarError(f"in the schema behind its %json, {checks.cut(str(error))}") from error
             except Exception as error:  # whatever its parser in Python meets

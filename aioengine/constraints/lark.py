@@ -35,20 +35,6 @@ _TOKENS: Final = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _json: Final = json.JSONDecoder()
-_LONG_ESCAPES: Final = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
-
-
-def with_plain_letters(text: str) -> str:
-    """A grammar in GBNF whose letters have no escapes but short ones: the library drops zeros of ``\\u00e9``."""
-
-    def plain(found: re.Match[str]) -> str:
-        code = int(found[1] or found[2] or "0", 16)
-        if code < 0x80 and (found[1] or found[2]):
-            return f"\\x{code:02x}"
-        is_letter = 0x80 <= code < 0xD800 or 0xE000 <= code < 0x110000
-        return chr(code) if is_letter else found[0]
-
-    return _LONG_ESCAPES.sub(plain, text) if "::=" in text else text
 
 
 @dataclass

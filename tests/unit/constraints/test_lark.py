@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from aioengine.constraints.gbnf import convertible
 from aioengine.constraints.lark import checked_lark
 from aioengine.grammars import GrammarError
 from tests.kit.grammar_walks import accepts, allowed, demo_grammars, grammar_of, token_bytes, walk
@@ -110,7 +111,25 @@ def test_letters_of_gbnf_may_be_escaped() -> None:
     assert not accepts(grammar, r"é\u00e9a😀€")
 
 
+@pytest.mark.parametrize(
+    ("text", "fits", "does_not"),
+    [
+        ('root ::= ([a-z]+)? "!"', ["!", "ab!"], ["a1!", "ab"]),
+        ('root ::= "<" (([ab]{2})*)+ ">"', ["<>", "<abba>"], ["<aba>"]),
+        ('root ::= ( # ) of (it)\n word+\n )? "(" (([)]*)?)*\nword ::= "a" | "[" word "]"', ["(", "a[a]())"], ["[a("]),
+        ('root ::= ("x"+)?\nrepeated-0 ::= "y"', ["", "xx"], ["y"]),
+        ('root ::= ("a" "b"+)? ("c"+ | "d")* [(+)]+', ["(", "abbccd)+"], ["aab(", "b("]),
+    ],
+)  # fmt: skip
+def test_repetitions_of_repetitions_are_read_in_gbnf(text: str, fits: list[str], does_not: list[str]) -> None:
+    grammar = grammar_of(ebnf=text)
+    assert [each for each in fits if not accepts(grammar, each)] == []
+    assert [each for each in does_not if accepts(grammar, each)] == []
+
+
 def test_a_text_is_read_once() -> None:
+    for part in ("(", "(a)+", "((a", '"', "{ ", "{1", "a", "# ", "[", ")"):
+        convertible("root ::= " + part * 30_000)
     checked_lark('start: "' + '\\"' * 30_000)
     checked_lark("start: /" + "\\/" * 30_000)
     for part in ("<", "a", "a[", "% ", "%a", "a ", "{", "{1", "{ 1,", "1"):
