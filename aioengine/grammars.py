@@ -369,11 +369,15 @@ class Grammars:
             text = LLMatcher.grammar_from_regex(text)
         elif grammar.kind == "ebnf":
             try:
-                text = checked_lark(any_to_lark(convertible(text)))
-            except UnsupportedSchemaError as error:
-                raise GrammarError(f"in the schema behind its %json, {checks.cut(str(error))}") from error
+                text = any_to_lark(convertible(text))
             except Exception as error:  # whatever its parser in Python meets
                 raise GrammarError(f"it is read neither as GBNF nor as Lark: {checks.cut(str(error))}") from error
+            try:
+                text = checked_lark(text)
+            except UnsupportedSchemaError as error:
+                raise GrammarError(f"in the schema behind its %json, {checks.cut(str(error))}") from error
+            except ValueError as error:
+                raise GrammarError(checks.cut(str(error))) from error
             text = LLMatcher.grammar_from_lark(text)
         limits = LLParserLimits(
             step_lexer_fuel=_MASK_FUEL,

@@ -127,6 +127,20 @@ def test_repetitions_of_repetitions_are_read_in_gbnf(text: str, fits: list[str],
     assert [each for each in does_not if accepts(grammar, each)] == []
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (rules_of_each_other(300), "too many of its rules"),
+        ("root ::= (", "it is read neither as GBNF nor as Lark: "),
+        ('start: "a" & "b"', "'&' of terminals"),
+    ],
+)
+def test_an_error_begins_with_what_is_wrong(text: str, why: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        demo_grammars().compile(grammar_of(ebnf=text)).result(timeout=20)
+    assert str(caught.value).startswith(why)
+
+
 def test_a_text_is_read_once() -> None:
     for part in ("(", "(a)+", "((a", '"', "{ ", "{1", "a", "# ", "[", ")"):
         convertible("root ::= " + part * 30_000)
