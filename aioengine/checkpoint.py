@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import BinaryIO
 
-_FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types that can be converted to one another -> bytes of a number."""
 _OTHER_BYTES: Final = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-DTYPE_BYTES: Final = _FLOAT_BYTES | _OTHER_BYTES
+DTYPE_BYTES: Final = FLOAT_BYTES | _OTHER_BYTES
 """All types of tensors that can be read -> bytes of a number."""
 
 _INDEX: Final = "model.safetensors.index.json"
@@ -29,6 +29,8 @@ _FOREIGN_SUFFIXES: Final = (".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".ms
 """Of weights in forms that are not read."""
 _MAX_HEADER_BYTES: Final = 16 * 1024 * 1024
 """Enough for 100,000 tensors in one file."""
+_LENGTH_BYTES: Final = 8
+"""At the begin of a file: the length of its header."""
 _MAX_PROBLEMS: Final = 8
 """Listed in one error message."""
 
@@ -111,7 +113,7 @@ def check_entries(
     ]
     for entry in entries:
         wanted = shapes.get(entry.name)
-        allowed = [types[entry.name]] if entry.name in types else list(_FLOAT_BYTES)
+        allowed = [types[entry.name]] if entry.name in types else list(FLOAT_BYTES)
         if wanted is not None and wanted != entry.shape:
             problems.append(f"{entry.name} has shape {list(entry.shape)}, the model wants {list(wanted)}")
         elif entry.dtype not in allowed:
@@ -136,7 +138,7 @@ def read_headers(folder: Path, prefix: str) -> list[Entry]:
         raise ValueError(missing_weights(folder))
     entries: dict[str, Entry] = {}
     for path in paths:
-        for entry in _read_header(path):
+        for entry in entries_of_file(path):
             if entry.name in entries:
                 raise ValueError(
                     f"tensor {entry.name!r} is in {entries[entry.name].path.name} and in {path.name} of {folder}"
@@ -180,8 +182,12 @@ def missing_weights(folder: Path) -> str | None:
     )
 
 
-def _read_header(path: Path) -> list[Entry]:
-    """The tensors of a file, in the order of their bytes: 8 bytes of length, a JSON header, and the tensors."""
+def entries_of_file(path: Path) -> list[Entry]:
+    """The tensors of a file, in the order of their bytes: 8 bytes of length, a JSON header, and the tensors.
+
+    Raises:
+        ValueError: there is no such file, or it is damaged.
+    """
     file = folder_files.open_file(path)
     if file is None:
         raise ValueError(f"cannot read {path}: there is no such file")
@@ -199,11 +205,16 @@ def _read_header(path: Path) -> list[Entry]:
     return [Entry(name, path, tensor.shape, tensor.dtype, name) for name, tensor in described]
 
 
+def header_bytes(file: BinaryIO) -> bytes:
+    """The header of a safetensors file that was just opened, or its first 16 MiB if it is damaged."""
+    return file.read(min(int.from_bytes(file.read(_LENGTH_BYTES), "little"), _MAX_HEADER_BYTES))
+
+
 def _described(file: BinaryIO) -> list[tuple[str, _Described]]:
     """Raises _DamagedError if the tensors are not the whole rest of the file, one after the other."""
     size = os.fstat(file.fileno()).st_size
-    num_header_bytes = int.from_bytes(file.read(8), "little")
-    if num_header_bytes > _MAX_HEADER_BYTES or size < 8 + num_header_bytes:
+    num_header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if num_header_bytes > _MAX_HEADER_BYTES or size < _LENGTH_BYTES + num_header_bytes:
         raise _DamagedError(f"it is truncated or no safetensors file ({size} bytes, a header of {num_header_bytes})")
     header = msgspec.json.decode(file.read(num_header_bytes), type=dict[str, msgspec.Raw])
     msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
@@ -218,7 +229,7 @@ def _described(file: BinaryIO) -> list[tuple[str, _Described]]:
         if tensor.dtype in DTYPE_BYTES and DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape) != end - begin:
             raise _DamagedError(f"{shown} has shape {list(tensor.shape)} of {tensor.dtype} in {end - begin} bytes")
         position = end
-    expected = 8 + num_header_bytes + position
+    expected = _LENGTH_BYTES + num_header_bytes + position
     if size != expected:
         state = "truncated" if size < expected else "damaged"
         raise _DamagedError(f"it is {state}: it has {size} bytes of {expected}; fetch it again")

@@ -26,7 +26,7 @@ CLOCK_AND_LOOP = "asyncio time threading multiprocessing subprocess socket selec
 FLOORS = {
     "0": Floor(
         (
-            "resolve > model_folder > hub, embedder_files > checkpoint, families > machine > config",
+            "resolve > adapter_folder, model_folder > hub, embedder_files > checkpoint, families > machine > config",
             "params > constraints, parameter_table > patterns, protocol",
             "plugins",
             "metrics",

@@ -1,0 +1,425 @@
+"""The folder of a LoRA adapter, as peft writes it: which layers of the base model it changes, and how. No torch; no
+tensor is read.
+
+An adapter adds ``scale * B (A x)`` to the result of a linear layer. What a folder asks for beside that is refused by
+name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import msgspec
+import regex
+from msgspec import Struct
+
+from aioengine import checkpoint, folder_files
+from aioengine.checkpoint import Entry
+from aioengine.checks import shown
+from aioengine.families import _tensors
+from aioengine.patterns import expanded_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from aioengine.families._config import TransformerConfig
+    from aioengine.folder_files import Json
+    from aioengine.patterns import Pattern
+
+    Layers = Mapping[str, tuple[int, int]]
+    """Name in the checkpoint -> (outputs, inputs) of a linear layer of the base model."""
+
+CONFIG: Final = "adapter_config.json"
+TENSORS: Final = "adapter_model.safetensors"
+ALL_LINEAR: Final = "all-linear"
+_STEM: Final = "base_model.model."
+"""Of all names of tensors, before the name that the layer has in the base model."""
+_ENDS: Final = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+_CONVERT: Final = (
+    'python -c "import torch, safetensors.torch as s; '
+    f"s.save_file(torch.load('adapter_model.bin', weights_only=True), '{TENSORS}')\""
+)
+_HEAD: Final = "lm_head"
+_HEADS: Final = _HEAD, "score", "classifier"
+_HEAD_COPY: Final = f"{_STEM}{_HEAD}.base_layer.weight"
+FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers that some checkpoints of the same models have, and the layers that they are made of, in order."""
+MAX_RANK: Final = 4096
+_MAX_LISTED: Final = 5
+_MATCH_TIMEOUT_S: Final = 0.2
+_MATCHING_INITS: Final = True, False, None, "true", "false", "gaussian", "eva", "orthogonal"
+"""Of ``init_lora_weights``: after these, the base model is as it was."""
+
+_REFUSED: Final = {
+    "use_dora": "DoRA changes the weights in another way; train it again without, or merge it into the base model",
+    "lora_bias": "only weights are applied; train it again with lora_bias=False",
+    "modules_to_save": "whole layers are not replaced for one adapter; merge it into the base model "
+    "(peft: merge_and_unload), or train it again without them",
+    "trainable_token_indices": "embeddings are those of the base model; merge it into the base model",
+    "target_parameters": "only linear layers are adapted",
+    "layer_replication": "the layers are those of the base model",
+    "alora_invocation_tokens": "an adapter applies to all tokens of a request (no aLoRA)",
+    "use_qalora": "only plain LoRA is applied",
+    "use_bdlora": "only plain LoRA is applied",
+    "arrow_config": "only plain LoRA is applied",
+    "kasa_config": "only plain LoRA is applied",
+    "monteclora_config": "only plain LoRA is applied",
+}
+"""Fields that change the result in a way that is not implemented, where they are set -> why, and what to do."""
+
+
+class _Config(Struct, frozen=True):
+    """The fields of adapter_config.json that are applied."""
+
+    r: int = 8
+    lora_alpha: float = 8.0
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+
+
+class AdapterModule(Struct, frozen=True):
+    """A layer that an adapter changes. ``name``: as in the folder. ``a``: [rank, inputs]; ``b``: [outputs, rank]."""
+
+    name: str
+    rank: int
+    scale: float
+    a: Entry
+    b: Entry
+
+
+class AdapterPart(Struct, frozen=True):
+    """What an adapter does to one linear layer of the base model: it adds ``scale * B (A x)``.
+
+    Attributes:
+        layer: the name of the layer in the checkpoint of the base model.
+        a: A, [rank, inputs]. b: of its rows, those from ``first_row`` on are B, [outputs, rank].
+    """
+
+    layer: str
+    rank: int
+    scale: float
+    a: Entry
+    b: Entry
+    first_row: int = 0
+
+    @property
+    def module(self) -> str:
+        """The last part of the layer's name, as ``lora_target_modules`` lists it."""
+        return self.layer.rpartition(".")[2]
+
+
+class AdapterFolder(Struct, frozen=True):
+    """A folder whose configuration and tensors fit each other.
+
+    Attributes:
+        fingerprint: another one if either file changes.
+        head_copy: the weight of the base model's head, which peft saves beside an adapter of it; it is never trained.
+    """
+
+    path: Path
+    fingerprint: str
+    modules: tuple[AdapterModule, ...]
+    config: _Config
+    head_copy: Entry | None = None
+
+    def parts(
+        self, layers: Layers, *, max_rank: int | None = None, allowed: Collection[str] | None = None
+    ) -> list[AdapterPart]:
+        """The changes to the layers of a base model, which is described by ``layers``.
+
+        Args:
+            max_rank: the largest rank of a layer; None: any.
+            allowed: the layers that may be changed, by the last part of their names; None: all.
+
+        Raises:
+            ValueError: the adapter is of another base, lacks tensors, or goes beyond the limits; it names the layer.
+        """
+        parts: list[AdapterPart] = []
+        for module in self.modules:
+            found = _parts_of(module, layers)
+            if not found:
+                raise self._error(_why_unknown(module.name, layers))
+            parts += found
+        self._check_targets({part.layer for part in parts}, layers)
+        for part in parts:
+            if max_rank is not None and part.rank > max_rank:
+                raise self._error(f"{part.layer} has rank {part.rank}, and max_lora_rank is {max_rank}")
+            if allowed is not None and part.module not in allowed:
+                listed = ", ".join(sorted(allowed))
+                raise self._error(f"it changes {part.layer}; lora_target_modules has no {part.module}, but {listed}")
+        self._check_shapes(parts, layers)
+        return parts
+
+    def _check_targets(self, changed: set[str], layers: Layers) -> None:
+        """Raise ValueError unless the configuration names exactly the layers that there are tensors for."""
+        if self.config.target_modules is None:
+            return
+        targets = _Targets(self.config, self.path)
+        missing = [name for name in layers if name not in changed and name in targets]
+        if missing:
+            raise self._error(f"it lacks tensors of {_listed(missing)}, which target_modules in {CONFIG} names")
+        extra = [module.name for module in self.modules if module.name not in targets]
+        if extra:
+            raise self._error(f"it has tensors of {_listed(extra)}, which target_modules in {CONFIG} does not name")
+
+    def _check_shapes(self, parts: list[AdapterPart], layers: Layers) -> None:
+        rows_of: dict[str, int] = {}
+        for part in parts:
+            outputs, inputs = layers[part.layer]
+            if part.a.shape != (part.rank, inputs):
+                raise self._error(_misshapen(part.a, (part.rank, inputs), part.layer))
+            rows_of[part.b.name] = max(rows_of.get(part.b.name, 0), part.first_row + outputs)
+        if self.head_copy is not None and self.head_copy.shape != layers.get(_HEAD):
+            raise self._error(f"it is for another vocabulary: {self.head_copy.name} has {self.head_copy.shape[0]} rows")
+        for part in parts:
+            wanted = rows_of[part.b.name], part.rank
+            if part.b.shape != wanted:
+                raise self._error(_misshapen(part.b, wanted, part.layer))
+
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(f"the adapter in {self.path} cannot be used: {reason}")
+
+
+def linear_layers(config: TransformerConfig) -> dict[str, tuple[int, int]]:
+    """Name in the checkpoint -> (outputs, inputs) of each layer of a model that an adapter may change."""
+    shapes = _tensors.tensor_shapes(config)
+    names = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+    return {name: (shape[0], shape[1]) for name, shape in names.items() if not name.endswith("embed_tokens")}
+
+
+def read_folder(folder: Path) -> AdapterFolder:
+    """Read the configuration of an adapter and the header of its tensors.
+
+    Raises:
+        ValueError: a file is missing or damaged, or asks for what is not applied; the message names the file and the
+            field or the tensor.
+    """
+    raw = folder_files.read_json(folder / CONFIG, dict[str, Any])
+    if raw is None:
+        raise ValueError(f"{str(folder)!r} has no {CONFIG}: it is no folder of a peft adapter")
+    path = folder / TENSORS
+    _check_kind(raw, folder)
+    if not folder_files.is_file(path):
+        convert = f"it has adapter_model.bin, which is not read; convert it: {_CONVERT}"
+        reason = convert if (folder / "adapter_model.bin").exists() else "peft's save_pretrained writes it"
+        raise ValueError(f"{str(folder)!r} has no {TENSORS}: {reason}")
+    try:
+        config = msgspec.convert(raw, _Config)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    entries = {entry.name: entry for entry in checkpoint.entries_of_file(path)}
+    head_copy = entries.pop(_HEAD_COPY, None)
+    return AdapterFolder(folder, fingerprint(folder), _modules([*entries.values()], config, folder), config, head_copy)
+
+
+def fingerprint(folder: Path) -> str:
+    """Of the two files: sizes, times of their last change, the whole configuration and the header of the tensors.
+
+    Raises:
+        ValueError: one of them cannot be read.
+    """
+    digest = hashlib.sha256()
+    for name in (CONFIG, TENSORS):
+        file = folder_files.open_file(folder / name)
+        if file is None:
+            raise ValueError(f"{str(folder)!r} has no {name} any more")
+        with file:
+            content = checkpoint.header_bytes(file) if name == TENSORS else file.read(folder_files.MAX_BYTES)
+        stat = (folder / name).stat()
+        digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns} ".encode() + content)
+    return digest.hexdigest()
+
+
+def _check_kind(raw: Json, folder: Path) -> None:
+    """Raise ValueError for a configuration that asks for more than ``scale * B (A x)``."""
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"{folder / CONFIG}: peft_type is {shown(kind)}; what works: 'LORA'")
+    for field, reason in _REFUSED.items():
+        if raw.get(field):
+            raise ValueError(f"{folder / CONFIG}: {field}={shown(raw[field])} is not applied: {reason}")
+    if raw.get("bias", "none") != "none":
+        raise ValueError(
+            f"{folder / CONFIG}: bias={shown(raw['bias'])} is not applied: biases are those of the base model; train "
+            "it again with bias='none', or merge it into the base model"
+        )
+    init = raw.get("init_lora_weights")
+    if not any(init is known or (isinstance(init, str) and init.lower() == known) for known in _MATCHING_INITS):
+        raise ValueError(
+            f"{folder / CONFIG}: init_lora_weights={shown(init)} is not applied: it changes the base model, too; save "
+            "the adapter with peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+
+
+def _modules(entries: list[Entry], config: _Config, folder: Path) -> tuple[AdapterModule, ...]:
+    """The layers in the file, each with both of its tensors."""
+    pairs: dict[str, dict[str, Entry]] = {}
+    for entry in entries:
+        end = next((end for end in _ENDS if entry.name.endswith(end)), None)
+        if end is None or not entry.name.startswith(_STEM):
+            raise ValueError(f"{entry.path} has the tensor {shown(entry.name)}, {_why_unused(entry.name)}")
+        if len(entry.shape) != 2:
+            raise ValueError(f"{entry.path}: {entry.name} has shape {list(entry.shape)}, which is no matrix")
+        if entry.dtype not in checkpoint.FLOAT_BYTES:
+            allowed = ", ".join(checkpoint.FLOAT_BYTES)
+            raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; what works: {allowed}")
+        pairs.setdefault(entry.name[len(_STEM) :].removesuffix(end), {})[_ENDS[end]] = entry
+    if not pairs:
+        raise ValueError(f"{folder / TENSORS} has no tensors")
+    rank_of, alpha_of = (
+        _Patterns("rank_pattern", config.rank_pattern, folder),
+        _Patterns("alpha_pattern", config.alpha_pattern, folder),
+    )
+    modules: list[AdapterModule] = []
+    for name, pair in sorted(pairs.items()):
+        if len(pair) < 2:
+            missing = "B" if "A" in pair else "A"
+            raise ValueError(f"{folder / TENSORS} lacks {_STEM}{name}.lora_{missing}.weight")
+        rank, alpha = int(rank_of(name, config.r)), alpha_of(name, config.lora_alpha)
+        if not 1 <= rank <= MAX_RANK or not math.isfinite(alpha):
+            raise ValueError(f"{folder / CONFIG}: {name} has rank {rank} and alpha {alpha}")
+        if pair["A"].shape[0] != rank:
+            shape = list(pair["A"].shape)
+            raise ValueError(
+                f"{folder / TENSORS}: {pair['A'].name} has shape {shape}, and the rank of the layer is {rank}"
+            )
+        scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+        modules.append(AdapterModule(name, rank, scale, pair["A"], pair["B"]))
+    return tuple(modules)
+
+
+def _why_unused(name: str) -> str:
+    """The reason why a tensor of this name is refused."""
+    if "lora_embedding" in name or "embed_tokens" in name:
+        return "of an embedding: embeddings are those of the base model; merge the adapter into the base model"
+    if "lora_magnitude_vector" in name:
+        return "of DoRA, which is not applied"
+    if name.endswith(".bias"):
+        return "a bias: biases are those of the base model"
+    if any(f".{head}." in name for head in _HEADS):
+        return "of a whole layer (modules_to_save): layers are not replaced; merge the adapter into the base model"
+    return f"which is none of LoRA; what works: {_STEM}(layer){' and '.join(_ENDS)}"
+
+
+def _parts_of(module: AdapterModule, layers: Layers) -> list[AdapterPart]:
+    """The changes that ``module`` makes to layers of the base model; none: it has no such layer."""
+    name = _in_base(module.name, layers)
+    if name in layers:
+        return [AdapterPart(name, module.rank, module.scale, module.a, module.b)]
+    place, _, last = name.rpartition(".")
+    names = [f"{place}.{own}" for own in FUSED.get(last, ())]
+    if not names or any(name not in layers for name in names):
+        return []
+    parts: list[AdapterPart] = []
+    first_row = 0
+    for own in names:
+        parts.append(AdapterPart(own, module.rank, module.scale, module.a, module.b, first_row))
+        first_row += layers[own][0]
+    return parts
+
+
+def _in_base(name: str, layers: Layers) -> str:
+    """The name of a layer in the checkpoint: an adapter of a model without a head lacks the "model." before it."""
+    return name if name.startswith("model.") or name in layers else f"model.{name}"
+
+
+def _why_unknown(name: str, layers: Layers) -> str:
+    last = name.rpartition(".")[2]
+    if last == _HEAD:
+        return "it changes lm_head, and the base model has no head of its own (its head is the embedding)"
+    if last == "embed_tokens":
+        return f"it changes {name}: embeddings are those of the base model"
+    if any(each.endswith(f".{last}") for each in layers):
+        return f"it changes {name}, and the base model has no such layer: it is for another base model"
+    known = sorted({each.rpartition(".")[2] for each in layers})
+    return f"it changes {name}; what works in this base model: {', '.join(known)}"
+
+
+def _misshapen(entry: Entry, wanted: tuple[int, int], layer: str) -> str:
+    return (
+        f"{entry.name} in {entry.path.name} has shape {list(entry.shape)}, and {layer} of the base model wants "
+        f"{list(wanted)}"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+    return f"{', '.join(listed[:_MAX_LISTED])}{more}"
+
+
+class _Patterns:
+    """The value of the first pattern that the end of a layer's name matches, as peft chooses it."""
+
+    def __init__(self, field: str, values: Mapping[str, float] | None, folder: Path) -> None:
+        self._values = [
+            (_compiled(field, rf"\A(.*\.)?({key})$", folder), value) for key, value in (values or {}).items()
+        ]
+
+    def __call__(self, name: str, usual: float) -> float:
+        return next((value for pattern, value in self._values if _matches(pattern, name)), usual)
+
+
+class _Names:
+    """The layers that ``target_modules`` or ``exclude_modules`` names: a list of ends of names, or one pattern."""
+
+    def __init__(self, field: str, names: list[str] | str | None, folder: Path) -> None:
+        self._pattern = _compiled(field, rf"\A(?:{names})\Z", folder) if isinstance(names, str) else None
+        self._ends = frozenset(names) if isinstance(names, list) else frozenset[str]()
+
+    def __contains__(self, name: str) -> bool:
+        if self._pattern is not None:
+            return _matches(self._pattern, name)
+        ends = [name, *(name.split(".", count)[-1] for count in range(1, name.count(".") + 1))]
+        return not self._ends.isdisjoint(ends)
+
+
+class _Targets:
+    """The layers that a configuration names, by peft's rules."""
+
+    def __init__(self, config: _Config, folder: Path) -> None:
+        self._is_all = config.target_modules == ALL_LINEAR
+        self._names = _Names("target_modules", None if self._is_all else config.target_modules, folder)
+        self._excluded = _Names("exclude_modules", config.exclude_modules, folder)
+        layers, places = config.layers_to_transform, config.layers_pattern
+        self._layers = frozenset([layers] if isinstance(layers, int) else layers or ())
+        listed = [places] if isinstance(places, str) else places or []
+        place = "|".join(map(re.escape, listed)) if listed else r"[^.]*"
+        self._place = re.compile(rf"(?:.*?\.)??(?:{place})\.([0-9]+)\.")
+
+    def __contains__(self, name: str) -> bool:
+        if name in self._excluded:
+            return False
+        if self._is_all:
+            return name not in _HEADS
+        if name not in self._names:
+            return False
+        found = self._place.match(name)
+        return not self._layers or (found is not None and int(found[1]) in self._layers)
+
+
+def _compiled(field: str, pattern: str, folder: Path) -> Pattern:
+    compile_pattern = cast("Callable[..., Pattern]", regex.compile)
+    try:
+        expanded_size(pattern)  # bounds the time that it takes to compile
+        return compile_pattern(pattern, cache_pattern=False)
+    except (ValueError, regex.error) as error:
+        raise ValueError(
+            f"{folder / CONFIG}: {field} has {shown(pattern)}, which is no pattern, or too large"
+        ) from error
+
+
+def _matches(pattern: Pattern, name: str) -> bool:
+    try:
+        return pattern.search(name, timeout=_MATCH_TIMEOUT_S) is not None
+    except TimeoutError as error:
+        raise ValueError(f"{CONFIG}: the pattern {shown(pattern.pattern)} takes too long to match {name}") from error

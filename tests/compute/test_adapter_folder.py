@@ -1,0 +1,239 @@
+"""Folders of adapters that peft wrote: what is read of them, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from aioengine.adapter_folder import CONFIG, linear_layers, read_folder
+from aioengine.families import llama
+from tests.compute.runner_world import SIZES
+from tests.kit.adapters import PROJECTIONS, TENSORS, change_tensors, save_adapter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from aioengine.adapter_folder import AdapterPart
+
+Q0 = "model.layers.0.self_attn.q_proj"
+STEM = "base_model.model."
+
+
+@pytest.fixture(scope="module")
+def base() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+
+
+def layers(*, tied: bool = False) -> dict[str, tuple[int, int]]:
+    return linear_layers(llama.read({**LlamaConfig(**SIZES).to_dict(), "tie_word_embeddings": tied}))
+
+
+def by_layer(parts: list[AdapterPart]) -> dict[str, AdapterPart]:
+    return {part.layer: part for part in parts}
+
+
+def set_fields(folder: Path, **fields: object) -> None:
+    path = folder / CONFIG
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_all_projections_of_all_layers(base: PreTrainedModel, tmp_path: Path) -> None:
+    found = read_folder(save_adapter(base, tmp_path)).parts(layers())
+    assert {part.layer for part in found} == layers().keys() - {"lm_head"}
+    assert {(part.rank, part.scale, part.first_row) for part in found} == {(4, 2.0, 0)}
+    assert by_layer(found)[Q0].module == "q_proj"
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (["q_proj", "v_proj"], {"q_proj", "v_proj"}),
+        ("all-linear", set(PROJECTIONS)),
+        (r".*layers\.\d+\.(self_attn\.k|mlp\.up)_proj", {"k_proj", "up_proj"}),
+        (["q_proj", "lm_head"], {"q_proj", "lm_head"}),
+    ],
+)
+def test_target_modules(base: PreTrainedModel, tmp_path: Path, targets: list[str] | str, expected: set[str]) -> None:
+    parts = read_folder(save_adapter(base, tmp_path, target_modules=targets)).parts(layers())
+    assert {part.module for part in parts} == expected
+
+
+def test_ranks_and_alphas_of_their_own(base: PreTrainedModel, tmp_path: Path) -> None:
+    ranks, alphas = {"q_proj": 2, r"layers\.1\.mlp.*": 6}, {"layers.0.self_attn.q_proj": 3.0}
+    found = by_layer(
+        read_folder(save_adapter(base, tmp_path, rank_pattern=ranks, alpha_pattern=alphas)).parts(layers())
+    )
+    assert (found[Q0].rank, found[Q0].scale) == (2, 1.5)
+    assert (found["model.layers.1.self_attn.q_proj"].rank, found["model.layers.1.self_attn.q_proj"].scale) == (2, 4.0)
+    assert found["model.layers.1.mlp.up_proj"].rank == 6
+    assert found["model.layers.0.mlp.up_proj"].rank == 4
+
+
+def test_rank_stabilized(base: PreTrainedModel, tmp_path: Path) -> None:
+    found = read_folder(save_adapter(base, tmp_path, use_rslora=True)).parts(layers())
+    assert found[0].scale == 8 / math.sqrt(4)
+
+
+def test_some_layers_alone(base: PreTrainedModel, tmp_path: Path) -> None:
+    folder = save_adapter(base, tmp_path, target_modules=["q_proj", "up_proj"], layers_to_transform=[1])
+    parts = read_folder(folder).parts(layers())
+    assert {part.layer for part in parts} == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
+    set_fields(folder, layers_to_transform=[0, 1], layers_pattern="layers")
+    with pytest.raises(ValueError, match=f"lacks tensors of .*{re.escape(Q0)}"):
+        read_folder(folder).parts(layers())
+    set_fields(folder, exclude_modules=["0.self_attn.q_proj", "0.mlp.up_proj"])
+    assert len(read_folder(folder).parts(layers())) == 2
+
+
+def test_an_adapter_of_a_model_without_head(base: PreTrainedModel, tmp_path: Path) -> None:
+    headless: PreTrainedModel = base.model
+    parts = read_folder(save_adapter(headless, tmp_path, target_modules=["q_proj"])).parts(layers())
+    assert {part.layer for part in parts} == {Q0, Q0.replace("0", "1")}
+
+
+def test_fused_projections_are_split(base: PreTrainedModel, tmp_path: Path) -> None:
+    folder = save_adapter(base, tmp_path, target_modules=["q_proj"], layers_to_transform=[0])
+    name = f"{STEM}model.layers.0.self_attn.qkv_proj"
+    save_file(
+        {f"{name}.lora_A.weight": torch.ones(4, 64), f"{name}.lora_B.weight": torch.ones(128, 4)}, folder / TENSORS
+    )
+    set_fields(folder, target_modules=["qkv_proj"])
+    parts = by_layer(read_folder(folder).parts(layers()))
+    assert [(part.module, part.first_row) for part in parts.values()] == [("q_proj", 0), ("k_proj", 64), ("v_proj", 96)]
+    change_tensors(folder, {"lora_B.weight": torch.ones(192, 4)})
+    with pytest.raises(ValueError, match=r"lora_B.weight .* has shape \[192, 4\], .* wants \[128, 4\]"):
+        read_folder(folder).parts(layers())
+
+
+def test_limits(base: PreTrainedModel, tmp_path: Path) -> None:
+    found = read_folder(save_adapter(base, tmp_path, r=6))
+    with pytest.raises(
+        ValueError, match=f"{re.escape('model.layers.0.mlp.down_proj')} has rank 6, and max_lora_rank is 5"
+    ):
+        found.parts(layers(), max_rank=5)
+    with pytest.raises(ValueError, match="lora_target_modules has no down_proj, but q_proj"):
+        found.parts(layers(), allowed=["q_proj"])
+    assert found.parts(layers(), max_rank=6, allowed=PROJECTIONS)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "use_dora": {"use_dora": True},
+    "bias": {"bias": "all"},
+    "lora_bias": {"lora_bias": True, "init_lora_weights": True},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "trainable_token_indices": {"trainable_token_indices": [1, 2]},
+    "layer_replication": {"layer_replication": [(0, 2), (1, 2)]},
+    "init_lora_weights": {"init_lora_weights": "pissa"},
+    "embed_tokens": {"target_modules": ["embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_is_not_applied_is_refused_by_name(tmp_path: Path, named: str) -> None:
+    own = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    folder = save_adapter(own, tmp_path, **REFUSED[named])
+    with pytest.raises(ValueError, match=rf"{re.escape(str(folder))}.*{named}"):
+        read_folder(folder)
+
+
+def test_other_kinds_of_adapters_and_other_files(base: PreTrainedModel, tmp_path: Path) -> None:
+    folder = save_adapter(base, tmp_path, target_modules=["q_proj"])
+    set_fields(folder, peft_type="IA3")
+    with pytest.raises(ValueError, match="peft_type is 'IA3'"):
+        read_folder(folder)
+    set_fields(folder, peft_type="LORA", r="many")
+    with pytest.raises(ValueError, match=r"adapter_config.json: .*\$\.r"):
+        read_folder(folder)
+    set_fields(folder, r=4, rank_pattern={"(": 2})
+    with pytest.raises(ValueError, match="rank_pattern has .*no pattern"):
+        read_folder(folder)
+    set_fields(folder, rank_pattern={"((a+)+)+!": 2})
+    (folder / TENSORS).rename(folder / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"adapter_model.bin, .* convert it: python -c"):
+        read_folder(folder)
+    (folder / CONFIG).unlink()
+    with pytest.raises(ValueError, match="has no adapter_config.json"):
+        read_folder(folder)
+    with pytest.raises(ValueError, match="has no adapter_config.json"):
+        read_folder(tmp_path / "missing")
+
+
+CHANGED: dict[str, tuple[dict[str, Tensor | None], str]] = {
+    "missing layer": (
+        {f"{Q0}.lora_A.weight": None, f"{Q0}.lora_B.weight": None},
+        f"lacks tensors of {Q0}, which target_modules",
+    ),
+    "missing half": ({f"{Q0}.lora_B.weight": None}, f"lacks {STEM}{Q0}.lora_B.weight"),
+    "extra": (
+        {
+            f"{STEM}model.layers.0.mlp.up_proj.lora_{half}.weight": torch.ones(size)
+            for half, size in (("A", (4, 64)), ("B", (96, 4)))
+        },
+        "has tensors of model.layers.0.mlp.up_proj, which target_modules",
+    ),
+    "other inputs": ({f"{Q0}.lora_A.weight": torch.ones(4, 65)}, r"q_proj.lora_A.weight .* has shape [4, 65]"),
+    "other outputs": ({f"{Q0}.lora_B.weight": torch.ones(63, 4)}, r"q_proj.lora_B.weight .* has shape [63, 4]"),
+    "other rank": ({f"{Q0}.lora_A.weight": torch.ones(3, 64)}, "has shape [3, 64], and the rank of the layer is 4"),
+    "vector": ({f"{Q0}.lora_A.weight": torch.ones(4)}, "has shape [4], which is no matrix"),
+    "integers": ({f"{Q0}.lora_A.weight": torch.ones(4, 64, dtype=torch.int64)}, "of type I64"),
+    "whole layer": ({f"{STEM}lm_head.weight": torch.ones(300, 64)}, "modules_to_save"),
+    "layer of another base": (
+        {
+            f"{STEM}model.layers.7.self_attn.q_proj.lora_{half}.weight": torch.ones(size)
+            for half, size in (("A", (4, 64)), ("B", (64, 4)))
+        },
+        "model.layers.7.self_attn.q_proj, and the base model has no such layer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_tensors_that_do_not_fit(base: PreTrainedModel, tmp_path: Path, case: str) -> None:
+    folder = save_adapter(base, tmp_path, target_modules=["q_proj"])
+    changes, message = CHANGED[case]
+    change_tensors(folder, changes)
+    pattern = ".*".join(map(re.escape, message.split(".*")))
+    with pytest.raises(ValueError, match=pattern) as found:
+        read_folder(folder).parts(layers())
+    assert str(folder) in str(found.value)
+
+
+def test_a_head_that_is_the_embedding_is_not_adapted(base: PreTrainedModel, tmp_path: Path) -> None:
+    folder = save_adapter(base, tmp_path, target_modules=["lm_head"])
+    with pytest.raises(ValueError, match="lm_head, and the base model has no head of its own"):
+        read_folder(folder).parts(layers(tied=True))
+
+
+def test_the_fingerprint_is_of_both_files(base: PreTrainedModel, tmp_path: Path) -> None:
+    folder = save_adapter(base, tmp_path, target_modules=["q_proj"])
+    first = read_folder(folder).fingerprint
+    assert read_folder(folder).fingerprint == first
+    set_fields(folder, lora_alpha=9)
+    second = read_folder(folder).fingerprint
+    change_tensors(folder, {f"{Q0}.lora_A.weight": torch.zeros(4, 64)})
+    assert len({first, second, read_folder(folder).fingerprint}) == 3
+
+
+def test_a_damaged_file(base: PreTrainedModel, tmp_path: Path) -> None:
+    folder = save_adapter(base, tmp_path, target_modules=["q_proj"])
+    content = (folder / TENSORS).read_bytes()
+    (folder / TENSORS).write_bytes(content[:-10])
+    with pytest.raises(ValueError, match="truncated"):
+        read_folder(folder)
+
+
+def test_a_pattern_that_takes_for_ever(base: PreTrainedModel, tmp_path: Path) -> None:
+    folder = save_adapter(base, tmp_path, target_modules=["q_proj"])
+    set_fields(folder, target_modules=r"(([a-z._0-9]+)+)+!")
+    with pytest.raises(ValueError, match=r"too long to match|lacks|does not name"):
+        read_folder(folder).parts(layers())
