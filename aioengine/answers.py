@@ -18,7 +18,7 @@ from aioengine.errors import (
     RequestTooLargeError,
     UnsupportedSchemaError,
 )
-from aioengine.protocol.columns import HIDDEN_STATES, Extra
+from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES, Extra
 from aioengine.protocol.messages import LAST_STATES, End, FinishCode
 
 if TYPE_CHECKING:
@@ -280,22 +280,34 @@ class StateReader:
     """Makes arrays of the hidden states of one row, all of which it asked for. numpy must be imported by now.
 
     Attributes:
-        num_entries: arrays read so far.
+        num_entries: extras read so far.
     """
 
-    __slots__ = ("_arrays", "_hidden_size", "num_entries")
+    __slots__ = ("_arrays", "_shape", "num_entries")
 
-    kinds: ClassVar[frozenset[str]] = frozenset((HIDDEN_STATES,))
+    kinds: ClassVar[frozenset[str]] = frozenset((HIDDEN_STATES, PROMPT_STATES))
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, num_prompt: int, hidden_size: int) -> None:
         self.num_entries = 0
-        self._hidden_size = hidden_size
+        self._shape = num_prompt, hidden_size
         self._arrays: dict[int, npt.NDArray[np.float32]] = {}
 
     def read(self, extra: Extra) -> None:
-        """Read the states of a token, [D], in place of what was read of it before; of the first token [tokens, D]."""
-        numbers = _array(extra.data)
-        self._arrays[extra.index] = numbers if extra.index else numbers.reshape(-1, self._hidden_size)
+        """Read the state of a token, [D], or a block of the prompt's, in place of what was read of it before.
+
+        The array of the first token is [prompt, D].
+        """
+        is_prompt = extra.kind == PROMPT_STATES
+        if extra.index and not is_prompt:
+            self._arrays[extra.index] = _array(extra.data)
+        else:
+            from numpy import empty, float32, frombuffer  # as in _array
+
+            if 0 not in self._arrays:
+                self._arrays[0] = empty(self._shape, float32)
+            states = frombuffer(extra.data, float32).reshape(-1, self._shape[1])
+            start = extra.index if is_prompt else self._shape[0] - 1
+            self._arrays[0][start : start + len(states)] = states
         self.num_entries += 1
 
     def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:

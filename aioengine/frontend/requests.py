@@ -284,7 +284,7 @@ class CallRequest(Struct, kw_only=True):
         """New readers of what a row of this prompt, of ``num_ids`` tokens, gives beside its tokens."""
         rules = self.logprobs_of(prompt)
         readers: tuple[ExtraReader, ...] = () if rules is None else (LogprobReader(rules, num_ids),)
-        return (*readers, StateReader(hidden_size)) if self.states_of(prompt) == ALL_STATES else readers
+        return (*readers, StateReader(num_ids, hidden_size)) if self.states_of(prompt) == ALL_STATES else readers
 
     def check_more(self) -> None:
         """Check some more rows of the call: their ids, parameters and prompts.

@@ -22,9 +22,15 @@ POOLED_VECTOR: Final = "vector"
 
 
 HIDDEN_STATES: Final = "hidden_states"
-"""``Extra.kind`` of the hidden states, fp32, of the position that gave a token; of the first token also those of all
-positions before, where the request wants all.
+"""``Extra.kind`` of the hidden state, [D] fp32, of the position that gave a token."""
+
+PROMPT_STATES: Final = "prompt_states"
+"""``Extra.kind`` of the hidden states, [positions, D] fp32, of the prompt before its last position, in blocks
+(``state_extras``). ``Extra.index`` is the first position of the block.
 """
+
+STATE_BLOCK_BYTES: Final = 64 * 1024
+"""Of the hidden states of a prompt, at least one position: so much is read at once."""
 
 
 class BadColumnsError(ValueError):
@@ -106,3 +112,11 @@ class TokenColumns(Struct, array_like=True, gc=False):
             if (limit := limits.get(uid)) != 0:
                 kept.add(uid, [new] if isinstance(new, int) else new[:limit])
         return kept
+
+
+def state_extras(uid: int, data: bytes, position_bytes: int) -> list[Extra]:
+    """The hidden states of a prompt before its last position, packed, as extras of a bounded size each."""
+    count = max(1, STATE_BLOCK_BYTES // position_bytes)
+    starts = range(0, len(data), count * position_bytes)
+    blocks = (data[start : start + count * position_bytes] for start in starts)
+    return [Extra(uid, place * count, PROMPT_STATES, block) for place, block in enumerate(blocks)]

@@ -106,7 +106,7 @@ class Sampling(Struct, frozen=True, array_like=True, gc=False):
     ``allowed_token_ids`` alone can be drawn, where there are any. The last id of each of ``bad_token_ids`` cannot be
     drawn behind the others. ``custom_processor``: the name of a logits processor of the user; ``custom_params``: its
     parameters, in JSON. ``hidden_states``: those that come with tokens: LAST_STATES (of the position that gave each) or
-    ALL_STATES (with the first token those of the whole prompt); empty: none.
+    ALL_STATES (and of the prompt, before the first token); empty: none.
     """
 
     seed: int

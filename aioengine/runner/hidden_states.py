@@ -1,7 +1,7 @@
 """Hidden states for the requests that asked for them, copied to the host behind the step.
 
 The hidden state of an output token is that of the position before it, from whose logits it was drawn. With the first
-output token come those of the whole prompt, where the request wants all.
+output token come those of the prompt, where the request wants all, in blocks.
 
 Shape letters: N positions, T tokens of the step, S rows that sample, D model size.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aioengine.protocol.columns import HIDDEN_STATES, Extra
+from aioengine.protocol.columns import HIDDEN_STATES, Extra, state_extras
 from aioengine.runner.transfer import host_copy
 
 if TYPE_CHECKING:
@@ -64,10 +64,10 @@ class StepStates:
             if request.prompt_states is not None:
                 request.prompt_states.append(data)
         found: list[Extra] = []
-        for request, end, own in _data_of(self._sampled):
-            data = own
+        for request, end, data in _data_of(self._sampled):
             if request.prompt_states is not None:  # the first token: its own state is the last of the prompt's
-                data = b"".join(request.prompt_states)
+                states = b"".join(request.prompt_states)
+                found += state_extras(request.uid, states[: -len(data)], len(data))
                 request.prompt_states = None
             found.append(Extra(request.uid, end - request.num_prompt, HIDDEN_STATES, data))
         return found

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from aioengine.protocol.columns import HIDDEN_STATES, NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns
+from aioengine.protocol.columns import HIDDEN_STATES, NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns, state_extras
 from aioengine.protocol.messages import ALL_STATES, Reply, RequestKind
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
 from aioengine.scheduler.plan import StepResult, UnknownOrderError
@@ -126,10 +126,13 @@ def reference_vector(prompt_token_ids: list[int]) -> bytes:
     return fake_vector(zlib.crc32(array("q", prompt_token_ids)))
 
 
-def fake_states(sampling: Sampling, position: int, num_prompt: int) -> bytes:
-    """The hidden states that come with the token at this position: of the position before it, or of the prompt."""
-    has_prompt = sampling.hidden_states == ALL_STATES and position == num_prompt
-    return b"".join(map(fake_vector, range(0 if has_prompt else position - 1, position)))
+def fake_states(uid: int, sampling: Sampling, position: int, num_prompt: int) -> list[Extra]:
+    """The hidden states that come with the token at this position, the first one with those of the prompt."""
+    own = fake_vector(position - 1)
+    states = [Extra(uid, position - num_prompt, HIDDEN_STATES, own)]
+    if sampling.hidden_states == ALL_STATES and position == num_prompt:
+        states += state_extras(uid, b"".join(map(fake_vector, range(position - 1))), len(own))
+    return states
 
 
 def extra_of(uid: int, index: int, token_id: int) -> Extra:
@@ -291,8 +294,7 @@ class FakeRunner:
                 numbers = fake_logprobs(held.logprobs, held.last_token, self._model.vocab_size)
                 tokens.extras.append(Extra(row.uid, position - held.num_prompt, OUTPUT_LOGPROBS, numbers))
             if held.sampling.hidden_states:
-                states = fake_states(held.sampling, position, held.num_prompt)
-                tokens.extras.append(Extra(row.uid, position - held.num_prompt, HIDDEN_STATES, states))
+                tokens.extras += fake_states(row.uid, held.sampling, position, held.num_prompt)
             if self._model.gives_extras:
                 tokens.extras.append(extra_of(row.uid, position - held.num_prompt, held.last_token))
         tokens.add(row.uid, new)

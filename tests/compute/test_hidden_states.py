@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.protocol.columns import HIDDEN_STATES, Extra, TokenColumns
+from aioengine.answers import StateReader
+from aioengine.protocol.columns import (
+    HIDDEN_STATES,
+    PROMPT_STATES,
+    STATE_BLOCK_BYTES,
+    Extra,
+    TokenColumns,
+    state_extras,
+)
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, MAX_PAYLOAD_BYTES, Sampling, StepOutput
 from aioengine.protocol.packed_logprobs import LogprobRules
 from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
@@ -41,15 +49,16 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def check(saved: Saved, world: World, uid: int, prompt: list[int], *, gives_all: bool) -> None:
     """Each token has its extra once, and they are the model's numbers."""
     output = world.outputs[uid]
-    by_index = {extra.index: extra for extra in world.extras[uid]}
-    assert [extra.kind for extra in world.extras[uid]] == [HIDDEN_STATES] * len(output)
-    assert sorted(by_index) == list(range(len(output)))
     expected = saved.expected(prompt + output)
-    for index, extra in by_index.items():
+    starts = {HIDDEN_STATES: len(prompt) - 1, PROMPT_STATES: 0}
+    positions: list[int] = []
+    for extra in world.extras[uid]:
         found = torch.from_numpy(np.frombuffer(extra.data, np.float32).reshape(-1, expected.shape[1]).copy())
-        end = len(prompt) + index
-        start = 0 if gives_all and index == 0 else end - 1
-        torch.testing.assert_close(found, expected[start:end], atol=1e-4, rtol=1e-4)
+        start = starts[extra.kind] + extra.index
+        positions += range(start, start + len(found))
+        torch.testing.assert_close(found, expected[start : start + len(found)], atol=1e-4, rtol=1e-4)
+    first = 0 if gives_all else len(prompt) - 1
+    assert sorted(positions) == list(range(first, len(prompt) + len(output) - 1))
 
 
 @pytest.mark.parametrize(("chunk_tokens", "depth"), [(512, 0), (7, 0), (16, 1)])
@@ -83,9 +92,9 @@ def test_they_come_beside_logprobs_of_the_same_prompt(saved: Saved) -> None:
     both = world.submit(PROMPT, ALL, logprobs=LogprobRules(start=0, num_top=2))
     alone = world.submit(PROMPT, ALL)
     world.run()
-    states = [extra.data for extra in world.extras[both] if extra.kind == HIDDEN_STATES]
+    states = [extra.data for extra in world.extras[both] if extra.kind in (HIDDEN_STATES, PROMPT_STATES)]
     assert states == [extra.data for extra in world.extras[alone]]
-    assert len(world.extras[both]) == len(world.extras[alone]) * 2 + 1
+    assert len(world.extras[both]) == len(world.extras[alone]) * 2
 
 
 def test_a_message_with_large_extras_is_sent_in_parts() -> None:
@@ -97,3 +106,16 @@ def test_a_message_with_large_extras_is_sent_in_parts() -> None:
     assert [part.tokens.token_ids for part in parts] == [[7], [7], [7], [7]]
     assert [part.preempted for part in parts] == [[], [1], [], []]
     assert StepOutput(TokenColumns([1], [7], None, extras[:1])).parts()[0].tokens.extras == extras[:1]
+
+
+@pytest.mark.parametrize(("num_positions", "hidden_size"), [(1, 4), (5, STATE_BLOCK_BYTES), (40_000, 24), (4_096, 512)])
+def test_those_of_a_prompt_come_in_blocks_in_any_order_and_repeatedly(num_positions: int, hidden_size: int) -> None:
+    states = np.arange(num_positions * hidden_size, dtype=np.float32).reshape(-1, hidden_size)
+    blocks = state_extras(3, states[:-1].tobytes(), 4 * hidden_size)
+    assert all(len(block.data) <= max(STATE_BLOCK_BYTES, 4 * hidden_size) for block in blocks)
+    reader = StateReader(num_positions, hidden_size)
+    for extra in [*blocks[::2], Extra(3, 0, HIDDEN_STATES, states[-1].tobytes()), *reversed(blocks)]:
+        reader.read(extra)
+    (found,) = reader.lists(0, 1, keeps=False)["hidden_states"]  # type: ignore[misc]
+    assert np.array_equal(found, states)
+    assert found.flags.writeable

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from aioengine.protocol.columns import HIDDEN_STATES
+from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES
 from aioengine.protocol.messages import ALL_STATES, FinishCode, Sampling
 from aioengine.protocol.packed_logprobs import OUTPUT_LOGPROBS, LogprobRules
 from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
@@ -66,7 +66,7 @@ def test_they_give_the_bits_of_their_ids(saved: Saved, chunk_tokens: int, depth:
     plain = world.submit(PROMPTS[0], PLAIN)
     assert run(saved, world, embeds=True) == by_ids
     assert world.outputs[plain] == World(settings).answers(PROMPTS[:1], [PLAIN])[0]
-    assert {kind for each in by_ids[1] for _, kind, _ in each} == {HIDDEN_STATES, OUTPUT_LOGPROBS}  # type: ignore[attr-defined]
+    assert {kind for each in by_ids[1] for _, kind, _ in each} == {HIDDEN_STATES, PROMPT_STATES, OUTPUT_LOGPROBS}  # type: ignore[attr-defined]
     assert set(world.num_cached.values()) == {0}
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from aioengine.grammars import Grammars
-from aioengine.protocol.columns import HIDDEN_STATES
+from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, FinishCode, Sampling
 from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
 from tests.kit.grammar_walks import FOLDER, grammar_of, text_of
@@ -144,10 +144,11 @@ def test_hidden_states_and_embeddings(saved: Saved, graphs: int, depth: int, chu
     for uid, gives_all in ((by_ids, True), (by_embeds, True), (last, False)):
         output = world.outputs[uid]
         expected = saved.theirs.model(torch.tensor([PROMPT + output], device="cuda")).last_hidden_state[0].cpu()
-        assert [extra.kind for extra in world.extras[uid]] == [HIDDEN_STATES] * len(output)
-        for extra in world.extras[uid]:
+        extras = world.extras[uid]
+        assert [extra.kind for extra in extras if extra.kind != PROMPT_STATES] == [HIDDEN_STATES] * len(output)
+        assert gives_all == any(extra.kind == PROMPT_STATES for extra in extras)
+        for extra in extras:
             found = torch.from_numpy(np.frombuffer(extra.data, np.float32).reshape(-1, expected.shape[1]).copy())
-            end = len(PROMPT) + extra.index
-            start = 0 if gives_all and extra.index == 0 else end - 1
-            torch.testing.assert_close(found, expected[start:end], atol=2e-3, rtol=2e-3)
+            start = extra.index if extra.kind == PROMPT_STATES else len(PROMPT) - 1 + extra.index
+            torch.testing.assert_close(found, expected[start : start + len(found)], atol=2e-3, rtol=2e-3)
     world.runner.close()
