@@ -28,7 +28,7 @@ FLOORS = {
         (
             "resolve > adapter_folder, model_folder > hub, embedder_files > checkpoint, families > machine > config",
             "params > constraints, parameter_table > patterns, protocol",
-            "plugins",
+            "media > plugins",
             "metrics",
             "checks > errors",
             "logs",
@@ -42,7 +42,7 @@ FLOORS = {
         CLOCK_AND_LOOP,
     ),
     "1": Floor(("scheduler > memory", "text"), "0", "msgspec regex", CLOCK_AND_LOOP),
-    "1'": Floor(("media",), "0", "numpy PIL"),
+    "1'": Floor(("pictures",), "0", "PIL"),
     "2g": Floor(("grammars",), "0 1 2t", "llguidance numpy msgspec"),
     "2t": Floor(("tokenizer > chat_template > template_language > template_limits",), "0", "tokenizers jinja2 msgspec"),
     "2'": Floor(("transport",), "0", "zmq msgspec"),

@@ -1,0 +1,143 @@
+"""The interface of the plug-ins, and the files of a model folder that say how its images are prepared. No torch.
+
+In a prompt, one placeholder token stands for each image. Once the image is prepared, its size is known, and the
+placeholder is replaced by the tokens that the model was trained with: the placeholder again and again, once for each
+position that gets features, and with some models other tokens between them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar, cast
+
+import msgspec
+from msgspec import Struct
+
+from aioengine import checks, folder_files
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import Self
+
+ConfigType = TypeVar("ConfigType", bound=Struct)
+
+PROCESSORS: Final = {
+    "CLIPImageProcessor": "clip",
+    "Idefics3ImageProcessor": "idefics3",
+    "LlavaImageProcessor": "llava",
+    "Qwen2VLImageProcessor": "qwen2_vl",
+    "SiglipImageProcessor": "siglip",
+    "SmolVLMImageProcessor": "smolvlm",
+}
+"""The image processors of transformers that are used, in their forms that need Pillow alone, and their modules."""
+
+_FILES: Final = ("preprocessor_config.json", "processor_config.json")
+_MAX_SIZE: Final = 1 << 16
+
+
+class ImageShape(Struct, frozen=True, array_like=True, gc=False):
+    """The size of an image once it is prepared.
+
+    height, width: in pixels, of what the vision tower sees at once: the image, or each of its tiles.
+    grid: (frames, height, width) in patches, where the processor gives it. tiles: (rows, columns) of them beside the
+    whole image; (0, 0): it is not cut.
+    """
+
+    height: int
+    width: int
+    grid: tuple[int, int, int] = (0, 0, 0)
+    tiles: tuple[int, int] = (0, 0)
+
+
+class Expansion(NamedTuple):
+    """The tokens of one image: ``texts[0]``, ``count`` placeholders, ``texts[1]``, as many placeholders again, ...
+
+    The texts are special tokens and line breaks. Two empty ones: placeholders alone.
+    """
+
+    texts: tuple[str, ...]
+    count: int
+
+    @property
+    def num_features(self) -> int:
+        return (len(self.texts) - 1) * self.count
+
+
+class ImageFamily(Protocol):
+    """How a model's prompts hold images.
+
+    Attributes:
+        placeholder_id: the token that stands for an image in a prompt, and for each of its features.
+        processor: the image processor of transformers for folders that name none.
+        options: arguments of its calls, beside the images.
+    """
+
+    placeholder_id: int
+    processor: ClassVar[str]
+    options: ClassVar[Mapping[str, bool]]
+
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> Self:
+        """From config.json. Raises ValueError for a value that is missing or not implemented; it is named."""
+        ...
+
+    def expansion(self, image: ImageShape) -> Expansion: ...
+
+
+class ImageModel(NamedTuple):
+    """The images of a model: its family, and how they are prepared.
+
+    Attributes:
+        processor: the image processor of transformers, "module:class". settings: its fields, from the model folder.
+    """
+
+    family: ImageFamily
+    processor: str
+    settings: dict[str, object]
+
+
+def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[str, object]) -> ImageModel:
+    """From a model folder. ``config``: its config.json.
+
+    Raises:
+        ValueError: a file cannot be read, or names an image processor that is not used here.
+    """
+    settings = dict(_settings(folder))
+    name = settings.get("image_processor_type") or family.processor
+    plain = str(name).removesuffix("Fast").removesuffix("Pil")
+    if plain not in PROCESSORS:
+        raise ValueError(
+            f"the images of {str(folder)!r} are prepared by {checks.shown(name)}, which is not supported; there are "
+            f"{', '.join(PROCESSORS)}"
+        )
+    place = PROCESSORS[plain]
+    return ImageModel(
+        family=family.read(config),
+        processor=f"transformers.models.{place}.image_processing_pil_{place}:{plain}Pil",
+        settings=settings,
+    )
+
+
+def _settings(folder: Path) -> Mapping[str, object]:
+    """The fields of the image processor: a file of its own, or a part of that of the whole processor."""
+    for name in _FILES:
+        found = folder_files.read_object(folder / name)
+        part = found.get("image_processor", found if name == _FILES[0] else None)
+        if isinstance(part, dict) and part:
+            return cast("dict[str, object]", part)
+    raise ValueError(f"{str(folder)!r} has neither {' nor '.join(_FILES)}, which say how its images are prepared")
+
+
+def decoded(config: Mapping[str, object], kind: type[ConfigType]) -> ConfigType:
+    """The fields of config.json that a family reads. Raises ValueError, which names the wrong one."""
+    try:
+        return msgspec.convert(config, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"config.json: {error}") from error
+
+
+def size_of(name: str, value: int) -> int:
+    """A size in config.json. Raises ValueError where it cannot be one."""
+    if not 1 <= value <= _MAX_SIZE:
+        raise ValueError(f"config.json: {name} must be from 1 to {_MAX_SIZE}, got {value}")
+    return value

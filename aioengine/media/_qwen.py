@@ -1,0 +1,42 @@
+"""Qwen's vision models: an image keeps its proportions, and ``merge_size`` x ``merge_size`` patches are one token.
+
+The prompt holds ``<|vision_start|><|image_pad|><|vision_end|>``, of which the middle one stands for the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+from msgspec import Struct
+
+from aioengine.media._base import Expansion, ImageShape, decoded, size_of
+
+
+class _Vision(Struct, frozen=True):
+    spatial_merge_size: int = 2
+
+
+class _Config(Struct, frozen=True):
+    image_token_id: int = 151_655
+    vision_config: _Vision = _Vision()
+
+
+class QwenImages(Struct, frozen=True):
+    """``merge_size``: patches, in each direction, whose features become one token."""
+
+    placeholder_id: int
+    merge_size: int
+
+    processor: ClassVar[str] = "Qwen2VLImageProcessor"
+    options: ClassVar[Mapping[str, bool]] = {}
+
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> Self:
+        found = decoded(config, _Config)
+        merge_size = size_of("vision_config.spatial_merge_size", found.vision_config.spatial_merge_size)
+        return cls(placeholder_id=found.image_token_id, merge_size=merge_size)
+
+    def expansion(self, image: ImageShape) -> Expansion:
+        frames, height, width = image.grid
+        return Expansion(("", ""), frames * height * width // self.merge_size**2)

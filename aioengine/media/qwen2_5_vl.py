@@ -1,0 +1,7 @@
+"""Qwen2.5-VL."""
+
+from __future__ import annotations
+
+from aioengine.media._qwen import QwenImages
+
+PLUGIN = QwenImages

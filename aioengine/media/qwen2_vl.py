@@ -1,0 +1,7 @@
+"""Qwen2-VL."""
+
+from __future__ import annotations
+
+from aioengine.media._qwen import QwenImages
+
+PLUGIN = QwenImages

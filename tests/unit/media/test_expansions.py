@@ -1,0 +1,148 @@
+"""Prompts with images have the tokens that the processors of transformers give them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from aioengine import plugins
+from aioengine.media._base import ImageModel, ImageShape, read_image_model
+from aioengine.media._placing import check_count, image_ids, placed
+from aioengine.tokenizer import Tokenizer
+from tests.kit.image_models import FAMILIES, Family, token_id, write_image_folder
+
+SIZES = [(90, 50), (20, 20), (64, 97)]
+"""(width, height)"""
+
+
+def image_model(folder: Path) -> ImageModel:
+    config = json.loads((folder / "config.json").read_text())
+    return read_image_model(folder, plugins.load("media", config["model_type"]), config)
+
+
+def picture(width: int, height: int) -> Image.Image:
+    draw = np.random.default_rng(width * height)
+    return Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def image_processor(model: ImageModel) -> Any:
+    module, _, name = model.processor.partition(":")
+    return getattr(importlib.import_module(module), name).from_dict(dict(model.settings))
+
+
+def reference(family: Family, model: ImageModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The whole processor of transformers; videos, for which it needs more packages, are not asked of it."""
+    import transformers
+    from transformers.models.smolvlm import processing_smolvlm
+    from transformers.processing_utils import ProcessorMixin
+
+    monkeypatch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: None)
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    names = {
+        "llava": "LlavaProcessor",
+        "qwen2_vl": "Qwen2VLProcessor",
+        "qwen2_5_vl": "Qwen2_5_VLProcessor",
+        "qwen3_vl": "Qwen3VLProcessor",
+        "idefics3": "Idefics3Processor",
+        "smolvlm": "SmolVLMProcessor",
+    }
+    more = {
+        "llava": {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        "idefics3": {"image_seq_len": 4},
+        "smolvlm": {"image_seq_len": 4, "video_processor": None},
+    }.get(family.model_type, {"video_processor": None})
+    return getattr(transformers, names[family.model_type])(
+        image_processor=image_processor(model), tokenizer=tokenizer, **more
+    )
+
+
+def shape_of(model: ImageModel, image: Image.Image) -> ImageShape:
+    found = image_processor(model)(image, **model.family.options)
+    height, width = np.asarray(found["pixel_values"]).shape[-2:]
+    frames, rows, columns = map(int, found["image_grid_thw"][0]) if "image_grid_thw" in found else (0, 0, 0)
+    tiles = (found["rows"][0][0], found["cols"][0][0]) if "rows" in found else (0, 0)
+    return ImageShape(height, width, (frames, rows, columns), tiles)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_ids_are_those_of_transformers(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_image_folder(tmp_path, family)
+    model = image_model(folder)
+    images = [picture(*size) for size in SIZES]
+    text = f"USER: {family.prompt}\nand {family.prompt}{family.prompt} are? ASSISTANT:"
+    expected = reference(family, model, folder, monkeypatch)(images=images, text=[text])["input_ids"][0]
+    tokenizer, rules = Tokenizer(folder), model.family
+    tokens = [
+        image_ids(rules.expansion(shape_of(model, image)), rules.placeholder_id, tokenizer.encode) for image in images
+    ]
+    ids, starts = placed(tokenizer.encode(text), rules.placeholder_id, tokens)
+    assert ids == list(expected)
+    for start, image in zip(starts, tokens, strict=True):
+        assert ids[start : start + len(image.token_ids)] == image.token_ids
+        assert image.token_ids.count(rules.placeholder_id) == image.num_features
+    assert placed(ids, rules.placeholder_id, tokens) == (ids, starts), "ids that have all tokens already"
+
+
+def test_llava_1_5_has_576_features_at_336_pixels() -> None:
+    family = plugins.load("media", "llava")
+    vision = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
+    for strategy, expected in (("default", 576), ("full", 577)):
+        config = {"image_token_index": 32000, "vision_config": vision, "vision_feature_select_strategy": strategy}
+        assert family.read(config).expansion(ImageShape(336, 336)).num_features == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "words"),
+    [
+        ("llava", {}, "image_token_index"),
+        ("llava", {"image_token_index": 5, "vision_config": {"model_type": "pixtral"}}, "pixtral"),
+        ("llava", {"image_token_index": 5, "vision_feature_select_strategy": "odd"}, "odd"),
+        ("qwen2_vl", {"vision_config": {"spatial_merge_size": 0}}, "spatial_merge_size must be from 1"),
+        ("idefics3", {"scale_factor": "two"}, "scale_factor"),
+    ],
+)
+def test_a_config_that_is_not_implemented_is_refused_by_name(
+    model_type: str, config: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        plugins.load("media", model_type).read(config)
+
+
+def test_an_unknown_processor_is_refused_by_name(tmp_path: Path) -> None:
+    odd = FAMILIES["llava"]._replace(processor={"image_processor_type": "OddImageProcessor"})
+    folder = write_image_folder(tmp_path, odd)
+    with pytest.raises(ValueError, match="'OddImageProcessor', which is not supported; there are CLIPImageProcessor"):
+        image_model(folder)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ValueError, match=r"neither preprocessor_config.json nor processor_config.json"):
+        image_model(folder)
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": FAMILIES["llava"].processor}))
+    assert image_model(folder).processor.endswith(":CLIPImageProcessorPil")
+
+
+def test_counts_that_do_not_match_are_named() -> None:
+    tokens = [image_ids(plugins.load("media", "qwen2_vl")(9, 2).expansion(ImageShape(8, 8, (1, 4, 4))), 9, None)] * 2
+    for ids, count in (([1, 9, 2], 1), ([1, 9, 9, 9], 3), ([1], 0)):
+        with pytest.raises(ValueError, match=rf"{count} image placeholders? \(token id 9\) for 2 images.*\(or 8, "):
+            placed(ids, 9, tokens)
+    with pytest.raises(ValueError, match="has 1 image placeholder .* for 0 images"):
+        check_count([9], 9, 0)
+    check_count([1], 9, 0)
+
+
+def test_expanded_ids_have_all_tokens_of_an_image() -> None:
+    around = token_id("<fake_token_around_image>")
+    family = plugins.load("media", "idefics3")(9, 8, 2)
+    whole = image_ids(family.expansion(ImageShape(32, 32)), 9, lambda text: [around] * (1 + text.count("global")))
+    assert placed([1, *whole.token_ids, 2], 9, [whole])[1] == [1]
+    with pytest.raises(ValueError, match="not the other tokens that belong to them"):
+        placed([1, 9, 9, 9, 9, 2], 9, [whole])
+    with pytest.raises(ValueError, match="need its tokenizer"):
+        image_ids(family.expansion(ImageShape(32, 32)), 9, None)
