@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import BinaryIO
 
+    Renamed = tuple[tuple[str, str], ...]
+
 FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types that can be converted to one another -> bytes of a number."""
 _OTHER_BYTES: Final = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -74,6 +76,7 @@ def check_folder(
     *,
     num_layers: int,
     prefix: str,
+    renamed: Renamed = (),
     is_ignored: Callable[[str], bool] = lambda _: False,
 ) -> None:
     """Check that the folder has the tensors of a model, and no others but those that may be ignored.
@@ -84,7 +87,7 @@ def check_folder(
     Raises:
         ValueError: a file is missing or damaged, or the tensors are not those of the model.
     """
-    found = read_headers(folder, prefix)
+    found = read_headers(folder, prefix, renamed)
     if num_layers > len(found):
         raise ValueError(
             f"the weights in {folder} do not fit the model (config.json): they are {len(found)} tensors, for "
@@ -124,11 +127,11 @@ def check_entries(
         raise ValueError(f"the weights in {folder} do not fit the model (config.json): {listed}{more}")
 
 
-def read_headers(folder: Path, prefix: str) -> list[Entry]:
+def read_headers(folder: Path, prefix: str, renamed: Renamed = ()) -> list[Entry]:
     """All tensors of the checkpoint in a folder, file by file.
 
     ``prefix``: of the names of the base model's tensors. Where it was saved without a head no name has it, and it is
-    added to all.
+    added to all. ``renamed``: as in ``TransformerConfig``.
 
     Raises:
         ValueError: the folder has no safetensors files, a file is missing or damaged, or two files hold one tensor.
@@ -144,9 +147,31 @@ def read_headers(folder: Path, prefix: str) -> list[Entry]:
                     f"tensor {entry.name!r} is in {entries[entry.name].path.name} and in {path.name} of {folder}"
                 )
             entries[entry.name] = entry
+    if renamed:
+        return _renamed(entries, renamed, folder)
     if any(name.startswith(prefix) for name in entries):
         return list(entries.values())
     return [replace(entry, name=prefix + name) for name, entry in entries.items()]
+
+
+def new_name(name: str, renamed: Renamed) -> str:
+    """The name with its prefix replaced, if it has one of ``renamed``."""
+    for old, new in renamed:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _renamed(entries: Mapping[str, Entry], renamed: Renamed, folder: Path) -> list[Entry]:
+    found: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        new = new_name(name, renamed)
+        if new in found:
+            raise ValueError(
+                f"tensors {found[new].stored_name!r} and {name!r} of {folder} are the same one of the model"
+            )
+        found[new] = replace(entry, name=new)
+    return list(found.values())
 
 
 def _paths(folder: Path) -> list[Path]:

@@ -179,6 +179,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
             partial(tensor_shapes, decoder),
             num_layers=decoder.num_layers,
             prefix=decoder.prefix,
+            renamed=decoder.renamed,
             is_ignored=partial(is_ignored, decoder),
         )
     eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id)))

@@ -69,6 +69,7 @@ STRICTER = {"supervision/ledger.py": "1", "supervision/routing.py": "1"}
 ALLOWED = {
     ("hub", "huggingface_hub"): "the one lazy import: it is slow, and most programs read a local folder",
     ("hub", "threading"): "downloads side by side",
+    ("models", "transformers"): "vision towers",
     ("runner", "time"): "durations of loading and of steps",
 }
 

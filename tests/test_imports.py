@@ -20,9 +20,6 @@ WAITING = "jinja2 tqdm regex tokenizers importlib.metadata".split()
 PACKAGE_NAMES = {"zmq": "pyzmq", "flashinfer": "flashinfer-python", "huggingface_hub": "huggingface-hub"}
 """Module -> the name of its package, where the two differ."""
 
-NOT_IMPORTED_YET = {"transformers"}
-"""Declared for what is to come: the processors of images, and models that we have no file for."""
-
 HOST_STATE = """
 import asyncio, json, locale, logging, os, signal, sys, threading, warnings
 
@@ -88,7 +85,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     tops = {entry.target.split(".")[0] for of in modules() for entry in imports(of)}
     imported = {PACKAGE_NAMES.get(name, name) for name in tops - sys.stdlib_module_names - {"aioengine"}}
     others = {"triton", "typing_extensions"}  # which come with torch, and with type checkers
-    assert imported - for_gpus - others == declared - NOT_IMPORTED_YET
+    assert imported - for_gpus - others == declared
 
 
 def names_of(requirements: list[str]) -> set[str]:

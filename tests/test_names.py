@@ -55,6 +55,12 @@ SAME_NAME = {"__init__", "_base", "base", "requests", "torch", "llama", "mistral
     "roberta",
     "xlm_roberta",
     "modernbert",
+    "llava",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "idefics3",
+    "smolvlm",
 }
 """File names that may stand in several folders: the same role in each. (A kernel is named after its operation.)"""
 

@@ -106,6 +106,7 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
         is_causal: a token attends to no later position.
         sliding_window: the number of positions that a token attends to, where longer texts need more; None: all.
         prefix: of the names of the tensors of the blocks and the embedding, which some checkpoints leave out.
+        renamed: prefixes of names in checkpoints, and what stands for them; the first that fits counts.
     """
 
     task: Task
@@ -122,6 +123,7 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_causal: bool = True
     sliding_window: int | None = None
     prefix: str = "model."
+    renamed: tuple[tuple[str, str], ...] = ()
     rope: RopeConfig = RopeConfig()
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.families._config import DecoderConfig, Task
 from aioengine.families._encoders import EncoderConfig
+from aioengine.families._vision import VisionConfig
 
 if TYPE_CHECKING:
     from aioengine.families._config import TransformerConfig
@@ -14,7 +15,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_shapes(config: TransformerConfig) -> Shapes:
-    """Name -> shape of every tensor that is loaded."""
+    """Name -> shape of every tensor that is loaded; those of a vision tower are known to its model alone."""
     if isinstance(config, EncoderConfig):
         return _encoder(config)
     assert isinstance(config, DecoderConfig)
@@ -31,6 +32,8 @@ def is_ignored(config: TransformerConfig, name: str) -> bool:
     """Whether the checkpoint may hold this tensor although it is not loaded: a buffer, or a head that is not used."""
     if isinstance(config, EncoderConfig):
         return name.endswith("position_ids") or name.startswith(config.ignored)
+    if isinstance(config, VisionConfig) and name.startswith(config.towers):
+        return True
     has_no_head = config.task is not Task.GENERATE or (isinstance(config, DecoderConfig) and config.tied)
     return name.endswith("rotary_emb.inv_freq") or (has_no_head and name == "lm_head.weight")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from aioengine.quantization.plain import PLAIN
 
@@ -61,6 +61,8 @@ class ModelInputs:
         rows: [T] int64, the row of the step that each token belongs to; None for a model that does not read it.
         token_types: [T] int64, 1 in the second text of a pair, else 0; None: 0 for all.
         outputs: [S] int64, indices into T of the tokens whose hidden states are returned, in this order; None: all T.
+        deepstack: of tokens with features of images, their indices into T [N] int64, and what is added to them behind
+            each of the first K blocks, [N, K, D]; None: there are none.
     """
 
     positions: Tensor
@@ -69,6 +71,7 @@ class ModelInputs:
     rows: Tensor | None = None
     token_types: Tensor | None = None
     outputs: Tensor | None = None
+    deepstack: tuple[Tensor, Tensor] | None = None
 
 
 class Model(Protocol):
@@ -82,6 +85,8 @@ class Model(Protocol):
     hidden_size: int
     prefix: str
     """Of the names of the tensors that a checkpoint without a head has too."""
+    renamed: tuple[tuple[str, str], ...]
+    """As in ``TransformerConfig``."""
 
     def weights(self) -> dict[str, Target]:
         """Name in the checkpoint -> where it goes: a tensor, often a part of a fused one.
@@ -127,6 +132,32 @@ class Model(Protocol):
         A classifier takes pooled hidden states and returns a score for each class; a model without a head returns what
         it is given.
         """
+        ...
+
+
+@runtime_checkable
+class VisionModel(Protocol):
+    """A model whose prompts may hold images, in the place of tokens with the id ``image_token_id``.
+
+    Its ``input_spec`` has embeddings. N: the tokens of an image that get features. K: layers behind which some are
+    added.
+    """
+
+    image_token_id: int
+    num_deepstack: int
+
+    def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:
+        """What the image processor of transformers gives for one image -> its features [N, (1 + K) * D].
+
+        The first D numbers stand for the embedding of the token, the others are for the first K layers.
+
+        Raises:
+            ValueError: an array is missing, or its shape is not that of an image.
+        """
+        ...
+
+    def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
+        """Arrays [...] of zeros, as for the largest image of up to ``max_tokens`` tokens."""
         ...
 
 

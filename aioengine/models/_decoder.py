@@ -119,6 +119,7 @@ class Decoder:
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.prefix = config.prefix
+        self.renamed = config.renamed
         self._embedding = Embedding(config.vocab_size, config.hidden_size, placement)
         self._rotary = RotaryEmbedding(
             config.rope,
@@ -171,6 +172,8 @@ class Decoder:
         for layer, block in enumerate(self._blocks):
             is_last = layer == len(self._blocks) - 1
             x, delta = block(x, delta, step, layer, outputs=inputs.outputs if is_last else None)
+            if inputs.deepstack is not None and layer < inputs.deepstack[1].shape[1]:
+                x.index_add_(0, inputs.deepstack[0], inputs.deepstack[1][:, layer])
         return self._norm(x) if delta is None else self._norm.after(delta, x)
 
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:

@@ -172,6 +172,7 @@ class Encoder:
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.prefix = config.prefix
+        self.renamed = config.renamed
         tables = [Embedding(rows, config.hidden_size, placement) for rows in config.embeddings.values()]
         self._embeddings = dict(zip(config.embeddings, tables, strict=True))
         self._tokens, self._learned = tables[0], tables[1:]

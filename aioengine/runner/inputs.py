@@ -14,6 +14,7 @@ import torch
 
 from aioengine.attention._base import ForwardBatch
 from aioengine.models._base import ModelInputs
+from aioengine.runner.images import Span
 from aioengine.scheduler.plan import TOKENS
 
 if TYPE_CHECKING:
@@ -55,16 +56,28 @@ def model_inputs(
     token_types: Tensor | None = None,
     outputs: Tensor | None = None,
 ) -> ModelInputs:
-    """What this model reads of [T] token ids and positions. The other arguments are as in ``ModelInputs``."""
+    """What this model reads of [T] token ids and positions, which may also be [3, T] for a model with three axes. The
+    other arguments are as in ``ModelInputs``.
+    """
     spec = model.input_spec
     return ModelInputs(
-        positions=positions if spec.position_axes == 1 else positions.expand(spec.position_axes, -1),
+        positions=positions.expand(spec.position_axes, -1)
+        if positions.dim() < min(spec.position_axes, 2)
+        else positions,
         token_ids=None if spec.embeddings else token_ids,
         embeddings=model.embed(token_ids) if spec.embeddings else None,
         rows=rows,
         token_types=token_types,
         outputs=outputs,
     )
+
+
+def is_usual(model: Model, inputs: ModelInputs) -> bool:
+    """Whether there may be graphs for a step with prompts: it has outputs, and tokens that all are what the model reads
+    of any text.
+    """
+    has_given_embeds = inputs.token_ids is None and not model.input_spec.embeddings
+    return inputs.outputs is not None and not has_given_embeds and inputs.deepstack is None
 
 
 def _token_types(rows: StepRows, row_of_token: Ints, positions: Ints, upload: Upload) -> Tensor | None:
@@ -162,16 +175,19 @@ class InputBuilder:
             outputs = outputs if others is None else np.concatenate([outputs, others])
         page_places = positions // page_size
         slot_mapping = positions + (page_table_RP[row_of_token, page_places] - page_places) * page_size
+        images, spans = self._table.images, self._image_spans(rows)
         inputs = model_inputs(
             model,
             upload(rows.known_ids) if on_host else self._token_ids(rows, num_tokens),
-            upload(positions),
+            upload(images.positions(spans, positions) if images and spans else positions),
             rows=upload(row_of_token) if model.input_spec.rows else None,
             token_types=_token_types(rows, row_of_token, positions, upload) if model.input_spec.token_types else None,
             outputs=None if outputs is None else upload(outputs),
         )
         if self._table.num_with_embeds:
             inputs = self._with_embeds(model, rows, inputs)
+        if images and spans:
+            inputs = images.fill_in(spans, inputs, upload)
         batch = ForwardBatch(
             slot_mapping=upload(slot_mapping),
             page_table=upload(page_table_RP),
@@ -180,6 +196,19 @@ class InputBuilder:
             host_pages=page_table_RP,
         )
         return inputs, batch
+
+    def _image_spans(self, rows: StepRows) -> list[Span]:
+        """The rows of requests with images."""
+        images = self._table.images
+        if images is None or not images.num_open:
+            return []
+        starts, counts = rows.starts.tolist(), rows.counts.tolist()
+        firsts = (rows.token_ends - rows.counts).tolist()
+        return [
+            Span(request.uid, request.row_index, starts[i], starts[i] + counts[i], firsts[i])
+            for i, request in enumerate(rows.requests)
+            if request.uid in images
+        ]
 
     def _with_embeds(self, model: Model, rows: StepRows, inputs: ModelInputs) -> ModelInputs:
         """With the embeddings [T, D] of all tokens, where some of these rows are of prompts that are embeddings."""

@@ -19,7 +19,8 @@ from aioengine.runner.custom_processors import CustomProcessors
 from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.hidden_states import HiddenStates
-from aioengine.runner.inputs import InputBuilder
+from aioengine.runner.images import images_of
+from aioengine.runner.inputs import InputBuilder, is_usual
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.pooler import Pooler
@@ -116,11 +117,10 @@ class ModelRunner:
         self._attention = parts.attention
         self._kv_pool = parts.kv_pool
         self._device = parts.device
-        vocab_size = min(parts.vocab_size, parts.model.vocab_size)
+        vocab_size = self._vocab_size = min(parts.vocab_size, parts.model.vocab_size)
         self._custom = CustomProcessors(parts.logits_processors, vocab_size=vocab_size)
         processors = logits_processors.load(self._custom)
         num_embeddings = parts.model.vocab_size
-        page_size = parts.kv_pool.page_size
         self._table = RowTable(
             max_row_pages=parts.max_row_pages,
             num_pages=parts.kv_pool.num_pages,
@@ -128,9 +128,9 @@ class ModelRunner:
             device=parts.device,
             processors=processors,
             max_rows=parts.max_rows,
+            images=images_of(parts.model, max_rows=parts.max_rows, device=parts.device),
         )
-        self._inputs = InputBuilder(self._table, page_size=page_size, num_embeddings=num_embeddings)
-        self._vocab_size = vocab_size
+        self._inputs = InputBuilder(self._table, page_size=parts.kv_pool.page_size, num_embeddings=num_embeddings)
         self._sampler = _sampler(parts, self._table, processors)
         processes = self._sampler if parts.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processes)
@@ -258,6 +258,8 @@ class ModelRunner:
                     self._constrained.open(opened, self._table.requests[opened.uid])
             except (ValueError, TypeError, OverflowError) as error:
                 self._break(opened.uid, f"cannot set it up: {error}")
+        for uid, error in self._table.encode_images(plan.rows).items():
+            self._break(uid, error)
         for row in plan.rows:
             request = self._table.requests.get(row.uid) if row.new_pages else None
             if request is not None:
@@ -350,9 +352,8 @@ class ModelRunner:
         and with ``has_more_outputs`` other tokens behind them.
         """
         graphs = self.prompt_graphs
-        has_given_embeds = inputs.token_ids is None and not self._model.input_spec.embeddings
-        is_usual = inputs.outputs is not None and not has_more_outputs and not has_given_embeds
-        if is_usual and not isinstance(graphs, EncoderGraphs | None) and graphs.fits(batch):
+        may_fit = not has_more_outputs and is_usual(self._model, inputs)
+        if may_fit and not isinstance(graphs, EncoderGraphs | None) and graphs.fits(batch):
             return graphs.replay(inputs, batch)
         with part("prepare"):
             self._attention.prepare(batch)

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.messages import Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
+    from aioengine.runner.images import Images
     from aioengine.runner.logits import Constraint, LogitsProcessor
     from aioengine.runner.token_lists import TokenLists
-    from aioengine.scheduler.plan import NewRow
+    from aioengine.scheduler.plan import NewRow, Row
 
     Ints = npt.NDArray[np.int64]
 
@@ -153,6 +154,7 @@ class RowTable:
         num_pooled: open requests of the kind POOL. num_with_grammar, num_with_logprobs, num_with_states: those that
             have a grammar, that want logprobs, that want hidden states.
         num_with_embeds: those whose embeddings were not all computed.
+        images: the images of open requests; None for a model that reads none.
         mask_bit: the bit of the processor of grammars in ``SAMPLING_RECORD``.
     """
 
@@ -165,6 +167,7 @@ class RowTable:
         device: torch.device,
         processors: tuple[LogitsProcessor, ...],
         max_rows: int,
+        images: Images | None = None,
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
         self.page_table = np.zeros((max_rows, max_row_pages), dtype=np.int32)  # takes memory as far as it is used
@@ -178,6 +181,7 @@ class RowTable:
         self.num_with_logprobs = 0
         self.num_with_states = 0
         self.num_with_embeds = 0
+        self.images = images
         self._pool_pages = num_pages
         self._num_embeddings = num_embeddings
         self._processors = processors
@@ -221,6 +225,11 @@ class RowTable:
             request.embeds = np.frombuffer(opened.embeds, np.float32).reshape(opened.num_prompt, -1)
             request.first_id = first_id
             self.num_with_embeds += 1
+        if opened.media:
+            if self.images is None:
+                message = "the prompt has images, and the model reads none"
+                raise ValueError(message)
+            self.images.open(opened, row_index)
         if opened.logprobs is not None:
             request.logprobs = _row_logprobs(opened, opened.logprobs)
             self.num_with_logprobs += 1
@@ -242,12 +251,18 @@ class RowTable:
             self.num_with_logprobs -= request.logprobs is not None
             self.num_with_states -= bool(request.sampling.hidden_states)
             self.num_with_embeds -= request.embeds is not None
+            if self.images is not None:
+                self.images.close(uid, request.row_index)
 
     def drop_embeds(self, request: RequestRow) -> None:
         """Its prompt is computed."""
         if request.embeds is not None:
             request.embeds = None
             self.num_with_embeds -= 1
+
+    def encode_images(self, rows: list[Row]) -> dict[int, str]:
+        """Have the features of all images that these rows need; returns by uid why those of a request cannot be had."""
+        return {} if self.images is None else self.images.encode(rows)
 
     def pages(self, uid: int) -> list[int]:
         """Pages of the pool that a request has, in order; empty for one that is not known."""

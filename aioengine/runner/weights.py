@@ -70,7 +70,7 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
     else:
         entries = [
             entry
-            for entry in read_headers(folder, model.prefix)
+            for entry in read_headers(folder, model.prefix, model.renamed)
             if entry.name in targets or not model.is_ignored(entry.name)
         ]
         shapes = {name: target.shape for name, target in targets.items()}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.protocol.messages import RequestKind
 from aioengine.scheduler.admission import Admission, Refusal, TokenBudget
+from aioengine.scheduler.image_keys import ImageBudget
 from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Planner:
             pages.append(page)
         request.is_behind = end < request.num_tokens
         gives = NOTHING if request.is_behind else TOKENS
-        return Row(request.uid, start, end - start, gives, request.token_ids[start:end], pages)
+        return Row(request.uid, start, end - start, gives, request.ids_to_compute(start, end), pages)
 
     def _grow(self, request: Request) -> int | None:
         """A page for the next position, preempting others where none is left. None: there is none, it must wait.
@@ -152,8 +153,14 @@ class Planner:
                 flight.plan.new_rows.append(_new_row(request))
                 take = budget.take_share if self._splits_prompts else budget.take_whole
                 shares.append((request, take(request.num_missing)))
+        images: ImageBudget | None = None
         for request, share in shares:
             count = share + budget.take_rest(request.num_missing - share)
+            if request.submit.media:
+                images = images or ImageBudget(self._chunk_tokens)
+                start = request.num_computed
+                is_first = start == request.hold.num_matched * self._requests.cache.page_size
+                count = images.limited(request.submit.media, start, count, is_first=is_first)
             if count:
                 flight.add(_prompt_row(request, count), request)
 
@@ -190,7 +197,7 @@ def _new_row(request: Request) -> NewRow:
         request.uid,
         request.submit.sampling,
         request.num_prompt,
-        request.token_ids.copy(),
+        request.ids_to_compute(0, len(request.token_ids)),
         request.hold.pages.copy(),
         request.kind,
         request.logprobs,
@@ -203,4 +210,4 @@ def _new_row(request: Request) -> NewRow:
 def _prompt_row(request: Request, count: int) -> Row:
     start = request.num_computed
     gives = GIVES[request.kind] if start + count == request.num_tokens else NOTHING
-    return Row(request.uid, start, count, gives, request.token_ids[start : start + count])
+    return Row(request.uid, start, count, gives, request.ids_to_compute(start, start + count))

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from aioengine.memory.prefix_cache import Hold
 from aioengine.protocol.messages import ALL_STATES, End, FinishCode, RequestKind
 from aioengine.scheduler.gates import ALL_OPEN, Gate
+from aioengine.scheduler.image_keys import with_image_keys
 
 if TYPE_CHECKING:
     from aioengine.memory.radix import Node
@@ -58,7 +59,7 @@ class Request:
     order: its place in the queue (smaller is sooner), unique; set by the policy.
     rank: its place among the running requests, the last of whom is preempted first.
     max_tokens: prompt and output together.
-    token_ids: prompt and output, as far as known here.
+    token_ids: prompt and output, as far as known here; at images the ids by which the prefix cache knows them.
     holds_last: whether the runner holds the newest token, so that a row need not carry it.
     kind: POOL ends when its vector was given, SCORE with its logprobs; both never have output tokens.
     gates: the closed gates.
@@ -95,7 +96,8 @@ class Request:
         self.submit = submit
         self.uid = submit.uid
         self.kind = submit.kind
-        self.token_ids = list(submit.prompt_token_ids)
+        prompt = submit.prompt_token_ids
+        self.token_ids = with_image_keys(prompt, submit.media) if submit.media else list(prompt)
         self.num_prompt = len(self.token_ids)
         if submit.continuation is not None:
             self.token_ids += submit.continuation.token_ids
@@ -136,6 +138,12 @@ class Request:
         if self.submit.sampling.hidden_states == ALL_STATES and not self.num_output:
             return self.token_ids[:1]
         return self.token_ids if rules is None or rules.start < 0 else self.token_ids[: max(rules.start, 1)]
+
+    def ids_to_compute(self, start: int, end: int) -> list[int]:
+        """The tokens at these positions as the model reads them, with the placeholders of images."""
+        if not self.submit.media or start >= self.num_prompt:
+            return self.token_ids[start:end]
+        return self.submit.prompt_token_ids[start:end] + self.token_ids[self.num_prompt : end]
 
     @property
     def waits_for_prefix(self) -> bool:

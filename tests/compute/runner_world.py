@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from aioengine.protocol.columns import Extra
-from aioengine.protocol.messages import End, Limits, RequestKind, Sampling, Submit, TextRules
+from aioengine.protocol.messages import End, Limits, Media, RequestKind, Sampling, Submit, TextRules
 from aioengine.runner.build import build
 from aioengine.runner.model_runner import ModelRunner, Ticket
 from aioengine.scheduler.core import SchedulerCore
@@ -107,6 +107,7 @@ class World:
         max_new_tokens: int = 12,
         logprobs: LogprobRules | None = None,
         embeds: bytes = b"",
+        media: list[Media] | None = None,
     ) -> int:
         """With ``max_new_tokens`` 0 only logprobs are given. ``embeds``: of the prompt, whose ids mean nothing."""
         uid = self._next_uid
@@ -117,6 +118,7 @@ class World:
         kind = RequestKind.GENERATE if max_new_tokens else RequestKind.SCORE
         limits = Limits(max_new_tokens)
         submit = Submit(uid, prompt, sampling, limits, TextRules(), kind=kind, logprobs=logprobs, embeds=embeds)
+        submit.media = media or []
         self.core.requests.submit(msgspec.structs.replace(submit, cache_salt=str(uid) if embeds else ""))
         return uid
 

@@ -27,6 +27,7 @@ PROMPT = [5, 9, 200, 31, 7]
 
 class FakeModel:
     prefix = ""
+    renamed: tuple[tuple[str, str], ...] = ()
     """Two parameters, one of which is a part of a larger one."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:

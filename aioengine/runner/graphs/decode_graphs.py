@@ -290,6 +290,8 @@ class DecodeGraphs:
         last_pages = page_table_RP[np.arange(num_rows), page_places]
         columns[0, :num_rows] = spread_rows.sources if spread_rows else row_indices
         columns[1, :num_rows] = row_starts
+        if (images := self._table.images) is not None:
+            columns[1, :num_rows] += images.deltas[row_indices]
         columns[2, :num_rows] = last_pages * page_size + last_lengths - 1
         columns[3, :num_rows] = last_lengths
         columns[4] = -1

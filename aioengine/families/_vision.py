@@ -1,0 +1,109 @@
+"""Models that read images beside text: a text model in config.json, and a vision tower. No torch.
+
+The tower and what brings its outputs to the size of the text model are modules of transformers, which reads their part
+of config.json. Here is what the text model and everything around it needs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import msgspec
+
+from aioengine import plugins
+from aioengine.families._config import DecoderConfig, Task, not_implemented, task_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+TASKS: Final = {"ForConditionalGeneration": Task.GENERATE, "Model": Task.EMBED}
+"""As ``FamilyConfig.tasks``."""
+
+TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    }
+}
+"""Fields of text models that files on the hub leave out, by model type: the values of transformers."""
+
+
+class VisionConfig(DecoderConfig, frozen=True, kw_only=True):
+    """The text model of a model that reads images.
+
+    Attributes:
+        image_token_id: the placeholder in prompts, whose embedding the features of an image replace.
+        towers: prefixes of the names of the tensors that belong to no text model.
+        mrope_section: of the pairs of numbers of a head, how many are rotated by each axis of the position: time,
+            height, width; empty: positions have one axis.
+        mrope_interleaved: these pairs take turns, else they follow one another.
+        num_deepstack: layers behind which further features of an image are added.
+    """
+
+    image_token_id: int
+    towers: tuple[str, ...]
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
+    num_deepstack: int = 0
+
+
+class Tower(msgspec.Struct, frozen=True):
+    """The fields of ``vision_config`` that are read here."""
+
+    model_type: str = ""
+    deepstack_visual_indexes: list[int] = []
+
+
+class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of config.json that the families have in common.
+
+    Raises ValueError for a value that is not implemented.
+
+    Attributes:
+        text_types: model types of text models that are implemented. tower_types: those of vision towers.
+        default_text: the type of a text model that names none.
+    """
+
+    text_types: ClassVar[tuple[str, ...]] = ()
+    tower_types: ClassVar[tuple[str, ...]] = ()
+    default_text: ClassVar[str] = "llama"
+
+    architectures: list[str] | None = None
+    text_config: dict[str, object] = {}
+    vision_config: Tower = Tower()
+    tie_word_embeddings: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.vision_config.model_type not in self.tower_types:
+            not_implemented("vision_config.model_type", self.vision_config.model_type, ", ".join(self.tower_types))
+
+    def text(self, raw: Mapping[str, object]) -> DecoderConfig:
+        """The decoder that ``text_config`` describes. ``raw``: config.json, which may say whether the head is tied."""
+        model_type = self.text_config.get("model_type", self.default_text)
+        if not isinstance(model_type, str) or model_type not in self.text_types:
+            not_implemented("text_config.model_type", model_type, ", ".join(self.text_types))
+        is_embedder = task_of(self.architectures, TASKS) is Task.EMBED
+        fields = {**TEXT_DEFAULTS.get(model_type, {}), **self.text_config, "model_type": model_type}
+        fields["architectures"] = ["Model"] if is_embedder else None
+        if raw.get("tie_word_embeddings") is not None:
+            fields["tie_word_embeddings"] = raw["tie_word_embeddings"]
+        if raw.get("quantization_config") is not None:
+            fields["quantization_config"] = raw["quantization_config"]
+        found: DecoderConfig = plugins.load("families", model_type.removesuffix("_text"))(fields)
+        return found
+
+
+def vision_config_of(text: DecoderConfig, **fields: object) -> VisionConfig:
+    """The text model with what ``VisionConfig`` adds.
+
+    Raises:
+        ValueError: the placeholder is not in the vocabulary.
+    """
+    found = msgspec.convert({**msgspec.structs.asdict(text), **fields}, VisionConfig)
+    if not 0 <= found.image_token_id < found.vocab_size:
+        not_implemented("image_token_id", found.image_token_id, f"an id below the vocabulary of {found.vocab_size}")
+    return found

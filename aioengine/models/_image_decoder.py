@@ -1,0 +1,105 @@
+"""A text model that reads images: our decoder, with a vision tower of transformers.
+
+The tower, and what brings its outputs to the size of the text model, is the model class of transformers without its
+text model. N tokens of an image with features, D model size, K layers behind which further features are added.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import AutoConfig, AutoModel
+from transformers.initialization import no_init_weights
+
+from aioengine.checkpoint import new_name
+from aioengine.layers.placement import Target
+from aioengine.models._base import InputSpec
+from aioengine.models._decoder import Decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+    from transformers import PreTrainedConfig
+
+    from aioengine.families._vision import VisionConfig
+    from aioengine.models._base import ModelOptions
+
+_TEXT_PARTS = ("language_model", "text_model")
+
+
+class ImageDecoder(Decoder):
+    """See ``models._base.Model`` and ``models._base.VisionModel``; families subclass it to read their config."""
+
+    def __init__(self, raw: Mapping[str, object], config: VisionConfig, options: ModelOptions) -> None:
+        super().__init__(config, options)
+        self.input_spec = InputSpec(embeddings=True, position_axes=3 if config.mrope_section else 1)
+        self.image_token_id = config.image_token_id
+        self.num_deepstack = config.num_deepstack
+        self._towers_config = config
+        self._device = options.device
+        self._tower = _tower(raw, options)
+
+    def weights(self) -> dict[str, Target]:
+        renamed = self._towers_config.renamed
+        parameters = {f"model.{name}": parameter for name, parameter in self._tower.named_parameters()}
+        return super().weights() | {new_name(name, renamed): Target(found.data) for name, found in parameters.items()}
+
+    def is_ignored(self, name: str) -> bool:
+        if name.startswith(self._towers_config.towers):
+            return name.endswith("position_ids")  # a buffer in old files
+        return super().is_ignored(name)
+
+    @torch.inference_mode()
+    def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:
+        """See ``VisionModel``: [N, (1 + K) * D]."""
+        inputs = {name: self._on_device(array) for name, array in arrays.items()}
+        try:
+            found = self._tower.get_image_features(**inputs, return_dict=True)
+        except (TypeError, RuntimeError, IndexError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+            message = f"the vision tower cannot read an image of {shapes}: {error}"
+            raise ValueError(message) from error
+        features = [torch.cat(list(found.pooler_output))]
+        if self.num_deepstack:
+            features += [torch.cat(list(each)) for each in found.deepstack_features]
+        return torch.cat([each.to(self.dtype) for each in features], -1)
+
+    def _on_device(self, array: Tensor) -> Tensor:
+        """[...]: numbers in the dtype of the model; grids stay on the host, which reads them."""
+        return array.to(self._device).to(self.dtype) if array.is_floating_point() else array
+
+    def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
+        """See ``VisionModel``: pixels [1, 3, side, side], since every image has one size."""
+        side = int(self._tower.config.vision_config.image_size)
+        return {"pixel_values": torch.zeros(1, 3, side, side)}
+
+
+class _Tower(Protocol):
+    """A model of transformers, as far as it is used."""
+
+    config: PreTrainedConfig
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and values [...] of each weight."""
+        ...
+
+    def get_image_features(self, **arrays: object) -> Any: ...
+
+
+def _tower(raw: Mapping[str, object], options: ModelOptions) -> _Tower:
+    """The model of transformers without its text model, with memory for its weights and nothing in it."""
+    fields = {name: value for name, value in raw.items() if name not in ("model_type", "architectures")}
+    config = AutoConfig.for_model(str(raw["model_type"]), **fields)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id, text.layer_types = 0, 1, None, []
+    with no_init_weights(), options.device:
+        model = AutoModel.from_config(config, dtype=options.dtype, attn_implementation="sdpa")
+    for name in _TEXT_PARTS:
+        if hasattr(model, name):
+            delattr(model, name)
+    tower: _Tower = model.requires_grad_(False).eval()
+    return tower

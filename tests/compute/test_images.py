@@ -1,0 +1,223 @@
+"""Images in prompts, by the runner and the scheduler: the logits and tokens of transformers, and what is computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from aioengine.models._image_decoder import ImageDecoder
+from aioengine.protocol.messages import FinishCode
+from aioengine.protocol.packed_logprobs import PROMPT_LOGPROBS, LogprobRules
+from tests.compute.runner_world import World, make_settings
+from tests.kit.vision_models import (
+    GREEDY,
+    MODELS,
+    Pictures,
+    Prompt,
+    clear_tokens,
+    prompt_of,
+    save_vision_model,
+    their_logits,
+)
+
+TEXTS = [[(11 * i * i + 5 * i + k) % 280 for i in range(length)] for k, length in enumerate((9, 5, 23, 14))]
+
+
+class Saved(NamedTuple):
+    folder: Path
+    theirs: PreTrainedModel
+    pictures: Pictures
+
+    def world(self, *, chunk_tokens: int = 512, num_pages: int = 256, depth: int = 0) -> World:
+        return World(make_settings(self.folder, chunk_tokens=chunk_tokens, num_pages=num_pages, depth=depth))
+
+    def prompts(self) -> list[Prompt]:
+        """Several images of several sizes, text before, between and behind them, and text alone."""
+        one, two, three = self.pictures.draw(4, 6), self.pictures.draw(8, 4), self.pictures.draw(2, 2)
+        return [
+            prompt_of(TEXTS[0], one, TEXTS[1], two, TEXTS[2]),
+            prompt_of(TEXTS[2]),
+            prompt_of(two, TEXTS[3], three, one, TEXTS[0]),
+            prompt_of(TEXTS[1], three),
+        ]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Saved(folder, save_vision_model(request.param, folder), Pictures(request.param, folder))
+
+
+@pytest.fixture
+def llava(tmp_path: Path) -> Saved:
+    return Saved(tmp_path, save_vision_model("llava", tmp_path), Pictures("llava", tmp_path))
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, ...]]:
+    """How often the tower ran, by the shape of its pixels."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    encode = ImageDecoder.encode_image
+
+    def counted(self: ImageDecoder, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
+        counts[tuple(arrays["pixel_values"].shape)] += 1
+        return encode(self, arrays)
+
+    monkeypatch.setattr(ImageDecoder, "encode_image", counted)
+    return counts
+
+
+def run(world: World, prompts: list[Prompt], *, max_new_tokens: int = 8) -> list[list[int]]:
+    uids = [
+        world.submit(prompt.token_ids, GREEDY, media=prompt.media, max_new_tokens=max_new_tokens) for prompt in prompts
+    ]
+    world.run()
+    return [world.outputs[uid] for uid in uids]
+
+
+def check(saved: Saved, prompt: Prompt, output: list[int], num_tokens: int = 8) -> None:
+    assert len(output) == num_tokens
+    assert output == clear_tokens(their_logits(saved.theirs, prompt, output), output)
+
+
+@pytest.mark.parametrize(("chunk_tokens", "depth"), [(512, 0), (7, 1)])
+def test_tokens_are_those_of_transformers(saved: Saved, chunk_tokens: int, depth: int) -> None:
+    prompts = saved.prompts()
+    outputs = run(saved.world(chunk_tokens=chunk_tokens, depth=depth), prompts)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check(saved, prompt, output)
+
+
+def test_logits_of_a_prompt_are_those_of_transformers(saved: Saved) -> None:
+    prompt = saved.prompts()[0]
+    world = saved.world(chunk_tokens=16)
+    hidden: list[torch.Tensor] = []
+    forward = world.runner._model.forward
+    world.runner._model.forward = lambda inputs, attention: (
+        hidden.append(  # type: ignore[method-assign]
+            forward(replace(inputs, outputs=None), attention)
+        )
+        or hidden[-1].index_select(0, inputs.outputs if inputs.outputs is not None else torch.arange(len(hidden[-1])))
+    )
+    world.submit(prompt.token_ids, GREEDY, media=prompt.media, max_new_tokens=1)
+    world.run()
+    logits = world.runner._model.compute_logits(torch.cat(hidden))
+    torch.testing.assert_close(logits, their_logits(saved.theirs, prompt), atol=1e-3, rtol=1e-4)
+
+
+def test_a_second_question_computes_nothing_of_the_image_again(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
+    picture, other = llava.pictures.draw(), llava.pictures.draw()
+    world = llava.world()
+    first, second = prompt_of(TEXTS[0], picture, TEXTS[1]), prompt_of(TEXTS[0], picture, TEXTS[3])
+    different = prompt_of(TEXTS[0], other, TEXTS[1])
+    for uid, prompt in enumerate((first, second, different, first)):
+        [output] = run(world, [prompt])
+        check(llava, prompt, output)
+        assert world.num_cached[uid] == (0, 24, 8, 28)[uid]  # in whole pages of 4
+    assert encoded.total() == 2
+    assert world.core.scheduler.cache.clear()
+    check(llava, first, run(world, [first])[0])
+    assert encoded.total() == 2, "the features are kept beside the prefix cache"
+
+
+def test_features_beyond_the_limit_are_computed_again(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
+    world = llava.world(chunk_tokens=8)
+    images = world.runner._table.images
+    assert images is not None
+    images._max_bytes = 0
+    prompt = prompt_of(TEXTS[0], llava.pictures.draw(), TEXTS[1])
+    check(llava, prompt, run(world, [prompt])[0])
+    assert encoded.total() == 3, "a run for each of the chunks with a part of the image"
+    assert not images._kept
+
+
+def test_preempted_requests_give_the_same_tokens(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
+    pictures = [llava.pictures.draw() for _ in range(5)]
+    prompts = [prompt_of(TEXTS[i % 4], pictures[i], TEXTS[(i + 1) % 4]) for i in range(5)]
+    expected = run(llava.world(), prompts, max_new_tokens=40)
+    encoded.clear()
+    world = llava.world(num_pages=56, chunk_tokens=24)
+    assert run(world, prompts, max_new_tokens=40) == expected
+    assert world.num_preemptions > 0
+    assert encoded.total() == 5
+    for prompt, output in zip(prompts, expected, strict=True):
+        check(llava, prompt, output, 40)
+
+
+def test_a_request_whose_image_cannot_be_read_fails_alone(llava: Saved) -> None:
+    good, gone, wrong, short = (llava.pictures.draw() for _ in range(4))
+    fine = prompt_of(TEXTS[0], good, TEXTS[1])
+    gone.path.unlink()
+    misshapen = replace(wrong, path=Path(__file__))
+    fewer = replace(short, token_ids=short.token_ids[:-1])
+    world = llava.world(chunk_tokens=16)
+    bad = [prompt_of(TEXTS[1], each, TEXTS[2]) for each in (gone, misshapen, fewer)]
+    outputs = run(world, [bad[0], fine, *bad[1:]])
+    check(llava, fine, outputs[1])
+    assert [bool(output) for output in outputs] == [False, True, False, False]
+    assert {uid: end.code for uid, end in world.ended.items() if uid != 1} == dict.fromkeys(
+        (0, 2, 3), FinishCode.FAILED
+    )
+    assert "cannot be read" in world.ended[0].message
+    assert "16 features for 15 placeholders" in world.ended[3].message
+
+
+def test_numbers_that_are_not_finite_fail_their_request_alone(llava: Saved) -> None:
+    prompt = prompt_of(TEXTS[0], llava.pictures.draw(), TEXTS[1])
+    broken = llava.pictures.draw()
+    arrays = {"pixel_values": broken.arrays["pixel_values"] * float("nan")}
+    save_file(arrays, broken.path)
+    world = llava.world(chunk_tokens=16)
+    outputs = run(world, [prompt_of(TEXTS[0], replace(broken, arrays=arrays), TEXTS[1]), prompt])
+    assert not outputs[0]
+    assert "non-finite" in world.ended[0].message
+    check(llava, prompt, outputs[1])
+
+
+def test_a_step_begins_no_more_images_than_it_has_tokens(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
+    world = llava.world(chunk_tokens=24)  # an image has 16 features
+    prompts = [prompt_of(TEXTS[1], llava.pictures.draw(), TEXTS[1]) for _ in range(4)]
+    decoding = world.submit(TEXTS[0], GREEDY, max_new_tokens=30)
+    world.step()
+    uids = [world.submit(each.token_ids, GREEDY, media=each.media, max_new_tokens=4) for each in prompts]
+    while world.core.has_work:
+        before = encoded.total(), len(world.outputs[decoding])
+        world.step()
+        assert encoded.total() - before[0] <= 1
+        assert len(world.outputs[decoding]) == min(before[1] + 1, 30)
+    for prompt, uid in zip(prompts, uids, strict=True):
+        check(llava, prompt, world.outputs[uid], 4)
+
+
+def test_logprobs_and_scores_of_prompts_with_images(llava: Saved) -> None:
+    prompt = prompt_of(TEXTS[0], llava.pictures.draw(), TEXTS[1])
+    expected = their_logits(llava.theirs, prompt).log_softmax(-1)
+    for max_new_tokens in (0, 1):
+        world = llava.world(chunk_tokens=16)
+        rules = LogprobRules(start=0)
+        uid = world.submit(prompt.token_ids, GREEDY, media=prompt.media, max_new_tokens=max_new_tokens, logprobs=rules)
+        world.run()
+        data = next(each.data for each in world.extras[uid] if each.kind == PROMPT_LOGPROBS)
+        found = np.frombuffer(data, np.float32).reshape(len(prompt.token_ids), -1)[1:, 0]
+        wanted = expected[:-1].gather(1, torch.tensor(prompt.token_ids[1:])[:, None])[:, 0]
+        np.testing.assert_allclose(found, wanted.numpy(), atol=1e-3)
+
+
+def test_text_alone_has_the_bits_that_it_has_beside_images(llava: Saved) -> None:
+    text = prompt_of(TEXTS[2])
+    rules = LogprobRules(num_top=3)
+    worlds = [llava.world(chunk_tokens=16) for _ in range(2)]
+    uids = [world.submit(text.token_ids, GREEDY, logprobs=rules) for world in worlds]
+    for prompt in llava.prompts():
+        worlds[1].submit(prompt.token_ids, GREEDY, media=prompt.media)
+    for world in worlds:
+        world.run()
+    assert worlds[0].extras[uids[0]] == worlds[1].extras[uids[1]]

@@ -1,0 +1,145 @@
+"""Tiny random models that read images, the arrays of random images, and the answers of transformers."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
+
+from aioengine.protocol.messages import Media, Sampling
+
+VOCAB_SIZE = 300
+CONTEXT_LENGTH = 256
+IMAGE = 290
+"""The placeholder."""
+
+TEXT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT_LENGTH,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def _llava() -> PreTrainedModel:
+    tower = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "projection_dim": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+        "initializer_range": 0.2,
+    }
+    text = {"model_type": "llama", **TEXT}
+    config = LlavaConfig(text_config=text, vision_config=tower, image_token_index=IMAGE, image_seq_length=16)
+    return LlavaForConditionalGeneration(config)
+
+
+MODELS = {"llava": _llava}
+
+
+def save_vision_model(model_type: str, folder: Path) -> PreTrainedModel:
+    """A random model of this type in fp32, saved to the folder; gives transformers' own."""
+    torch.manual_seed(5)
+    model = MODELS[model_type]().eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 and name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The arrays of an image, as the processor of its model gives them, in a file; its tokens in a prompt."""
+
+    arrays: dict[str, torch.Tensor]
+    token_ids: list[int]
+    path: Path
+    grid: tuple[int, int, int] = (0, 0, 0)
+
+    def media(self, start: int) -> Media:
+        content = hashlib.sha256(b"".join(each.numpy().tobytes() for each in self.arrays.values())).digest()
+        return Media(start, len(self.token_ids), self.token_ids.count(IMAGE), content, str(self.path), self.grid)
+
+
+class Pictures:
+    """Draws random pictures for a model type; each has a file in a folder of its own."""
+
+    def __init__(self, model_type: str, folder: Path) -> None:
+        self._model_type = model_type
+        self._folder = folder / "pictures"
+        self._folder.mkdir()
+        self._num_drawn = 0
+
+    def draw(self, height: int = 0, width: int = 0) -> Picture:
+        """``height`` and ``width`` in patches, for models that take images of any size."""
+        self._num_drawn += 1
+        torch.manual_seed(100 + self._num_drawn)
+        path = self._folder / f"picture-{self._num_drawn}.safetensors"
+        arrays = {"pixel_values": torch.randn(1, 3, 28, 28)}
+        save_file(arrays, path)
+        return Picture(arrays, [IMAGE] * 16, path)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids with pictures among them."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    media: list[Media] = field(default_factory=list[Media])
+    pictures: list[Picture] = field(default_factory=list[Picture])
+
+
+def prompt_of(*parts: list[int] | Picture) -> Prompt:
+    """Texts, as ids, and pictures, in their order."""
+    prompt = Prompt()
+    for part in parts:
+        if isinstance(part, Picture):
+            prompt.media.append(part.media(len(prompt.token_ids)))
+            prompt.pictures.append(part)
+            prompt.token_ids.extend(part.token_ids)
+        else:
+            prompt.token_ids.extend(part)
+    return prompt
+
+
+@torch.inference_mode()
+def their_logits(model: PreTrainedModel, prompt: Prompt, output: list[int] | None = None) -> torch.Tensor:
+    """[X, V] of the prompt and the output behind it, by transformers."""
+    token_ids = torch.tensor([[*prompt.token_ids, *(output or [])]])
+    arrays: dict[str, torch.Tensor] = {}
+    for name in prompt.pictures[0].arrays if prompt.pictures else ():
+        arrays[name] = torch.cat([picture.arrays[name] for picture in prompt.pictures])
+    if "image_grid_thw" in arrays:
+        arrays["mm_token_type_ids"] = (token_ids == IMAGE).long()
+    logits: torch.Tensor = model(input_ids=token_ids, use_cache=False, **arrays).logits[0]
+    return logits
+
+
+GREEDY = Sampling(1, temperature=0.0, bias_token_ids=(IMAGE,), logit_bias=(-1e9,))
+"""Without the placeholder, which transformers would take for an image."""
+
+
+def clear_tokens(logits: torch.Tensor, output: list[int], margin: float = 1e-3) -> list[int]:
+    """The tokens of ``GREEDY`` by transformers' logits [X, V], whose last are those of ``output``; where two are within
+    the margin, the one of ``output``.
+    """
+    found = logits[len(logits) - len(output) - 1 : -1].index_fill(1, torch.tensor([IMAGE]), -1e9)
+    best = found.topk(2).values
+    is_clear = best[:, 0] - best[:, 1] > margin
+    return torch.where(is_clear, found.argmax(-1), torch.tensor(output)).tolist()
