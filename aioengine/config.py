@@ -204,11 +204,14 @@ class LoraSettings(Struct, frozen=True, kw_only=True):
         num_slots: adapters on the device at a time, those of one batch; their slots are 1 to ``num_slots``.
         max_rank: the highest rank of an adapter.
         modules: the modules of a layer that adapters may change ("q_proj"); empty: all that the model has.
+        max_loaded: adapters in the memory of the scheduler process; None: any number. max_bytes: of all of them.
     """
 
     num_slots: int
     max_rank: int
     modules: tuple[str, ...] = ()
+    max_loaded: int | None = None
+    max_bytes: int = 4 * 1024**3
 
 
 class RunnerSettings(Struct, frozen=True, kw_only=True):

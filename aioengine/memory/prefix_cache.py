@@ -23,7 +23,7 @@ from aioengine.memory.radix import Node, RadixTree
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aioengine.memory.radix import Key
+    from aioengine.memory.radix import Key, Salt
 
 
 class PageAllocator:
@@ -76,7 +76,7 @@ class Match(NamedTuple):
 
     path: list[Node]
     pending: Node | None
-    salt: str = ""
+    salt: Salt = ""
 
 
 class Hold:
@@ -89,7 +89,7 @@ class Hold:
 
     __slots__ = ("border", "num_matched", "num_ready", "pages", "path", "room", "salt")
 
-    def __init__(self, salt: str = "") -> None:
+    def __init__(self, salt: Salt = "") -> None:
         self.pages: list[int] = []
         self.path: list[Node] = []
         self.num_matched = 0
@@ -140,7 +140,7 @@ class PrefixCache:
 
     # ------------------------------------------------------------ ask
 
-    def match(self, token_ids: list[int], salt: str = "", *, known: Node | None = None) -> Match:
+    def match(self, token_ids: list[int], salt: Salt = "", *, known: Node | None = None) -> Match:
         """The computed prefix of ``token_ids``, in whole pages, without the last token.
 
         known: ``pending`` of an earlier match, of these ids or fewer of them.

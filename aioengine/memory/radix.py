@@ -22,7 +22,10 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-Key = tuple[int | str, ...]
+Salt = str | tuple[int, str]
+"""Of the requests that may share prefixes: their own salt; with an adapter, its number too."""
+
+Key = tuple[int | str | tuple[int, str], ...]
 
 
 class Node(Struct, eq=False):
@@ -60,14 +63,14 @@ class RadixTree:
         """Nodes that can be evicted, one after the other, once all pins are undone."""
         return len(self._unlocked) + self.num_pinned
 
-    def keys(self, token_ids: list[int], first: int = 0, salt: str = "") -> Iterator[Key]:
+    def keys(self, token_ids: list[int], first: int = 0, salt: Salt = "") -> Iterator[Key]:
         """The full pages of ``token_ids`` from number ``first`` on, each as a tuple; page 0 with its salt."""
         size = self.page_size
         part = token_ids[first * size :] if first else token_ids
         pages = zip(*[iter(part)] * size, strict=False)
         return _salted(pages, salt) if salt and not first else pages
 
-    def walk(self, token_ids: list[int], max_pages: int, salt: str = "", *, known: Node | None = None) -> list[Node]:
+    def walk(self, token_ids: list[int], max_pages: int, salt: Salt = "", *, known: Node | None = None) -> list[Node]:
         """The nodes for the longest known prefix, of at most ``max_pages``; the last of them may be pending.
 
         known: a node that a walk with these ids, or fewer of them, has found; from there on it need not be searched
@@ -169,7 +172,7 @@ class RadixTree:
         self.num_nodes -= 1
 
 
-def _salted(pages: Iterator[Key], salt: str) -> Iterator[Key]:
+def _salted(pages: Iterator[Key], salt: Salt) -> Iterator[Key]:
     for first in pages:
         yield (*first, salt)
         yield from pages

@@ -15,13 +15,16 @@ import msgspec
 
 from aioengine.errors import describe
 from aioengine.grammars import Grammars
+from aioengine.processes.adapter_loading import STAGE, AdapterRunner, Adapters, Copies
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import keep_freed_memory, limit_kernel_cache, limit_threads
 from aioengine.processes.profile import Profile
 from aioengine.processes.uplink import encodable
 from aioengine.protocol.messages import (
     DETOKENIZER,
+    LOAD_ADAPTER,
     MAX_PAYLOAD_BYTES,
+    UNLOAD_ADAPTER,
     Abort,
     Control,
     End,
@@ -60,8 +63,8 @@ Facts = dict[str, str | int | float | bool]
 Ticket = TypeVar("Ticket")
 
 _CONTROL_STAGE = "control"
-_COMPILING_WAIT_S = 0.001
-"""How long to wait for a grammar that is being compiled while nothing else is to be done, before messages are read."""
+_WAIT_S = 0.001
+"""How long to wait for a grammar or an adapter while nothing else is to be done, before messages are read."""
 
 
 @runtime_checkable
@@ -72,7 +75,11 @@ class ConstrainedRunner(Protocol):
 
 
 class SchedulerService:
-    """Connects ``SchedulerCore`` to messages, without I/O."""
+    """Connects ``SchedulerCore`` to messages, without I/O.
+
+    Attributes:
+        adapters: those that the runner applies; None: it applies none.
+    """
 
     def __init__(
         self,
@@ -95,6 +102,7 @@ class SchedulerService:
         self._facts = facts
         self._report = report
         self._grammars = grammars
+        self.adapters: Adapters | None = None
         if grammars is not None:
             grammars.needed = self._needed_grammars
         self._compiling: dict[int, Future[Any]] = {}  # uid -> its grammar; these wait behind a gate
@@ -135,6 +143,8 @@ class SchedulerService:
                     self._control(message, now)
                 case NewEpoch():
                     self._compiling.clear()
+                    if self.adapters is not None:
+                        self.adapters.forget_loads()
                     self._core.forget_all()
                 case _:
                     logger.error("the scheduler ignores a message of the type %s", type(message).__name__)
@@ -145,8 +155,12 @@ class SchedulerService:
         to_frontend: list[Message] = []
         if self._compiling:
             if not self._core.has_work:
-                wait(set(self._compiling.values()), _COMPILING_WAIT_S, FIRST_COMPLETED)
+                wait(set(self._compiling.values()), _WAIT_S, FIRST_COMPLETED)
             self._take_compiled()
+        if self.adapters is not None and self.adapters.is_busy:
+            if not self._core.has_work:
+                self.adapters.wait(_WAIT_S)
+            self.adapters.step()
         if self._refused:
             to_peer.append(StepOutput(ended=self._refused))
             self._refused = []
@@ -169,6 +183,8 @@ class SchedulerService:
         """0 while there is work or its end is to be reported, else until the next deadline or heartbeat."""
         if self._core.has_work or self._was_busy or self._compiling:
             return 0.0
+        if self.adapters is not None and self.adapters.is_busy:
+            return 0.0
         until = self._stats_sent_at + HEARTBEAT_S
         deadline = self._core.requests.next_deadline()
         return max(0.0, (until if deadline is None else min(until, deadline)) - now)
@@ -177,6 +193,8 @@ class SchedulerService:
         self._profile.close()
         if self._grammars is not None:
             self._grammars.close()
+        if self.adapters is not None:
+            self.adapters.close()
         self._runner.close()
 
     def _submit(self, submit: Submit, now: float) -> None:
@@ -184,6 +202,9 @@ class SchedulerService:
             self._core.requests.submit(submit, now)
             if submit.sampling.grammar is not None:
                 self._compile(submit)
+            if submit.adapter is not None and self.adapters is None:
+                why = "the runner of this engine applies no adapters"
+                self._core.requests.abort([submit.uid], FinishCode.FAILED, why, stage=STAGE)
         except UidInUseError:  # the first one goes on
             logger.warning("request %d was submitted twice", submit.uid)
         except Exception as error:
@@ -259,7 +280,9 @@ class SchedulerService:
 
     def _control(self, control: Control, now: float) -> None:
         """Answer a call of the scheduler at once, and an order to the runner at the next step border."""
-        if control.name in self._controls:
+        if control.name in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self.adapters is not None:
+            self.adapters.control(control, lambda reply: self._answer(reply, now))
+        elif control.name in self._controls:
             self._answer(self._scheduler_reply(control), now)
         else:
             self._core.call_at_border(lambda: self._answer(self._runner_reply(control), now))
@@ -380,13 +403,15 @@ def build_service(
     if isinstance(runner, ConstrainedRunner):
         grammars = Grammars(settings.text.tokenizer_path, settings.model.vocab_size)
         runner.use_grammars(grammars)
+    can_adapt = runner if isinstance(runner, AdapterRunner) and runner.num_adapter_slots else None
     if board is not None:
         runner = RecordedRunner(runner, board)
     num_pages = runner.facts.get("num_pages")
     if not isinstance(num_pages, int) or num_pages < 1:
         raise ValueError(f"the runner of {settings.runner.factory!r} has {num_pages!r} pages; it needs at least 1")
     page_size = settings.memory.page_size
-    scheduler = Scheduler(settings.scheduler, num_pages=num_pages, page_size=page_size)
+    num_slots = 0 if can_adapt is None else can_adapt.num_adapter_slots
+    scheduler = Scheduler(settings.scheduler, num_pages=num_pages, page_size=page_size, num_adapter_slots=num_slots)
     profile = Profile(report)
     core = SchedulerCore(scheduler, runner, settings.scheduler.depth, clock=time.monotonic, trace=profile)
     facts: Facts = {
@@ -396,7 +421,11 @@ def build_service(
         "start_imports_s": round(imports_s, 3),
         **runner.facts,
     }
-    return SchedulerService(core, runner, profile, settings=settings, facts=facts, report=report, grammars=grammars)
+    service = SchedulerService(core, runner, profile, settings=settings, facts=facts, report=report, grammars=grammars)
+    lora = settings.runner.lora
+    if can_adapt is not None and lora is not None:
+        service.adapters = Adapters(can_adapt, core.requests, Copies(lora.max_loaded, lora.max_bytes))
+    return service
 
 
 def load_factory(name: str) -> RunnerFactory:

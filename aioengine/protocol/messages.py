@@ -299,6 +299,10 @@ class Resume(Struct, tag="resume", array_like=True, gc=False):
     uids: list[int]
 
 
+LOAD_ADAPTER = "load_adapter"
+UNLOAD_ADAPTER = "unload_adapter"
+"""Controls, whose arguments are the fields of an ``Adapter``."""
+
 Argument = str | int | float | bool | list[str] | None
 MAX_PAYLOAD_BYTES = 32 * 1024 * 1024
 """Of one ``Control`` or ``Reply``: it fits into a frame, and a process waits for its reader only briefly."""
@@ -310,10 +314,10 @@ MAX_PART_BYTES = 2 * 1024 * 1024
 class Control(Struct, tag="control", array_like=True, gc=False):
     """A control call to the scheduler process, answered by one ``Reply`` with the same ``call_id``.
 
-    ``name``: "flush_cache", "close_sessions", "pause", "continue", "server_info", "freeze_gc", "start_profile" or
-    "stop_profile"; any other is an order to the runner, which carries it out between two steps. ``arguments``: keyword
-    arguments; paths of files are among them. ``payload``: bytes that the order needs, up to ``MAX_PAYLOAD_BYTES``;
-    larger data goes through a file.
+    ``name``: "flush_cache", "close_sessions", "pause", "continue", "server_info", "freeze_gc", "start_profile",
+    "stop_profile", "load_adapter" or "unload_adapter"; any other is an order to the runner, which carries it out
+    between two steps. ``arguments``: keyword arguments; paths of files are among them. ``payload``: bytes that the
+    order needs, up to ``MAX_PAYLOAD_BYTES``; larger data goes through a file.
     """
 
     call_id: int

@@ -62,7 +62,7 @@ class Admission:
         """
         if num_partial >= MAX_PARTIAL and request.num_tokens > left:
             return Refusal.LATER
-        match = self._cache.match(request.ids_to_match, request.submit.cache_salt, known=request.waits_for)
+        match = self._cache.match(request.ids_to_match, request.salt, known=request.waits_for)
         request.wait_for(match.pending)
         if match.pending is not None:
             return Refusal.LATER

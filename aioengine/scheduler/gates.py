@@ -7,13 +7,14 @@ are open it goes on where it was. Aborts and deadlines act at all times.
     PREFIX      another request is computing the request's prefix     (it has none yet)
     SUSPENDED   the reader of the stream is away                      given back
     GRAMMAR     the grammar is being compiled                         kept
-    ADAPTER     the adapter is being loaded                           kept
+    ADAPTER     the adapter is read, copied, or waits for a slot      (it has none yet)
     MEDIA       images or audio are being read                        kept
     LAST_TOKEN  the next token depends on one that is not known yet   kept
 
-PREFIX belongs to admission, and opens without a call when the pages are computed or given up. The others are closed and
-opened by ``SchedulerCore.close_gate`` and ``open_gate``. LAST_TOKEN holds a row out of overlapped steps: it is closed
-when a row that gives a token is launched, and opened when that token has been collected.
+PREFIX and ADAPTER belong to admission. PREFIX opens without a call when the pages are computed or given up, ADAPTER by
+``Requests.release``. The others are closed and opened by ``Requests.close_gate`` and ``open_gate``. LAST_TOKEN holds a
+row out of overlapped steps: it is closed when a row that gives a token is launched, and opened when that token has been
+collected.
 
 Where a request stays while a gate is closed:
 
@@ -43,3 +44,4 @@ class Gate(Enum):
 
 
 ALL_OPEN: frozenset[Gate] = frozenset()
+OF_ADMISSION = frozenset((Gate.PREFIX, Gate.ADAPTER))

@@ -150,7 +150,10 @@ class Planner:
         if self._requests.waiting:
             num_partial = sum(share < request.num_missing for request, share in shares)
             for request in self._admit(budget, num_partial, now):
-                flight.plan.new_rows.append(_new_row(request))
+                new_row = _new_row(request)
+                if request.submit.adapter is not None:
+                    new_row.adapter_slot = self._requests.adapters.slot_of(request.uid)
+                flight.plan.new_rows.append(new_row)
                 take = budget.take_share if self._splits_prompts else budget.take_whole
                 shares.append((request, take(request.num_missing)))
         images: ImageBudget | None = None
@@ -172,6 +175,9 @@ class Planner:
         num_later = 0
         for request in self._requests.candidates():
             if request.gates and request.waits_for_prefix:  # any other gate has taken it out of the queue
+                continue
+            adapter = request.submit.adapter
+            if adapter is not None and not self._requests.has_adapter(request, adapter):
                 continue
             if not self._splits_prompts and budget.left < min(request.num_tokens, self._chunk_tokens):
                 return  # it goes into the next step, where it is the first

@@ -43,6 +43,10 @@ class Tenants:
         """Tenants whose time is kept."""
         return len(self._times)
 
+    def time_of(self, tenant: str) -> float:
+        """Its virtual time."""
+        return self._times.get(tenant, 0.0)
+
     def enter(self, tenant: str) -> None:
         """A request of the tenant has come."""
         count = self._num_requests.get(tenant, 0)

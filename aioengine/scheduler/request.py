@@ -19,7 +19,7 @@ from aioengine.scheduler.gates import ALL_OPEN, Gate
 from aioengine.scheduler.image_keys import with_image_keys
 
 if TYPE_CHECKING:
-    from aioengine.memory.radix import Node
+    from aioengine.memory.radix import Node, Salt
     from aioengine.protocol.messages import Submit
     from aioengine.protocol.packed_logprobs import LogprobRules
 
@@ -120,6 +120,12 @@ class Request:
     def num_missing(self) -> int:
         """Positions to compute before the next token can be sampled (or is, by a step in flight: 0)."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def salt(self) -> Salt:
+        """Requests with another one share no prefix with it: of each load of an adapter the KV is another."""
+        submit = self.submit
+        return submit.cache_salt if submit.adapter is None else (submit.adapter.id, submit.cache_salt)
 
     @property
     def logprobs(self) -> LogprobRules | None:

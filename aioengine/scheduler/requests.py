@@ -16,11 +16,12 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from aioengine import plugins
+from aioengine.memory.adapter_slots import AdapterSlots, Waiter
 from aioengine.memory.prefix_cache import PrefixCache
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import End, FinishCode, FirstToken, StepOutput, TextOpened, Totals
 from aioengine.scheduler.admission import Pace, refusal_of_late
-from aioengine.scheduler.gates import Gate
+from aioengine.scheduler.gates import OF_ADMISSION, Gate
 from aioengine.scheduler.queue import Deadlines, Tenants
 from aioengine.scheduler.request import Request, State, num_wanted, refusal_of
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from aioengine.config import SchedulerSettings
     from aioengine.memory.prefix_cache import Match
-    from aioengine.protocol.messages import Continuation, Submit
+    from aioengine.protocol.messages import Adapter, Continuation, Submit
     from aioengine.scheduler.policies._base import Policy
 
 
@@ -114,10 +115,10 @@ class Requests:
         is_stalled: nothing can be computed until a gate opens or a request comes or goes; set by
             ``Scheduler.schedule``.
         closed: uids that the runner knows and that have ended or lost their pages, for the next plan.
-        outbox: the events. cache: the pages. pace: how fast steps and the queue are.
+        outbox: the events. cache: the pages. adapters: their slots. pace: how fast steps and the queue are.
     """
 
-    def __init__(self, settings: SchedulerSettings, *, num_pages: int, page_size: int) -> None:
+    def __init__(self, settings: SchedulerSettings, *, num_pages: int, page_size: int, num_adapter_slots: int) -> None:
         self.cache = PrefixCache(num_pages=num_pages, page_size=page_size, enabled=settings.prefix_cache)
         self.outbox = Outbox()
         self.waiting: list[Request] = []
@@ -127,6 +128,8 @@ class Requests:
         self.closed: list[int] = []
         self.pace = Pace(settings.chunk_tokens)
         self._tenants = Tenants(settings.tenant_weights)
+        share = settings.max_running // max(1, num_adapter_slots)
+        self.adapters = AdapterSlots(num_adapter_slots, quantum=share, turn=self._tenants.time_of)
         self._context_length = settings.context_length
         self._max_running = settings.max_running
         self._policy: Policy = plugins.load("scheduler/policies", settings.policy)()
@@ -179,12 +182,20 @@ class Requests:
         if submit.continuation is not None:
             self.outbox.reopen_text(request, submit.continuation)
 
-    def abort(self, uids: Iterable[int], code: FinishCode = FinishCode.ABORT, message: str = "") -> None:
+    def abort(
+        self,
+        uids: Iterable[int],
+        code: FinishCode = FinishCode.ABORT,
+        message: str = "",
+        *,
+        stage: str = "detokenize",
+    ) -> None:
         """End requests in any state; unknown uids are ignored. Their pages are free at once.
 
         STOP comes from the detokenizer, which has reported the end to the frontend: no ``End`` is sent for it.
+        ``stage``: where they failed, with FAILED.
         """
-        stage = "detokenize" if code is FinishCode.FAILED else ""
+        stage = stage if code is FinishCode.FAILED else ""
         for request in self._living(uids):
             self.end(request, End(request.uid, code, stage=stage, message=message), is_known=code is FinishCode.STOP)
 
@@ -196,10 +207,13 @@ class Requests:
         hold a new request is closed right after ``submit``.
 
         Raises:
-            ValueError: the gate is ``Gate.PREFIX``.
+            ValueError: the gate is one of those of admission.
         """
         _check_gate(gate)
         for request in self._living(uids):
+            if Gate.ADAPTER in request.gates:  # it needs no slot for now
+                self.adapters.leave(request.uid)
+                request.open_gate(Gate.ADAPTER)
             request.close_gate(gate)
             if request.state is State.WAITING or not (request.state is State.GATED or gate.keeps_pages):
                 self._let_wait(request)
@@ -208,14 +222,20 @@ class Requests:
         """Continue these requests, unless another gate is closed. Unknown uids and open gates are ignored.
 
         Raises:
-            ValueError: the gate is ``Gate.PREFIX``.
+            ValueError: the gate is one of those of admission.
         """
         _check_gate(gate)
         for request in self._living(uids):
             request.open_gate(gate)
             self.is_stalled = False
-            if request.state is State.GATED:
+            if request.state is State.GATED and not request.gates:
                 self._let_wait(request)
+
+    def release(self, uids: Iterable[int]) -> None:
+        """The adapters of these requests, which waited for them, are ready: they return to the queue."""
+        for request in self._living(uids):
+            request.open_gate(Gate.ADAPTER)
+            self._let_wait(request)
 
     def close_session(self, session: int) -> None:
         """Pin nothing for a session any more, unless another request of it is submitted."""
@@ -241,6 +261,16 @@ class Requests:
 
     # ------------------------------------------------------------ from the steps
 
+    def has_adapter(self, request: Request, adapter: Adapter) -> bool:
+        """Whether the adapter of a waiting request is ready for it; else the request now waits for it, in line."""
+        key, waiter = key_of(adapter), Waiter(request.uid, request.submit.tenant, request.order)
+        if self.adapters.may_use(key, waiter):
+            return True
+        request.close_gate(Gate.ADAPTER)
+        self._let_wait(request)
+        self.adapters.wait(key, waiter)
+        return False
+
     def admit(self, request: Request, match: Match, now: float) -> None:
         """Run a waiting request on the pages of ``match`` and as many new ones as its tokens need."""
         hold = self.cache.lock(request.token_ids, match)
@@ -248,6 +278,9 @@ class Requests:
         del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
         request.start(hold, num_cached)
         insort(self.running, request, key=_rank)
+        if request.submit.adapter is not None:
+            waiter = Waiter(request.uid, request.submit.tenant, request.order)
+            self.adapters.use(key_of(request.submit.adapter), waiter)
         self.pace.note_admission(now, has_next=bool(self.waiting))
         marks = request.marks
         if not marks.num_charged:
@@ -297,6 +330,8 @@ class Requests:
     def _take_out(self, request: Request, state: State, *, is_invalid: bool = False) -> None:
         """Remove it from the list in which it stands now."""
         self.is_stalled = False
+        if request.submit.adapter is not None and (request.state is not State.GATED or Gate.ADAPTER in request.gates):
+            self.adapters.leave(request.uid)  # else it leaves the line, and is released
         if request.state is State.RUNNING:
             del self.running[bisect_left(self.running, request.rank, key=_rank)]
             self.cache.unlock(request.hold, is_invalid=is_invalid)
@@ -316,9 +351,14 @@ class Requests:
         return refusal_of_late(request.submit, self.pace, now, num_ahead=max(0, num_ahead), num_missing=num_missing)
 
     def _num_cached(self, request: Request) -> int:
-        return len(self.cache.match(request.ids_to_match, request.submit.cache_salt).path) * self.cache.page_size
+        return len(self.cache.match(request.ids_to_match, request.salt).path) * self.cache.page_size
+
+
+def key_of(adapter: Adapter) -> tuple[str, str]:
+    """What an adapter is found by: names of the same files share a slot."""
+    return adapter.path, adapter.fingerprint
 
 
 def _check_gate(gate: Gate) -> None:
-    if gate is Gate.PREFIX:
-        raise ValueError("Gate.PREFIX belongs to admission; a call can open and close every other gate")
+    if gate in OF_ADMISSION:
+        raise ValueError(f"{gate} belongs to admission; a call can open and close every other gate")

@@ -35,8 +35,12 @@ class Scheduler:
         requests: the living requests. cache: their pages.
     """
 
-    def __init__(self, settings: SchedulerSettings, *, num_pages: int, page_size: int) -> None:
-        self.requests = Requests(settings, num_pages=num_pages, page_size=page_size)
+    def __init__(
+        self, settings: SchedulerSettings, *, num_pages: int, page_size: int, num_adapter_slots: int = 0
+    ) -> None:
+        self.requests = Requests(
+            settings, num_pages=num_pages, page_size=page_size, num_adapter_slots=num_adapter_slots
+        )
         self.cache = self.requests.cache
         self._outbox = self.requests.outbox
         self._planner = Planner(settings, self.requests)
@@ -186,6 +190,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free, cached and owned pages add up. Cheap when no request runs."""
         self.cache.check_integrity(request.hold for request in self.requests.running)
+        self.requests.adapters.check_integrity()
 
 
 def _by_row(plan: Plan, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:

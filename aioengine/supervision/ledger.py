@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from aioengine.protocol.messages import (
+    LOAD_ADAPTER,
+    UNLOAD_ADAPTER,
     Abort,
     Continuation,
     Control,
@@ -36,7 +38,7 @@ from aioengine.protocol.messages import (
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
 
-    from aioengine.protocol.messages import FirstToken, ToFrontend, ToScheduler
+    from aioengine.protocol.messages import Argument, FirstToken, ToFrontend, ToScheduler
 
 
 class Blame(Enum):
@@ -152,15 +154,19 @@ class ControlCalls:
     Attributes:
         is_paused: the scheduler was paused by a control.
         lost: the replies to controls that were lost, which no process will send.
+        pinned: by id, the controls that loaded the pinned adapters, which each new scheduler gets.
     """
 
     def __init__(self) -> None:
         self.is_paused = False
         self.lost: list[Reply] = []
+        self.pinned: dict[Argument, Control] = {}
         self._waiting: dict[int, Control] = {}
         self._sent: dict[int, Control] = {}
 
     def add(self, control: Control) -> None:
+        if control.name == UNLOAD_ADAPTER:
+            self.pinned.pop(control.arguments["id"], None)
         self._waiting[control.call_id] = control
 
     def take(self) -> list[ToScheduler]:
@@ -170,10 +176,12 @@ class ControlCalls:
         return [*waiting.values()]
 
     def receive(self, reply: Reply) -> None:
-        """Note a reply. A pause outlives the scheduler from now on."""
+        """Note a reply. A pause, and a pinned adapter, outlive the scheduler from now on."""
         control = self._sent.pop(reply.call_id, None)
         if control is not None and reply.success and control.name in ("pause", "continue"):
             self.is_paused = control.name == "pause"
+        if control is not None and reply.success and control.name == LOAD_ADAPTER and control.arguments["is_pinned"]:
+            self.pinned[control.arguments["id"]] = replace(control, call_id=_OWN_CALL)
 
     def lose(self, how: str) -> None:
         """The scheduler is lost, as ``how`` says: controls that it has are not sent again.
@@ -252,7 +260,7 @@ class Ledger:
         self.is_connected = True
         self._trials.settle()
         pause = [Control(_OWN_CALL, "pause")] if self.calls.is_paused else []
-        return [*pause, *self._release(), *self.calls.take()]
+        return [*pause, *self.calls.pinned.values(), *self._release(), *self.calls.take()]
 
     def _abort(self, abort: Abort, now: float) -> list[ToScheduler]:
         """A request that was not sent and gave nothing ends here. Of others a process may hold back text."""

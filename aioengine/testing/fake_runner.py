@@ -7,15 +7,19 @@ and ``reference_output`` computes the right output without pages and steps.
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from array import array
+from concurrent.futures import Future
+from pathlib import Path
 from struct import pack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
+from aioengine import adapter_folder
 from aioengine.protocol.columns import HIDDEN_STATES, NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns, state_extras
 from aioengine.protocol.messages import ALL_STATES, Reply, RequestKind
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from aioengine.config import Settings
-    from aioengine.protocol.messages import Control, Limits, Progress, Sampling
+    from aioengine.protocol.messages import Adapter, Control, Limits, Progress, Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.scheduler.plan import NewRow, Plan, Row
 
@@ -48,7 +52,7 @@ class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampled, which are tokens of a byte-level tokenizer. eos_token_id is sampled with ``eos_probability`` at each
     position, and never else. tokens_per_step: digits; in its n-th step a request gives as many tokens as the n-th digit
     says, counted round and round. gives_extras: each token has an extra, ``extra_of``. step_time_s, token_time_s: how
-    long the device takes for a step, and for each token of it.
+    long the device takes for a step, and for each token of it. adapter_s: how long it takes to read an adapter.
     """
 
     vocab_size: int = 256
@@ -59,6 +63,7 @@ class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gives_extras: bool = False
     step_time_s: float = 0.0
     token_time_s: float = 0.0
+    adapter_s: float = 0.0
 
     def candidates(self) -> list[int]:
         """The ids that can be sampled, but for ``eos_token_id``."""
@@ -103,12 +108,14 @@ def _mix(number: int) -> int:
     return number ^ (number >> 31)
 
 
-def reference_output(prompt_token_ids: list[int], sampling: Sampling, limits: Limits, model: FakeModel) -> list[int]:
-    """The output tokens of a request that runs to its end, from the definition."""
+def reference_output(
+    prompt_token_ids: list[int], sampling: Sampling, limits: Limits, model: FakeModel, *, adapter: int = 0
+) -> list[int]:
+    """The output tokens of a request that runs to its end, from the definition. ``adapter``: its number; 0: none."""
     next_token = NextToken(model)
     token_ids = list(prompt_token_ids)
     while len(token_ids) < len(prompt_token_ids) + limits.max_new_tokens:
-        checksum = zlib.crc32(array("q", token_ids))
+        checksum = zlib.crc32(array("q", [token_id + (adapter << 32) for token_id in token_ids]))
         token_ids.append(next_token(checksum, len(token_ids), len(prompt_token_ids), sampling))
         num_before = len(token_ids) - len(prompt_token_ids) - 1
         if token_ids[-1] in limits.stop_token_ids and num_before >= limits.min_new_tokens:
@@ -147,10 +154,35 @@ def fake_logprobs(rules: LogprobRules, token_id: int, vocab_size: int) -> bytes:
     return pack(f"<{rules.num_values}f{1 + rules.num_top}i", *values, token_id, *ids)
 
 
+class FakeAdapter(NamedTuple):
+    """An adapter in memory: a number of its tensors, which changes what the fake model gives."""
+
+    number: int
+    num_bytes: int
+
+
+def read_fake_adapter(path: str) -> FakeAdapter:
+    """Of the folder of an adapter, all of whose tensors are fp32.
+
+    Raises:
+        ValueError: there is no such file, or a number of it is not finite.
+    """
+    try:
+        content = (Path(path) / adapter_folder.TENSORS).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    start = 8 + int.from_bytes(content[:8], "little")
+    numbers = array("f", content[start:])
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{path} has a number that is not finite")
+    return FakeAdapter(zlib.crc32(numbers) >> 2, len(content))
+
+
 class _FakeRow:
     """What the runner keeps of a request between steps."""
 
     __slots__ = (
+        "adapter",
         "is_behind",
         "kind",
         "last_token",
@@ -163,6 +195,7 @@ class _FakeRow:
     )
 
     def __init__(self, opened: NewRow) -> None:
+        self.adapter = 0
         self.sampling = opened.sampling
         self.logprobs = opened.logprobs
         self.prompt = opened.token_ids[: opened.num_prompt]
@@ -188,7 +221,15 @@ class FakeTicket:
 class FakeRunner:
     """Implements ``Runner``. Steps are computed in launch order, and paced as one device that works them off."""
 
-    def __init__(self, model: FakeModel, *, num_pages: int, page_size: int, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        model: FakeModel,
+        *,
+        num_pages: int,
+        page_size: int,
+        faults: Faults | None = None,
+        num_adapter_slots: int = 0,
+    ) -> None:
         self._model = model
         self._faults = faults
         self._page_size = page_size
@@ -201,6 +242,8 @@ class FakeRunner:
         self._step = 0
         self._num_in_flight = 0
         self._busy_until = 0.0
+        self.num_adapter_slots = num_adapter_slots
+        self._adapters = [0] * (1 + num_adapter_slots)  # by slot
 
     @property
     def facts(self) -> Mapping[str, str | int | float | bool]:
@@ -225,7 +268,10 @@ class FakeRunner:
         for uid in plan.closed:
             self._rows.pop(uid, None)
         for opened in plan.new_rows:
-            self._rows[opened.uid] = _FakeRow(opened)
+            row = self._rows[opened.uid] = _FakeRow(opened)
+            row.adapter = self._adapters[opened.adapter_slot]
+            if opened.adapter_slot and not row.adapter:
+                raise RuntimeError(f"request {opened.uid} uses slot {opened.adapter_slot}, which is empty")
         result = StepResult(TokenColumns())
         for row in plan.rows:
             self._compute(row, result.tokens)
@@ -257,6 +303,18 @@ class FakeRunner:
         data = {"arguments": order.arguments, "num_steps": self._step, "num_in_flight": self._num_in_flight}
         return Reply(order.call_id, True, data=msgspec.json.encode(data).decode(), payload=order.payload)
 
+    def read_adapter(self, adapter: Adapter) -> FakeAdapter:
+        """Takes as long as ``adapter_s`` says."""
+        time.sleep(self._model.adapter_s)
+        return read_fake_adapter(adapter.path)
+
+    def place_adapter(self, slot: int, host: FakeAdapter) -> Future[None]:
+        """Rows that were opened before keep their adapter."""
+        self._adapters[slot] = host.number
+        placed = Future[None]()
+        placed.set_result(None)
+        return placed
+
     def close(self) -> None:
         self._rows.clear()
 
@@ -287,7 +345,7 @@ class FakeRunner:
         new: list[int] = []
         for position in range(end, end + digit):
             if new:
-                checksum = zlib.crc32(array("q", new[-1:]), checksum)
+                checksum = zlib.crc32(array("q", [new[-1] + (held.adapter << 32)]), checksum)
             held.last_token = self._next_token(checksum, position, held.num_prompt, held.sampling)
             new.append(held.last_token)
             if held.logprobs is not None:
@@ -328,7 +386,8 @@ class FakeRunner:
         for position, token_id in enumerate(token_ids, row.start):
             if self._faults is not None:
                 self._faults.on_token(token_id)
-            self._slots[held.pages[position // size] * size + position % size] = token_id
+            slot = held.pages[position // size] * size + position % size
+            self._slots[slot] = token_id + (held.adapter << 32)
 
     def _checksum(self, pages: list[int], num_tokens: int) -> int:
         """CRC-32 over the slots of positions 0 ... num_tokens - 1."""
@@ -379,4 +438,5 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> FakeRunner:
         num_pages=settings.memory.num_pages or DEFAULT_NUM_PAGES,
         page_size=settings.memory.page_size,
         faults=faults,
+        num_adapter_slots=0 if settings.runner.lora is None else settings.runner.lora.num_slots,
     )

@@ -108,10 +108,10 @@ def test_gates_and_aborts_of_pooling_requests_leak_no_page(depth: int, num_steps
     world.submit(pooled(submit_of(1, list(range(20)))), pooled(submit_of(2, list(range(5, 25)))))
     for _ in range(num_steps):
         world.step()
-    world.close_gate([1], Gate.ADAPTER)
+    world.close_gate([1], Gate.GRAMMAR)
     world.abort([2])
     world.run()
-    world.open_gate([1], Gate.ADAPTER)
+    world.open_gate([1], Gate.GRAMMAR)
     world.run()
     assert world.ended[1].code is FinishCode.STOP
     world.check_all_over()

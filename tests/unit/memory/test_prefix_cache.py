@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aioengine.memory.prefix_cache import NEVER, Hold, Match, PrefixCache
+from aioengine.memory.radix import Salt
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 SESSIONS = st.integers(1, 3)
 SALTS = st.sampled_from(["", "", "a"])
-Prefix = tuple[int | str, ...]
+Prefix = tuple[int | Salt, ...]
 
 
 def open_(cache: PrefixCache, token_ids: list[int]) -> Hold:

@@ -1,0 +1,292 @@
+"""Adapters: reads LoRA adapters in threads beside the steps, keeps some in memory, and has them copied into slots.
+
+``AdapterSlots`` says which adapters are needed. One that is not in memory is read, a few at a time, the next to be
+placed first; the others in memory make room for it, least recently used first. An adapter that cannot be read or copied
+fails its requests alone; the next request for it tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
+
+from aioengine import adapter_folder
+from aioengine.errors import describe
+from aioengine.protocol.messages import UNLOAD_ADAPTER, Adapter, FinishCode, Reply
+from aioengine.scheduler.requests import key_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from aioengine.memory.adapter_slots import Key, Placement
+    from aioengine.protocol.messages import Control
+    from aioengine.scheduler.requests import Requests
+
+logger = logging.getLogger(__name__)
+
+MAX_READS: Final = 2
+"""Adapters that are read at a time."""
+
+STAGE: Final = "adapter"
+"""The stage in the errors of requests whose adapter failed."""
+
+
+class HostAdapter(Protocol):
+    """An adapter in memory."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class AdapterRunner(Protocol):
+    """A runner that can apply LoRA adapters."""
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """How many can be on the device at a time; 0: none."""
+        ...
+
+    def read_adapter(self, adapter: Adapter) -> HostAdapter:
+        """Read and check the files of an adapter. Called in a thread beside the steps.
+
+        Raises:
+            ValueError: it cannot be used; the message names the file and the tensor.
+        """
+        ...
+
+    def place_adapter(self, slot: int, host: Any, /) -> Future[None]:
+        """Copy an adapter into a slot (from 1), beside the steps. Called between two steps; done when rows may use it.
+
+        Rows that were launched before still use what was in the slot.
+        """
+        ...
+
+
+class Copies:
+    """The adapters in memory, least recently used first.
+
+    At least one is kept, whatever the limits.
+    """
+
+    def __init__(self, max_number: int | None, max_bytes: int) -> None:
+        self._max_number = max_number
+        self._max_bytes = max_bytes
+        self._copies: OrderedDict[Key, HostAdapter] = OrderedDict()
+        self._num_bytes = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._copies
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def get(self, key: Key) -> HostAdapter:
+        """One that is there, which counts as used just now."""
+        self._copies.move_to_end(key)
+        return self._copies[key]
+
+    def add(self, key: Key, host: HostAdapter) -> None:
+        self.remove(key)
+        self._copies[key] = host
+        self._num_bytes += host.num_bytes
+
+    def remove(self, key: Key) -> None:
+        """Forget one; an unknown one is ignored."""
+        if (host := self._copies.pop(key, None)) is not None:
+            self._num_bytes -= host.num_bytes
+
+    def make_room(self, num_new: int, needed: Collection[Key]) -> bool:
+        """Forget what is not ``needed`` until ``num_new`` more may come; returns whether they may."""
+        for key in list(self._copies):
+            if self._has_room(num_new):
+                return True
+            if key not in needed:
+                self.remove(key)
+        return self._has_room(num_new)
+
+    def _has_room(self, num_new: int) -> bool:
+        number = len(self._copies) + num_new
+        if self._max_number is not None and number > max(1, self._max_number):
+            return False
+        return number <= 1 or self._num_bytes + bool(num_new) <= self._max_bytes
+
+
+class Adapters:
+    """The adapters of an engine, on the scheduler's thread."""
+
+    def __init__(self, runner: AdapterRunner, requests: Requests, copies: Copies) -> None:
+        self._runner = runner
+        self._requests = requests
+        self._slots = requests.adapters
+        self._copies = copies
+        self._reads: dict[Key, Future[HostAdapter]] = {}
+        self._placing: dict[Key, tuple[Future[None], HostAdapter]] = {}
+        self._pinned: dict[int, Adapter] = {}
+        self._loads: dict[int, tuple[Adapter, Callable[[Reply], None]]] = {}  # by the id of the call
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether ``step`` has, or will soon have, something to do."""
+        return bool(self._reads or self._placing or self._slots.is_changed)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until an adapter was read or copied."""
+        if (futures := self._futures) and not self._slots.is_changed:
+            wait(futures, timeout_s, FIRST_COMPLETED)
+
+    def step(self) -> None:
+        """Take in what has been read and copied, read and copy what is needed next, and release requests."""
+        if not self._slots.is_changed and not any(future.done() for future in self._futures):
+            return
+        self._take_reads()
+        self._take_placed()
+        claims = [key for _, key in self._slots.claims()]
+        self._answer_loads()
+        self._start_reads(claims)
+        placements, released = self._slots.assign(self._copies)
+        for placement in placements:
+            self._place(placement)
+        self._requests.release(released)
+
+    def control(self, control: Control, answer: Callable[[Reply], None]) -> None:
+        """Carry out "load_adapter" (answered when it was read, a pinned one when it was placed) or "unload_adapter"."""
+        adapter = Adapter(**cast("dict[str, Any]", control.arguments))
+        if control.name == UNLOAD_ADAPTER:
+            self._unload(adapter)
+            answer(Reply(control.call_id, True))
+            return
+        if adapter.is_pinned:
+            self._pinned[adapter.id] = adapter
+            self._slots.pin(key_of(adapter), adapter.id)
+        self._loads[control.call_id] = adapter, answer
+        self._slots.is_changed = True
+
+    def forget_loads(self) -> None:
+        """Answer no call that is under way: those that made them will make them again."""
+        self._loads.clear()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------ inside
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(MAX_READS, thread_name_prefix="adapter")
+
+    @property
+    def _futures(self) -> list[Future[Any]]:
+        return [*self._reads.values(), *(future for future, _ in self._placing.values())]
+
+    def _unload(self, adapter: Adapter) -> None:
+        key = key_of(adapter)
+        self._pinned.pop(adapter.id, None)
+        self._slots.unpin(key, adapter.id)
+        self._loads = {call: load for call, load in self._loads.items() if load[0].id != adapter.id}
+        self._slots.drop(key)
+        if not self._slots.line.uids(key):
+            self._copies.remove(key)
+
+    def _take_reads(self) -> None:
+        for key, read in list(self._reads.items()):
+            if not read.done():
+                continue
+            del self._reads[key]
+            error = read.exception()
+            if error is None:
+                self._copies.add(key, read.result())
+            else:
+                self._fail(key, error)
+
+    def _take_placed(self) -> None:
+        for key, (future, _) in list(self._placing.items()):
+            if not future.done():
+                continue
+            del self._placing[key]
+            error = future.exception()
+            if error is None:
+                self._slots.placed(key)
+            else:
+                self._slots.fail(key)
+                self._fail(key, error)
+
+    def _start_reads(self, claims: list[Key]) -> None:
+        """Read what is needed and not in memory, the next to be placed first, as far as there is room."""
+        wanted = [key_of(adapter) for adapter, _ in self._loads.values() if not self._is_known(adapter)] + claims
+        needed = {*wanted}
+        for key in wanted:
+            if key in self._copies or key in self._reads:
+                continue
+            if len(self._reads) == MAX_READS or not self._copies.make_room(len(self._reads) + 1, needed):
+                break
+            adapter = self._adapter_of(key)
+            if adapter is not None:
+                self._reads[key] = self._threads.submit(self._read, adapter)
+        self._copies.make_room(0, needed)
+
+    def _read(self, adapter: Adapter) -> HostAdapter:
+        """In a thread: an adapter whose files are those that were loaded."""
+        _check_unchanged(adapter)
+        host = self._runner.read_adapter(adapter)
+        _check_unchanged(adapter)
+        return host
+
+    def _is_known(self, adapter: Adapter) -> bool:
+        key = key_of(adapter)
+        return key in self._copies or self._slots.has(key) or key in self._placing
+
+    def _adapter_of(self, key: Key) -> Adapter | None:
+        """An adapter with this key that is needed."""
+        for adapter, _ in self._loads.values():
+            if key_of(adapter) == key:
+                return adapter
+        waiting = self._slots.line.uids(key)
+        if waiting:
+            return self._requests.gated[waiting[0]].submit.adapter
+        return next((adapter for adapter in self._pinned.values() if key_of(adapter) == key), None)
+
+    def _place(self, placement: Placement) -> None:
+        key, host = placement.key, self._copies.get(placement.key)
+        try:
+            future = self._runner.place_adapter(placement.slot, host)
+        except Exception as error:  # its requests fail, the others go on
+            future = Future[None]()
+            future.set_exception(error)
+        self._placing[key] = future, host
+
+    def _fail(self, key: Key, error: BaseException) -> None:
+        """End the requests in line for an adapter, and the loads of it."""
+        if not isinstance(error, ValueError):
+            logger.warning("the adapter in %s failed", key[0], exc_info=error)
+        reason = str(error) if isinstance(error, ValueError) else describe(error)
+        for uid in self._slots.line.uids(key):
+            adapter = self._requests.gated[uid].submit.adapter
+            name = "" if adapter is None else adapter.name
+            why = f"the adapter {name!r} cannot be used: {reason}"
+            self._requests.abort([uid], FinishCode.FAILED, why, stage=STAGE)
+        for call_id, (adapter, answer) in list(self._loads.items()):
+            if key_of(adapter) == key:
+                del self._loads[call_id]
+                answer(Reply(call_id, False, reason))
+        for adapter in [adapter for adapter in self._pinned.values() if key_of(adapter) == key]:
+            logger.warning("the pinned adapter %r is not placed: %s", adapter.name, reason)
+            del self._pinned[adapter.id]
+            self._slots.unpin(key, adapter.id)
+
+    def _answer_loads(self) -> None:
+        for call_id, (adapter, answer) in list(self._loads.items()):
+            key = key_of(adapter)
+            is_there = self._slots.has(key) if adapter.is_pinned else self._is_known(adapter)
+            if is_there:
+                del self._loads[call_id]
+                answer(Reply(call_id, True))
+
+
+def _check_unchanged(adapter: Adapter) -> None:
+    if adapter_folder.fingerprint(Path(adapter.path)) != adapter.fingerprint:
+        raise ValueError(f"the files in {adapter.path} have changed since it was loaded; unload it, and load it again")
