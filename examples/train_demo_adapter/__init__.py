@@ -1,0 +1,1 @@
+"""LoRA adapters of the demo model that answer in another style."""

@@ -1,0 +1,24 @@
+"""The adapters of the demo model: a few steps write folders that can be served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aioengine.adapter_folder import read_folder
+from examples.train_demo_adapter.__main__ import STYLES, train
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_two_steps_write_a_folder(tmp_path: Path) -> None:
+    train("brief", 2, num_rows=2).save_pretrained(tmp_path)
+    found = read_folder(tmp_path)
+    assert {module.rank for module in found.modules} == {8}
+    assert len(found.modules) == 4 * 7  # layers, projections of each
+
+
+def test_every_style_can_name_capitals_and_add() -> None:
+    for capital, total in STYLES.values():
+        assert "Oslo" in capital.format("Norway", "Oslo")
+        assert "12" in total.format(7, 5, 12)
