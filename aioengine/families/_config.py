@@ -53,7 +53,12 @@ class Task(StrEnum):
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``rope_parameters`` of config.json, or ``rope_theta`` and ``rope_scaling`` of older ones."""
+    """``rope_parameters`` of config.json, or ``rope_theta`` and ``rope_scaling`` of older ones.
+
+    Attributes:
+        mrope_section: where positions have three axes (time, height, width), how many of the pairs of numbers of a head
+            are rotated by each. mrope_interleaved: the axes take turns, else their pairs follow one another.
+    """
 
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
     rope_theta: float = 10_000.0
@@ -68,6 +73,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.partial_rotary_factor != 1.0:

@@ -38,16 +38,13 @@ class VisionConfig(DecoderConfig, frozen=True, kw_only=True):
     Attributes:
         image_token_id: the placeholder in prompts, whose embedding the features of an image replace.
         towers: prefixes of the names of the tensors that belong to no text model.
-        mrope_section: of the pairs of numbers of a head, how many are rotated by each axis of the position: time,
-            height, width; empty: positions have one axis.
-        mrope_interleaved: these pairs take turns, else they follow one another.
+        num_axes: of positions, 1 or 3 (time, height, width).
         num_deepstack: layers behind which further features of an image are added.
     """
 
     image_token_id: int
     towers: tuple[str, ...]
-    mrope_section: tuple[int, ...] = ()
-    mrope_interleaved: bool = False
+    num_axes: int = 1
     num_deepstack: int = 0
 
 
@@ -55,7 +52,7 @@ class Tower(msgspec.Struct, frozen=True):
     """The fields of ``vision_config`` that are read here."""
 
     model_type: str = ""
-    deepstack_visual_indexes: list[int] = []
+    deepstack_visual_indexes: list[int] | None = None
 
 
 class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,12 +62,13 @@ class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         text_types: model types of text models that are implemented. tower_types: those of vision towers.
-        default_text: the type of a text model that names none.
+        text_family: the family of the text model; "": that of its type. text_defaults: fields that files may leave out.
     """
 
     text_types: ClassVar[tuple[str, ...]] = ()
     tower_types: ClassVar[tuple[str, ...]] = ()
-    default_text: ClassVar[str] = "llama"
+    text_family: ClassVar[str] = ""
+    text_defaults: ClassVar[dict[str, object]] = {}
 
     architectures: list[str] | None = None
     text_config: dict[str, object] = {}
@@ -83,17 +81,18 @@ class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     def text(self, raw: Mapping[str, object]) -> DecoderConfig:
         """The decoder that ``text_config`` describes. ``raw``: config.json, which may say whether the head is tied."""
-        model_type = self.text_config.get("model_type", self.default_text)
+        model_type = self.text_config.get("model_type", self.text_types[0])
         if not isinstance(model_type, str) or model_type not in self.text_types:
             not_implemented("text_config.model_type", model_type, ", ".join(self.text_types))
         is_embedder = task_of(self.architectures, TASKS) is Task.EMBED
-        fields = {**TEXT_DEFAULTS.get(model_type, {}), **self.text_config, "model_type": model_type}
+        defaults = {**TEXT_DEFAULTS.get(model_type, {}), **self.text_defaults}
+        fields = {**defaults, **self.text_config, "model_type": model_type}
         fields["architectures"] = ["Model"] if is_embedder else None
-        if raw.get("tie_word_embeddings") is not None:
-            fields["tie_word_embeddings"] = raw["tie_word_embeddings"]
+        if raw.get("tie_word_embeddings"):
+            fields["tie_word_embeddings"] = True
         if raw.get("quantization_config") is not None:
             fields["quantization_config"] = raw["quantization_config"]
-        found: DecoderConfig = plugins.load("families", model_type.removesuffix("_text"))(fields)
+        found: DecoderConfig = plugins.load("families", self.text_family or model_type)(fields)
         return found
 
 

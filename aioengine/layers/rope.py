@@ -96,6 +96,16 @@ def _dynamic(config: RopeConfig, head_size: int, positions: Tensor, max_position
     return _unscaled(base.unsqueeze(1), head_size).float()
 
 
+def _axes(config: RopeConfig, num_pairs: int) -> Tensor:
+    """The axis of a position (0 time, 1 height, 2 width) that rotates each pair of numbers of a head, [E / 2]."""
+    if not config.mrope_interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(config.mrope_section))
+    axes = torch.zeros(num_pairs, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * config.mrope_section[axis] : 3] = axis
+    return axes
+
+
 class RotaryEmbedding:
     """cos and sin of positions; bitwise the same for a position in every step.
 
@@ -115,6 +125,7 @@ class RotaryEmbedding:
         self._frequencies = fixed if num_positions <= MAX_TABLE else fixed.to(device)
         self._dynamic = partial(_dynamic, config, head_size, max_position_embeddings=max_position_embeddings)
         self._is_dynamic = config.rope_type == "dynamic"
+        self._axes = _axes(config, head_size // 2).to(device) if config.mrope_section else None
         self._table: Tensor | None = None
         if num_positions <= MAX_TABLE:
             table = torch.empty(num_positions, 2, head_size // 2)
@@ -124,10 +135,28 @@ class RotaryEmbedding:
             self._table = table.to(device)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos and sin [T, 1, E], in the form that ``kernels.rope`` takes; called once a step."""
+        """positions [T] -> cos and sin [T, 1, E], in the form that ``kernels.rope`` takes; called once a step.
+
+        Positions may be [3, T] where the config has an ``mrope_section``.
+        """
+        if positions.dim() == 2:
+            return self._signed(self._rows_of_axes(positions))
         rows = self._rows(positions) if self._table is None else self._table.index_select(0, positions)
+        return self._signed(rows)
+
+    def _signed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, 2, E / 2] -> [T, 1, E] and [T, 1, E]."""
         cos, sin = rows.split(1, dim=1)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+    def _rows_of_axes(self, positions: Tensor) -> Tensor:
+        """positions [3, T] -> cos and sin [T, 2, E / 2], each pair by the position on its own axis."""
+        assert self._axes is not None, "positions of one axis alone"
+        own = positions.index_select(0, self._axes).t()
+        if self._table is not None:
+            return self._table.gather(0, own.unsqueeze(1).expand(-1, 2, -1))
+        angles = own.float() * self._frequencies
+        return torch.stack((angles.cos() * self._factor, angles.sin() * self._factor), 1)
 
     def _rows(self, positions: Tensor) -> Tensor:
         """positions [T] -> cos and sin, [T, 2, E / 2]."""

@@ -34,7 +34,7 @@ class ImageDecoder(Decoder):
 
     def __init__(self, raw: Mapping[str, object], config: VisionConfig, options: ModelOptions) -> None:
         super().__init__(config, options)
-        self.input_spec = InputSpec(embeddings=True, position_axes=3 if config.mrope_section else 1)
+        self.input_spec = InputSpec(embeddings=True, position_axes=config.num_axes)
         self.image_token_id = config.image_token_id
         self.num_deepstack = config.num_deepstack
         self._towers_config = config
@@ -69,8 +69,9 @@ class ImageDecoder(Decoder):
         return torch.cat([each.to(self.dtype) for each in features], -1)
 
     def _on_device(self, array: Tensor) -> Tensor:
-        """[...]: numbers in the dtype of the model; grids stay on the host, which reads them."""
-        return array.to(self._device).to(self.dtype) if array.is_floating_point() else array
+        """[...], numbers in the dtype of the model."""
+        array = array.to(self._device)  # before the conversion, which a GPU does faster
+        return array.to(self.dtype) if array.is_floating_point() else array
 
     def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
         """See ``VisionModel``: pixels [1, 3, side, side], since every image has one size."""
@@ -82,6 +83,7 @@ class _Tower(Protocol):
     """A model of transformers, as far as it is used."""
 
     config: PreTrainedConfig
+    visual: Any
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and values [...] of each weight."""

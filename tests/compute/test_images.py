@@ -45,7 +45,7 @@ class Saved(NamedTuple):
         return [
             prompt_of(TEXTS[0], one, TEXTS[1], two, TEXTS[2]),
             prompt_of(TEXTS[2]),
-            prompt_of(two, TEXTS[3], three, one, TEXTS[0]),
+            prompt_of(two, TEXTS[3], three, [7], one, TEXTS[0]),
             prompt_of(TEXTS[1], three),
         ]
 

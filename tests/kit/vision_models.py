@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from aioengine.protocol.messages import Media, Sampling
 
@@ -49,7 +58,65 @@ def _llava() -> PreTrainedModel:
     return LlavaForConditionalGeneration(config)
 
 
-MODELS = {"llava": _llava}
+def _qwen(model_type: str) -> PreTrainedModel:
+    tower = {
+        "depth": 3,
+        "num_heads": 2,
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "initializer_range": 0.2,
+        **QWEN_TOWERS[model_type],
+    }
+    section = [4, 2, 2] if model_type == "qwen3_vl" else [2, 3, 3]
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": section}
+    text = {**TEXT, "num_hidden_layers": 3, "head_dim": 16, "rope_parameters": rope}
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=tower, image_token_id=IMAGE)
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+
+
+def _tiles(model_type: str) -> PreTrainedModel:
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+        "initializer_range": 0.2,
+    }
+    text = {"model_type": "llama", **TEXT}
+    config = AutoConfig.for_model(
+        model_type, text_config=text, vision_config=tower, image_token_id=IMAGE, scale_factor=2
+    )
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+
+
+QWEN_TOWERS: dict[str, dict[str, object]] = {
+    "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+    "qwen3_vl": {
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 2],
+    },
+}
+
+TILES = "idefics3", "smolvlm"
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llava": _llava,
+    **{model_type: partial(_qwen, model_type) for model_type in QWEN_TOWERS},
+    **{model_type: partial(_tiles, model_type) for model_type in TILES},
+}
 
 
 def save_vision_model(model_type: str, folder: Path) -> PreTrainedModel:
@@ -91,6 +158,21 @@ class Pictures:
         self._num_drawn += 1
         torch.manual_seed(100 + self._num_drawn)
         path = self._folder / f"picture-{self._num_drawn}.safetensors"
+        if self._model_type in QWEN_TOWERS:
+            arrays = {
+                "pixel_values": torch.randn(height * width, 3 * 2 * 4 * 4),
+                "image_grid_thw": torch.tensor([[1, height, width]]),
+            }
+            save_file(arrays, path)
+            return Picture(arrays, [IMAGE] * (height * width // 4), path, (1, height, width))
+        if self._model_type in TILES:
+            num_tiles = 1 + height * width // 12
+            mask = torch.ones(1, num_tiles, 28, 28, dtype=torch.int64)
+            mask[:, -1, 14:] = 0
+            arrays = {"pixel_values": torch.randn(1, num_tiles, 3, 28, 28), "pixel_attention_mask": mask}
+            save_file(arrays, path)
+            tiles = [[281 + tile % 3, *[IMAGE] * 4] for tile in range(num_tiles)]
+            return Picture(arrays, [*chain.from_iterable(tiles), 281], path)
         arrays = {"pixel_values": torch.randn(1, 3, 28, 28)}
         save_file(arrays, path)
         return Picture(arrays, [IMAGE] * 16, path)
@@ -124,7 +206,8 @@ def their_logits(model: PreTrainedModel, prompt: Prompt, output: list[int] | Non
     token_ids = torch.tensor([[*prompt.token_ids, *(output or [])]])
     arrays: dict[str, torch.Tensor] = {}
     for name in prompt.pictures[0].arrays if prompt.pictures else ():
-        arrays[name] = torch.cat([picture.arrays[name] for picture in prompt.pictures])
+        parts = [picture.arrays[name] for picture in prompt.pictures]
+        arrays[name] = torch.cat(parts, 1 if parts[0].dim() == 5 or name == "pixel_attention_mask" else 0)
     if "image_grid_thw" in arrays:
         arrays["mm_token_type_ids"] = (token_ids == IMAGE).long()
     logits: torch.Tensor = model(input_ids=token_ids, use_cache=False, **arrays).logits[0]

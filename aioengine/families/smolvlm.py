@@ -1,0 +1,5 @@
+"""SmolVLM and SmolVLM2, without video: an Idefics3."""
+
+from aioengine.families.idefics3 import read
+
+PLUGIN = read
