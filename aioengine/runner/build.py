@@ -20,7 +20,14 @@ from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.runner import weights
-from aioengine.runner.device_memory import Demand, DeviceMemory, LargestStep, fit_pages, kv_bytes_per_token
+from aioengine.runner.device_memory import (
+    MAX_IMAGE_TOKENS,
+    Demand,
+    DeviceMemory,
+    LargestStep,
+    fit_pages,
+    kv_bytes_per_token,
+)
 from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.timing import StartTimes
@@ -72,7 +79,8 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     shape = model.attention_shape
     limits = settings.scheduler
     num_captured = longest_graph(settings, weights_bytes, dtype)
-    largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured)
+    image_tokens = min(settings.model.context_length, MAX_IMAGE_TOKENS)
+    largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured, image_tokens)
     budget = memory.pool_budget(model, largest, fraction=settings.memory.mem_fraction_static)
     num_pages = fit_pages(_demand(settings, shape, kv_dtype), budget)
     times.end("largest_step")

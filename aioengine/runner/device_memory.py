@@ -18,6 +18,8 @@ import torch
 
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.machine import cgroup_folders
+from aioengine.models._base import VisionModel
+from aioengine.runner.images import GPU_FEATURE_BYTES
 from aioengine.runner.inputs import model_inputs
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ GRAPHS_BYTES = 2 << 30
 SAMPLED_ROWS = 256
 """Rows that the sampler processes at once, with their logits in fp32: bounds its memory."""
 
+MAX_IMAGE_TOKENS = 16_384
+"""Of the largest image for which memory is reserved: the limit in the files of Qwen's models."""
+
 _WARMUP_ROWS = 1, 2, 17, 33, 65
 """Row counts that are run before a measurement: one for each range of row counts with a matmul kernel of its own."""
 
@@ -49,11 +54,13 @@ class LargestStep(NamedTuple):
         num_tokens: tokens of any step.
         num_rows: rows that sample in one step.
         num_captured: tokens of the largest step with prompts that has CUDA graphs; 0: no such step has any.
+        image_tokens: tokens of the largest image in a prompt.
     """
 
     num_tokens: int
     num_rows: int
     num_captured: int
+    image_tokens: int = MAX_IMAGE_TOKENS
 
 
 class DeviceMemory:
@@ -96,10 +103,16 @@ class DeviceMemory:
         advice = "Lower chunked_prefill_size or max_running_requests"
         with self.take("a step of the largest size", advice=advice):
             peak = peak_memory(model, self.device, largest)
+        feature_bytes = 0
+        if isinstance(model, VisionModel):
+            with self.take("the largest image", advice="Lower context_length, which bounds the images of a prompt"):
+                tower, feature_bytes = image_memory(model, self.device, largest.image_tokens)
+            peak = max(peak, tower)
+            feature_bytes += GPU_FEATURE_BYTES
         steps = peak + peak // 4  # a margin: steps of mixed sizes fragment the allocator's memory
         counts = 4 * largest.num_rows * model.vocab_size  # the token counts of penalties
         # 2 * counts: while the table of counts grows, the old and the new one exist
-        reserved = steps + 2 * counts + GRAPHS_BYTES + captured_bytes(model, largest, steps)
+        reserved = steps + feature_bytes + 2 * counts + GRAPHS_BYTES + captured_bytes(model, largest, steps)
         free, total = torch.cuda.mem_get_info(self.device)
         left = int(free - (1.0 - fraction) * total)
         explanation = (
@@ -182,6 +195,24 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return peak
+
+
+def image_memory(model: VisionModel, device: torch.device, num_tokens: int) -> tuple[int, int]:
+    """Bytes that the largest image of up to ``num_tokens`` tokens takes while its features are computed, and those of
+    the features, which are among them.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit.
+    """
+    arrays = model.largest_image(num_tokens)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    feature_bytes = model.encode_image(arrays).nbytes
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return peak, feature_bytes
 
 
 def other_processes(device: torch.device) -> list[str]:

@@ -58,7 +58,8 @@ def _llava() -> PreTrainedModel:
     return LlavaForConditionalGeneration(config)
 
 
-def _qwen(model_type: str) -> PreTrainedModel:
+def _qwen(model_type: str, head_size: int = 16) -> PreTrainedModel:
+    hidden_size = 4 * head_size
     tower = {
         "depth": 3,
         "num_heads": 2,
@@ -67,10 +68,12 @@ def _qwen(model_type: str) -> PreTrainedModel:
         "spatial_merge_size": 2,
         "initializer_range": 0.2,
         **QWEN_TOWERS[model_type],
+        "hidden_size" if model_type == "qwen2_vl" else "out_hidden_size": hidden_size,
     }
-    section = [4, 2, 2] if model_type == "qwen3_vl" else [2, 3, 3]
+    section = [each * head_size // 16 for each in ((4, 2, 2) if model_type == "qwen3_vl" else (2, 3, 3))]
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": section}
-    text = {**TEXT, "num_hidden_layers": 3, "head_dim": 16, "rope_parameters": rope}
+    sizes = {"num_hidden_layers": 3, "head_dim": head_size, "hidden_size": hidden_size}
+    text = {**TEXT, **sizes, "rope_parameters": rope}
     config = AutoConfig.for_model(model_type, text_config=text, vision_config=tower, image_token_id=IMAGE)
     return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
 
@@ -93,17 +96,15 @@ def _tiles(model_type: str) -> PreTrainedModel:
 
 
 QWEN_TOWERS: dict[str, dict[str, object]] = {
-    "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+    "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 2},
     "qwen2_5_vl": {
         "hidden_size": 32,
-        "out_hidden_size": 64,
         "intermediate_size": 48,
         "window_size": 16,
         "fullatt_block_indexes": [1],
     },
     "qwen3_vl": {
         "hidden_size": 32,
-        "out_hidden_size": 64,
         "intermediate_size": 48,
         "num_position_embeddings": 25,
         "deepstack_visual_indexes": [0, 2],
@@ -119,10 +120,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def save_vision_model(model_type: str, folder: Path) -> PreTrainedModel:
-    """A random model of this type in fp32, saved to the folder; gives transformers' own."""
+def save_vision_model(model_type: str, folder: Path, *, head_size: int = 16) -> PreTrainedModel:
+    """A random model of this type in fp32, saved to the folder; gives transformers' own. ``head_size``: of Qwen's."""
     torch.manual_seed(5)
-    model = MODELS[model_type]().eval()
+    model = (_qwen(model_type, head_size) if model_type in QWEN_TOWERS else MODELS[model_type]()).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.2)
