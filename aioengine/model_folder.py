@@ -141,6 +141,14 @@ class _Quantization(Struct):
     quant_method: str = "of an unknown kind"
 
 
+class _TextConfig(Struct):
+    """The same facts about the text model of one that reads images."""
+
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: int | list[int] | None = None
+
+
 class _Config(Struct):
     """The facts in config.json that no family reads."""
 
@@ -150,6 +158,7 @@ class _Config(Struct):
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
     quantization_config: _Quantization | None = None
+    text_config: _TextConfig | None = None
 
 
 class _GenerationConfig(Struct):
@@ -182,7 +191,8 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
             renamed=decoder.renamed,
             is_ignored=partial(is_ignored, decoder),
         )
-    eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id)))
+    text = config.text_config or _TextConfig()
+    eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id), *_ids(text.eos_token_id)))
     return ModelFacts(
         path=path,
         architecture=(config.architectures or [""])[0],
@@ -269,7 +279,9 @@ def _context_length(decoder: TransformerConfig, folder: Path) -> int:
 
 
 def _dtype(config: _Config) -> str:
-    name = (config.dtype or config.torch_dtype or "float32").removeprefix("torch.")
+    text = config.text_config or _TextConfig()
+    named = config.dtype or config.torch_dtype or text.dtype or text.torch_dtype
+    name = (named or "float32").removeprefix("torch.")
     return name if name in _DTYPES else "float32"
 
 

@@ -121,3 +121,60 @@ def test_a_model_with_another_head_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_constructors_take_dtypes_of_torch(dtype: torch.dtype) -> None:
     assert engine_config(None, {"dtype": dtype}).model.dtype == str(dtype).removeprefix("torch.")
+
+
+HUB_QWEN = {
+    "vocab_size": 152_064,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128_000,
+    "rope_theta": 1e6,
+    "use_sliding_window": False,
+    "sliding_window": 32_768,
+    "tie_word_embeddings": False,
+    "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+}
+
+
+def test_older_files_of_qwen_have_the_text_model_beside_the_tower() -> None:
+    raw = {"model_type": "qwen2_5_vl", **HUB_QWEN, "vision_config": {"hidden_size": 1280}}
+    found = plugins.load("families", "qwen2_5_vl")(raw)
+    assert found.rope.mrope_section == (8, 12, 12)
+    assert found.rope.rope_type == "default"
+    assert (found.hidden_size, found.tied, found.num_axes, found.image_token_id) == (64, False, 3, 151_655)
+
+
+def test_fields_that_files_of_llava_leave_out_have_the_values_of_transformers() -> None:
+    raw = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}, "image_token_index": 31_999}
+    found = plugins.load("families", "llava")(raw)
+    wanted = LlamaConfig()
+    assert (found.hidden_size, found.num_layers, found.vocab_size) == (4096, 32, wanted.vocab_size)
+    assert found.image_token_id == 31_999
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "named"),
+    [
+        ("llava", {"vision_config": {"model_type": "pixtral"}}, "vision_config.model_type 'pixtral'.*siglip"),
+        ("llava", {"text_config": {"model_type": "gemma"}}, "text_config.model_type 'gemma'.*llama, mistral, qwen2"),
+        ("llava", {"vision_feature_select_strategy": "cls"}, "vision_feature_select_strategy"),
+        ("llava", {"image_token_index": 40_000}, "image_token_id 40000.*below the vocabulary"),
+        ("llava", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ("qwen2_5_vl", {"rope_scaling": {"type": "mrope", "mrope_section": [8, 8, 8]}}, "mrope_section.*add up to 32"),
+        ("qwen2_5_vl", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "mrope_section|rope_type"),
+        ("qwen2_5_vl", {"vision_config": {"model_type": "siglip"}}, "vision_config.model_type 'siglip'"),
+        ("qwen2_5_vl", {"text_config": "none"}, "text_config"),
+        ("smolvlm", {"text_config": {"model_type": "mistral"}}, "text_config.model_type 'mistral'.*llama"),
+    ],
+)
+def test_values_of_models_that_read_images_are_refused_by_name(
+    model_type: str, fields: dict[str, object], named: str
+) -> None:
+    plain = HUB_QWEN if model_type == "qwen2_5_vl" else {}
+    tower = {"model_type": "clip_vision_model"} if model_type == "llava" else {}
+    raw = {"model_type": model_type, **plain, "vision_config": tower, **fields}
+    with pytest.raises(ValueError, match=named):
+        plugins.load("families", model_type)(raw)
