@@ -20,6 +20,7 @@ from aioengine.attention._base import AttentionShape, ForwardBatch, kv_pool_shap
 from aioengine.attention.packed import PackedAttention
 from aioengine.kernels.rms_norm import rms_norm
 from aioengine.kernels.rotate_heads import rotate_heads
+from aioengine.models._image_decoder import to_device
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -179,7 +180,7 @@ class QwenTower:
 
     def _upload(self, values: Ints | Floats) -> Tensor:
         """[...] on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+        return to_device(torch.from_numpy(np.ascontiguousarray(values)), self._device)
 
 
 def patch_places(grid: Grid, merge: int) -> tuple[Ints, Ints]:

@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from aioengine import models
+from aioengine.checkpoint import new_name
+from aioengine.models._base import ModelOptions
 from aioengine.models._image_decoder import ImageDecoder
 from aioengine.protocol.messages import FinishCode
 from aioengine.protocol.packed_logprobs import PROMPT_LOGPROBS, LogprobRules
@@ -221,3 +224,42 @@ def test_text_alone_has_the_bits_that_it_has_beside_images(llava: Saved) -> None
     for world in worlds:
         world.run()
     assert worlds[0].extras[uids[0]] == worlds[1].extras[uids[1]]
+
+
+LAYOUTS: list[tuple[str, dict[str, str]]] = [
+    (
+        "llava",
+        {
+            "model.": "language_model.model.",
+            "lm_head.": "language_model.lm_head.",
+            "vision_tower.": "vision_tower.vision_model.",
+        },
+    ),
+    (
+        "llava",
+        {
+            "model.": "model.language_model.",
+            "vision_tower.": "model.vision_tower.vision_model.",
+            "multi_modal_projector.": "model.multi_modal_projector.",
+        },
+    ),
+    ("qwen2_vl", {}),
+    ("qwen2_5_vl", {"model.": "model.language_model.", "visual.": "model.visual."}),
+    ("qwen3_vl", {"model.": "model.language_model.", "visual.": "model.visual."}),
+    (
+        "smolvlm",
+        {"model.": "model.text_model.", "vision_model.": "model.vision_model.", "connector.": "model.connector."},
+    ),
+]
+
+
+@pytest.mark.parametrize(("model_type", "prefixes"), LAYOUTS)
+def test_the_names_of_older_and_newer_files(model_type: str, prefixes: dict[str, str]) -> None:
+    """``prefixes``: ours -> those of the file."""
+    config = MODELS[model_type]().config.to_dict()
+    model = models.build(config, ModelOptions(dtype=torch.float32, device=torch.device("meta"), max_positions=256))
+    names = list(model.weights())
+    for name in names:
+        ours = next((each for each in prefixes if name.startswith(each)), "")
+        assert new_name(prefixes.get(ours, "") + name.removeprefix(ours), model.renamed) == name
+    assert {ours for ours in prefixes if not any(name.startswith(ours) for name in names)} == set()
