@@ -1,0 +1,111 @@
+"""Images in the scheduler: the ids by which the prefix cache knows them, and how many a step begins."""
+
+from __future__ import annotations
+
+import hashlib
+
+from aioengine.config import SchedulerSettings
+from aioengine.protocol.columns import TokenColumns
+from aioengine.protocol.messages import Continuation, FirstToken, Limits, Media, Sampling, Submit, TextRules
+from aioengine.scheduler.image_keys import ImageBudget, with_image_keys
+from aioengine.scheduler.plan import Plan, StepResult
+from aioengine.scheduler.request import Request
+from aioengine.scheduler.scheduler import Scheduler
+
+PLACEHOLDER = 99
+
+
+def image(start: int, num_tokens: int, name: str = "a") -> Media:
+    return Media(start, num_tokens, num_tokens, hashlib.sha256(name.encode()).digest(), f"/{name}")
+
+
+def submit(uid: int, parts: list[int | str], *, output: list[int] | None = None, max_new_tokens: int = 4) -> Submit:
+    """Numbers are text; a name stands for an image of 6 tokens."""
+    token_ids: list[int] = []
+    media: list[Media] = []
+    for part in parts:
+        if isinstance(part, str):
+            media.append(image(len(token_ids), 6, part))
+            token_ids += [PLACEHOLDER] * 6
+        else:
+            token_ids.append(part)
+    found = Submit(uid, token_ids, Sampling(0), Limits(max_new_tokens), TextRules(), media=media)
+    if output is not None:
+        found.continuation = Continuation(FirstToken(uid, 0, 0.0, 0.0), output)
+    return found
+
+
+def scheduler(chunk_tokens: int = 64, num_pages: int = 64) -> Scheduler:
+    settings = SchedulerSettings(
+        max_running=8, chunk_tokens=chunk_tokens, context_length=256, policy="fcfs", prefix_cache=True, depth=0
+    )
+    return Scheduler(settings, num_pages=num_pages, page_size=4)
+
+
+def step(of: Scheduler) -> Plan:
+    plan = of.schedule(0.0)
+    assert plan is not None
+    tokens = TokenColumns()
+    for row in plan.rows:
+        if row.gives:
+            tokens.add(row.uid, (7,))
+    of.apply(plan, StepResult(tokens), 0.0)
+    return plan
+
+
+def test_positions_of_images_have_ids_that_no_text_has() -> None:
+    prompt = [1, 2, *[PLACEHOLDER] * 4, 3, *[PLACEHOLDER] * 2]
+    found = with_image_keys(prompt, [image(2, 4), image(7, 2, "b")])
+    assert found[:2] == [1, 2]
+    assert found[6] == 3
+    assert len({*found[2:6]}) == len({*found[7:]}) == 1
+    assert found[2] != found[7]
+    assert max(found[2:6] + found[7:]) < 0
+    assert prompt[2] == PLACEHOLDER, "the prompt itself stays"
+
+
+def test_rows_name_placeholders_and_output() -> None:
+    request = Request(submit(1, [1, "a", 2], output=[5, 6]), number=1, max_tokens=20)
+    assert request.ids_to_compute(0, 10) == [1, *[PLACEHOLDER] * 6, 2, 5, 6]
+    assert request.ids_to_compute(3, 9) == [*[PLACEHOLDER] * 4, 2, 5]
+    assert request.ids_to_compute(8, 10) == [5, 6]
+
+
+def test_equal_images_share_pages_and_others_do_not() -> None:
+    found = scheduler()
+    num_cached: dict[int, int] = {}
+    for uid, parts in enumerate(([1, 2, "a", 3], [1, 2, "a", 4, 5], [1, 2, "b", 3], [1, 2, *[PLACEHOLDER] * 6, 3])):
+        found.requests.submit(submit(uid, list(parts), max_new_tokens=1))
+        plan = step(found)
+        num_cached[uid] = plan.rows[0].start
+        assert plan.new_rows[0].token_ids[2:8] == [PLACEHOLDER] * 6
+        assert len(plan.new_rows[0].media) == (uid < 3)
+    assert num_cached == {0: 0, 1: 8, 2: 0, 3: 0}
+    found.check_integrity()
+
+
+def test_requests_about_one_image_wait_for_the_first() -> None:
+    found = scheduler()
+    for uid in range(3):
+        found.requests.submit(submit(uid, [1, 2, "a", uid, uid], max_new_tokens=2))
+    assert [row.uid for row in step(found).rows] == [0]
+    assert [(row.uid, row.start) for row in step(found).rows] == [(0, 10), (1, 8), (2, 8)]
+
+
+def test_a_step_begins_images_of_no_more_features_than_tokens() -> None:
+    found = scheduler(chunk_tokens=16)
+    for uid, name in enumerate("abc"):
+        found.requests.submit(submit(uid, [uid, name, 8], max_new_tokens=1))
+    first = step(found)
+    assert [(row.uid, row.count) for row in first.rows] == [(0, 8), (1, 8)]
+    assert [(row.uid, row.count) for row in step(found).rows] == [(2, 8)]
+
+
+def test_the_budget_of_images() -> None:
+    budget = ImageBudget(10)
+    assert budget.limited([image(2, 50)], 0, 8, is_first=True) == 8, "a large one alone"
+    assert budget.limited([image(3, 4, "b")], 0, 8, is_first=True) == 3, "up to the next one"
+    assert budget.limited([image(0, 4, "b")], 0, 8, is_first=True) == 0
+    assert budget.limited([image(2, 50)], 8, 8, is_first=False) == 8, "one that began before"
+    assert budget.limited([image(2, 50)], 8, 8, is_first=True) == 0, "one of whose pages some were cached"
+    assert budget.limited([image(40, 4)], 0, 8, is_first=True) == 8, "one that is not reached"
