@@ -26,7 +26,7 @@ from aioengine.patterns import expanded_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from aioengine.families._config import TransformerConfig
+    from aioengine.families._config import DecoderConfig
     from aioengine.folder_files import Json
     from aioengine.patterns import Pattern
 
@@ -43,11 +43,12 @@ _CONVERT: Final = (
     'python -c "import torch, safetensors.torch as s; '
     f"s.save_file(torch.load('adapter_model.bin', weights_only=True), '{TENSORS}')\""
 )
-_HEAD: Final = "lm_head"
-_HEADS: Final = _HEAD, "score", "classifier"
-_HEAD_COPY: Final = f"{_STEM}{_HEAD}.base_layer.weight"
+_HEADS: Final = "lm_head", "score", "classifier"
 FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that some checkpoints of the same models have, and the layers that they are made of, in order."""
+_HEAD_STAYS: Final = (
+    "the head is that of the base model; train it again without, or merge the adapter into the base model"
+)
 MAX_RANK: Final = 4096
 _MAX_LISTED: Final = 5
 _MATCH_TIMEOUT_S: Final = 0.2
@@ -118,18 +119,12 @@ class AdapterPart(Struct, frozen=True):
 
 
 class AdapterFolder(Struct, frozen=True):
-    """A folder whose configuration and tensors fit each other.
-
-    Attributes:
-        fingerprint: another one if either file changes.
-        head_copy: the weight of the base model's head, which peft saves beside an adapter of it; it is never trained.
-    """
+    """A folder whose configuration and tensors fit each other. ``fingerprint``: another one if either file changes."""
 
     path: Path
     fingerprint: str
     modules: tuple[AdapterModule, ...]
     config: _Config
-    head_copy: Entry | None = None
 
     def parts(
         self, layers: Layers, *, max_rank: int | None = None, allowed: Collection[str] | None = None
@@ -178,8 +173,6 @@ class AdapterFolder(Struct, frozen=True):
             if part.a.shape != (part.rank, inputs):
                 raise self._error(_misshapen(part.a, (part.rank, inputs), part.layer))
             rows_of[part.b.name] = max(rows_of.get(part.b.name, 0), part.first_row + outputs)
-        if self.head_copy is not None and self.head_copy.shape != layers.get(_HEAD):
-            raise self._error(f"it is for another vocabulary: {self.head_copy.name} has {self.head_copy.shape[0]} rows")
         for part in parts:
             wanted = rows_of[part.b.name], part.rank
             if part.b.shape != wanted:
@@ -189,11 +182,11 @@ class AdapterFolder(Struct, frozen=True):
         return ValueError(f"the adapter in {self.path} cannot be used: {reason}")
 
 
-def linear_layers(config: TransformerConfig) -> dict[str, tuple[int, int]]:
+def linear_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     """Name in the checkpoint -> (outputs, inputs) of each layer of a model that an adapter may change."""
     shapes = _tensors.tensor_shapes(config)
     names = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
-    return {name: (shape[0], shape[1]) for name, shape in names.items() if not name.endswith("embed_tokens")}
+    return {name: (shape[0], shape[1]) for name, shape in names.items() if name.startswith("model.layers.")}
 
 
 def read_folder(folder: Path) -> AdapterFolder:
@@ -216,9 +209,9 @@ def read_folder(folder: Path) -> AdapterFolder:
         config = msgspec.convert(raw, _Config)
     except msgspec.ValidationError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
-    entries = {entry.name: entry for entry in checkpoint.entries_of_file(path)}
-    head_copy = entries.pop(_HEAD_COPY, None)
-    return AdapterFolder(folder, fingerprint(folder), _modules([*entries.values()], config, folder), config, head_copy)
+    return AdapterFolder(
+        folder, fingerprint(folder), _modules(checkpoint.entries_of_file(path), config, folder), config
+    )
 
 
 def fingerprint(folder: Path) -> str:
@@ -305,6 +298,8 @@ def _why_unused(name: str) -> str:
         return "of DoRA, which is not applied"
     if name.endswith(".bias"):
         return "a bias: biases are those of the base model"
+    if name.endswith(".base_layer.weight") and any(f".{head}." in name for head in _HEADS):
+        return f"of the head: {_HEAD_STAYS}"
     if any(f".{head}." in name for head in _HEADS):
         return "of a whole layer (modules_to_save): layers are not replaced; merge the adapter into the base model"
     return f"which is none of LoRA; what works: {_STEM}(layer){' and '.join(_ENDS)}"
@@ -334,8 +329,8 @@ def _in_base(name: str, layers: Layers) -> str:
 
 def _why_unknown(name: str, layers: Layers) -> str:
     last = name.rpartition(".")[2]
-    if last == _HEAD:
-        return "it changes lm_head, and the base model has no head of its own (its head is the embedding)"
+    if last in _HEADS:
+        return f"it changes {name}: {_HEAD_STAYS}"
     if last == "embed_tokens":
         return f"it changes {name}: embeddings are those of the base model"
     if any(each.endswith(f".{last}") for each in layers):

@@ -39,7 +39,7 @@ _MAX_PROBLEMS: Final = 8
 
 class Entry(Struct, frozen=True):
     """A tensor of a checkpoint, as the header of its file describes it. ``name``: with the prefix of the base model,
-    which ``stored_name`` may lack.
+    which ``stored_name`` may lack. ``begin``: the place of its first byte in the file.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Entry(Struct, frozen=True):
     shape: tuple[int, ...]
     dtype: str
     stored_name: str
+    begin: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -219,6 +220,7 @@ def entries_of_file(path: Path) -> list[Entry]:
     with file:
         try:
             described = _described(file)
+            size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}") from error
         except RecursionError as error:
@@ -227,7 +229,11 @@ def entries_of_file(path: Path) -> list[Entry]:
             raise ValueError(f"cannot read {path}: its header is damaged: {error}") from error
         except _DamagedError as error:
             raise ValueError(f"cannot read {path}: {error}") from error
-    return [Entry(name, path, tensor.shape, tensor.dtype, name) for name, tensor in described]
+    first = size - described[-1][1].data_offsets[1] if described else size
+    return [
+        Entry(name, path, tensor.shape, tensor.dtype, name, first + tensor.data_offsets[0])
+        for name, tensor in described
+    ]
 
 
 def header_bytes(file: BinaryIO) -> bytes:

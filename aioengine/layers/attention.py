@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, StepAttention
+    from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.placement import Placement, Target
 
 
@@ -59,6 +60,9 @@ class SelfAttention:
         self._qkv.open_for_loading()
         self._output.open_for_loading()
 
+    def linears(self) -> list[Linear]:
+        return [self._qkv, self._output]
+
     def __call__(
         self,
         x: Tensor,
@@ -67,14 +71,16 @@ class SelfAttention:
         layer: int,
         *,
         outputs: Tensor | None = None,
+        adapters: AdapterRows | None = None,
     ) -> Tensor:
         """x [T, D] -> [T, D], or [S, D] with ``outputs``.
 
         ``tables``: as ``RotaryEmbedding.tables`` returns them. ``layer``: the index of this layer in the KV cache.
         ``outputs``: [S] int64 indices of the tokens whose results are needed, None for all. Keys and values are
-        written for all tokens.
+        written for all tokens. ``adapters``: None where no row has one.
         """
-        heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
+        rows = None if adapters is None else adapters.tokens
+        heads = self._qkv(x, rows).view(x.shape[0], -1, self._head_size)
         target = attention.target(layer)
         if isinstance(target, KVTarget):
             q, k, v = rotate_and_write(heads, self._num_heads, tables, self._norms, target=target)
@@ -82,4 +88,6 @@ class SelfAttention:
             q, k, v = rotate_heads(heads, self._num_heads, tables, self._norms)
             target(k, v)
         attended = attention.attend(q, k, v, layer)
-        return self._output(attended if outputs is None else attended.index_select(0, outputs))
+        if outputs is None:
+            return self._output(attended, rows)
+        return self._output(attended.index_select(0, outputs), None if adapters is None else adapters.outputs)

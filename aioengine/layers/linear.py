@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.kernels.linear import Matmul
+    from aioengine.layers.adapters import Grouping, LayerAdapters
     from aioengine.layers.placement import Placement
     from aioengine.quantization._base import Axis
 
@@ -25,6 +26,9 @@ class Linear:
         divided: tensor parallelism: the axis along which each part is divided among the ranks of the placement; None:
             every rank has the whole layer. With "outputs", each rank computes its share of the outputs; with "inputs",
             each rank computes a partial result for all outputs, to be summed over the ranks.
+
+    Attributes:
+        in_features: D. sizes: the output size of each part. is_gated: as above.
     """
 
     def __init__(
@@ -42,24 +46,27 @@ class Linear:
         num_ranks = placement.shard.size
         sizes = {part: size // num_ranks if divided == "outputs" else size for part, size in parts.items()}
         in_features = in_features // num_ranks if divided == "inputs" else in_features
-        self._sizes = sizes
+        self.in_features = in_features
+        self.sizes = sizes
         self._format = placement.linear_format
-        self._is_gated = is_gated
+        self.is_gated = is_gated
         self._batch_invariant = placement.batch_invariant
         self._tensors = self._format.empty(
             in_features, list(sizes.values()), has_bias=bias, dtype=placement.dtype, device=placement.device
         )
         self._is_open = True
         self._matmul: Matmul | None = None
+        self._adapters: LayerAdapters | None = None
+        self._ungated: Matmul | None = None
 
     def weights(self, prefix: str) -> dict[str, Target]:
         """Checkpoint name -> the view of the fused tensor to load it into. Only while the layer is open for loading."""
         assert self._is_open, "the layer is not open for loading"
-        sizes = list(self._sizes.values())
+        sizes = list(self.sizes.values())
         return {
             f"{prefix}{part}.{name}": Target(piece, self._source(name, piece))
             for name, tensor in self._tensors.items()
-            for part, piece in zip(self._sizes, self._format.split(name, tensor, sizes), strict=True)
+            for part, piece in zip(self.sizes, self._format.split(name, tensor, sizes), strict=True)
         }
 
     def _source(self, name: str, piece: Tensor) -> Slice | None:
@@ -78,8 +85,23 @@ class Linear:
             self._tensors["bias"].zero_()  # the sum over the ranks must contain it once
         if self._matmul is None:
             self._matmul, self._tensors = self._format.prepare(
-                self._tensors, is_gated=self._is_gated, batch_invariant=self._batch_invariant
+                self._tensors, is_gated=self.is_gated, batch_invariant=self._batch_invariant
             )
+            self._prepare_ungated()
+
+    def use_adapters(self, adapters: LayerAdapters) -> None:
+        """Set what is added for rows with an adapter. The weights are loaded."""
+        self._adapters = adapters
+        self._prepare_ungated()
+
+    def _prepare_ungated(self) -> None:
+        """Prepare the matmul to whose result adapters add: without the gates of a gated layer."""
+        if self._adapters is None:
+            return
+        self._ungated = self._matmul
+        if self.is_gated:
+            prepared = self._format.prepare(self._tensors, is_gated=False, batch_invariant=self._batch_invariant)
+            self._ungated = prepared.matmul
 
     def open_for_loading(self) -> None:
         """Allow ``weights`` again; its tensors have the current values.
@@ -92,7 +114,10 @@ class Linear:
         if any(self._tensors.get(name) is not tensor for name, tensor in prepared.items()):
             self._matmul = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, O]; [T, O / 2] if the layer is gated."""
+    def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
+        """[T, D] -> [T, O]; [T, O / 2] if the layer is gated. ``rows``: grouped by adapter; None: no row has one."""
+        if rows is not None and self._adapters is not None:
+            assert self._ungated is not None, "finish_loading was not called"
+            return self._adapters.add(self._ungated, x, rows)
         assert self._matmul is not None, "finish_loading was not called"
         return self._matmul(x)

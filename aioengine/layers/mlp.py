@@ -9,6 +9,7 @@ from aioengine.layers.linear import Linear
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioengine.layers.adapters import Grouping
     from aioengine.layers.placement import Placement, Target
 
 
@@ -31,6 +32,9 @@ class GatedMLP:
         self._gate_up.open_for_loading()
         self._down.open_for_loading()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, D]."""
-        return self._down(self._gate_up(x))
+    def linears(self) -> list[Linear]:
+        return [self._gate_up, self._down]
+
+    def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
+        """[T, D] -> [T, D]. ``rows``: as in ``Linear``."""
+        return self._down(self._gate_up(x, rows), rows)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import AttentionShape, StepAttention
     from aioengine.families._config import Task
+    from aioengine.layers.adapters import AdapterRows
+    from aioengine.layers.linear import Linear
     from aioengine.layers.placement import Target
     from aioengine.quantization._base import LinearFormat
 
@@ -63,6 +65,7 @@ class ModelInputs:
         outputs: [S] int64, indices into T of the tokens whose hidden states are returned, in this order; None: all T.
         deepstack: of tokens with features of images, their indices into T [N] int64, and what is added to them behind
             each of the first K blocks, [N, K, D]; None: there are none.
+        adapters: the rows of the step by adapter; None: no row has one.
     """
 
     positions: Tensor
@@ -72,6 +75,7 @@ class ModelInputs:
     token_types: Tensor | None = None
     outputs: Tensor | None = None
     deepstack: tuple[Tensor, Tensor] | None = None
+    adapters: AdapterRows | None = None
 
 
 class Model(Protocol):
@@ -158,6 +162,15 @@ class VisionModel(Protocol):
 
     def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
         """Arrays [...] of zeros, as for the largest image of up to ``max_tokens`` tokens."""
+        ...
+
+
+@runtime_checkable
+class AdaptableModel(Protocol):
+    """A model whose rows may use LoRA adapters: it passes ``ModelInputs.adapters`` on to its linear layers."""
+
+    def linears(self) -> list[tuple[str, Linear]]:
+        """The linear layers, in order, each with the prefix of the names of its parts in the checkpoint."""
         ...
 
 

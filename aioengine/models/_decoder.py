@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from aioengine.attention._base import StepAttention
     from aioengine.families._config import DecoderConfig
     from aioengine.kernels.linear import Matmul
+    from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.placement import Target
     from aioengine.models._base import ModelInputs, ModelOptions
 
@@ -39,6 +40,7 @@ class _Step:
 
     tables: tuple[Tensor, Tensor]
     attention: StepAttention
+    adapters: AdapterRows | None = None
 
 
 class _Block:
@@ -63,6 +65,11 @@ class _Block:
             | self._mlp.weights(f"{prefix}mlp.")
         )
 
+    def linears(self, prefix: str) -> list[tuple[str, Linear]]:
+        """Each linear layer, with the prefix of its parts in the checkpoint."""
+        in_attention = [(f"{prefix}self_attn.", linear) for linear in self._attention.linears()]
+        return in_attention + [(f"{prefix}mlp.", linear) for linear in self._mlp.linears()]
+
     def finish_loading(self) -> None:
         self._attention.finish_loading()
         self._mlp.finish_loading()
@@ -85,10 +92,13 @@ class _Block:
             The stream and what is to be added to it next, [T, D] or [S, D] each.
         """
         normed = self._attention_norm(x) if delta is None else self._attention_norm.after(delta, x)
-        attended = self._attention(normed, step.tables, step.attention, layer, outputs=outputs)
+        adapters = step.adapters
+        attended = self._attention(normed, step.tables, step.attention, layer, outputs=outputs, adapters=adapters)
+        rows = None if adapters is None else adapters.tokens
         if outputs is not None:
             x = x.index_select(0, outputs)
-        return x, self._mlp(self._mlp_norm.after(attended, x))
+            rows = None if adapters is None else adapters.outputs
+        return x, self._mlp(self._mlp_norm.after(attended, x), rows)
 
 
 class Decoder:
@@ -139,6 +149,10 @@ class Decoder:
             found |= block.weights(f"model.layers.{index}.")
         return found if self._head is None else found | self._head.weights("")
 
+    def linears(self) -> list[tuple[str, Linear]]:
+        """See ``models._base.AdaptableModel``."""
+        return [found for index, block in enumerate(self._blocks) for found in block.linears(f"model.layers.{index}.")]
+
     def is_ignored(self, name: str) -> bool:
         return is_ignored(self._config, name)
 
@@ -162,7 +176,7 @@ class Decoder:
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
-        step = _Step(self._rotary.tables(inputs.positions), attention)
+        step = _Step(self._rotary.tables(inputs.positions), attention, inputs.adapters)
         if inputs.embeddings is not None:
             x = inputs.embeddings.clone()  # the blocks change it in place
         else:

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from aioengine import folder_files, models, plugins
@@ -17,7 +18,7 @@ from aioengine.attention._base import BackendUnavailableError
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
-from aioengine.models._base import ModelOptions
+from aioengine.models._base import AdaptableModel, ModelOptions
 from aioengine.protocol.messages import Progress
 from aioengine.runner import weights
 from aioengine.runner.device_memory import (
@@ -29,6 +30,7 @@ from aioengine.runner.device_memory import (
     kv_bytes_per_token,
 )
 from aioengine.runner.kv_pool import KVPool
+from aioengine.runner.lora.pool import AdapterPool, slots_bytes
 from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import longest_graph, warm_up_device
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _LESS_POOL = "Lower mem_fraction_static or max_total_tokens"
+_LESS_ADAPTERS = "Lower max_lora_rank or max_loras_per_batch"
 _LESS_GRAPHS = "Lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph=True"
 
 
@@ -77,11 +80,15 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         settings, dtype, memory, kv_dtype=kv_dtype, vocab_size=vocab_size, report=report, times=times
     )
     shape = model.attention_shape
+    adapters = _take_adapters(model, settings, memory, dtype)
     limits = settings.scheduler
     num_captured = longest_graph(settings, weights_bytes, dtype)
     image_tokens = min(settings.model.context_length, MAX_IMAGE_TOKENS)
     largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured, image_tokens)
-    budget = memory.pool_budget(model, largest, fraction=settings.memory.mem_fraction_static)
+    with_adapters = None
+    if adapters is not None:
+        with_adapters = adapters.rows(np.ones(largest.num_tokens, dtype=np.int32), None)
+    budget = memory.pool_budget(model, largest, fraction=settings.memory.mem_fraction_static, adapters=with_adapters)
     num_pages = fit_pages(_demand(settings, shape, kv_dtype), budget)
     times.end("largest_step")
     with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
@@ -99,6 +106,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         logprobs_mode=settings.runner.logprobs_mode,
         logits_processors=settings.runner.logits_processors,
         pooling=settings.model.pooling.kind,
+        adapters=adapters,
     )
     facts: Facts = {
         "num_pages": num_pages,
@@ -119,6 +127,25 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
             warm_up_device(runner, parts, settings, report=report, times=times)
     facts |= memory.facts() | _versions() | times.facts()
     return runner
+
+
+def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype: torch.dtype) -> AdapterPool | None:
+    """The slots of adapters; None: the engine serves the base model alone.
+
+    Raises:
+        ValueError: the model cannot use adapters, or the memory does not suffice.
+    """
+    lora = settings.runner.lora
+    if lora is None:
+        return None
+    if not isinstance(model, AdaptableModel):
+        message = "enable_lora: LoRA adapters are not implemented for this model; what works: decoders, such as llama"
+        raise ValueError(message)
+    need = slots_bytes(model.linears(), lora, dtype)
+    with memory.take("the slots of LoRA adapters", advice=_LESS_ADAPTERS, need=need):
+        return AdapterPool(
+            model.linears(), lora, dtype=dtype, device=memory.device, batch_invariant=settings.runner.batch_invariant
+        )
 
 
 def _device(name: str) -> torch.device:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, WriteKV
+    from aioengine.layers.adapters import AdapterRows
     from aioengine.models._base import Model
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -94,15 +95,20 @@ class DeviceMemory:
         torch.cuda.synchronize(self.device)
         self.taken[purpose] = torch.cuda.memory_reserved(self.device) - before
 
-    def pool_budget(self, model: Model, largest: LargestStep, *, fraction: float) -> PoolBudget:
-        """Memory for the KV pool once the weights are loaded. ``fraction``: the engine's share of all memory."""
+    def pool_budget(
+        self, model: Model, largest: LargestStep, *, fraction: float, adapters: AdapterRows | None = None
+    ) -> PoolBudget:
+        """Memory for the KV pool once the weights are loaded. ``fraction``: the engine's share of all memory.
+
+        ``adapters``: of a step of ``largest.num_tokens`` tokens that use one; None: there are no adapters.
+        """
         if self.device.type == "cpu":
             free = free_memory(self.device)
             explanation = f"{format_bytes(free)} are free, of which mem_fraction_static={fraction:g} may be used"
             return PoolBudget(free, int(free * fraction), explanation)
         advice = "Lower chunked_prefill_size or max_running_requests"
         with self.take("a step of the largest size", advice=advice):
-            peak = peak_memory(model, self.device, largest)
+            peak = peak_memory(model, self.device, largest, adapters)
         feature_bytes = 0
         if isinstance(model, VisionModel):
             with self.take("the largest image", advice="Lower context_length, which bounds the images of a prompt"):
@@ -172,7 +178,7 @@ def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
 
 
 @torch.inference_mode()
-def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int:
+def peak_memory(model: Model, device: torch.device, largest: LargestStep, adapters: AdapterRows | None = None) -> int:
     """Bytes that the largest step takes beside weights and pool, with the fp32 logits of ``SAMPLED_ROWS`` rows. The
     token counts of penalties are not included.
 
@@ -187,7 +193,7 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep) -> int
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     ids = torch.zeros(largest.num_tokens, dtype=torch.int64, device=device)
-    hidden = model.forward(model_inputs(model, ids, ids), NoAttention())
+    hidden = model.forward(model_inputs(model, ids, ids, adapters=adapters), NoAttention())
     logits = model.compute_logits(hidden[: max(largest.num_rows, SAMPLED_ROWS)])
     logits[:SAMPLED_ROWS].to(torch.float32, copy=True)
     del hidden, logits

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from aioengine.layers.adapters import AdapterRows
     from aioengine.models._base import Model
     from aioengine.runner.rows import RequestRow, RowTable
     from aioengine.runner.transfer import Upload
@@ -55,6 +56,7 @@ def model_inputs(
     rows: Tensor | None = None,
     token_types: Tensor | None = None,
     outputs: Tensor | None = None,
+    adapters: AdapterRows | None = None,
 ) -> ModelInputs:
     """What this model reads of [T] token ids and positions, which may also be [3, T] for a model with three axes. The
     other arguments are as in ``ModelInputs``.
@@ -69,6 +71,7 @@ def model_inputs(
         rows=rows,
         token_types=token_types,
         outputs=outputs,
+        adapters=adapters,
     )
 
 
@@ -183,6 +186,7 @@ class InputBuilder:
             rows=upload(row_of_token) if model.input_spec.rows else None,
             token_types=_token_types(rows, row_of_token, positions, upload) if model.input_spec.token_types else None,
             outputs=None if outputs is None else upload(outputs),
+            adapters=self._table.adapters.of_step(rows.row_indices, row_of_token, outputs),
         )
         if self._table.num_with_embeds:
             inputs = self._with_embeds(model, rows, inputs)

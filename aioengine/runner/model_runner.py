@@ -17,12 +17,14 @@ from aioengine.runner import logits as logits_processors
 from aioengine.runner.constrained_rows import ConstrainedRows
 from aioengine.runner.custom_processors import CustomProcessors
 from aioengine.runner.device_memory import SAMPLED_ROWS
+from aioengine.runner.failed_rows import FailedRows
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.images import images_of
 from aioengine.runner.inputs import InputBuilder, is_usual
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
+from aioengine.runner.lora.row_adapters import RowAdapters
 from aioengine.runner.pooler import Pooler
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
@@ -32,12 +34,13 @@ from aioengine.scheduler.plan import StepResult, UnknownOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend, ForwardBatch
     from aioengine.models._base import Model, ModelInputs
-    from aioengine.protocol.messages import Control, Reply
+    from aioengine.protocol.messages import Adapter, Control, Reply
     from aioengine.runner.constrained_rows import Awaited
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
     from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import Grammars, LogitsProcessor
     from aioengine.runner.logprobs import StepLogprobs
+    from aioengine.runner.lora.pool import AdapterPool
+    from aioengine.runner.lora.reading import HostAdapter
     from aioengine.runner.pooler import PooledRows, PooledVectors
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.scheduler.plan import Plan, Row
@@ -57,7 +62,9 @@ _NOT_FINITE = "the model produced non-finite values (NaN or inf) for this reques
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceParts:
-    """What is on the device once the weights are loaded. ``pooling``: as ``PoolingSettings.kind``."""
+    """What is on the device once the weights are loaded. ``pooling``: as ``PoolingSettings.kind``. ``adapters``: None:
+    the runner serves the base model alone.
+    """
 
     model: Model
     attention: AttentionBackend
@@ -69,6 +76,7 @@ class DeviceParts:
     logprobs_mode: str = "raw"
     logits_processors: tuple[str, ...] = ()
     pooling: str = "last"
+    adapters: AdapterPool | None = None
 
     @property
     def max_row_pages(self) -> int:
@@ -116,7 +124,6 @@ class ModelRunner:
         self._model = parts.model
         self._attention = parts.attention
         self._kv_pool = parts.kv_pool
-        self._device = parts.device
         vocab_size = self._vocab_size = min(parts.vocab_size, parts.model.vocab_size)
         self._custom = CustomProcessors(parts.logits_processors, vocab_size=vocab_size)
         processors = logits_processors.load(self._custom)
@@ -130,6 +137,7 @@ class ModelRunner:
             max_rows=parts.max_rows,
             images=images_of(parts.model, max_rows=parts.max_rows, device=parts.device),
         )
+        self._table.adapters = RowAdapters(parts.max_rows, parts.adapters)
         self._inputs = InputBuilder(self._table, page_size=parts.kv_pool.page_size, num_embeddings=num_embeddings)
         self._sampler = _sampler(parts, self._table, processors)
         processes = self._sampler if parts.logprobs_mode == "processed" else None
@@ -138,8 +146,7 @@ class ModelRunner:
         self._pooler = Pooler(parts.model, parts.pooling, self._table.upload)
         self._graphs: DecodeGraphs | None = None
         self.prompt_graphs: PieceGraphs | EncoderGraphs | None = None
-        self._broken: dict[int, str] = {}  # uid -> why the row fails in each step until it is closed
-        self._poisoned: set[int] = set()  # uids whose pages may hold non-finite numbers
+        self._failed = FailedRows(self._table, parts.kv_pool)
         self._newest: Ticket | None = None  # as long as it is not collected
         masks = next(each for each in processors if isinstance(each, GrammarMask))
         self._constrained = ConstrainedRows(masks, parts.device)
@@ -172,7 +179,7 @@ class ModelRunner:
             self._change_requests(plan)
             rows = self._read(plan.rows)
         wanted = [row.uid for row in plan.rows if row.gives]
-        broken = self._broken
+        broken = self._failed.reasons
         failed = {row.uid: broken[row.uid] for row in plan.rows if row.uid in broken} if broken else {}
         if not rows.requests:
             return Ticket(wanted, [], [], Readback(torch.empty(0, dtype=torch.int64)), failed)
@@ -223,14 +230,31 @@ class ModelRunner:
         requests = self._table.requests
         errors = {uid: self._custom.errors.pop(uid, "") or _why_bad(requests.get(uid)) for uid in bad}
         for uid in requests.keys() & bad:  # others were closed while the step was in flight
-            self._break(uid, errors[uid])
-            self._poisoned.add(uid)
+            self._failed.add(uid, errors[uid], is_poisoned=True)
         failed = {**ticket.failed, **errors}
         without_token = set(ticket.silent).difference(bad)
         tokens = TokenColumns(extras=extras)
         for uid in ticket.wanted:
             tokens.add(uid, () if uid in without_token else (value_of.get(uid, FAILED), *ticket.jumps.get(uid, ())))
         return StepResult(tokens, failed, ticket.complete)
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Adapters that can be on the device at a time; 0: the runner serves the base model alone."""
+        return self._table.adapters.num_slots
+
+    def read_adapter(self, adapter: Adapter) -> HostAdapter:
+        """See ``AdapterPool.read``."""
+        return self._adapters.read(adapter)
+
+    def place_adapter(self, slot: int, host: HostAdapter) -> Future[None]:
+        """See ``AdapterPool.place``."""
+        return self._adapters.place(slot, host)
+
+    @property
+    def _adapters(self) -> AdapterPool:
+        assert self._table.adapters.pool is not None, "there are no slots for adapters"
+        return self._table.adapters.pool
 
     def control(self, order: Control) -> Reply:
         """It implements no order yet.
@@ -243,64 +267,46 @@ class ModelRunner:
     def close(self) -> None:
         """Free the memory of the pool. May be called twice; nothing can be launched after it."""
         self._is_closed = True
+        self._table.adapters.release()
         self._kv_pool.release()
 
     def _change_requests(self, plan: Plan) -> None:
         if plan.closed and self._newest is not None:
-            self._clean_behind(self._newest, plan.closed)
+            uids = [*self._newest.sampled, *self._newest.silent]
+            self._failed.clean_behind(uids, self._newest.values.source, plan.closed)
         for uid in plan.closed:
-            self._close(uid)
+            self._failed.close(uid)
         for opened in plan.new_rows:
-            self._close(opened.uid)
+            self._failed.close(opened.uid)
             try:
                 self._table.open(opened)
                 if opened.sampling.grammar is not None:
                     self._constrained.open(opened, self._table.requests[opened.uid])
             except (ValueError, TypeError, OverflowError) as error:
-                self._break(opened.uid, f"cannot set it up: {error}")
+                self._failed.add(opened.uid, f"cannot set it up: {error}")
         for uid, error in self._table.encode_images(plan.rows).items():
-            self._break(uid, error)
+            self._failed.add(uid, error)
         for row in plan.rows:
             request = self._table.requests.get(row.uid) if row.new_pages else None
             if request is not None:
                 try:
                     self._table.add_pages(request, row.new_pages)
                 except ValueError as error:
-                    self._break(row.uid, str(error))
-
-    def _clean_behind(self, ticket: Ticket, closed: list[int]) -> None:
-        """Queue the cleaning of pages of closed requests, if the step in flight marks them as failed.
-
-        The host learns of the failure after the step. The pages may belong to another request by then.
-        """
-        places = {uid: place for place, uid in enumerate([*ticket.sampled, *ticket.silent])}
-        pages = {places[uid]: self._table.pages(uid) for uid in closed if uid in places}
-        if pages:
-            self._kv_pool.clean_marked(pages, ticket.values.source, self._table.upload)
-
-    def _close(self, uid: int) -> None:
-        self._broken.pop(uid, None)
-        if uid in self._poisoned:
-            self._poisoned.discard(uid)
-            self._kv_pool.clean(self._table.pages(uid))
-        self._table.close(uid)
-
-    def _break(self, uid: int, message: str) -> None:
-        self._broken.setdefault(uid, message)
+                    self._failed.add(row.uid, str(error))
 
     def _read(self, rows: list[Row]) -> StepRows:
         """The rows that can be computed; the others are failed until they are closed."""
-        requests = self._table.requests
-        live = [row for row in rows if row.uid in requests and row.uid not in self._broken]
+        requests, failed = self._table.requests, self._failed.reasons
+        live = [row for row in rows if row.uid in requests and row.uid not in failed]
         try:
             columns = self._inputs.read(live)
             if len(live) == len(rows) and self._inputs.is_valid(columns):
                 return columns
         except OverflowError:  # a token id of more than 64 bits, which find_errors names
             pass
-        for uid, error in self._inputs.find_errors([row for row in rows if row.uid not in self._broken]).items():
-            self._break(uid, error)
-        return self._inputs.read([row for row in live if row.uid not in self._broken])
+        for uid, error in self._inputs.find_errors([row for row in rows if row.uid not in failed]).items():
+            self._failed.add(uid, error)
+        return self._inputs.read([row for row in live if row.uid not in failed])
 
     def _compute(self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None = None) -> Tensor | None:
         """Forward and sampling of at least one row: ``Ticket.values`` [R]; None: later. ``pooled`` gets its states."""
@@ -312,7 +318,9 @@ class ModelRunner:
         states = self._states.find_prompts(rows) if self._table.num_with_states else None
         num_outputs = self._num_padded(num_rows)
         graphs = self.prompt_graphs
-        whole = graphs.of_size(num_rows, int(rows.token_ends[-1])) if isinstance(graphs, EncoderGraphs) else None
+        whole = None
+        if isinstance(graphs, EncoderGraphs) and self._table.adapters.slots(rows.row_indices) is None:
+            whole = graphs.of_size(num_rows, int(rows.token_ends[-1]))
         with part("prepare"):
             places = [each.places for each in (states, prompts) if each is not None]
             others = np.concatenate(places) if places else None

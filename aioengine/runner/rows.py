@@ -19,6 +19,7 @@ from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
+from aioengine.runner.lora.row_adapters import RowAdapters
 from aioengine.runner.sampling.truncation import TOP_K_OFF
 from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import upload_to
@@ -154,6 +155,7 @@ class RowTable:
         num_pooled: open requests of the kind POOL. num_with_grammar, num_with_logprobs, num_with_states: those that
             have a grammar, that want logprobs, that want hidden states.
         num_with_embeds: those whose embeddings were not all computed.
+        adapters: their adapters.
         images: the images of open requests; None for a model that reads none.
         mask_bit: the bit of the processor of grammars in ``SAMPLING_RECORD``.
     """
@@ -182,6 +184,7 @@ class RowTable:
         self.num_with_states = 0
         self.num_with_embeds = 0
         self.images = images
+        self.adapters = RowAdapters(max_rows)
         self._pool_pages = num_pages
         self._num_embeddings = num_embeddings
         self._processors = processors
@@ -214,6 +217,7 @@ class RowTable:
         self.requests[opened.uid] = request  # from here on ``close`` undoes what a failure leaves
         self.num_opened += 1
         request.is_pooled = opened.kind is RequestKind.POOL
+        self.adapters.open(row_index, opened.adapter_slot)
         request.lists = token_lists(opened.sampling, self._num_embeddings, self.upload)
         if opened.sampling.bad_token_ids:
             request.recent = self._open_recent(row_index, known)
@@ -253,6 +257,7 @@ class RowTable:
             self.num_with_embeds -= request.embeds is not None
             if self.images is not None:
                 self.images.close(uid, request.row_index)
+            self.adapters.close(request.row_index)
 
     def drop_embeds(self, request: RequestRow) -> None:
         """Its prompt is computed."""

@@ -135,7 +135,8 @@ def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
     """Graphs of steps with prompts, without any captured; None: attention supports none."""
     attention, max_rows = parts.attention, parts.max_rows
     if isinstance(attention, PiecewiseAttention):
-        return PieceGraphs(parts.model, attention, parts.kv_pool.tensor, max_rows=max_rows)
+        tiles = None if parts.adapters is None else parts.adapters.tiles
+        return PieceGraphs(parts.model, attention, parts.kv_pool.tensor, max_rows=max_rows, adapters=tiles)
     if isinstance(attention, WholeAttention) and attention.has_kernel:
         return EncoderGraphs(
             *(parts.model, attention),

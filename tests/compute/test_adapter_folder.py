@@ -34,8 +34,8 @@ def base() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
 
 
-def layers(*, tied: bool = False) -> dict[str, tuple[int, int]]:
-    return linear_layers(llama.read({**LlamaConfig(**SIZES).to_dict(), "tie_word_embeddings": tied}))
+def layers() -> dict[str, tuple[int, int]]:
+    return linear_layers(llama.read(LlamaConfig(**SIZES).to_dict()))
 
 
 def by_layer(parts: list[AdapterPart]) -> dict[str, AdapterPart]:
@@ -49,7 +49,7 @@ def set_fields(folder: Path, **fields: object) -> None:
 
 def test_all_projections_of_all_layers(base: PreTrainedModel, tmp_path: Path) -> None:
     found = read_folder(save_adapter(base, tmp_path)).parts(layers())
-    assert {part.layer for part in found} == layers().keys() - {"lm_head"}
+    assert {part.layer for part in found} == layers().keys()
     assert {(part.rank, part.scale, part.first_row) for part in found} == {(4, 2.0, 0)}
     assert by_layer(found)[Q0].module == "q_proj"
 
@@ -60,7 +60,6 @@ def test_all_projections_of_all_layers(base: PreTrainedModel, tmp_path: Path) ->
         (["q_proj", "v_proj"], {"q_proj", "v_proj"}),
         ("all-linear", set(PROJECTIONS)),
         (r".*layers\.\d+\.(self_attn\.k|mlp\.up)_proj", {"k_proj", "up_proj"}),
-        (["q_proj", "lm_head"], {"q_proj", "lm_head"}),
     ],
 )
 def test_target_modules(base: PreTrainedModel, tmp_path: Path, targets: list[str] | str, expected: set[str]) -> None:
@@ -208,10 +207,13 @@ def test_tensors_that_do_not_fit(base: PreTrainedModel, tmp_path: Path, case: st
     assert str(folder) in str(found.value)
 
 
-def test_a_head_that_is_the_embedding_is_not_adapted(base: PreTrainedModel, tmp_path: Path) -> None:
-    folder = save_adapter(base, tmp_path, target_modules=["lm_head"])
-    with pytest.raises(ValueError, match="lm_head, and the base model has no head of its own"):
-        read_folder(folder).parts(layers(tied=True))
+def test_the_head_is_not_adapted(base: PreTrainedModel, tmp_path: Path) -> None:
+    folder = save_adapter(base, tmp_path, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match="of the head: the head is that of the base model"):
+        read_folder(folder)
+    change_tensors(folder, {f"{STEM}lm_head.base_layer.weight": None})
+    with pytest.raises(ValueError, match="changes lm_head: the head is that of the base model"):
+        read_folder(folder).parts(layers())
 
 
 def test_the_fingerprint_is_of_both_files(base: PreTrainedModel, tmp_path: Path) -> None:

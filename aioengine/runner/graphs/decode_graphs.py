@@ -30,6 +30,7 @@ from aioengine.runner.graphs.ladder import cascade_ladder, ladder
 from aioengine.runner.graphs.spread import can_spread, spread
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
+from aioengine.runner.lora.grouping import FixedAdapters, FixedTiles
 from aioengine.runner.sampling.device_sampler import draw_words, is_simple
 from aioengine.runner.timing import part
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import CapturableAttention, FixedDecode
+    from aioengine.kernels.adapter_slots import Tiles
     from aioengine.models._base import Model
     from aioengine.runner.graphs.cascade import Cascade
     from aioengine.runner.graphs.spread import Spread
@@ -148,6 +150,8 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
         self._sizes = np.zeros(0, dtype=np.int64)
         self._cascade_graphs: list[_CascadeGraph] = []
+        self._graphs_with_adapters: dict[int, _Graph] = {}
+        self._tiles: FixedTiles | None = None
         self._prefixes: SharedPrefixes | None = None
         self._copied = torch.cuda.Event()
         self._kernels: SamplingKernels | None = None  # the graphs write to its memory
@@ -181,8 +185,15 @@ class DecodeGraphs:
         cascades: dict[int, FixedCascade] = {}
         if isinstance(attention, CascadeAttention):
             cascades = {size: attention.fixed_cascade(size, self._buffers(size)) for size in reversed(cascade_sizes)}
+        if self._table.adapters.tiles is not None:
+            self._tiles = FixedTiles(max_rows, self._table.adapters.tiles, self._device)
         self._compile_kernels([*rows.items(), *cascades.items()], kernels)
         num_graphs = len(rows) + len(cascades)
+        if self._tiles is not None:
+            for size, fixed in rows.items():
+                self._graphs_with_adapters[size] = self._captured(
+                    *(size, fixed, kernels, pool), tiles=self._tiles.of(size)
+                )
         report(0, num_graphs)
         for size, fixed in rows.items():
             self._graphs[size] = self._captured(size, fixed, kernels, pool)
@@ -212,8 +223,12 @@ class DecodeGraphs:
         num_rows = int(rows.token_ends[-1])
         with part("prepare"):
             spread_rows = spread(rows, self._table) if rows.known_ids.size else None
-            cascade = self._prefixes.find(rows) if self._prefixes and spread_rows is None else None
-            chosen = self._choose(num_rows, cascade)
+            slots = self._table.adapters.slots(rows.row_indices)
+            if slots is not None and spread_rows is not None:
+                slots = slots[spread_rows.order]
+            can_share = self._prefixes is not None and spread_rows is None and slots is None
+            cascade = self._prefixes.find(rows) if self._prefixes and can_share else None
+            chosen = self._choose(num_rows, cascade, slots)
             size = chosen.num_rows
             self._copied.synchronize()
             is_drawn = is_simple(sampled) and spread_rows is None
@@ -257,14 +272,20 @@ class DecodeGraphs:
         """Logits [>= R, V] of the step that was replayed last, by rows of its graph (``DecodeStep.order``)."""
         return step.graph.logits.tensor(self._device)
 
-    def _choose(self, num_rows: int, cascade: Cascade | None) -> _Graph:
+    def _choose(self, num_rows: int, cascade: Cascade | None, slots: Ints | None) -> _Graph:
+        """``slots`` [rows of the graph]: of their adapters; None: all use the base model."""
+        if slots is not None:
+            assert self._tiles is not None, "no graph has adapters"
+            chosen = self._graphs_with_adapters[self.padded(num_rows)]
+            self._tiles.fill(slots, chosen.num_rows)
+            return chosen
         if cascade is None:
             return self._graphs[self.padded(num_rows)]
-        chosen = next(each for each in self._cascade_graphs if each.graph.num_rows >= num_rows)
-        if chosen.planned is not cascade:
-            chosen.attention.plan_shared(cascade.pages)
-            chosen.planned = cascade
-        return chosen.graph
+        shared = next(each for each in self._cascade_graphs if each.graph.num_rows >= num_rows)
+        if shared.planned is not cascade:
+            shared.attention.plan_shared(cascade.pages)
+            shared.planned = cascade
+        return shared.graph
 
     def _fill(
         self,
@@ -341,19 +362,24 @@ class DecodeGraphs:
         with compile_only():
             for size, attention in steps:
                 self._step(size, attention, kernels).compute()
+            if self._tiles is not None:
+                for size, attention in (steps[0], steps[-1]):  # between them they have all kernels of adapters
+                    self._step(size, attention, kernels, self._tiles.of(size)).compute()
 
-    def _step(self, size: int, attention: FixedDecode, kernels: SamplingKernels) -> _Step:
+    def _step(self, size: int, attention: FixedDecode, kernels: SamplingKernels, tiles: Tiles | None = None) -> _Step:
         columns = self._columns(size)
         self._memory.zero_()
         attention.plan_first(np.ones(size, dtype=np.int32))
         remembered = columns[4], self._last_tokens
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None
+        adapters = None if tiles is None else FixedAdapters(tiles, tiles)
 
         def compute() -> tuple[Tensor, Tensor]:
             """Hidden states [B, D] and logits [B, V]; writes ``token_ids`` [B]."""
             last_tokens = self._last_tokens.index_select(0, columns[0])
-            hidden = self._model.forward(model_inputs(self._model, last_tokens, columns[1], rows=rows), attention)
+            inputs = model_inputs(self._model, last_tokens, columns[1], rows=rows, adapters=adapters)
+            hidden = self._model.forward(inputs, attention)
             logits = self._model.compute_logits(hidden)
             kernels.sample(logits, Draws(columns[5:]), token_ids, remembered)
             return hidden, logits
@@ -361,9 +387,16 @@ class DecodeGraphs:
         return _Step(compute, token_ids)
 
     def _captured(
-        self, size: int, attention: FixedDecode, kernels: SamplingKernels, pool: torch.cuda._POOL_HANDLE
+        self,
+        size: int,
+        attention: FixedDecode,
+        kernels: SamplingKernels,
+        pool: torch.cuda._POOL_HANDLE,
+        *,
+        tiles: Tiles | None = None,
     ) -> _Graph:
-        step = self._step(size, attention, kernels)
+        """``tiles``: of a graph for steps with adapters."""
+        step = self._step(size, attention, kernels, tiles)
         step.compute()  # a kernel must not be loaded or chosen during the capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()

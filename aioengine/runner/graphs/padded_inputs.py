@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from aioengine.models._base import ModelInputs
+from aioengine.runner.lora.grouping import FixedAdapters, FixedTiles, StepAdapters, TileRows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import ForwardBatch
     from aioengine.models._base import Model
+
+
+class PaddedAdapters:
+    """The rows by adapter of steps with up to T tokens in up to R rows, in memory that never moves."""
+
+    def __init__(self, num_tokens: int, num_rows: int, group: TileRows, device: torch.device) -> None:
+        self._tokens = FixedTiles(num_tokens, group, device)
+        self._outputs = FixedTiles(num_rows, group, device)
+
+    def of(self, num_tokens: int, num_rows: int) -> FixedAdapters:
+        """What a graph of ``num_tokens`` tokens and ``num_rows`` rows reads."""
+        return FixedAdapters(self._tokens.of(num_tokens), self._outputs.of(num_rows))
+
+    def fill(self, rows: StepAdapters, *, num_tokens: int, num_rows: int) -> None:
+        """Write a step that is no larger; the tokens and rows behind it use the base model."""
+        assert rows.output_slots is not None
+        self._tokens.fill(rows.token_slots, num_tokens)
+        self._outputs.fill(rows.output_slots[:num_rows], num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +42,12 @@ class PaddedInputs:
     Attributes:
         inputs: with ``outputs`` [R], the last token of each row.
         slot_mapping: [T] int64, as in ``ForwardBatch``.
+        adapters: of graphs for steps with adapters, which ``inputs.adapters`` refer to.
     """
 
     inputs: ModelInputs
     slot_mapping: Tensor
+    adapters: PaddedAdapters | None = None
 
     @classmethod
     def zeros(cls, model: Model, num_tokens: int, num_rows: int, device: torch.device) -> PaddedInputs:
@@ -61,6 +82,12 @@ class PaddedInputs:
         )
         return PaddedInputs(part, self.slot_mapping[:num_tokens])
 
+    def with_adapters(self, adapters: PaddedAdapters) -> PaddedInputs:
+        """The same inputs for a graph of steps with adapters."""
+        assert self.inputs.outputs is not None
+        fixed = adapters.of(len(self.slot_mapping), len(self.inputs.outputs))
+        return PaddedInputs(replace(self.inputs, adapters=fixed), self.slot_mapping, adapters)
+
     def fill(self, inputs: ModelInputs, batch: ForwardBatch) -> None:
         """Write a step that is no larger.
 
@@ -83,3 +110,6 @@ class PaddedInputs:
         assert inputs.outputs is not None
         into.outputs[:num_rows].copy_(inputs.outputs[:num_rows])
         into.outputs[num_rows:].zero_()  # indices of a larger step may be out of range here
+        if self.adapters is not None:
+            assert isinstance(inputs.adapters, StepAdapters)
+            self.adapters.fill(inputs.adapters, num_tokens=len(self.slot_mapping), num_rows=len(into.outputs))

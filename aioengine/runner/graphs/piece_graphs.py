@@ -21,8 +21,9 @@ import torch
 
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.rotate_heads import as_parts
+from aioengine.kernels.triton.launcher import compile_only
 from aioengine.runner.graphs.ladder import piece_ladder
-from aioengine.runner.graphs.padded_inputs import PaddedInputs
+from aioengine.runner.graphs.padded_inputs import PaddedAdapters, PaddedInputs
 from aioengine.runner.timing import part
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import ForwardBatch, PiecewiseAttention
     from aioengine.models._base import Model, ModelInputs
+    from aioengine.runner.lora.grouping import TileRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class _Seams:
         self.handed = handed
         self._pool: torch.cuda._POOL_HANDLE | None = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
+
+    def anew(self) -> _Seams:
+        """For another capture, with the same memory."""
+        return _Seams(self._kv_pool, self._slots, self.handed)
 
     @contextmanager
     def capture(self, pool: torch.cuda._POOL_HANDLE) -> Iterator[None]:
@@ -103,14 +109,24 @@ class _Pieces:
 class PieceGraphs:
     """The graphs of a model, for each token count of the ladder."""
 
-    def __init__(self, model: Model, attention: PiecewiseAttention, kv_pool: Tensor, *, max_rows: int) -> None:
-        """kv_pool: [L, 2, N, K, S, E]. max_rows: of a step."""
+    def __init__(
+        self,
+        model: Model,
+        attention: PiecewiseAttention,
+        kv_pool: Tensor,
+        *,
+        max_rows: int,
+        adapters: TileRows | None = None,
+    ) -> None:
+        """kv_pool: [L, 2, N, K, S, E]. max_rows: of a step. adapters: None where there are none."""
         self._model = model
         self._attention = attention
         self._kv_pool = kv_pool
         self._max_rows = max_rows
         self._stream = torch.cuda.Stream(kv_pool.device)
         self._steps: dict[int, _Pieces] = {}  # ascending
+        self._adapters = adapters
+        self._steps_with_adapters: dict[int, _Pieces] = {}
 
     def capture(self, max_tokens: int, report: Callable[[int, int], None]) -> None:
         """Capture a step of each size of the ladder up to ``max_tokens``.
@@ -125,6 +141,9 @@ class PieceGraphs:
             torch.zeros(max_tokens, num_heads, shape.head_size, dtype=self._model.dtype, device=device),
             torch.zeros(max_tokens, shape.num_heads, shape.head_size, dtype=self._model.dtype, device=device),
         )
+        adapters: PaddedAdapters | None = None
+        if self._adapters is not None:
+            adapters = PaddedAdapters(max_tokens, self._max_rows, self._adapters, device)
         pool = torch.cuda.graph_pool_handle()
         captured: dict[int, _Pieces] = {}
         for num_done, size in enumerate(reversed(sizes), 1):
@@ -137,6 +156,12 @@ class PieceGraphs:
             else:  # one block is enough: the other operations ran with the largest step
                 self._model.forward_block(size, seams)
             captured[size] = self._captured(step, seams, pool)
+            if adapters is not None:
+                step, seams = step.with_adapters(adapters), seams.anew()
+                with compile_only():
+                    self._compute(step, seams)
+                self._compute(step, seams)
+                self._steps_with_adapters[size] = self._captured(step, seams, pool)
             report(num_done, len(sizes))
         self._steps = {size: captured[size] for size in sizes}
 
@@ -148,7 +173,8 @@ class PieceGraphs:
     def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
         """Queue the step, which must fit; returns the hidden states [R, D] of the last token of each row."""
         num_tokens = len(batch.slot_mapping)
-        chosen = next(step for size, step in self._steps.items() if num_tokens <= size)
+        size = next(size for size in self._steps if num_tokens <= size)
+        chosen = (self._steps if inputs.adapters is None else self._steps_with_adapters)[size]
         with part("prepare"):
             chosen.inputs.fill(inputs, batch)
             chosen.handed.attended[num_tokens:].zero_()  # attention skips the padding, graphs read it: keep it finite

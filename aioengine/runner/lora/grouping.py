@@ -1,0 +1,136 @@
+"""The rows of a step, grouped by adapter. T tokens, S outputs, N tiles of R rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from aioengine.kernels.adapter_slots import Tiles, most_tiles, rows_of_tile
+from aioengine.layers.adapters import Groups
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from aioengine.layers.adapters import Grouping
+    from aioengine.runner.transfer import Upload
+
+    Slots = npt.NDArray[np.int32]
+    """The slot of each row of a step; 0: the base model."""
+
+
+class Group(Protocol):
+    """Groups the rows of a step for the device."""
+
+    def __call__(self, slots: Slots, /) -> Grouping: ...
+
+
+def group_on_host(slots: Slots) -> Groups:
+    """slots [T] -> the rows of each adapter."""
+    used = np.unique(slots)
+    return Groups(tuple((slot, torch.from_numpy(np.flatnonzero(slots == slot))) for slot in used.tolist() if slot))
+
+
+def tile(slots: Slots, *, num_slots: int, size: int) -> tuple[npt.NDArray[np.int32], Slots]:
+    """slots [T] of rows -> the rows of each tile [N, size], -1 behind the last, and the slot of each tile [N].
+
+    N depends on T and ``num_slots`` alone; tiles that are not used have the slot -1.
+    """
+    num_rows = len(slots)
+    num_tiles = most_tiles(num_rows, num_slots, size)
+    rows = np.argsort(slots, kind="stable")
+    counts = np.bincount(slots, minlength=num_slots + 1)
+    tiles_of = -(-counts // size)
+    first_tiles = tiles_of.cumsum() - tiles_of
+    first_rows = counts.cumsum() - counts
+    ordered = slots[rows]
+    order = np.full(num_tiles * size, -1, dtype=np.int32)
+    order[(first_tiles * size - first_rows)[ordered] + np.arange(num_rows)] = rows
+    tile_slots = np.full(num_tiles, -1, dtype=np.int32)
+    tile_slots[: tiles_of.sum()] = np.repeat(np.arange(num_slots + 1), tiles_of)
+    return order.reshape(num_tiles, size), tile_slots
+
+
+@dataclass(frozen=True, slots=True)
+class TileRows:
+    """Groups rows for a GPU: ``Group``."""
+
+    num_slots: int
+    batch_invariant: bool
+    upload: Upload
+
+    def __call__(self, slots: Slots, /) -> Grouping:
+        """slots [T]."""
+        order, tile_slots = tile(slots, num_slots=self.num_slots, size=self.size(len(slots)))
+        return Tiles(self.upload(order), self.upload(tile_slots))
+
+    def size(self, num_rows: int) -> int:
+        return rows_of_tile(num_rows, batch_invariant=self.batch_invariant)
+
+
+class StepAdapters:
+    """``AdapterRows`` of a step, which are grouped when they are first read: a CUDA graph has groups of its own.
+
+    Attributes:
+        token_slots: [T]. output_slots: [S]; None: no outputs are named.
+    """
+
+    def __init__(self, token_slots: Slots, output_slots: Slots | None, group: Group) -> None:
+        self.token_slots = token_slots
+        self.output_slots = output_slots
+        self._group = group
+        self._tokens: Grouping | None = None
+        self._outputs: Grouping | None = None
+
+    @property
+    def tokens(self) -> Grouping:
+        if self._tokens is None:
+            self._tokens = self._group(self.token_slots)
+        return self._tokens
+
+    @property
+    def outputs(self) -> Grouping:
+        if self._outputs is None:
+            assert self.output_slots is not None, "no outputs are named"
+            self._outputs = self._group(self.output_slots)
+        return self._outputs
+
+
+class FixedTiles:
+    """The tiles of up to T rows, in memory that CUDA graphs read."""
+
+    def __init__(self, max_rows: int, group: TileRows, device: torch.device) -> None:
+        self._group = group
+        sizes = {group.size(num_rows) for num_rows in (1, max_rows)}
+        words = max(most_tiles(max_rows, group.num_slots, size) * (size + 1) for size in sizes)
+        self._memory = torch.full((words,), -1, dtype=torch.int32, device=device)
+        self._content: tuple[int, bytes] = (0, b"")
+
+    def of(self, num_rows: int) -> Tiles:
+        """The tiles that a graph of ``num_rows`` rows reads."""
+        size = self._group.size(num_rows)
+        num_tiles = most_tiles(num_rows, self._group.num_slots, size)
+        order = self._memory[: num_tiles * size].view(num_tiles, size)
+        return Tiles(order, self._memory[num_tiles * size : num_tiles * (size + 1)])
+
+    def fill(self, slots: Slots, num_rows: int) -> None:
+        """Write the tiles of rows with these slots, for the graph of ``num_rows`` rows: those beyond use the base."""
+        content = num_rows, slots.tobytes()
+        if content == self._content:
+            return
+        padded = np.zeros(num_rows, dtype=np.int32)
+        padded[: len(slots)] = slots
+        order, tile_slots = tile(padded, num_slots=self._group.num_slots, size=self._group.size(num_rows))
+        words = np.concatenate([order.ravel(), tile_slots])
+        self._memory[: len(words)].copy_(self._group.upload(words))
+        self._content = content
+
+
+@dataclass(frozen=True, slots=True)
+class FixedAdapters:
+    """``AdapterRows`` of a captured step."""
+
+    tokens: Tiles
+    outputs: Tiles

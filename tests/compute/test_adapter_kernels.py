@@ -1,0 +1,85 @@
+"""What adapters add to a matmul on a GPU: the tiles of a step, and the kernels, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aioengine.kernels.adapter_slots import most_tiles
+from aioengine.runner.lora.grouping import tile
+from tests.compute.interpreted import run_interpreted
+
+PROGRAM = """
+import numpy as np
+import torch
+
+from aioengine.kernels.adapter_linear import reference
+from aioengine.kernels.adapter_slots import AdapterWeights, Tiles
+from aioengine.kernels.triton import adapter_linear
+from aioengine.runner.lora.grouping import tile
+
+# nothing is compiled here, and there is no device to be asked
+adapter_linear.has_dependent_launch = lambda: False
+adapter_linear.options = lambda num_warps: {}
+adapter_linear.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+torch.manual_seed(0)
+NUM_SLOTS, UNIT, RANKS = 3, 16, 16
+
+
+def slots_of(size, sizes, ranks_of_slots, max_rank, dtype):
+    first_part = 2  # other layers come before
+    matrices = len(sizes) * max_rank * size + sum(sizes) * max_rank + 64 * (len(sizes) + 2)
+    pool = torch.full((NUM_SLOTS, -(-matrices // UNIT) * UNIT), float("nan"), dtype=dtype)  # what is not set stays so
+    table = pool.view(torch.int32)
+    for slot, ranks in enumerate(ranks_of_slots):
+        end = 128
+        for part, (rank, outputs) in enumerate(zip(ranks, sizes)):
+            first_b = end + -(-rank * size // UNIT) * UNIT
+            entry = (first_part + part) * 4
+            table[slot, entry : entry + 4] = torch.tensor([rank // RANKS, end // UNIT, first_b // UNIT, 0])
+            pool[slot, end : end + rank * size] = torch.randn(rank * size) * size**-0.5
+            pool[slot, first_b : first_b + outputs * rank] = torch.randn(outputs * rank)
+            end = first_b + -(-outputs * rank // UNIT) * UNIT
+    return AdapterWeights(pool, table, first_part, size, tuple(sizes), max_rank)
+
+
+def check(size, sizes, ranks, max_rank, num_rows, rows_of_tile, dtype=torch.float32, is_gated=False):
+    weights = slots_of(size, sizes, ranks, max_rank, dtype)
+    slots = np.random.default_rng(0).integers(0, NUM_SLOTS + 1, num_rows).astype(np.int32)
+    order, tile_slots = tile(slots, num_slots=NUM_SLOTS, size=rows_of_tile)
+    tiles = Tiles(torch.from_numpy(order), torch.from_numpy(tile_slots))
+    x, y = torch.randn(num_rows, size, dtype=dtype), torch.randn(num_rows, sum(sizes), dtype=dtype)
+    expected = reference(lambda _: y.clone(), x, weights, tiles, is_gated=is_gated)
+    found = adapter_linear.add(lambda _: y.clone(), x, weights, tiles, is_gated=is_gated)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+check(48, [64, 32, 32], [(16, 0, 16), (32, 32, 32), (16, 16, 16)], 32, 30, 16)
+check(600, [130], [(16,), (48,), (0,)], 48, 9, 16)
+check(80, [96, 96], [(16, 16), (0, 16), (16, 0)], 16, 40, 16, is_gated=True)
+check(2100, [70, 70], [(80, 16), (96, 96), (0, 0)], 96, 70, 64, is_gated=True)
+check(2100, [64, 32, 32], [(16, 16, 16), (0, 0, 16), (16, 0, 0)], 16, 20, 16, torch.float16)
+check(2100, [200], [(16,), (32,), (16,)], 32, 70, 64, torch.float16)
+"""
+
+
+def test_kernels_add_what_the_reference_adds() -> None:
+    run_interpreted(PROGRAM)
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 8])
+@pytest.mark.parametrize("size", [16, 64])
+def test_each_row_is_in_one_tile_of_its_slot(num_slots: int, size: int) -> None:
+    generator = np.random.default_rng(num_slots)
+    for num_rows in (1, 2, 15, 16, 17, 33, 200):
+        for slots in (
+            generator.integers(0, num_slots + 1, num_rows).astype(np.int32),
+            np.zeros(num_rows, dtype=np.int32),
+            (np.arange(num_rows) % (num_slots + 1)).astype(np.int32),
+        ):
+            order, tile_slots = tile(slots, num_slots=num_slots, size=size)
+            assert order.shape == (most_tiles(num_rows, num_slots, size), size)
+            assert sorted(order[order >= 0].tolist()) == [*range(num_rows)]
+            for rows, slot in zip(order, tile_slots.tolist(), strict=True):
+                assert set(slots[rows[rows >= 0]].tolist()) == ({slot} if slot >= 0 else set())

@@ -1,0 +1,217 @@
+"""LoRA adapters in the runner, against weights that peft merged: in fp32, on tiny random models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from aioengine.config import LoraSettings
+from aioengine.protocol.messages import Adapter, Sampling
+from aioengine.runner.build import build
+from aioengine.scheduler.plan import TOKENS, NewRow, Plan, Row
+from tests.compute.runner_world import make_settings, save_model
+from tests.kit.adapters import change_tensors, merged, save_adapter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aioengine.config import Settings
+    from aioengine.runner.model_runner import ModelRunner
+
+NUM_SLOTS, PAGE_SIZE = 3, 4
+KINDS: dict[str, dict[str, object]] = {
+    "all": {},
+    "some": {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 20, "use_rslora": True},
+    "ranks": {"rank_pattern": {"k_proj": 2, "layers.1.mlp.up_proj": 17}, "alpha_pattern": {"o_proj": 3.0}},
+}
+PROMPTS = [[(7 * i + 3 * j) % 290 + 1 for j in range(3 + 5 * i)] for i in range(8)]
+
+
+class Case(NamedTuple):
+    """A model folder, its adapters, and the continuation of each prompt with weights that peft merged; 0: the base."""
+
+    settings: Settings
+    adapters: list[Path]
+    expected: list[list[list[int]]]
+    logits: list[list[torch.Tensor]]
+
+
+def with_adapters(settings: Settings, *, max_rank: int = 20, modules: tuple[str, ...] = ()) -> Settings:
+    lora = LoraSettings(num_slots=NUM_SLOTS, max_rank=max_rank, modules=modules)
+    return msgspec.structs.replace(settings, runner=msgspec.structs.replace(settings.runner, lora=lora))
+
+
+def adapter(path: Path, number: int = 1, *, fingerprint: str = "") -> Adapter:
+    return Adapter(number, path.name, str(path), fingerprint)
+
+
+def continued(model: torch.nn.Module, num_tokens: int = 6) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """The greedy continuation of each prompt, and the logits [V] of its first token."""
+    outputs, logits = list[list[int]](), list[torch.Tensor]()
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(num_tokens):
+            last = model(torch.tensor([ids])).logits[0, -1]
+            if len(ids) == len(prompt):
+                logits.append(last)
+            ids.append(int(last.argmax()))
+        outputs.append(ids[len(prompt) :])
+    return outputs, logits
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_model(request.param, folder / "model")
+    base = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    folders = [
+        save_adapter(base, folder / name, seed=seed, **options) for seed, (name, options) in enumerate(KINDS.items())
+    ]
+    with torch.inference_mode():
+        models = [base, *(merged(AutoModelForCausalLM.from_pretrained(folder / "model"), path) for path in folders)]
+        found = [continued(model) for model in models]
+    return Case(with_adapters(make_settings(folder / "model")), folders, *map(list, zip(*found, strict=True)))
+
+
+def runner_with(case: Case) -> ModelRunner:
+    """With the adapters in slots 1 to 3."""
+    runner = build(case.settings, lambda _: None)
+    assert runner.num_adapter_slots == NUM_SLOTS
+    for slot, path in enumerate(case.adapters, 1):
+        runner.place_adapter(slot, runner.read_adapter(adapter(path, slot))).result(timeout=5)
+    return runner
+
+
+def opened(uid: int, slot: int, prompt: list[int], sampling: Sampling | None = None) -> NewRow:
+    pages = list(range(uid * 20, uid * 20 + 20))
+    return NewRow(uid, sampling or Sampling(uid, temperature=0.0), len(prompt), prompt, pages, adapter_slot=slot)
+
+
+def generate(runner: ModelRunner, rows: list[NewRow], *, chunk: int = 100, num_tokens: int = 6) -> list[list[int]]:
+    """All rows together, prompts in chunks of up to ``chunk`` tokens."""
+    outputs: dict[int, list[int]] = {row.uid: [] for row in rows}
+    done = dict.fromkeys(outputs, 0)
+    prompts = {row.uid: row.token_ids for row in rows}
+    new = rows
+    while any(len(tokens) < num_tokens for tokens in outputs.values()):
+        planned: list[Row] = []
+        for uid, start in done.items():
+            if len(outputs[uid]) == num_tokens:
+                continue
+            part = prompts[uid][start : start + chunk]
+            ends = start + len(part) >= len(prompts[uid])
+            planned.append(Row(uid, start, max(len(part), 1), TOKENS if ends else 0, part))
+            done[uid] += max(len(part), 1)
+        result = runner.collect(runner.launch(Plan(planned, new)))
+        assert not result.failed, result.failed
+        for uid, token in zip(result.tokens.uid_of_each(), result.tokens.token_ids, strict=True):
+            outputs[uid].append(token)
+        new = []
+    runner.launch(Plan([], closed=list(outputs)))
+    return list(outputs.values())
+
+
+def test_tokens_of_adapters_in_one_batch_are_those_of_merged_weights(case: Case) -> None:
+    runner = runner_with(case)
+    slots = [i % (NUM_SLOTS + 1) for i in range(len(PROMPTS))]
+    expected = [case.expected[slot][i] for i, slot in enumerate(slots)]
+    assert len({tuple(each[1]) for each in case.expected}) == NUM_SLOTS + 1, "the adapters change nothing"
+    rows = [opened(i, slot, prompt) for i, (slot, prompt) in enumerate(zip(slots, PROMPTS, strict=True))]
+    assert generate(runner, rows) == expected
+    assert generate(runner, rows, chunk=4) == expected
+    for row, tokens in zip(rows[:5], expected, strict=False):
+        assert generate(runner, [row]) == [tokens]
+
+
+def test_logits_are_those_of_merged_weights(case: Case) -> None:
+    runner = runner_with(case)
+    seen: list[torch.Tensor] = []
+    compute_logits = runner._model.compute_logits
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(compute_logits(hidden))
+        return seen[-1]
+
+    runner._model.compute_logits = watched  # type: ignore[method-assign]
+    for slot in range(NUM_SLOTS + 1):
+        rows = [opened(i, slot, prompt) for i, prompt in enumerate(PROMPTS)]
+        generate(runner, rows, num_tokens=1)
+        torch.testing.assert_close(seen[-1], torch.stack(case.logits[slot]), atol=1e-4, rtol=1e-4)
+    alone = [*seen]
+    slots = [i % (NUM_SLOTS + 1) for i in range(len(PROMPTS))]
+    generate(runner, [opened(i, slot, PROMPTS[i]) for i, slot in enumerate(slots)], num_tokens=1)
+    for i, slot in enumerate(slots):
+        assert torch.equal(seen[-1][i], alone[slot][i]), "the bits depend on the batch"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("one")
+    save_model("llama", folder / "model")
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    return folder / "model", save_adapter(base, folder / "adapter")
+
+
+def test_a_slot_takes_one_adapter_after_another(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, first = llama
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    second = save_adapter(base, tmp_path / "second", seed=5, target_modules=["q_proj"], layers_to_transform=[1])
+    runner = build(with_adapters(make_settings(folder)), lambda _: None)
+    tokens: list[list[int]] = []
+    for number, path in enumerate([first, second, first], 1):
+        host = runner.read_adapter(adapter(path, number))
+        assert host.num_bytes > 0
+        runner.place_adapter(2, host).result(timeout=5)
+        tokens += generate(runner, [opened(0, 2, PROMPTS[4])])
+    assert tokens[0] == tokens[2] != tokens[1]
+    with torch.inference_mode():
+        expected, _ = continued(merged(base, second))
+    assert tokens[1] == expected[4]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+def test_numbers_that_are_not_finite_are_refused(llama: tuple[Path, Path], tmp_path: Path, value: float) -> None:
+    folder, _ = llama
+    path = save_adapter(AutoModelForCausalLM.from_pretrained(folder), tmp_path)
+    name = "layers.1.mlp.up_proj.lora_B.weight"
+    wrong = torch.zeros(96, 4, dtype=torch.float64)
+    wrong[5, 1] = value
+    change_tensors(path, {name: wrong})
+    runner = build(with_adapters(make_settings(folder)), lambda _: None)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.lora_B\.weight has numbers that are not finite"):
+        runner.read_adapter(adapter(path))
+
+
+def test_what_cannot_be_read_or_placed(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, path = llama
+    runner = build(with_adapters(make_settings(folder), max_rank=2, modules=("q_proj",)), lambda _: None)
+    with pytest.raises(ValueError, match="rank 4, and max_lora_rank is 2"):
+        runner.read_adapter(adapter(path))
+    with pytest.raises(ValueError, match="have changed since"):
+        runner.read_adapter(adapter(path, fingerprint="another"))
+    with pytest.raises(ValueError, match="has no adapter_config.json"):
+        runner.read_adapter(adapter(tmp_path / "missing"))
+    failed = runner.collect(runner.launch(Plan([Row(0, 0, 3, TOKENS, [1, 2, 3])], [opened(0, 4, [1, 2, 3])]))).failed
+    assert "adapter slot 4 of 3" in failed[0]
+
+
+def test_modules_that_no_adapter_may_change(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, _ = llama
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    path = save_adapter(base, tmp_path, target_modules=["k_proj", "up_proj"])
+    runner = build(with_adapters(make_settings(folder), modules=("k_proj", "up_proj")), lambda _: None)
+    runner.place_adapter(1, runner.read_adapter(adapter(path))).result(timeout=5)
+    with torch.inference_mode():
+        expected, _ = continued(merged(base, path))
+    assert generate(runner, [opened(i, 1, prompt) for i, prompt in enumerate(PROMPTS)]) == expected
+
+
+def test_steps_without_an_adapter_take_the_same_way_as_without_slots(llama: tuple[Path, Path]) -> None:
+    folder, _ = llama
+    runner = build(with_adapters(make_settings(folder)), lambda _: None)
+    rows = [opened(i, 0, prompt) for i, prompt in enumerate(PROMPTS)]
+    assert generate(runner, rows) == generate(build(make_settings(folder), lambda _: None), rows)
