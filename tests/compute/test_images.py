@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as replace_struct
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -17,7 +18,8 @@ from aioengine import models
 from aioengine.checkpoint import new_name
 from aioengine.models._base import ModelOptions
 from aioengine.models._image_decoder import ImageDecoder
-from aioengine.protocol.messages import FinishCode
+from aioengine.protocol.columns import HIDDEN_STATES, POOLED_VECTOR, PROMPT_STATES
+from aioengine.protocol.messages import ALL_STATES, FinishCode, Limits, RequestKind, Sampling, Submit, TextRules
 from aioengine.protocol.packed_logprobs import PROMPT_LOGPROBS, LogprobRules
 from tests.compute.runner_world import World, make_settings
 from tests.kit.vision_models import (
@@ -263,3 +265,38 @@ def test_the_names_of_older_and_newer_files(model_type: str, prefixes: dict[str,
         ours = next((each for each in prefixes if name.startswith(each)), "")
         assert new_name(prefixes.get(ours, "") + name.removeprefix(ours), model.renamed) == name
     assert {ours for ours in prefixes if not any(name.startswith(ours) for name in names)} == set()
+
+
+def their_states(saved: Saved, prompt: Prompt) -> torch.Tensor:
+    """[X, D] behind the last norm, by transformers."""
+    found: list[torch.Tensor] = []
+    head = saved.theirs.get_output_embeddings()
+    assert head is not None
+    handle = head.register_forward_pre_hook(lambda _, given: found.append(given[0]))
+    their_logits(saved.theirs, prompt)
+    handle.remove()
+    return found[0][0]
+
+
+def test_hidden_states_of_prompts_with_images(llava: Saved) -> None:
+    prompt = prompt_of(TEXTS[0], llava.pictures.draw(), TEXTS[1])
+    world = llava.world(chunk_tokens=16)
+    sampling = replace_struct(GREEDY, hidden_states=ALL_STATES)
+    uid = world.submit(prompt.token_ids, sampling, media=prompt.media, max_new_tokens=1)
+    world.run()
+    extras = sorted(world.extras[uid], key=lambda each: each.kind == HIDDEN_STATES)  # that of the last position
+    data = b"".join(each.data for each in extras if each.kind in (PROMPT_STATES, HIDDEN_STATES))
+    found = np.frombuffer(data, np.float32).reshape(-1, 64)[: len(prompt.token_ids)]
+    np.testing.assert_allclose(found, their_states(llava, prompt).numpy(), atol=1e-3)
+
+
+def test_vectors_of_prompts_with_images(llava: Saved) -> None:
+    prompt = prompt_of(TEXTS[0], llava.pictures.draw(), TEXTS[1])
+    settings = make_settings(llava.folder, chunk_tokens=16)
+    world = World(replace_struct(settings, model=replace_struct(settings.model, task="embed")))
+    submit = Submit(0, prompt.token_ids, Sampling(0), Limits(0), TextRules(), kind=RequestKind.POOL, media=prompt.media)
+    world.core.requests.submit(submit)
+    world.outputs[0], world.extras[0] = [], []
+    world.run()
+    [vector] = [np.frombuffer(each.data, np.float32) for each in world.extras[0] if each.kind == POOLED_VECTOR]
+    np.testing.assert_allclose(vector, their_states(llava, prompt)[-1].numpy(), atol=1e-3)
