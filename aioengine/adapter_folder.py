@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
-import regex
 from msgspec import Struct
 
 from aioengine import checkpoint, folder_files
 from aioengine.checkpoint import Entry
 from aioengine.checks import shown
 from aioengine.families import _tensors
-from aioengine.patterns import expanded_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -403,6 +401,10 @@ class _Targets:
 
 
 def _compiled(field: str, pattern: str, folder: Path) -> Pattern:
+    import regex  # slow to import, and most folders have no patterns
+
+    from aioengine.patterns import expanded_size
+
     compile_pattern = cast("Callable[..., Pattern]", regex.compile)
     try:
         expanded_size(pattern)  # bounds the time that it takes to compile

@@ -15,9 +15,10 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import fields, replace
 
 from aioengine import checks
+from aioengine.adapter_folder import MAX_RANK
 from aioengine.chat_template import MAX_TEMPLATE_BYTES
 from aioengine.checks import number_from, whole_from, whole_or_minus_one
-from aioengine.config import EngineConfig
+from aioengine.config import EngineConfig, GivenAdapter
 from aioengine.foreign_names import our_way
 from aioengine.logs import warn_caller
 from aioengine.resolve import CPU_LIMITS, CPU_MEMORY_FRACTION, GPU_GRAPH_ROWS, GPU_LIMITS, GPU_MEMORY_FRACTION
@@ -131,6 +132,50 @@ def _classes(name: str, value: object) -> tuple[str, ...]:
     return tuple(cast("list[str]", found))
 
 
+def _adapters(name: str, value: object) -> tuple[GivenAdapter, ...]:
+    """A list of paths, "name=path" or dicts, or a dict of names and paths; on the command line with commas between."""
+    if isinstance(value, Mapping):
+        given = cast("Mapping[object, object]", value)
+        entries: list[object] = [{"lora_name": key, "lora_path": path} for key, path in given.items()]
+    else:
+        words = [word for word in value.split(",") if word] if isinstance(value, str) else value
+        entries = checks.items(name, words, MAX_ADAPTERS, allowed=ADAPTERS)
+    found = tuple(_adapter(f"{name}[{place}]", entry) for place, entry in enumerate(entries))
+    names = [adapter.name for adapter in found]
+    if twice := next((each for each in names if names.count(each) > 1), None) if len(set(names)) < len(names) else None:
+        raise ValueError(f"{name} has two adapters of the name {checks.shown(twice)}; give each its own")
+    return found
+
+
+def _adapter(name: str, entry: object) -> GivenAdapter:
+    if not isinstance(entry, Mapping):
+        text = _path(name, entry)
+        given_name, separator, path = text.partition("=")
+        if separator and given_name and path:
+            return GivenAdapter(given_name, str(PurePath(path)))
+        return GivenAdapter(text, text, alias=PurePath(text).name)
+    fields = dict(cast("Mapping[object, object]", entry))
+    allowed = "a dict with lora_name, lora_path and, if wanted, pinned"
+    if not {"lora_name", "lora_path"} <= fields.keys() <= {"lora_name", "lora_path", "pinned"}:
+        raise checks.wrong_value(name, allowed, fields)
+    given_name = checks.text(f"{name}: lora_name", fields["lora_name"], max_bytes=MAX_NAME_BYTES)
+    if not given_name:
+        raise ValueError(f"{name} has an empty name; give the one by which requests name the adapter")
+    is_pinned = checks.switch(f"{name}: pinned", fields.get("pinned") or False)
+    return GivenAdapter(given_name, _path(f"{name}: lora_path", fields["lora_path"]), is_pinned=is_pinned)
+
+
+def _modules(name: str, value: object) -> tuple[str, ...]:
+    """Names of modules, or all of them: (); on the command line with commas between."""
+    words = [word for word in value.split(",") if word] if isinstance(value, str) else value
+    allowed = 'a list of names such as "q_proj", or "all"'
+    found = checks.items(name, words, MAX_MODULES, allowed=allowed)
+    names = [checks.text(f"{name} entries", word, max_bytes=MAX_NAME_BYTES) for word in found]
+    if not names:
+        raise checks.wrong_value(name, allowed, value)
+    return () if ALL_MODULES.intersection(names) else tuple(dict.fromkeys(names))
+
+
 def _is_number(text: str) -> bool:
     return text.replace(".", "", 1).isdecimal()
 
@@ -160,6 +205,10 @@ MAX_HIDDEN_STATE_BYTES: Final = 192 * 1024 * 1024
 """With all else they must fit into a frame."""
 MAX_PROCESSORS: Final = 64
 MAX_NAME_BYTES: Final = 512
+MAX_ADAPTERS: Final = 100_000
+MAX_MODULES: Final = 1024
+ADAPTERS: Final = "a list of paths, of 'name=path' or of dicts with lora_name, lora_path and pinned; or a dict of them"
+ALL_MODULES: Final = frozenset(("all", "all-linear"))
 
 _DEFAULTS: Final = cast("dict[str, dict[str, object]]", to_builtins(EngineConfig()))
 
@@ -209,6 +258,28 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         _classes,
         "classes of logits processors that requests may name: a list of package.module:Class",
         "none",
+    ),
+    "enable_lora": Argument(
+        "lora.enabled", checks.switch, "serve LoRA adapters beside the model", "where lora_paths are given"
+    ),
+    "lora_paths": Argument(
+        "lora.adapters",
+        _adapters,
+        "adapters of the start: a list of paths, name=path or dicts, or a dict of name to path",
+        "none",
+    ),
+    "max_loras_per_batch": Argument("lora.num_slots", whole_from(1, 1024), "adapters on the device at a time"),
+    "max_lora_rank": Argument(
+        "lora.max_rank", whole_from(1, MAX_RANK), "highest rank of an adapter", "the highest of lora_paths"
+    ),
+    "lora_target_modules": Argument(
+        "lora.modules", _modules, "modules that adapters may change: a list of names, or all", "those of lora_paths"
+    ),
+    "max_loaded_loras": Argument(
+        "lora.max_loaded",
+        whole_from(1),
+        "adapters kept in the memory of the host, at least max_loras_per_batch",
+        "as many as 4 GiB hold",
     ),
     "page_size": Argument("memory.page_size", whole_from(1, 1024), "tokens of a page of KV memory"),
     "max_total_tokens": Argument(
@@ -312,7 +383,6 @@ _OFF_BY_FEATURE: Final[dict[str, dict[str, tuple[object, ...]]]] = {
     "several machines": {"nnodes": (1,), "node_rank": (0,)},
     "quantized weights": {"quantization": ()},
     "a KV cache of another type than the weights": {"kv_cache_dtype": ("auto",)},
-    "LoRA adapters": {"enable_lora": (False,), "lora_paths": ([], {}), "max_lora_rank": (), "lora_target_modules": ()},
     "speculative decoding": {
         "speculative_algorithm": (),
         "speculative_draft_model_path": (),
@@ -361,8 +431,8 @@ _IGNORED: Final = frozenset(
     disable_chunked_prefix_cache disable_cuda_graph_padding disable_fast_image_processor disable_log_stats
     disable_outlines_disk_cache dist_init_addr dist_timeout enable_nccl_nvls enable_profile_cuda_graph enable_symm_mem
     enable_trace enable_two_batch_overlap fp8_gemm_runner_backend hicache_ratio hicache_size hicache_write_policy
-    kv_events_config limit_mm_data_per_request load_balance_method lora_backend lora_eviction_policy max_loaded_loras
-    max_lora_chunk_size max_loras_per_batch mm_attention_backend mm_process_config moe_a2a_backend moe_dense_tp_size
+    kv_events_config limit_mm_data_per_request load_balance_method lora_backend lora_eviction_policy
+    max_lora_chunk_size mm_attention_backend mm_process_config moe_a2a_backend moe_dense_tp_size
     moe_runner_backend numa_node pp_max_micro_batch_size prefill_max_requests soft_watchdog_timeout
     speculative_accept_threshold_acc speculative_accept_threshold_single swa_full_tokens_ratio torch_compile_max_bs
     weight_loader_disable_mmap

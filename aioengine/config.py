@@ -61,6 +61,28 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     tenant_weights: dict[str, float] = {}
 
 
+class GivenAdapter(Struct, frozen=True):
+    """A LoRA adapter of the start. ``alias``: another name of it; empty: none."""
+
+    name: str
+    path: str
+    alias: str = ""
+    is_pinned: bool = False
+
+
+class LoraConfig(Struct, frozen=True, kw_only=True):
+    """LoRA adapters. ``enabled`` None: where there are ``adapters``. ``modules`` (): all of the model; None: those of
+    ``adapters``. ``max_rank`` None: that of ``adapters``.
+    """
+
+    enabled: bool | None = None
+    adapters: tuple[GivenAdapter, ...] = ()
+    num_slots: int = 8
+    max_rank: int | None = None
+    modules: tuple[str, ...] | None = None
+    max_loaded: int | None = None
+
+
 class QueueConfig(Struct, frozen=True, kw_only=True):
     """Limits of the queue; beyond them new requests are refused."""
 
@@ -106,6 +128,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     queue: QueueConfig = QueueConfig()
     delivery: DeliveryConfig = DeliveryConfig()
+    lora: LoraConfig = LoraConfig()
     supervision: SupervisionConfig = SupervisionConfig()
     stream_interval: int = 1
     logprobs_mode: str = "raw"

@@ -17,6 +17,7 @@ from aioengine.frontend.beam_search import beam_search, search_options
 from aioengine.frontend.callers import running_loop
 from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.info import TokenizerNamespace
+from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S
 from aioengine.frontend.pool_requests import encode_request, rerank_request
 from aioengine.frontend.progress import ProgressBars
 from aioengine.frontend.score import ScoreResult, score, score_request
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
     from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
+    from aioengine.frontend.loaded_adapters import AdapterResult
     from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
     from aioengine.frontend.requests import BatchIds, CallRequest, ChatOptions, GenerateOptions, Texts, TokenIds
+    from aioengine.frontend.score import ScoreOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.signatures import EngineArguments
     from aioengine.tokenizer import Tokenizer
@@ -199,34 +202,23 @@ class EngineFace(ABC):
         options = search_options(beam_width, max_new_tokens, length_penalty, sampling, mode=mode)
         return await beam_search(self.async_generate, parts, prompt, options)
 
-    @signatures.own_arguments
     async def async_score(
         self,
         query: str | TokenIds | None = None,
         items: str | Texts | TokenIds | BatchIds | None = None,
         label_token_ids: TokenIds | BatchIds | None = None,
-        *,
-        apply_softmax: bool = False,
-        item_first: bool = False,
-        temperature: float = 1.0,
-        return_token_logprobs: bool = False,
+        **options: Unpack[ScoreOptions],
     ) -> ScoreResult:
         """Score items behind a query: the probability of each of ``label_token_ids`` as the token after both.
 
-        The prompt of an item is ``query + item`` (``item_first``: the other way round), as texts or as token ids. The
-        labels are a list for all items, or one for each. ``apply_softmax``: probabilities among the labels alone, at
-        this ``temperature``. A classifier gives its own scores, or their softmax, and needs no labels.
+        The prompt of an item is ``query + item``, as texts or as token ids. The labels are a list for all items, or one
+        for each. A classifier gives its own scores, or their softmax, and needs no labels. ``options`` are described at
+        ``ScoreOptions``.
 
         Raises:
             TypeError, ValueError: an argument is wrong.
             Exception: what ``async_generate`` raises.
         """
-        options = {
-            "apply_softmax": apply_softmax,
-            "item_first": item_first,
-            "temperature": temperature,
-            "return_token_logprobs": return_token_logprobs,
-        }
         request = await score_request(query, items, label_token_ids, options, parts=self._running().parts)
         return await score(request, generate=self.async_generate, encode=self.async_encode)
 
@@ -268,6 +260,35 @@ class EngineFace(ABC):
         An unknown one is no error. Raises TypeError or ValueError where this is no id.
         """
         self._running().sessions.close(session_id)
+
+    @signatures.own_arguments
+    async def async_load_lora_adapter(
+        self, lora_name: str, lora_path: str | PurePath, pinned: bool = False
+    ) -> AdapterResult:
+        """Load a LoRA adapter from a folder that peft wrote; requests then name it, as ``lora_path=lora_name``.
+
+        ``pinned``: it keeps its place on the device. An adapter that cannot be used, or a name that is in use, gives a
+        false result with the reason in ``error_message``; ``loaded_adapters`` are all that are loaded.
+
+        Raises:
+            TypeError, ValueError: an argument is none of its type. EngineClosedError, EngineDeadError.
+        """
+        frontend = self._running()
+        return await callers.on_loop(frontend.loop, frontend.adapters.load(lora_name, lora_path, pinned))
+
+    @signatures.own_arguments
+    async def async_unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
+        """Unload a LoRA adapter: new requests for it are refused at once; those that use it end first.
+
+        When some still run after ``timeout`` seconds, or this is cancelled, it stays loaded. Results and errors are
+        those of ``async_load_lora_adapter``; an unknown name gives a false one.
+        """
+        frontend = self._running()
+        return await callers.on_loop(frontend.loop, frontend.adapters.unload(lora_name, timeout))
+
+    async def async_list_lora_adapters(self) -> AdapterResult:
+        """The adapters that requests may name, as ``loaded_adapters``: name -> folder."""
+        return self._running().adapters.list()
 
     def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
         """End a live request, or all; they finish with reason ``abort`` and the output so far.
@@ -451,6 +472,20 @@ class AsyncEngine(EngineFace):
     async def flush_cache(self) -> Outcome:
         """Empty the prefix cache; does nothing, and returns a false outcome, while requests run or wait."""
         return await self._running().controls.order("flush_cache")
+
+    @signatures.own_arguments
+    async def load_lora_adapter(self, lora_name: str, lora_path: str | PurePath, pinned: bool = False) -> AdapterResult:
+        """Load a LoRA adapter, as ``async_load_lora_adapter``."""
+        return await self.async_load_lora_adapter(lora_name, lora_path, pinned)
+
+    @signatures.own_arguments
+    async def unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
+        """Unload a LoRA adapter, as ``async_unload_lora_adapter``."""
+        return await self.async_unload_lora_adapter(lora_name, timeout)
+
+    async def list_lora_adapters(self) -> AdapterResult:
+        """The adapters that requests may name, as ``async_list_lora_adapters``."""
+        return await self.async_list_lora_adapters()
 
     async def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
         """Compute nothing until ``continue_generation``; new calls wait.

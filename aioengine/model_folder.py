@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from aioengine import checkpoint, checks, folder_files, plugins
+from aioengine.adapter_folder import linear_layers
 from aioengine.config import PoolingSettings
 from aioengine.embedder_files import is_embedder, read_pooling
 from aioengine.families._config import MAX_SIZES, Task, as_embedder
@@ -45,6 +46,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         missing_weights: why the folder has no weights to load; None: it has.
         sliding_window: the number of positions that a token attends to; None: all.
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
+        linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
     """
 
     path: str
@@ -65,6 +67,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     task: str = "generate"
     is_causal: bool = True
     pooling: PoolingSettings = PoolingSettings()
+    linear_layers: dict[str, tuple[int, int]] = {}
 
 
 # ---------------------------------------------------------------- finding the folder
@@ -212,6 +215,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
         task=decoder.task.value,
         is_causal=decoder.is_causal,
         pooling=pooling,
+        linear_layers=linear_layers(decoder),
     )
 
 

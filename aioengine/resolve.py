@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from aioengine import checks
+from aioengine.adapter_folder import FUSED
 from aioengine.config import (
     EngineConfig,
+    LoraConfig,
+    LoraSettings,
     MemorySettings,
     ModelSettings,
     RunnerSettings,
@@ -18,6 +22,9 @@ from aioengine.config import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aioengine.adapter_folder import AdapterFolder
     from aioengine.machine import DeviceFacts
     from aioengine.model_folder import ModelFacts
 
@@ -55,8 +62,10 @@ than it saves.
 GPU_MEMORY_FRACTION: Final = 0.88
 
 
-def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Settings:
-    """Replace every None and "auto".
+def resolve(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, adapters: Sequence[AdapterFolder] = ()
+) -> Settings:
+    """Replace every None and "auto". ``adapters``: the folders of those of the configuration.
 
     Raises:
         ValueError: a value does not fit this model or this machine.
@@ -81,6 +90,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Set
             compile_timeout_s=COMPILE_SHARE * config.supervision.startup_timeout_s,
             logprobs_mode=config.logprobs_mode,
             logits_processors=config.device.logits_processors,
+            lora=_lora_settings(config.lora, model, adapters),
         ),
         text=TextSettings(tokenizer_path=_tokenizer_path(config, model)),
         random_seed=device.drawn_seed if config.random_seed is None else config.random_seed,
@@ -219,6 +229,52 @@ def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: b
         tenant_weights=wanted.tenant_weights,
         decode_cost=GPU_DECODE_COST if is_on_gpu else 1,
     )
+
+
+def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[AdapterFolder]) -> LoraSettings | None:
+    if wanted.enabled is False and wanted.adapters:
+        raise ValueError("lora_paths is given with enable_lora=False; leave out one of them")
+    if not (wanted.enabled or wanted.adapters):
+        return None
+    if not model.is_causal:
+        raise ValueError(
+            "enable_lora is for models whose tokens attend to earlier ones; those of this one attend to all"
+        )
+    if not adapters and (wanted.max_rank is None or wanted.modules is None):
+        raise ValueError(
+            "enable_lora=True without lora_paths needs max_lora_rank (such as 16) and lora_target_modules (a list such "
+            "as ['q_proj', 'v_proj'], or 'all')"
+        )
+    num_slots, num_pinned = wanted.num_slots, sum(adapter.is_pinned for adapter in wanted.adapters)
+    if num_pinned >= num_slots:
+        raise ValueError(
+            f"lora_paths has {num_pinned} pinned adapters, and max_loras_per_batch={num_slots} has to be larger: "
+            "adapters that are not pinned need a place"
+        )
+    if wanted.max_loaded is not None and wanted.max_loaded < num_slots:
+        raise ValueError(f"max_loaded_loras must be at least max_loras_per_batch={num_slots}, got {wanted.max_loaded}")
+    ranks = [module.rank for folder in adapters for module in folder.modules]
+    return LoraSettings(
+        num_slots=num_slots,
+        max_rank=max(ranks) if wanted.max_rank is None else wanted.max_rank,
+        modules=_lora_modules(wanted, model, adapters),
+        max_loaded=wanted.max_loaded,
+    )
+
+
+def _lora_modules(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[AdapterFolder]) -> tuple[str, ...]:
+    """The modules that adapters may change; () stands for all of the model."""
+    if wanted.modules is None:
+        parts = [part for folder in adapters for part in folder.parts(model.linear_layers)]
+        return tuple(sorted({part.module for part in parts}))
+    known = {name.rpartition(".")[2] for name in model.linear_layers}
+    modules = tuple(own for module in wanted.modules for own in FUSED.get(module, (module,)))
+    if unknown := next((module for module in modules if module not in known), None):
+        raise ValueError(
+            f"lora_target_modules has {checks.shown(unknown)}, which this model has not; it has "
+            f"{', '.join(sorted(known))}"
+        )
+    return modules
 
 
 def _tokenizer_path(config: EngineConfig, model: ModelFacts) -> str | None:

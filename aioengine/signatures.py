@@ -65,8 +65,8 @@ class OtherNames(TypedDict, total=False):
     seed: int | None
 
 
-class EngineArguments(OtherNames, total=False):
-    """Keyword arguments of ``Engine`` and ``AsyncEngine``, beside ``model_path``. None is the default, for each."""
+class ModelArguments(OtherNames, total=False):
+    """Keyword arguments of the constructors for the model and its device."""
 
     tokenizer_path: str | PurePath | None
     revision: str | None
@@ -84,6 +84,22 @@ class EngineArguments(OtherNames, total=False):
     disable_cuda_graph: bool | None
     cuda_graph_max_bs: int | None
     logits_processors: Sequence[str] | str | None
+
+
+class LoraArguments(ModelArguments, total=False):
+    """Keyword arguments of the constructors for LoRA adapters."""
+
+    enable_lora: bool | None
+    lora_paths: Sequence[str | PurePath | Mapping[str, object]] | Mapping[str, str | PurePath] | str | None
+    max_loras_per_batch: int | None
+    max_lora_rank: int | None
+    lora_target_modules: Sequence[str] | str | None
+    max_loaded_loras: int | None
+
+
+class EngineArguments(LoraArguments, total=False):
+    """Keyword arguments of ``Engine`` and ``AsyncEngine``, beside ``model_path``. None is the default, for each."""
+
     page_size: int | None
     max_total_tokens: int | None
     mem_fraction_static: float | None

@@ -15,6 +15,7 @@ from aioengine.engine import EngineFace
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend import callers, info, requests
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
+from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S
 from aioengine.frontend.outputs import EndOfOutput
 from aioengine.frontend.pool_requests import encode_request, rerank_request
 from aioengine.frontend.progress import ProgressBars
@@ -23,6 +24,7 @@ from aioengine.portal import Portal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import PurePath
     from types import TracebackType
     from typing import NoReturn, Self, Unpack
 
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
     from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
+    from aioengine.frontend.loaded_adapters import AdapterResult
     from aioengine.frontend.outputs import Reader
     from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
     from aioengine.frontend.requests import BatchIds, CallRequest, ChatOptions, GenerateOptions, Texts, TokenIds
-    from aioengine.frontend.score import ScoreResult
+    from aioengine.frontend.score import ScoreOptions, ScoreResult
     from aioengine.frontend.startup import Blueprint
     from aioengine.protocol.messages import Progress
     from aioengine.signatures import Chat, Encode, Generate, Rerank
@@ -265,28 +268,16 @@ class Engine(EngineFace):
         self._blocking()
         return self._portal.call(self.async_beam_search(prompt, beam_width, max_new_tokens, length_penalty, **sampling))
 
-    @signatures.own_arguments
     def score(
         self,
         query: str | TokenIds | None = None,
         items: str | Texts | TokenIds | BatchIds | None = None,
         label_token_ids: TokenIds | BatchIds | None = None,
-        *,
-        apply_softmax: bool = False,
-        item_first: bool = False,
-        temperature: float = 1.0,
-        return_token_logprobs: bool = False,
+        **options: Unpack[ScoreOptions],
     ) -> ScoreResult:
         """Score items behind a query, as ``async_score``."""
         self._blocking()
-        call = self.async_score(
-            *(query, items, label_token_ids),
-            apply_softmax=apply_softmax,
-            item_first=item_first,
-            temperature=temperature,
-            return_token_logprobs=return_token_logprobs,
-        )
-        return self._portal.call(call)
+        return self._portal.call(self.async_score(query, items, label_token_ids, **options))
 
     # ------------------------------------------------------------ sessions
 
@@ -324,6 +315,20 @@ class Engine(EngineFace):
     def flush_cache(self) -> Outcome:
         """Empty the prefix cache, as ``AsyncEngine.flush_cache``."""
         return self._portal.call(self._blocking().controls.order("flush_cache"))
+
+    @signatures.own_arguments
+    def load_lora_adapter(self, lora_name: str, lora_path: str | PurePath, pinned: bool = False) -> AdapterResult:
+        """Load a LoRA adapter, as ``async_load_lora_adapter``."""
+        return self._portal.call(self._blocking().adapters.load(lora_name, lora_path, pinned))
+
+    @signatures.own_arguments
+    def unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
+        """Unload a LoRA adapter once no request uses it, as ``async_unload_lora_adapter``."""
+        return self._portal.call(self._blocking().adapters.unload(lora_name, timeout))
+
+    def list_lora_adapters(self) -> AdapterResult:
+        """The adapters that requests may name, as ``async_list_lora_adapters``."""
+        return self._running().adapters.list()
 
     def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
         """Compute nothing until ``continue_generation``, as ``AsyncEngine.pause_generation``."""

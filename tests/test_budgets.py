@@ -29,9 +29,9 @@ EXCEPTIONS: dict[tuple[str, str], int] = {
     ("attributes", "frontend/requests.py:RequestOptions"): 40,
     ("fields", "params.py:SamplingParams"): 40,
     # the two engines have the methods of the contract
-    ("methods", "engine.py:AsyncEngine"): 24,
-    ("methods", "engine.py:EngineFace"): 21,
-    ("methods", "sync.py:Engine"): 28,
+    ("methods", "engine.py:AsyncEngine"): 27,
+    ("methods", "engine.py:EngineFace"): 24,
+    ("methods", "sync.py:Engine"): 31,
 }
 """(rule, place) -> the size that is put up with."""
 

@@ -136,6 +136,8 @@ class CallLifecycle:
             output.live.clear()
             if call.request.sessions is not None:
                 self._sessions.end(output)
+            if (adapters := call.request.given.adapters) is not None:
+                adapters.leave()
             if not self._calls.close(call):
                 post(self._loop, self._free_names, call)
             self._limits.release(call.reservation, time.monotonic())

@@ -36,6 +36,7 @@ from aioengine.frontend.calls import Call, Calls
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.delivery import Router, SlowReaders
 from aioengine.frontend.encoder import Encoder, TextSizes
+from aioengine.frontend.loaded_adapters import AdapterRules, LoadedAdapters
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.overload import Overload, QueueLimits, Reservation
 from aioengine.frontend.pool_encoder import PoolEncoder
@@ -70,6 +71,7 @@ class Running(Struct, frozen=True, kw_only=True):
     processes: Processes
     tokenizer: Tokenizer | None
     longest_token: int | None
+    adapters: AdapterRules | None = None
 
 
 class Frontend:
@@ -97,6 +99,7 @@ class Frontend:
         self.controls = Controls(
             parts.processes.send, abort_all=lambda: self._lifecycle.abort_opened(self.calls.num_opened)
         )
+        self.adapters = LoadedAdapters(parts.adapters, self.controls, lock)
         self.sessions = Sessions(
             lock=lock,
             loop=self.loop,
@@ -162,6 +165,8 @@ class Frontend:
             with self._lock:
                 self.limits.check_refusal()  # it may have failed meanwhile
                 self.limits.add_bytes(reservation, request.num_bytes)
+                if request.given.adapters is not None:
+                    self.adapters.open(request.given.adapters)
                 self.calls.open(call)
                 if request.resume_ttl_s is not None:
                     self.attachments.add(call)

@@ -36,6 +36,7 @@ class PoolOptions(TypedDict, total=False):
     refuse_late: bool
     return_exceptions: bool
     cache_salt: str | Sequence[str | None] | None
+    lora_path: str | Sequence[str | None] | None
     truncate: bool
 
 

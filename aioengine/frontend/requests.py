@@ -19,6 +19,7 @@ from aioengine import checks
 from aioengine.answers import StateReader
 from aioengine.args import ALIASES, ARGUMENTS
 from aioengine.foreign_names import our_way
+from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # the first: a field of a Struct
 from aioengine.frontend.params_together import ParamsTogether
 from aioengine.frontend.pooling import Pooled  # a field of a Struct
 from aioengine.frontend.prompts import (
@@ -95,6 +96,7 @@ class RequestOptions(TypedDict, total=False):
     return_hidden_states: True: ``meta_info["hidden_states"]`` is a list of float32 arrays of numpy, one for each output
         token: first [tokens, D] of the whole prompt, which is computed for it, then [D] of the position that gave each
         further token. "last": the one [D] of the position that gave the last token. A batch takes one, or a list.
+    lora_path: the name of the LoRA adapter to use; None: the base model. A batch takes one, or a list.
     custom_logit_processor: the name of one of the engine's ``logits_processors``, which changes the logits of the
         request by its ``custom_params``; a batch takes one, or a list. None: none.
     session_params: go on from earlier requests of a session (``open_session``): a dict with its ``id`` and the ``rid``
@@ -124,6 +126,7 @@ class RequestOptions(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     cache_salt: str | Sequence[str | None] | None
     return_hidden_states: bool | Literal["last"] | Sequence[bool | Literal["last"] | None] | None
+    lora_path: str | Sequence[str | None] | None
     custom_logit_processor: str | Sequence[str | None] | None
     session_params: Mapping[str, object] | Sequence[Mapping[str, object] | None] | None
     return_logprob: bool | Sequence[bool | None] | None
@@ -164,7 +167,6 @@ _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     name: (allowed, feature)
     for feature, allowed, names in (
         ("images, audio and video", ([],), "image_data audio_data video_data mm_hashes mm_content_hashes"),
-        ("LoRA adapters", (), "lora_path"),
         ("grammars that begin after the reasoning", (False,), "require_reasoning"),
         ("routed experts", (False,), "return_routed_experts"),
         ("routed experts", (0,), "routed_experts_start_len"),
@@ -193,6 +195,7 @@ class GivenRows(Struct):
             share. parts: of the messages, by the identity of parameters: some take long to make. together: bounds
             ``params``.
         pooled: what a call asks of the vectors of its rows; None: it wants tokens.
+        adapters: those of the rows; None: all use the base model.
     """
 
     name: str
@@ -204,6 +207,7 @@ class GivenRows(Struct):
     parts: dict[int, object] = {}
     together: ParamsTogether | None = None
     pooled: Pooled | None = None
+    adapters: AdapterChoice | None = None
 
 
 class CallRequest(Struct, kw_only=True):
@@ -476,6 +480,7 @@ def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequ
     rid = options.get("rid")
     has_list = isinstance(rid, list | tuple)
     priority = options.get("priority")
+    plain.given.adapters = adapter_choice(options, plain)
     request = replace(
         plain,
         rid=None if rid is None or has_list else _rid(rid),

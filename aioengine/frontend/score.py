@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from collections.abc import Sequence  # noqa: TC003  # for the annotations of the options
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, cast
 
 from msgspec import Meta, Struct, ValidationError, convert
 
 from aioengine import checks
+from aioengine.frontend.requests import check_names
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping
 
     from aioengine.answers import BatchOutput, Embedding
     from aioengine.frontend.frontend import Running
@@ -30,6 +32,22 @@ ITEMS: Final = "a string, or a list of strings or of lists of token ids"
 LABELS: Final = "a list of token ids, or one for each item"
 
 _Ids = list[Annotated[int, Meta(ge=0, le=checks.MAX_COUNT)]]
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Keyword arguments of ``score``.
+
+    apply_softmax: probabilities among the labels alone, at ``temperature`` (1 by default).
+    item_first: the prompt is the item, then the query.
+    return_token_logprobs: the result has ``token_logprobs``, the log-probabilities of the labels.
+    lora_path: as for ``generate``; a list has one for each item.
+    """
+
+    apply_softmax: bool
+    item_first: bool
+    temperature: float
+    return_token_logprobs: bool
+    lora_path: str | Sequence[str | None] | None
 
 
 class ScoreResult(list[list[float]]):
@@ -62,6 +80,7 @@ class ScoreRequest(Struct, frozen=True, kw_only=True):
     Attributes:
         texts: query and item together. ids: the same where both are token ids.
         labels: of each item, or one list for all; None: those of a classifier.
+        lora_path: as it was given; the calls check it.
     """
 
     texts: list[str] = []
@@ -70,6 +89,7 @@ class ScoreRequest(Struct, frozen=True, kw_only=True):
     has_softmax: bool = False
     temperature: float = 1.0
     gives_logprobs: bool = False
+    lora_path: object = None
 
     @property
     def num_items(self) -> int:
@@ -86,12 +106,15 @@ class ScoreRequest(Struct, frozen=True, kw_only=True):
 async def score_request(
     query: object, items: object, labels: object, options: Mapping[str, object], *, parts: Running
 ) -> ScoreRequest:
-    """Check a call of ``score``, many items in several turns of the loop; ``options``: its keyword arguments.
+    """Check a call of ``score``, many items in several turns of the loop.
 
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value.
     """
-    texts, ids = await _prompts(query, items, is_item_first=checks.switch("item_first", options["item_first"]))
+    check_names(options, ("query", "items", "label_token_ids"), ScoreOptions.__annotations__)
+    texts, ids = await _prompts(
+        query, items, is_item_first=checks.switch("item_first", options.get("item_first", False))
+    )
     model = parts.settings.model
     if model.task == "embed":
         raise ValueError("score needs a model that generates or classifies; this one gives embeddings")
@@ -105,9 +128,10 @@ async def score_request(
         texts=texts,
         ids=ids,
         labels=None if labels is None or is_classifier else await _labels(labels, len(texts) or len(ids), parts),
-        has_softmax=checks.switch("apply_softmax", options["apply_softmax"]),
-        temperature=checks.number("temperature", options["temperature"], 0, MAX_TEMPERATURE, above=True),
-        gives_logprobs=checks.switch("return_token_logprobs", options["return_token_logprobs"]),
+        has_softmax=checks.switch("apply_softmax", options.get("apply_softmax", False)),
+        temperature=checks.number("temperature", options.get("temperature", 1.0), 0, MAX_TEMPERATURE, above=True),
+        gives_logprobs=checks.switch("return_token_logprobs", options.get("return_token_logprobs", False)),
+        lora_path=options.get("lora_path"),
     )
     if request.temperature != 1.0 and not request.has_softmax:
         raise ValueError(f"temperature {request.temperature:g} needs apply_softmax=True")
@@ -224,6 +248,8 @@ async def score(
     if not request.num_items:
         return ScoreResult([])
     prompts: dict[str, Any] = {"prompt": request.texts} if request.texts else {"input_ids": request.ids}
+    if request.lora_path is not None:
+        prompts["lora_path"] = request.lora_path
     turns = _Turns()
     scores: list[list[float]] = []
     if request.labels is None:

@@ -14,12 +14,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine import machine, model_folder
+from aioengine.adapter_folder import read_folder
 from aioengine.chat_template import check_files, checked_template
 from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
+from aioengine.frontend.callers import closed
 from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Running
+from aioengine.frontend.loaded_adapters import AdapterRules  # a field of a Struct
 from aioengine.frontend.progress import is_wanted
 from aioengine.logs import log, show_logs, warn_caller
 from aioengine.protocol.messages import Progress
@@ -31,6 +34,7 @@ from aioengine.supervision.tasks import WorkerThread, require_real_threads
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from aioengine.adapter_folder import AdapterFolder
     from aioengine.config import EngineConfig
     from aioengine.protocol.messages import ToFrontend
     from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
@@ -40,6 +44,7 @@ logger = logging.getLogger(__name__)
 _MAX_EXIT_S: Final = 0.5
 """A download takes longer than any exit should, and reading a tokenizer ends with the program without harm."""
 
+_ANNOUNCEMENT: Final = Progress("starting the engine", 0, 1, "")
 _QUIET_S: Final = 0.3
 """A start that takes longer is announced before its processes report what they do: they import for seconds."""
 
@@ -54,6 +59,7 @@ class Blueprint(Struct, frozen=True, kw_only=True):
     load_tokenizer: Callable[[], Tokenizer] | None
     make_processes: Callable[[Events], Processes]
     delivery: DeliveryConfig = DeliveryConfig()
+    adapters: AdapterRules | None = None
 
 
 def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
@@ -76,6 +82,8 @@ def _with_local_model(config: EngineConfig) -> EngineConfig:
             model_folder.find_facts(replace(model, tokenizer_path=None))
         else:
             blueprint_of(config)
+    given = tuple(replace(one, path=_absolute_folder(one.path)) for one in config.lora.adapters)
+    config = replace(config, lora=replace(config.lora, adapters=given))
     paths = {"path": _absolute(model.path), "tokenizer_path": _absolute(model.tokenizer_path)}
     return replace(config, model=replace(model, **paths))
 
@@ -85,6 +93,10 @@ def _absolute(path: str | None) -> str | None:
     return path if path is None or model_folder.needs_download(path) else model_folder.locate(path)
 
 
+def _absolute_folder(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
 def blueprint_of(config: EngineConfig) -> Blueprint:
     """Read what is needed to start. May block for as long as a download takes: not for the loop's thread.
 
@@ -92,7 +104,13 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         ValueError: there is no such model, or it cannot be served as asked.
     """
     facts = model_folder.find_facts(config.model, progress=is_wanted(config.progress))
-    settings = resolve(config, facts, machine.device_facts())
+    folders = _read_adapters(config)
+    settings = resolve(config, facts, machine.device_facts(), folders)
+    adapters = None
+    if settings.runner.lora is not None:
+        adapters = AdapterRules(facts.linear_layers, settings.runner.lora, config.lora.adapters)
+        for folder in folders:
+            adapters.check(folder)
     tokenizer_path = settings.text.tokenizer_path
     chat_template = _chat_template(config)
     if tokenizer_path is not None:
@@ -109,7 +127,15 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         stream_interval=config.stream_interval,
         load_tokenizer=None if tokenizer_path is None else partial(_load_tokenizer, tokenizer_path, chat_template),
         make_processes=make_processes,
+        adapters=adapters,
     )
+
+
+def _read_adapters(config: EngineConfig) -> list[AdapterFolder]:
+    """The folders of the adapters of the start, each once. Raises ValueError: one is no adapter that works."""
+    if config.lora.enabled is False:
+        return []
+    return [read_folder(Path(path)) for path in dict.fromkeys(adapter.path for adapter in config.lora.adapters)]
 
 
 def _chat_template(config: EngineConfig) -> str | None:
@@ -211,8 +237,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         loading = None if load is None else asyncio.wrap_future(thread.submit(partial(_loaded, load)))
         if loading is not None:
             loading.add_done_callback(_retrieve)
-        announcement = Progress("starting the engine", 0, 1, "")
-        patience = asyncio.get_running_loop().call_later(_QUIET_S, on_progress, announcement)
+        patience = asyncio.get_running_loop().call_later(_QUIET_S, on_progress, _ANNOUNCEMENT)
         try:
             facts = await processes.start()
         finally:
@@ -235,9 +260,10 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
                 processes=processes,
                 tokenizer=tokenizer,
                 longest_token=longest,
+                adapters=blueprint.adapters,
             )
         )
-        inbox.connect(frontend, events)
+        await _connect(inbox, frontend, events)
         _log_start(blueprint.settings, facts, time.monotonic() - began_at)
     except BaseException as error:
         if processes is not None:
@@ -246,6 +272,16 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
     finally:
         thread.close()
     return frontend
+
+
+async def _connect(inbox: _Inbox, frontend: Frontend, events: Events) -> None:
+    """Pass messages on, and load the adapters of the start. Raises EngineStartupError: one cannot be used."""
+    inbox.connect(frontend, events)
+    try:
+        await frontend.adapters.load_given()
+    except BaseException:
+        frontend.fail(closed())  # it already watches its readers
+        raise
 
 
 def _log_start(settings: Settings, facts: Mapping[str, object], took_s: float) -> None:

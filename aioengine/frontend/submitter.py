@@ -501,6 +501,7 @@ def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: i
         session=session,
         logprobs=rules,
         embeds=embeds,
+        adapter=None if request.given.adapters is None else request.given.adapters.of(prompt),
     )
 
 

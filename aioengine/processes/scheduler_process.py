@@ -403,7 +403,10 @@ def build_service(
     if isinstance(runner, ConstrainedRunner):
         grammars = Grammars(settings.text.tokenizer_path, settings.model.vocab_size)
         runner.use_grammars(grammars)
+    lora = settings.runner.lora
     can_adapt = runner if isinstance(runner, AdapterRunner) and runner.num_adapter_slots else None
+    if lora is not None and can_adapt is None:
+        raise ValueError("enable_lora: the runner of this engine applies no LoRA adapters")
     if board is not None:
         runner = RecordedRunner(runner, board)
     num_pages = runner.facts.get("num_pages")
@@ -422,7 +425,6 @@ def build_service(
         **runner.facts,
     }
     service = SchedulerService(core, runner, profile, settings=settings, facts=facts, report=report, grammars=grammars)
-    lora = settings.runner.lora
     if can_adapt is not None and lora is not None:
         service.adapters = Adapters(can_adapt, core.requests, Copies(lora.max_loaded, lora.max_bytes))
     return service

@@ -28,6 +28,7 @@ from aioengine import checks
 from aioengine.args import MAX_WEIGHT
 from aioengine.config import (
     DeliveryConfig,
+    LoraSettings,
     MemorySettings,
     ModelSettings,
     QueueConfig,
@@ -38,6 +39,7 @@ from aioengine.config import (
     TextSettings,
 )
 from aioengine.engine import AsyncEngine
+from aioengine.frontend.loaded_adapters import AdapterRules
 from aioengine.frontend.startup import Blueprint
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.sync import Engine
@@ -55,6 +57,8 @@ SCRIPTED_RUNNER = "aioengine.testing.scripted_runner:build"
 PAGE_SIZE = 16
 STARTUP_TIMEOUT_S = 60.0
 MAX_S: Final = 86400.0
+MAX_RANK: Final = 64
+LAYERS: Final = {"model.layers.0.self_attn.q_proj": (8, 8), "model.layers.0.self_attn.v_proj": (8, 8)}
 
 
 class FakeSetup(Struct, frozen=True, kw_only=True):
@@ -66,6 +70,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     step_time_s: how long each step takes. faults: what goes wrong, and when.
     processes: real subprocesses, as the real engine has them; else everything runs on the engine's own loop, which
         starts at once. None: only where a fault kills or stalls a process, or steps take time.
+    max_loras_per_batch: 0: no adapters. The linear layers of the model are ``LAYERS``, and adapters are in fp32.
     context_length, num_pages (of 16 tokens), max_running, max_queued: as small as a test wants them. The other fields
         are the constructor's arguments of such a name.
     """
@@ -86,6 +91,8 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     slow_reader_timeout_s: float = 30.0
     max_restarts: int = 3
     restart_window_s: float = 600.0
+    max_loras_per_batch: int = 0
+    max_loaded_loras: int | None = None
 
     def __post_init__(self) -> None:
         checks.whole("context_length", self.context_length, 1)
@@ -95,6 +102,9 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
         checks.whole("chunk_tokens", self.chunk_tokens, 1)
         checks.whole("random_seed", self.random_seed, 0, 2**63 - 1)
         checks.whole("max_restarts", self.max_restarts, 0)
+        checks.whole("max_loras_per_batch", self.max_loras_per_batch, 0)
+        if self.max_loaded_loras is not None:
+            checks.whole("max_loaded_loras", self.max_loaded_loras, 1)
         checks.number("step_time_s", self.step_time_s, 0, MAX_S)
         checks.number("stall_timeout_s", self.stall_timeout_s, 0, MAX_S, above=True)
         checks.number("slow_reader_timeout_s", self.slow_reader_timeout_s, 0, MAX_S, above=True)
@@ -150,12 +160,20 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
                 device="cpu",
                 attention_backend="fake",
                 num_threads=1,
+                lora=self.lora,
                 options=options,
             ),
             text=TextSettings(tokenizer_path=folder),
             random_seed=self.random_seed,
             log_level="error",
         )
+
+    @property
+    def lora(self) -> LoraSettings | None:
+        """The settings of its adapters."""
+        if not self.max_loras_per_batch:
+            return None
+        return LoraSettings(num_slots=self.max_loras_per_batch, max_rank=MAX_RANK, max_loaded=self.max_loaded_loras)
 
     def blueprint(self) -> Blueprint:
         """What ``AsyncEngine.from_blueprint`` and ``Engine.from_blueprint`` take, once it is called."""
@@ -178,6 +196,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
             stream_interval=1,
             load_tokenizer=lambda: Tokenizer(tokenizer_folder()),
             make_processes=make_processes,
+            adapters=None if self.lora is None else AdapterRules(LAYERS, self.lora),
         )
 
 

@@ -22,7 +22,8 @@ DOCUMENTED = """
     tenant_weights max_queued_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
     startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference is_embedding
-    logits_processors logprobs_mode max_hidden_state_bytes
+    logits_processors logprobs_mode max_hidden_state_bytes enable_lora lora_paths max_loras_per_batch max_lora_rank
+    lora_target_modules max_loaded_loras
 """.split()
 
 WRONG_TYPES = {int: [True, "1", 1.5], float: [True, "1", []], bool: [0, "yes"], str: [5, b"x"]}
@@ -173,9 +174,7 @@ def test_the_model_may_be_given_once() -> None:
     [
         ("tp_size", 2, "tensor parallelism"),
         ("quantization", "fp8", "quantized weights"),
-        ("lora_paths", ["a"], "LoRA"),
         ("speculative_algorithm", "EAGLE", "speculative"),
-        ("enable_lora", 1, "LoRA"),
     ],
 )
 def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, feature: str) -> None:
@@ -184,7 +183,7 @@ def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, 
 
 
 def test_features_to_come_may_be_turned_off() -> None:
-    off = {"tp_size": 1, "quantization": None, "lora_paths": []}
+    off = {"tp_size": 1, "quantization": None, "lora_paths": None}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine_config(None, off) == EngineConfig()
@@ -200,9 +199,9 @@ DEFAULTS_ELSEWHERE: dict[str, object] = {
 
 def test_the_defaults_of_the_reference_engine_are_accepted() -> None:
     assert engine_config(None, DEFAULTS_ELSEWHERE) == EngineConfig()
-    tuning = {"max_loras_per_batch": 8, "disable_cuda_graph_padding": False, "numa_node": None, "hicache_ratio": 2.0}
+    tuning = {"lora_backend": "csgmv", "disable_cuda_graph_padding": False, "numa_node": None, "hicache_ratio": 2.0}
     with pytest.warns(
-        UserWarning, match="no effect in aioengine: disable_cuda_graph_padding, hicache_ratio, max_loras"
+        UserWarning, match="no effect in aioengine: disable_cuda_graph_padding, hicache_ratio, lora_backend"
     ):
         assert engine_config(None, tuning) == EngineConfig()
 
@@ -260,3 +259,50 @@ def test_a_dtype_of_torch_is_known_by_its_text() -> None:
         engine_config(None, {"dtype": dtype("int8")})
     with pytest.raises(TypeError, match="dtype must be one of 'auto'"):
         engine_config(None, {"dtype": 32})
+
+
+@pytest.mark.parametrize(
+    ("given", "adapters"),
+    [
+        (["/a/math", "/b/code/"], [("/a/math", "/a/math", "math", False), ("/b/code/", "/b/code/", "code", False)]),
+        (["math=/a/b"], [("math", "/a/b", "", False)]),
+        ([Path("/a/math")], [("/a/math", "/a/math", "math", False)]),
+        ({"math": "/a/b", "x=y": Path("/c")}, [("math", "/a/b", "", False), ("x=y", "/c", "", False)]),
+        ([{"lora_name": "m", "lora_path": "/a", "pinned": True}], [("m", "/a", "", True)]),
+        ("math=/a/b,/c/code", [("math", "/a/b", "", False), ("/c/code", "/c/code", "code", False)]),
+        ([], []),
+    ],
+)
+def test_adapters_are_given_in_any_of_their_forms(given: object, adapters: list[tuple[str, str, str, bool]]) -> None:
+    found = engine_config(None, {"lora_paths": given}).lora.adapters
+    assert [(each.name, each.path, each.alias, each.is_pinned) for each in found] == adapters
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (["m=/a", "m=/b"], ValueError, "two adapters of the name 'm'"),
+        ([{"lora_name": "m"}], ValueError, r"lora_paths\[0\] must be a dict with lora_name, lora_path"),
+        ([{"lora_name": "m", "lora_path": "/a", "pin": True}], ValueError, "a dict with lora_name"),
+        ([{"lora_name": "", "lora_path": "/a"}], ValueError, "empty name"),
+        ([{"lora_name": "m", "lora_path": 3}], TypeError, "lora_path must be a string"),
+        ([5], TypeError, r"lora_paths\[0\]"),
+        ({"m": None}, TypeError, "lora_path"),
+        (["a\0b"], ValueError, "null character"),
+    ],
+)
+def test_wrong_adapters_are_named(given: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        engine_config(None, {"lora_paths": given})
+
+
+def test_modules_of_adapters_are_names_or_all() -> None:
+    for given, modules in (
+        ("all", ()),
+        (["all"], ()),
+        ("q_proj,v_proj", ("q_proj", "v_proj")),
+        (["q_proj"], ("q_proj",)),
+    ):
+        assert engine_config(None, {"lora_target_modules": given}).lora.modules == modules
+    with pytest.raises(ValueError, match="lora_target_modules"):
+        engine_config(None, {"lora_target_modules": []})

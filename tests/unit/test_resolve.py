@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from msgspec.structs import replace
 
+from aioengine.adapter_folder import AdapterFolder, read_folder
 from aioengine.args import engine_config
-from aioengine.config import Settings
+from aioengine.config import LoraSettings, Settings
 from aioengine.machine import DeviceFacts
 from aioengine.model_folder import ModelFacts
 from aioengine.resolve import resolve
+from tests.kit.adapter_files import write_adapter
 
 MODEL = ModelFacts(
     path="/model",
@@ -202,3 +206,60 @@ def test_page_sizes_of_the_other_backends() -> None:
     assert [settings(page_size=2**power).memory.page_size for power in range(10)] == [2**power for power in range(10)]
     for machine in (gpu, MACHINE):
         assert settings(machine=machine, page_size=1000, attention_backend="torch").memory.page_size == 1000
+
+
+LAYERS = {
+    f"model.layers.{layer}.self_attn.{name}": (8, 8) for layer in range(2) for name in ("q_proj", "k_proj", "v_proj")
+}
+ADAPTED = replace(MODEL, linear_layers=LAYERS)
+
+
+def lora_of(folders: list[AdapterFolder], **arguments: object) -> LoraSettings | None:
+    return resolve(engine_config(None, arguments), ADAPTED, MACHINE, folders).runner.lora
+
+
+def test_adapters_of_the_start_say_ranks_and_modules(tmp_path: Path) -> None:
+    layers = {name: shape for name, shape in LAYERS.items() if "q_proj" in name}
+    folders = [
+        read_folder(write_adapter(tmp_path / "a", rank=4, layers=layers)),
+        read_folder(write_adapter(tmp_path / "b", rank=2, layers=LAYERS)),
+    ]
+    paths = [str(folder.path) for folder in folders]
+    assert lora_of(folders, lora_paths=paths) == LoraSettings(
+        num_slots=8, max_rank=4, modules=("k_proj", "q_proj", "v_proj")
+    )
+    assert lora_of(folders[:1], lora_paths=paths[:1], max_lora_rank=16, lora_target_modules="all") == LoraSettings(
+        num_slots=8, max_rank=16
+    )
+
+
+def test_without_adapters_of_the_start_their_bounds_are_needed() -> None:
+    assert lora_of([]) is lora_of([], enable_lora=False) is lora_of([], max_lora_rank=8) is None
+    bounds = {"max_lora_rank": 8, "lora_target_modules": ["qkv_proj"], "max_loras_per_batch": 2, "max_loaded_loras": 3}
+    assert lora_of([], enable_lora=True, **bounds) == LoraSettings(
+        num_slots=2, max_rank=8, modules=("q_proj", "k_proj", "v_proj"), max_loaded=3
+    )
+    with pytest.raises(ValueError, match=r"max_lora_rank.*lora_target_modules"):
+        lora_of([], enable_lora=True, max_lora_rank=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"enable_lora": False, "lora_paths": ["a=/a"]}, "lora_paths is given with enable_lora=False"),
+        ({"max_loaded_loras": 3, "max_loras_per_batch": 4}, "at least max_loras_per_batch=4, got 3"),
+        ({"lora_target_modules": ["q_proj", "x_proj"]}, "'x_proj', which this model has not; it has k_proj, q_proj"),
+        (
+            {"lora_paths": [{"lora_name": "a", "lora_path": "/a", "pinned": True}], "max_loras_per_batch": 1},
+            "1 pinned adapters, and max_loras_per_batch=1",
+        ),
+    ],
+)
+def test_bounds_of_adapters_that_do_not_fit_together(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        lora_of([], **{"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": "all", **arguments})
+
+
+def test_models_that_attend_in_both_directions_have_no_adapters() -> None:
+    with pytest.raises(ValueError, match="attend to all"):
+        settings(replace(MODEL, is_causal=False), enable_lora=True, max_lora_rank=8, lora_target_modules="all")

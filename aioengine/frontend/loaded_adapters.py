@@ -1,0 +1,382 @@
+"""The LoRA adapters that requests may name: loaded at the start or later, used, and unloaded.
+
+Each load has a number of its own, so nothing that was computed with an earlier load of a name is taken for this one.
+The scheduler process reads an adapter when it is loaded, and again when a request needs it and it is no longer there; a
+request carries all that this takes. Only the pinned ones are loaded again into a new scheduler process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
+
+from aioengine import adapter_folder, checks
+from aioengine.config import GivenAdapter, LoraSettings
+from aioengine.errors import EngineStartupError, RequestError, describe
+from aioengine.frontend.row_options import PerPrompt, per_prompt
+from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Reply
+from aioengine.supervision.ledger import CRASH_STAGE
+from aioengine.supervision.tasks import WorkerThread
+
+if TYPE_CHECKING:
+    import os
+    import threading
+    from collections.abc import Callable, Mapping
+
+    from aioengine.frontend.controls import Controls
+    from aioengine.frontend.row_options import Rows
+    from aioengine.protocol.messages import Argument
+
+MAX_NAME_BYTES: Final = 4096
+LOAD_TIMEOUT_S: Final = 600.0
+UNLOAD_TIMEOUT_S: Final = 600.0
+"""How long ``unload_lora_adapter`` waits for the requests that use an adapter."""
+
+_ATTEMPTS: Final = 3
+"""To load an adapter, where the scheduler process is lost meanwhile."""
+
+_MAX_EXIT_S: Final = 0.5
+_NOT_ENABLED: Final = "this engine serves no LoRA adapters; give its constructor lora_paths, or enable_lora=True"
+
+
+class AdapterResult(NamedTuple):
+    """The result of ``load_lora_adapter`` and its like; true where it succeeded.
+
+    ``loaded_adapters``: name -> folder of all that requests may name now.
+    """
+
+    success: bool
+    error_message: str
+    loaded_adapters: dict[str, str]
+
+    def __bool__(self) -> bool:
+        return self.success
+
+
+class AdapterRules(Struct, frozen=True):
+    """What adapters must fit, and those of the start.
+
+    Attributes:
+        layers: name in the checkpoint -> (outputs, inputs) of each linear layer of the base model.
+    """
+
+    layers: dict[str, tuple[int, int]]
+    settings: LoraSettings
+    given: tuple[GivenAdapter, ...] = ()
+
+    def check(self, folder: adapter_folder.AdapterFolder) -> None:
+        """Raise ValueError for an adapter of another base, or beyond the limits."""
+        folder.parts(self.layers, max_rank=self.settings.max_rank, allowed=self.settings.modules or None)
+
+    def read(self, number: int, name: str, path: Path, *, is_pinned: bool) -> Adapter:
+        """Check the folder of an adapter, but for its numbers. May block: not for the loop's thread.
+
+        Raises:
+            ValueError: it cannot be used.
+        """
+        folder = adapter_folder.read_folder(path)
+        self.check(folder)
+        return Adapter(number, name, str(path), folder.fingerprint, is_pinned)
+
+
+class Load:
+    """One load of an adapter.
+
+    Attributes:
+        users: the calls that use it. is_leaving: it is being unloaded. idle: set while it has no users.
+    """
+
+    __slots__ = ("adapter", "idle", "is_leaving", "users")
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.users: set[AdapterChoice] = set()
+        self.is_leaving = False
+        self.idle = asyncio.Event()
+
+
+class AdapterChoice:
+    """The adapters of a call: ``lora_path``, one for all prompts or one for each. None is the base model."""
+
+    __slots__ = ("_loads", "_names")
+
+    def __init__(self, names: PerPrompt[str | None]) -> None:
+        self._names = names
+        self._loads: dict[str | None, Load] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """All that it names."""
+        return {name for name in self._names.values if name is not None}
+
+    def use(self, loads: dict[str | None, Load]) -> None:
+        """They are used until ``leave``; by their names."""
+        self._loads = loads
+        for load in loads.values():
+            load.users.add(self)
+            load.idle.clear()
+
+    def of(self, prompt: int) -> Adapter | None:
+        """The adapter of a prompt."""
+        load = self._loads.get(self._names.of(prompt))
+        return None if load is None else load.adapter
+
+    def leave(self) -> None:
+        """The call is over. On the engine's loop; harmless twice."""
+        loads, self._loads = self._loads, {}
+        for load in loads.values():
+            load.users.discard(self)
+            if not load.users:
+                load.idle.set()
+
+
+def adapter_choice(options: Mapping[str, object], rows: Rows) -> AdapterChoice | None:
+    """The option ``lora_path``; None: it is not given, or names no adapter.
+
+    Raises:
+        TypeError, ValueError: it is wrong.
+    """
+    names = per_prompt("lora_path", options, _name, rows)
+    if names is None:
+        return None
+    names.check_rows(0, len(names.values))
+    choice = AdapterChoice(names)
+    return choice if choice.names else None
+
+
+def _name(value: object) -> str | None:
+    if value is None:
+        return None
+    if value == "":
+        raise ValueError("lora_path is empty; give the name of an adapter, or None for the base model")
+    return checks.text("lora_path", value, max_bytes=MAX_NAME_BYTES)
+
+
+class LoadedAdapters:
+    """The adapters of an engine. ``open`` is called from any thread, under its lock; all else on its loop."""
+
+    def __init__(self, rules: AdapterRules | None, controls: Controls, lock: threading.RLock) -> None:
+        """``rules``: None where the engine serves no adapters."""
+        self._rules = rules
+        self._controls = controls
+        self._lock = lock
+        self._loads: dict[str, Load] = {}
+        self._aliases: dict[str, set[str]] = {}  # last part of a path -> names of those that were given by it
+        self._loading: dict[str, bool] = {}  # name -> whether it is pinned
+        self._num_loads = 0
+
+    def open(self, choice: AdapterChoice) -> None:
+        """A call uses adapters, until it leaves them.
+
+        Raises:
+            ValueError: one is not loaded, or the engine serves none.
+        """
+        if self._rules is None:
+            raise ValueError(f"lora_path is given, and {_NOT_ENABLED}")
+        with self._lock:
+            choice.use({name: self._find(name) for name in choice.names})
+
+    def _find(self, name: str) -> Load:
+        load = self._loads.get(name)
+        if load is None:
+            meant = self._aliases.get(name, set())
+            if len(meant) > 1:
+                paths = ", ".join(sorted(meant))
+                raise ValueError(f"lora_path {checks.shown(name)} is the last part of several paths: {paths}")
+            load = self._loads.get(next(iter(meant), ""))
+        if load is None or load.is_leaving:
+            known = sorted({*self._loads, *self._aliases})
+            why = (
+                "is being unloaded" if load is not None else "is loading" if name in self._loading else "is not loaded"
+            )
+            hint = checks.did_you_mean(name, known)
+            raise ValueError(f"the adapter {checks.shown(name)} {why}{hint}; load_lora_adapter loads one")
+        return load
+
+    def list(self) -> AdapterResult:
+        """Those that requests may name now."""
+        return self._result("" if self._rules is not None else _NOT_ENABLED)
+
+    async def load(self, lora_name: object, lora_path: object, pinned: object) -> AdapterResult:
+        """Load an adapter.
+
+        Raises:
+            TypeError, ValueError: an argument is none of its type.
+            EngineError: the engine died, or was shut down.
+        """
+        name = _checked_name("lora_name", lora_name)
+        path = _folder(lora_path)
+        is_pinned = checks.switch("pinned", pinned)
+        if self._rules is None:
+            return self._result(_NOT_ENABLED)
+        with self._lock:
+            if why := self._why_not(name, is_pinned=is_pinned):
+                return self._result(why)
+            self._loading[name] = is_pinned
+        try:
+            why = await self._load(self._rules, name, path, is_pinned=is_pinned)
+        finally:
+            with self._lock:
+                del self._loading[name]
+        return self._result(why)
+
+    async def load_given(self) -> None:
+        """Load those of the start, each folder once.
+
+        Raises:
+            EngineStartupError: one cannot be used.
+        """
+        known: dict[Path, Adapter] = {}
+        rules = self._rules
+        if rules is None:
+            return
+        for given in rules.given:
+            why = await self._load(rules, given.name, Path(given.path), is_pinned=given.is_pinned, known=known)
+            if why:
+                raise EngineStartupError(f"lora_paths: {why}")
+            if given.alias and given.alias != given.name:
+                self._aliases.setdefault(given.alias, set()).add(given.name)
+
+    async def unload(self, lora_name: object, timeout_s: object) -> AdapterResult:
+        """Unload an adapter, once no call uses it.
+
+        Raises:
+            TypeError, ValueError: an argument is none of its type.
+            EngineError: the engine died, or was shut down.
+        """
+        name = _checked_name("lora_name", lora_name)
+        timeout_s = checks.number("timeout", timeout_s, 0, 1e9)
+        if self._rules is None:
+            return self._result(_NOT_ENABLED)
+        with self._lock:
+            try:
+                load = self._find(name)
+            except ValueError as error:
+                return self._result(str(error))
+            load.is_leaving = True  # from now on nobody else finds it
+        try:
+            if load.users:
+                async with asyncio.timeout(timeout_s):
+                    await load.idle.wait()
+        except TimeoutError:
+            load.is_leaving = False
+            why = f"{len(load.users)} calls still used the adapter {name!r} after {timeout_s:g} s; it stays loaded"
+            return self._result(why)
+        except BaseException:
+            load.is_leaving = False
+            raise
+        with self._lock:
+            self._forget(load.adapter.name)
+        with contextlib.suppress(RequestError):  # the scheduler process was lost, and all that it had
+            await self._controls.ask(UNLOAD_ADAPTER, _arguments(load.adapter))
+        return self._result("")
+
+    # ------------------------------------------------------------ inside
+
+    def _forget(self, name: str) -> None:
+        del self._loads[name]
+        for alias, names in list(self._aliases.items()):
+            names.discard(name)
+            if not names:
+                del self._aliases[alias]
+
+    def _result(self, why_not: str) -> AdapterResult:
+        with self._lock:
+            loaded = {name: load.adapter.path for name, load in self._loads.items() if not load.is_leaving}
+        return AdapterResult(not why_not, why_not, loaded)
+
+    def _why_not(self, name: str, *, is_pinned: bool) -> str:
+        """Why a name cannot be loaded now; empty: it can."""
+        if name in self._loads or name in self._aliases:
+            return f"an adapter {name!r} is loaded already; unload it first, or choose another name"
+        if name in self._loading:
+            return f"an adapter {name!r} is being loaded already"
+        if is_pinned and self._rules is not None:
+            others = [*(load.adapter.is_pinned for load in self._loads.values()), *self._loading.values()]
+            most = self._rules.settings.num_slots - 1
+            if sum(others) >= most:
+                return (
+                    f"{sum(others)} adapters are pinned, and max_loras_per_batch={most + 1} leaves no place for "
+                    "another one: the adapters that are not pinned need one"
+                )
+        return ""
+
+    async def _load(
+        self, rules: AdapterRules, name: str, path: Path, *, is_pinned: bool, known: dict[Path, Adapter] | None = None
+    ) -> str:
+        """Load an adapter under a free name; returns why that failed.
+
+        ``known``: adapters that were just read, by their folders; this one is added.
+        """
+        self._num_loads += 1
+        same = None if known is None else known.get(path)
+        try:
+            if same is None:
+                adapter = await _in_thread(partial(rules.read, self._num_loads, name, path, is_pinned=is_pinned))
+            else:
+                adapter = replace(same, id=self._num_loads, name=name, is_pinned=is_pinned)
+        except ValueError as error:
+            return str(error)
+        except OSError as error:
+            return f"the adapter in {path} cannot be read: {describe(error)}"
+        if is_pinned or same is None:
+            try:
+                reply = await self._ask(adapter)
+            except BaseException:
+                self._controls.send(UNLOAD_ADAPTER, _arguments(adapter))  # it may be there by now
+                raise
+            if not reply.success:
+                return reply.message
+        if known is not None:
+            known[path] = adapter
+        with self._lock:
+            self._loads[name] = Load(adapter)
+        return ""
+
+    async def _ask(self, adapter: Adapter) -> Reply:
+        """Have the scheduler process read an adapter, and place a pinned one; another one where it is lost meanwhile.
+
+        Raises:
+            EngineError: the engine died, or was shut down.
+        """
+        lost = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                return await self._controls.ask(LOAD_ADAPTER, _arguments(adapter), timeout_s=LOAD_TIMEOUT_S)
+            except RequestError as error:
+                if error.stage != CRASH_STAGE:
+                    raise
+                lost = str(error)
+        return Reply(0, False, lost)
+
+
+async def _in_thread(read: Callable[[], Adapter]) -> Adapter:
+    """A file system may hang: each has a thread of its own."""
+    thread = WorkerThread[Adapter]("aioengine-adapter", max_exit_s=_MAX_EXIT_S)
+    try:
+        return await asyncio.wrap_future(thread.submit(read))
+    finally:
+        thread.close()
+
+
+def _arguments(adapter: Adapter) -> dict[str, Argument]:
+    return cast("dict[str, Argument]", asdict(adapter))
+
+
+def _checked_name(argument: str, value: object) -> str:
+    name = checks.text(argument, value, max_bytes=MAX_NAME_BYTES)
+    if not name:
+        raise ValueError(f"{argument} is empty; give the name by which requests name the adapter")
+    return name
+
+
+def _folder(value: object) -> Path:
+    """As this process understands it: the other one may work in another folder."""
+    given: str | os.PathLike[str] = value if isinstance(value, PurePath) else checks.text("lora_path", value)
+    return Path(given).absolute()

@@ -1,0 +1,243 @@
+"""Adapters as callers see them: named in calls, loaded, listed, unloaded, and what is wrong with one."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aioengine.errors import EngineClosedError, RequestError
+from aioengine.frontend.loaded_adapters import LoadedAdapters
+from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from aioengine.testing.faults import Faults
+from tests.kit.adapter_files import write_adapter
+from tests.kit.waiting import until
+
+if TYPE_CHECKING:
+    from aioengine.engine import AsyncEngine
+
+PARAMS = {"max_new_tokens": 8, "temperature": 0}
+
+
+def adapter_engine(**setup: object) -> AsyncEngine:
+    return fake_async_engine(**{"max_loras_per_batch": 2, **setup})  # type: ignore[arg-type]
+
+
+def registry(engine: AsyncEngine) -> LoadedAdapters:
+    return engine._running().adapters
+
+
+async def load(engine: AsyncEngine, folder: Path, *names: str, **options: bool) -> None:
+    for name in names:
+        result = await engine.load_lora_adapter(name, write_adapter(folder / name, sum(name.encode())), **options)
+        assert result, result.error_message
+
+
+async def texts_of(engine: AsyncEngine, lora_path: object, num_prompts: int = 3) -> list[str]:
+    outs = await engine.async_generate(["Once upon a time"] * num_prompts, PARAMS, lora_path=lora_path)  # type: ignore[arg-type]
+    return outs["text"]
+
+
+async def test_rows_of_a_batch_name_their_adapters(tmp_path: Path) -> None:
+    async with adapter_engine() as engine:
+        await load(engine, tmp_path, "a", "b")
+        base, a, b = [(await texts_of(engine, name, 1))[0] for name in (None, "a", "b")]
+        assert len({base, a, b}) == 3
+        assert await texts_of(engine, ["a", None, "b"]) == [a, base, b]
+        assert await texts_of(engine, "b") == [b, b, b]
+        outs = await engine.async_generate("Once upon a time", {**PARAMS, "n": 2}, lora_path="a")
+        assert outs["text"] == [a, a]  # type: ignore[call-overload]
+
+
+async def test_streams_chats_vectors_scores_and_sessions_take_an_adapter(tmp_path: Path) -> None:
+    async with adapter_engine() as engine:
+        await load(engine, tmp_path, "a")
+        [text] = await texts_of(engine, "a", 1)
+        stream = engine.async_generate("Once upon a time", PARAMS, stream=True, lora_path="a")
+        assert "".join([chunk["text"] async for chunk in stream]) == text
+        one, other = [(await engine.async_encode("x", lora_path=name))["embedding"] for name in (None, "a")]
+        assert (one != other).any()
+        scores = await engine.async_score("x", ["y", "y"], [97], lora_path=[None, "a"])
+        assert len(scores) == 2
+        session = await engine.open_session()
+        for _ in range(2):
+            await engine.async_generate("hi", PARAMS, session_params={"id": session}, lora_path="a")
+
+
+async def test_no_prefix_is_shared_between_adapters_or_loads_of_one(tmp_path: Path) -> None:
+    prompt = "Once upon a time there was a long prompt."
+
+    async def num_cached(engine: AsyncEngine, name: str | None) -> int:
+        out = await engine.async_generate(prompt, PARAMS, lora_path=name)
+        return out["meta_info"]["cached_tokens"]
+
+    async with adapter_engine() as engine:
+        await load(engine, tmp_path, "a", "b")
+        for name in (None, "a", "b"):
+            assert await num_cached(engine, name) == 0
+            assert await num_cached(engine, name) > 0
+        assert await engine.unload_lora_adapter("a")
+        await load(engine, tmp_path, "a")
+        assert await num_cached(engine, "a") == 0
+
+
+async def test_names_that_are_not_loaded_are_refused_at_the_call(tmp_path: Path) -> None:
+    async with adapter_engine() as engine:
+        await load(engine, tmp_path, "math")
+        for wrong in ("maths", ["math", "maths", None]):
+            with pytest.raises(ValueError, match=r"'maths' is not loaded.*did you mean 'math'"):
+                engine.async_generate(["x"] * 3, PARAMS, lora_path=wrong)
+        with pytest.raises(ValueError, match="lora_path is empty"):
+            engine.async_generate("x", PARAMS, lora_path="")
+        with pytest.raises(TypeError, match="lora_path"):
+            engine.async_generate("x", PARAMS, lora_path=7)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="2 entries for 3 prompts"):
+            engine.async_generate(["x"] * 3, PARAMS, lora_path=["math", None])
+        with pytest.raises(TypeError, match="there is one prompt"):
+            engine.async_generate("x", PARAMS, lora_path=["math"])
+        assert engine.stats()["num_streams"] == 0
+    async with fake_async_engine() as plain:
+        with pytest.raises(ValueError, match="serves no LoRA adapters"):
+            plain.async_generate("x", PARAMS, lora_path="a")
+        assert (await plain.async_generate(["x"], PARAMS, lora_path=[None]))["text"]
+        for result in (await plain.load_lora_adapter("a", "b"), await plain.unload_lora_adapter("a")):
+            assert not result
+            assert "lora_paths" in result.error_message
+        assert not await plain.list_lora_adapters()
+
+
+async def test_a_bad_adapter_gives_a_false_result_with_the_reason(tmp_path: Path) -> None:
+    wrong = {
+        "no adapter_config.json": tmp_path / "nothing",
+        "not finite": write_adapter(tmp_path / "nan", value=float("nan")),
+        "rank 65": write_adapter(tmp_path / "rank", rank=65),
+        "no such layer": write_adapter(tmp_path / "layer", layers={"model.layers.9.self_attn.q_proj": (8, 8)}),
+        "has shape": write_adapter(tmp_path / "shape", layers={"model.layers.0.self_attn.q_proj": (8, 4)}),
+        "use_dora": write_adapter(tmp_path / "dora", config={"use_dora": True}),
+    }
+    async with adapter_engine() as engine:
+        await load(engine, tmp_path, "a")
+        for words, folder in wrong.items():
+            result = await engine.load_lora_adapter("wrong", folder)
+            assert not result
+            assert words in result.error_message
+            assert result.loaded_adapters == {"a": str(tmp_path / "a")}
+        again = await engine.load_lora_adapter("a", tmp_path / "a")
+        assert "loaded already" in again.error_message
+        unknown = await engine.unload_lora_adapter("b")
+        assert "'b' is not loaded" in unknown.error_message
+        with pytest.raises(TypeError, match="lora_name"):
+            await engine.load_lora_adapter(None, "x")  # type: ignore[arg-type]
+        assert (await texts_of(engine, "a", 1))[0]
+
+
+async def test_an_adapter_whose_folder_is_gone_or_changed_fails_its_requests_alone(tmp_path: Path) -> None:
+    names = ("a", "b", "c", "d")
+    async with adapter_engine(max_loaded_loras=2, max_loras_per_batch=1) as engine:
+        await load(engine, tmp_path, *names)
+        shutil.rmtree(tmp_path / "a")
+        write_adapter(tmp_path / "b", 9)
+        results = await asyncio.gather(*(texts_of(engine, name, 1) for name in names), return_exceptions=True)
+        for result, words in ((results[0], "any more"), (results[1], "have changed")):
+            assert isinstance(result, RequestError)
+            assert result.stage == "adapter"
+            assert words in result.cause
+        assert all(isinstance(result, list) for result in results[2:])
+        write_adapter(tmp_path / "b", 9)
+        assert await engine.unload_lora_adapter("b")
+        assert await engine.load_lora_adapter("b", tmp_path / "b")
+        assert await texts_of(engine, "b", 1)
+
+
+async def test_unloading_refuses_new_calls_and_waits_for_those_that_run(tmp_path: Path) -> None:
+    async with adapter_engine() as engine:
+        await load(engine, tmp_path, "a")
+        stream = engine.async_generate("x", {"max_new_tokens": 1000}, stream=True, lora_path="a")
+        await anext(stream)
+        unloading = asyncio.create_task(engine.unload_lora_adapter("a"))
+        await until(lambda: not registry(engine).list().loaded_adapters)
+        with pytest.raises(ValueError, match="is being unloaded"):
+            engine.async_generate("x", lora_path="a")
+        assert "is being unloaded" in (await engine.unload_lora_adapter("a")).error_message
+        assert "loaded already" in (await engine.load_lora_adapter("a", tmp_path / "a")).error_message
+        assert not unloading.done()
+        await stream.aclose()
+        assert await unloading
+        with pytest.raises(ValueError, match="is not loaded"):
+            engine.async_generate("x", lora_path="a")
+
+
+async def test_an_unload_that_is_cancelled_or_too_late_leaves_the_adapter_loaded(tmp_path: Path) -> None:
+    async with adapter_engine() as engine:
+        await load(engine, tmp_path, "a")
+        stream = engine.async_generate("x", {"max_new_tokens": 1000}, stream=True, lora_path="a")
+        await anext(stream)
+        late = await engine.unload_lora_adapter("a", timeout=0.01)
+        assert "1 calls still used" in late.error_message
+        unloading = asyncio.create_task(engine.unload_lora_adapter("a"))
+        await until(lambda: not registry(engine).list().loaded_adapters)
+        unloading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unloading
+        assert await texts_of(engine, "a", 1)
+        await stream.aclose()
+        assert await engine.unload_lora_adapter("a")
+
+
+async def test_two_loads_of_a_name_and_a_shutdown_meanwhile(tmp_path: Path) -> None:
+    engine = adapter_engine()
+    async with engine:
+        folder = write_adapter(tmp_path / "a")
+        results = await asyncio.gather(*(engine.load_lora_adapter("a", folder) for _ in range(3)))
+        assert sorted(map(bool, results)) == [False, False, True]
+        loading = asyncio.create_task(engine.load_lora_adapter("b", folder))
+        await asyncio.sleep(0)
+        assert "'b' is being loaded" in (await engine.load_lora_adapter("b", folder)).error_message
+        stream = engine.async_generate("x", {"max_new_tokens": 1000}, stream=True, lora_path="a")
+        await anext(stream)
+        unloading = asyncio.create_task(engine.unload_lora_adapter("a"))
+        await asyncio.sleep(0)
+    results = await asyncio.gather(loading, unloading, return_exceptions=True)
+    assert all(result or isinstance(result, EngineClosedError) for result in results)
+
+
+async def test_pinned_adapters_are_counted_and_stay(tmp_path: Path) -> None:
+    async with adapter_engine() as engine:
+        await load(engine, tmp_path, "a", pinned=True)
+        second = await engine.load_lora_adapter("b", write_adapter(tmp_path / "b", 1), pinned=True)
+        assert "max_loras_per_batch=2 leaves no place" in second.error_message
+        await load(engine, tmp_path, "b", "c")
+        for name in ("b", "c", "a", "b"):
+            assert await texts_of(engine, name, 1)
+        assert await engine.unload_lora_adapter("a")
+        assert await engine.load_lora_adapter("a", tmp_path / "a", pinned=True)
+
+
+def test_the_engine_without_a_loop_has_the_same_calls(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a")
+    with fake_engine(max_loras_per_batch=2) as engine:
+        assert engine.load_lora_adapter("a", str(folder)).loaded_adapters == {"a": str(folder)}
+        assert engine.generate("x", PARAMS, lora_path="a")["text"] != engine.generate("x", PARAMS)["text"]
+        assert engine.list_lora_adapters().loaded_adapters == {"a": str(folder)}
+        assert asyncio.run(engine.async_unload_lora_adapter("a"))
+        assert asyncio.run(engine.async_load_lora_adapter("a", folder))
+        assert engine.unload_lora_adapter("a").loaded_adapters == {}
+        assert asyncio.run(engine.async_list_lora_adapters())
+
+
+@pytest.mark.process
+async def test_requests_and_adapters_survive_a_lost_scheduler(tmp_path: Path) -> None:
+    faults = Faults(kill_at=30, once=str(tmp_path / "once"))
+    names = [*"abcdef"]
+    async with adapter_engine(faults=faults, max_loras_per_batch=2, step_time_s=0.001) as engine:
+        await load(engine, tmp_path, "a", pinned=True)
+        await load(engine, tmp_path, *names[1:])
+        calls = [texts_of(engine, [name, None], 2) for name in names for _ in range(4)]
+        results = await asyncio.gather(*calls)
+        assert engine.stats()["num_restarts"] == 1
+        assert len({tuple(result) for result in results}) == len(names)
+        assert (await engine.list_lora_adapters()).loaded_adapters.keys() == {*names}
+        assert await texts_of(engine, "f", 1)
