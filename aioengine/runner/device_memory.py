@@ -109,16 +109,11 @@ class DeviceMemory:
         advice = "Lower chunked_prefill_size or max_running_requests"
         with self.take("a step of the largest size", advice=advice):
             peak = peak_memory(model, self.device, largest, adapters)
-        feature_bytes = 0
-        if isinstance(model, VisionModel):
-            with self.take("the largest image", advice="Lower context_length, which bounds the images of a prompt"):
-                tower, feature_bytes = image_memory(model, self.device, largest.image_tokens)
-            peak = max(peak, tower)
-            feature_bytes += GPU_FEATURE_BYTES
         steps = peak + peak // 4  # a margin: steps of mixed sizes fragment the allocator's memory
+        images = self._images_budget(model, largest, steps) if isinstance(model, VisionModel) else 0
         counts = 4 * largest.num_rows * model.vocab_size  # the token counts of penalties
         # 2 * counts: while the table of counts grows, the old and the new one exist
-        reserved = steps + feature_bytes + 2 * counts + GRAPHS_BYTES + captured_bytes(model, largest, steps)
+        reserved = steps + images + 2 * counts + GRAPHS_BYTES + captured_bytes(model, largest, steps)
         free, total = torch.cuda.mem_get_info(self.device)
         left = int(free - (1.0 - fraction) * total)
         explanation = (
@@ -126,6 +121,12 @@ class DeviceMemory:
             f"largest step and the CUDA graphs need {format_bytes(reserved)}"
         )
         return PoolBudget(max(free - reserved, 0), max(left - reserved, 0), explanation)
+
+    def _images_budget(self, model: VisionModel, largest: LargestStep, steps: int) -> int:
+        """Memory for images beside that of ``steps``, which the vision tower uses before the step itself."""
+        with self.take("the largest image", advice="Lower context_length, which bounds the images of a prompt"):
+            peak, feature_bytes = image_memory(model, self.device, largest.image_tokens)
+        return max(peak + peak // 4 - steps, 0) + feature_bytes + GPU_FEATURE_BYTES
 
     def describe(self) -> str:
         """How much there is, how much is free, and who has the rest, as far as it is known."""
