@@ -45,6 +45,9 @@ MAX_IMAGE_TOKENS = 16_384
 _WARMUP_ROWS = 1, 2, 17, 33, 65
 """Row counts that are run before a measurement: one for each range of row counts with a matmul kernel of its own."""
 
+_WARMUP_IMAGES = 1, 4
+"""Tokens of images that are run before a measurement: kernels have forms of their own for multiples of 16 patches."""
+
 _SMI_TIMEOUT_S = 10.0
 
 
@@ -211,6 +214,8 @@ def image_memory(model: VisionModel, device: torch.device, num_tokens: int) -> t
     Raises:
         torch.OutOfMemoryError: it does not fit.
     """
+    for small in _WARMUP_IMAGES:
+        model.encode_image(model.largest_image(small))
     arrays = model.largest_image(num_tokens)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
