@@ -267,7 +267,7 @@ class Adapters:
         for uid in self._slots.line.uids(key):
             adapter = self._requests.gated[uid].submit.adapter
             name = "" if adapter is None else adapter.name
-            why = f"the adapter {name!r} cannot be used: {reason}"
+            why = f"adapter {name!r}: {reason}"
             self._requests.abort([uid], FinishCode.FAILED, why, stage=STAGE)
         for call_id, (adapter, answer) in list(self._loads.items()):
             if key_of(adapter) == key:

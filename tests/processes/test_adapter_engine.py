@@ -1,0 +1,219 @@
+"""The whole engine with LoRA adapters of the demo model, in fp32, against weights that peft merged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from aioengine import AsyncEngine, Engine
+from aioengine.errors import EngineStartupError, RequestError
+from aioengine.model_folder import DEMO_MODEL
+from tests.kit.adapters import change_tensors, merged, save_adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+pytestmark = pytest.mark.process
+
+PROMPTS = ["The capital of France is", "Once upon a time there was a small dragon who", "1, 2, 3,"]
+PARAMS: dict[str, object] = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+ARGUMENTS: dict[str, object] = {"dtype": "float32", "device": "cpu", "max_total_tokens": 4096, "page_size": 4}
+KINDS: dict[str, dict[str, object]] = {
+    "some": {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 12, "use_rslora": True},
+    "all": {"r": 4},
+    "ranks": {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"o_proj": 3.0}},
+}
+
+
+class Case(NamedTuple):
+    """Folders of adapters, and by their names the greedy ids for each prompt by transformers; "": the base model."""
+
+    folders: dict[str, Path]
+    expected: dict[str, list[list[int]]]
+    states: dict[str, np.ndarray]
+
+
+def demo_model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(str(DEMO_MODEL), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory, engine_ids: list[list[int]]) -> Case:
+    folder = tmp_path_factory.mktemp("adapters")
+    folders = {
+        name: save_adapter(demo_model(), folder / name, seed=seed, **kind)
+        for seed, (name, kind) in enumerate(KINDS.items())
+    }
+    expected: dict[str, list[list[int]]] = {}
+    states: dict[str, np.ndarray] = {}
+    with torch.inference_mode():
+        for name in ("", *KINDS):
+            model = merged(demo_model(), folders[name]) if name else demo_model()
+            expected[name] = [greedy(model, ids) for ids in engine_ids]
+            last = model.model(torch.tensor([engine_ids[0]])).last_hidden_state[0, -1]
+            states[name] = (last / last.norm()).numpy()
+    return Case(folders, expected, states)
+
+
+def greedy(model: PreTrainedModel, ids: list[int]) -> list[int]:
+    found = list(ids)
+    for _ in range(12):
+        found.append(int(model(torch.tensor([found])).logits[0, -1].argmax()))
+    return found[len(ids) :]
+
+
+@pytest.fixture(scope="module")
+def engine_ids() -> list[list[int]]:
+    from aioengine.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(DEMO_MODEL)
+    return [tokenizer.encode(prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def engine(case: Case) -> Iterator[Engine]:
+    with Engine(
+        lora_paths=case.folders, max_loras_per_batch=2, max_lora_rank=16, lora_target_modules="all", **ARGUMENTS
+    ) as engine:  # type: ignore[arg-type]
+        yield engine
+
+
+def ids_of(engine: Engine, prompts: list[str], lora_path: object) -> list[list[int]]:
+    return [out["output_ids"] for out in engine.generate(prompts, PARAMS, lora_path=lora_path)]  # type: ignore[arg-type]
+
+
+def test_rows_of_several_adapters_in_one_batch_are_those_of_merged_weights(engine: Engine, case: Case) -> None:
+    names = [name for name in ("some", None, "all", "ranks") for _ in PROMPTS]
+    for _ in range(2):
+        found = ids_of(engine, PROMPTS * 4, names)
+        expected = [ids for name in ("some", "", "all", "ranks") for ids in case.expected[name]]
+        assert found == expected
+    assert len({str(case.expected[name]) for name in case.expected}) == 4
+
+
+def test_a_row_alone_a_stream_and_samples_give_the_same(engine: Engine, case: Case) -> None:
+    for name in KINDS:
+        assert ids_of(engine, PROMPTS[:1], name) == case.expected[name][:1]
+    chunks = list(engine.generate(PROMPTS[1], PARAMS, stream=True, lora_path="all"))
+    assert [token_id for chunk in chunks for token_id in chunk["output_ids"]] == case.expected["all"][1]
+    sampled = {"temperature": 1.0, "seed": 5, "max_new_tokens": 12}
+    three = engine.generate(PROMPTS[0], {**sampled, "n": 3}, lora_path="ranks")
+    assert (
+        three[1]["output_ids"] == engine.generate(PROMPTS[0], {**sampled, "seed": 6}, lora_path="ranks")["output_ids"]
+    )  # type: ignore[call-overload]
+
+
+def test_prefixes_are_found_again_for_the_same_adapter_alone(engine: Engine) -> None:
+    assert engine.flush_cache()
+    prompt = PROMPTS[1] * 3
+    cached: list[tuple[str | None, bool]] = []
+    for name in (None, "some", "all", None, "some", "all"):
+        out = engine.generate(prompt, PARAMS, lora_path=name)
+        cached.append((name, out["meta_info"]["cached_tokens"] > 0))
+    assert [is_hit for _, is_hit in cached] == [False] * 3 + [True] * 3
+
+
+def test_vectors_and_scores_are_those_of_the_adapter(engine: Engine, case: Case) -> None:
+    for name in ("", "all"):
+        vector = engine.encode(PROMPTS[0], lora_path=name or None)["embedding"]
+        assert np.allclose(vector, case.states[name], atol=1e-4)
+    scores = engine.score("The capital of", [" France", " France"], [1, 2], lora_path=[None, "all"])
+    alone = engine.score("The capital of", [" France"], [1, 2], lora_path="all")
+    assert np.allclose(scores[1], alone[0], atol=1e-6)
+    assert scores[0] != scores[1]
+
+
+def test_one_slot_and_few_pages_change_nothing_and_a_folder_deleted_since_fails_its_requests(
+    case: Case, tmp_path: Path
+) -> None:
+    folder = save_adapter(demo_model(), tmp_path / "short-lived")
+    few = {**ARGUMENTS, "max_total_tokens": 160, "chunked_prefill_size": 16, "max_running_requests": 4}
+    paths = [str(path) for path in (*case.folders.values(), folder)]
+    with Engine(lora_paths=paths, max_loras_per_batch=1, max_loaded_loras=1, **few) as engine:  # type: ignore[arg-type]
+        found = ids_of(engine, PROMPTS * 3, [name for name in KINDS for _ in PROMPTS])
+        assert found == [ids for name in KINDS for ids in case.expected[name]]
+        assert ids_of(engine, PROMPTS[:1], str(case.folders["all"])) == case.expected["all"][:1]
+        for file in folder.iterdir():
+            file.unlink()
+        with pytest.raises(RequestError, match=r"'adapter': adapter '.*short-lived': .*no adapter_config.json"):
+            ids_of(engine, PROMPTS[:1], "short-lived")
+        assert ids_of(engine, PROMPTS[:1], "some") == case.expected["some"][:1]
+
+
+def hostile(folder: Path) -> dict[str, Path]:
+    """What is wrong with an adapter -> its folder."""
+    found: dict[str, Path] = {}
+
+    def made(words: str, **config: object) -> Path:
+        found[words] = save_adapter(demo_model(), folder / str(len(found)), **config)
+        return found[words]
+
+    change_tensors(made("finite"), {"q_proj.lora_A.weight": torch.full((4, 256), torch.nan)})
+    change_tensors(made("shape"), {"q_proj.lora_B.weight": torch.zeros(7, 4)})
+    change_tensors(made("lacks"), {"q_proj.lora_B.weight": None})
+    change_tensors(made("tensor"), {"base_model.model.something.weight": torch.zeros(2)})
+    made("rank 32", r=32)
+    path = made("truncated: it has") / "adapter_model.safetensors"
+    entry = {"dtype": "F32", "shape": [50_000, 50_000], "data_offsets": [0, 10_000_000_000]}
+    header = json.dumps({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    path = made("a header of 10000000000") / "adapter_model.safetensors"
+    path.write_bytes((10_000_000_000).to_bytes(8, "little") + b"{}")
+    (made("no adapter_model.safetensors") / "adapter_model.safetensors").unlink()
+    return found
+
+
+def test_hostile_folders_give_false_results_and_nothing_else_is_disturbed(
+    engine: Engine, case: Case, tmp_path: Path
+) -> None:
+    for words, folder in hostile(tmp_path).items():
+        result = engine.load_lora_adapter("wrong", folder)
+        assert not result, words
+        assert words in result.error_message
+    assert engine.list_lora_adapters().loaded_adapters.keys() == KINDS.keys()
+    assert ids_of(engine, PROMPTS[:1], "all") == case.expected["all"][:1]
+
+
+def test_a_bad_adapter_fails_the_constructor_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="adapter_config.json"):
+        Engine(lora_paths=[str(tmp_path)], **ARGUMENTS)  # type: ignore[arg-type]
+    folder = save_adapter(demo_model(), tmp_path / "nan")
+    change_tensors(folder, {"q_proj.lora_A.weight": torch.full((4, 256), torch.inf)})
+    with pytest.raises(EngineStartupError, match="lora_paths: .*finite"):
+        Engine(lora_paths=[str(folder)], **ARGUMENTS)  # type: ignore[arg-type]
+
+
+async def test_many_names_over_few_folders_are_all_served_and_survive_a_lost_scheduler(case: Case) -> None:
+    """100 names through 2 slots, with two copies in memory, and a SIGKILL in the middle."""
+    names = [f"tenant-{number}" for number in range(100)]
+    kinds = dict(zip(names, [*KINDS] * 34, strict=False))
+    paths = {name: case.folders[kind] for name, kind in kinds.items()}
+    pinned = {"lora_name": "pinned", "lora_path": case.folders["all"], "pinned": True}
+    given = [{"lora_name": name, "lora_path": path} for name, path in paths.items()] + [pinned]
+    async with AsyncEngine(lora_paths=given, max_loras_per_batch=2, max_loaded_loras=2, **ARGUMENTS) as engine:  # type: ignore[arg-type]
+        calls = [
+            asyncio.create_task(ask(engine, PROMPTS[place % 3], name)) for place, name in enumerate([*names, "pinned"])
+        ]
+        await asyncio.sleep(0.3)
+        scheduler = next(child["pid"] for child in engine.health()["processes"] if child["role"] == "scheduler")
+        os.kill(scheduler, signal.SIGKILL)
+        found = await asyncio.gather(*calls)
+        for place, name in enumerate(names):
+            assert found[place] == case.expected[kinds[name]][place % 3]
+        assert engine.stats()["num_restarts"] == 1
+        assert len((await engine.list_lora_adapters()).loaded_adapters) == 101
+
+
+async def ask(engine: AsyncEngine, prompt: str, name: str) -> list[int]:
+    return (await engine.async_generate(prompt, PARAMS, lora_path=name))["output_ids"]  # type: ignore[arg-type]
