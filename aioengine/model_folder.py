@@ -17,7 +17,7 @@ from aioengine import checkpoint, checks, folder_files, plugins
 from aioengine.adapter_folder import linear_layers
 from aioengine.config import PoolingSettings
 from aioengine.embedder_files import is_embedder, read_pooling
-from aioengine.families._config import MAX_SIZES, Task, as_embedder
+from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder
 from aioengine.families._tensors import is_ignored, tensor_shapes
 from aioengine.hub import download
 
@@ -215,7 +215,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
         task=decoder.task.value,
         is_causal=decoder.is_causal,
         pooling=pooling,
-        linear_layers=linear_layers(decoder),
+        linear_layers=linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {},
     )
 
 

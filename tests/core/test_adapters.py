@@ -19,7 +19,7 @@ from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.testing.fake_runner import FakeRunner, read_fake_adapter, reference_output
 from tests.core.core_world import NO_EOS, WatchedRunner, World, random_requests, settings_of, submit_of
-from tests.kit.adapter_files import write_adapter
+from tests.kit.fake_adapters import write_adapter
 
 if TYPE_CHECKING:
     from aioengine.protocol.messages import StepOutput, Submit

@@ -13,7 +13,7 @@ from aioengine.errors import EngineClosedError, RequestError
 from aioengine.frontend.loaded_adapters import LoadedAdapters
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from aioengine.testing.faults import Faults
-from tests.kit.adapter_files import write_adapter
+from tests.kit.fake_adapters import write_adapter
 from tests.kit.waiting import until
 
 if TYPE_CHECKING:

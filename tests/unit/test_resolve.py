@@ -14,7 +14,7 @@ from aioengine.config import LoraSettings, Settings
 from aioengine.machine import DeviceFacts
 from aioengine.model_folder import ModelFacts
 from aioengine.resolve import resolve
-from tests.kit.adapter_files import write_adapter
+from tests.kit.fake_adapters import write_adapter
 
 MODEL = ModelFacts(
     path="/model",
