@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from examples.train_demo_adapter.__main__ import STYLES
+from examples.train_demo_adapter.__main__ import train as train_adapter
 from tests.kit.source import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -28,14 +30,19 @@ SCRIPTS = {
     "08_search.py": r"Norway is: The capital of Norway is Oslo.*Egypt is: Cairo is the capital",
     "09_scores.py": r"Norway: Europe \(.*Egypt: Africa \(",
 }
+TRAINED = {
+    "10_adapters.py": r"base: The capital of Norway is Oslo.*pirate: .*brief: ",
+}
+"""Those that are given the folder of what they would train, which the tests make with few steps; the whole runs are in
+``test_train_*.py``."""
 SERVERS = ("fastapi_server.py", "aiohttp_server.py")
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    assert {file.name for file in EXAMPLES.glob("*.py")} == {*SCRIPTS, *SERVERS}
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {*SCRIPTS, *TRAINED, *SERVERS}
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *SERVERS])
+@pytest.mark.parametrize("name", [*SCRIPTS, *TRAINED, *SERVERS])
 def test_an_example_is_short(name: str) -> None:
     num_lines = (EXAMPLES / name).read_text().count("\n")
     assert num_lines <= (120 if name in SERVERS else 40)
@@ -53,10 +60,28 @@ def test_a_script_runs(name: str) -> None:
         assert done.stderr.endswith("10 prompt tokens, 39 output tokens\n")  # of all prompts
 
 
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_script_runs_with_what_was_trained(name: str, tmp_path: Path) -> None:
+    train_a_little(name, tmp_path)
+    done = run(name, arguments=(str(tmp_path),))
+    assert done.returncode == 0, done.stderr
+    assert re.search(TRAINED[name], done.stdout, re.DOTALL), done.stdout
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
+
+
+def train_a_little(name: str, folder: Path) -> None:
+    """One step of what the script would train, into this folder."""
+    for style in STYLES:
+        train_adapter(style, 1, num_rows=1).save_pretrained(folder / style)
+
+
 def run(
-    name: str, given: str = "The capital of Norway is\nThe capital of Egypt is\n"
+    name: str, given: str = "The capital of Norway is\nThe capital of Egypt is\n", arguments: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-X", "dev", "-W", "error", str(EXAMPLES / name)]
+    command = [sys.executable, "-X", "dev", "-W", "error", str(EXAMPLES / name), *arguments]
     return subprocess.run(
         command, input=given, capture_output=True, text=True, timeout=55, check=False, env=environment()
     )
