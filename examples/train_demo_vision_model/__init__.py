@@ -1,0 +1,1 @@
+"""A tiny vision model that names coloured shapes in drawn pictures."""
