@@ -24,7 +24,7 @@ from aioengine.families import _tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from aioengine.families._config import DecoderConfig
+    from aioengine.families._config import TransformerConfig
     from aioengine.folder_files import Json
     from aioengine.patterns import Pattern
 
@@ -180,7 +180,7 @@ class AdapterFolder(Struct, frozen=True):
         return ValueError(f"the adapter in {self.path} cannot be used: {reason}")
 
 
-def linear_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+def linear_layers(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     """Name in the checkpoint -> (outputs, inputs) of each layer of a model that an adapter may change."""
     shapes = _tensors.tensor_shapes(config)
     names = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
