@@ -80,8 +80,10 @@ class ImageDecoder(Decoder):
 
 
 def to_device(array: Tensor, device: torch.device) -> Tensor:
-    """[...] on the host -> [...] on the device, without waiting for earlier steps of a GPU."""
-    return array.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else array.to(device)
+    """[...] -> [...] on the device, without waiting for earlier steps of a GPU."""
+    if array.is_cuda or device.type != "cuda":
+        return array.to(device)
+    return array.pin_memory().to(device, non_blocking=True)
 
 
 class _Tower(Protocol):

@@ -220,7 +220,8 @@ def image_memory(model: VisionModel, device: torch.device, num_tokens: int) -> t
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    feature_bytes = model.encode_image(arrays).nbytes
+    # copied here, for memory through which the model would copy them would stay pinned
+    feature_bytes = model.encode_image({name: array.to(device) for name, array in arrays.items()}).nbytes
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
