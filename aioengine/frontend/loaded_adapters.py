@@ -191,12 +191,14 @@ class LoadedAdapters:
                 raise ValueError(f"lora_path {checks.shown(name)} is the last part of several paths: {paths}")
             load = self._loads.get(next(iter(meant), ""))
         if load is None or load.is_leaving:
-            known = sorted({*self._loads, *self._aliases})
-            why = (
-                "is being unloaded" if load is not None else "is loading" if name in self._loading else "is not loaded"
-            )
-            hint = checks.did_you_mean(name, known)
-            raise ValueError(f"the adapter {checks.shown(name)} {why}{hint}; load_lora_adapter loads one")
+            if load is not None:
+                why = "is being unloaded"
+            elif name in self._loading:
+                why = "is loading; await the call that loads it"
+            else:
+                known = sorted({*self._loads, *self._aliases})
+                why = f"is not loaded{checks.did_you_mean(name, known)}; load_lora_adapter loads one"
+            raise ValueError(f"the adapter {checks.shown(name)} {why}")
         return load
 
     def list(self) -> AdapterResult:

@@ -163,7 +163,7 @@ def test_other_kinds_of_adapters_and_other_files(base: PreTrainedModel, tmp_path
     (folder / CONFIG).unlink()
     with pytest.raises(ValueError, match="has no adapter_config.json"):
         read_folder(folder)
-    with pytest.raises(ValueError, match="has no adapter_config.json"):
+    with pytest.raises(ValueError, match="missing' is no folder"):
         read_folder(tmp_path / "missing")
 
 

@@ -193,7 +193,7 @@ def test_what_cannot_be_read_or_placed(llama: tuple[Path, Path], tmp_path: Path)
         runner.read_adapter(adapter(path))
     with pytest.raises(ValueError, match="have changed since"):
         runner.read_adapter(adapter(path, fingerprint="another"))
-    with pytest.raises(ValueError, match="has no adapter_config.json"):
+    with pytest.raises(ValueError, match="missing' is no folder"):
         runner.read_adapter(adapter(tmp_path / "missing"))
     failed = runner.collect(runner.launch(Plan([Row(0, 0, 3, TOKENS, [1, 2, 3])], [opened(0, 4, [1, 2, 3])]))).failed
     assert "adapter slot 4 of 3" in failed[0]

@@ -111,7 +111,7 @@ async def test_names_that_are_not_loaded_are_refused_at_the_call(tmp_path: Path)
 
 async def test_a_bad_adapter_gives_a_false_result_with_the_reason(tmp_path: Path) -> None:
     wrong = {
-        "no adapter_config.json": tmp_path / "nothing",
+        "is no folder": tmp_path / "nothing",
         "not finite": write_adapter(tmp_path / "nan", value=float("nan")),
         "rank 65": write_adapter(tmp_path / "rank", rank=65),
         "no such layer": write_adapter(tmp_path / "layer", layers={"model.layers.9.self_attn.q_proj": (8, 8)}),
@@ -159,7 +159,7 @@ async def test_unloading_refuses_new_calls_and_waits_for_those_that_run(tmp_path
         await anext(stream)
         unloading = asyncio.create_task(engine.unload_lora_adapter("a"))
         await until(lambda: not registry(engine).list().loaded_adapters)
-        with pytest.raises(ValueError, match="is being unloaded"):
+        with pytest.raises(ValueError, match="'a' is being unloaded$"):
             engine.async_generate("x", lora_path="a")
         assert "is being unloaded" in (await engine.unload_lora_adapter("a")).error_message
         assert "loaded already" in (await engine.load_lora_adapter("a", tmp_path / "a")).error_message
