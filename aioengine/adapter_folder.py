@@ -196,7 +196,7 @@ def read_folder(folder: Path) -> AdapterFolder:
     """
     raw = folder_files.read_json(folder / CONFIG, dict[str, Any])
     if raw is None and not folder.is_dir():
-        raise ValueError(f"{str(folder)!r} is no folder; an adapter is a local one, as peft's save_pretrained writes it")
+        raise ValueError(f"{str(folder)!r} is no folder; an adapter is one that peft's save_pretrained wrote")
     if raw is None:
         raise ValueError(f"{str(folder)!r} has no {CONFIG}: it is no folder of a peft adapter")
     path = folder / TENSORS
