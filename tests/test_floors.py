@@ -52,7 +52,7 @@ FLOORS = {
         "torch flashinfer filelock triton safetensors numpy msgspec",
         "asyncio",
     ),
-    "3": Floor(("processes",), "0 1 2 2' 2g 2t", "torch zmq uvloop msgspec"),
+    "3": Floor(("processes",), "0 1 1' 2 2' 2g 2t", "torch zmq uvloop msgspec PIL numpy safetensors"),
     "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop"),
     "4": Floor(
         ("utils > sync > engine > signatures > sessions > stream > frontend > args, answers > portal",),

@@ -17,7 +17,12 @@ HEAVY = "torch transformers numpy huggingface_hub pandas PIL fastapi aiohttp uvi
 
 WAITING = "jinja2 tqdm regex tokenizers importlib.metadata".split()
 
-PACKAGE_NAMES = {"zmq": "pyzmq", "flashinfer": "flashinfer-python", "huggingface_hub": "huggingface-hub"}
+PACKAGE_NAMES = {
+    "PIL": "pillow",
+    "zmq": "pyzmq",
+    "flashinfer": "flashinfer-python",
+    "huggingface_hub": "huggingface-hub",
+}
 """Module -> the name of its package, where the two differ."""
 
 HOST_STATE = """
@@ -81,11 +86,12 @@ def test_importing_the_package_changes_nothing_in_the_host() -> None:
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared, for_gpus = map(names_of, (project["dependencies"], project["optional-dependencies"]["cuda"]))
+    extras = project["optional-dependencies"]
+    declared, optional = map(names_of, (project["dependencies"], [*extras["cuda"], *extras["images"]]))
     tops = {entry.target.split(".")[0] for of in modules() for entry in imports(of)}
     imported = {PACKAGE_NAMES.get(name, name) for name in tops - sys.stdlib_module_names - {"aioengine"}}
     others = {"triton", "typing_extensions"}  # which come with torch, and with type checkers
-    assert imported - for_gpus - others == declared
+    assert imported - optional - others == declared
 
 
 def names_of(requirements: list[str]) -> set[str]:

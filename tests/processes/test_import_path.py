@@ -14,7 +14,7 @@ import pytest
 
 from aioengine.errors import EngineStartupError
 from aioengine.processes.bootstrap import merged
-from aioengine.supervision.launchers.process import import_path
+from aioengine.supervision.spawning import import_path
 from tests.kit.source import ROOT
 from tests.processes.engine_kit import Frontend, fake_settings
 

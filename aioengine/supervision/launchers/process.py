@@ -6,9 +6,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import subprocess
-import sys
-import threading
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from pathlib import Path
@@ -21,6 +18,7 @@ from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
 from aioengine.protocol.orders import Orders, encode_orders
 from aioengine.supervision.family import KILL_WAIT_S
 from aioengine.supervision.launchers._process_child import ProcessChild
+from aioengine.supervision.spawning import start_child
 from aioengine.supervision.tasks import WorkerThread, require_threads
 from aioengine.transport.addresses import BOARD_SUFFIX, Listener, PrivateDirectory, is_reachable, listen
 from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSender, Context, ZmqError, end_context
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
     from aioengine.config import Settings
 
-_BOOTSTRAP = Path(__file__).resolve().parents[2] / "processes" / "bootstrap.py"
 _FRONTEND = "frontend"
 _EPOCH_BITS = 62
 _MAX_SPAWN_S = 5.0
@@ -43,11 +40,6 @@ _FOR_PROCESS, _FOR_PROCESS_ALONE = 2, 6
 _FOR_CHANNELS, _FOR_CHANNEL = 8, 1
 _HELD_BACK = 16
 _ZMQ_THREADS = 2
-
-_no_forks = threading.RLock()
-"""Forks of the program wait while a child starts: each would inherit the pipe on whose end ``Popen`` waits, and so hold
-up the start for as long as it lives."""
-os.register_at_fork(before=_no_forks.acquire, after_in_parent=_no_forks.release, after_in_child=_no_forks.release)
 
 
 class ProcessLauncher:
@@ -201,64 +193,13 @@ class ProcessLauncher:
 
     def _spawn(self, role: Role) -> None:
         log_path = self._folder / f"{role}.log"
-        command = [_interpreter(role), "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
-        try:
-            with self._spare.lent(_FOR_PROCESS + _FOR_PROCESS_ALONE, used=_FOR_PROCESS):
+        with self._spare.lent(_FOR_PROCESS + _FOR_PROCESS_ALONE, used=_FOR_PROCESS):
+            try:
                 orders = self._orders(role, log_path.with_suffix(BOARD_SUFFIX))
-                with log_path.open("wb") as log, _no_forks:
-                    popen = subprocess.Popen(
-                        command,
-                        stdin=subprocess.PIPE,
-                        stdout=log,
-                        stderr=log,
-                        pass_fds=(orders.listener_fd,),
-                        cwd=self._folder,  # the program's own may be removed, and libraries need one
-                        start_new_session=True,  # Ctrl-C in the terminal is the parent's business
-                    )
-        except OSError as error:
-            raise EngineStartupError(f"the {role} process could not be started with {command[0]!r}: {error}") from error
+            except OSError as error:
+                raise EngineStartupError(f"the {role} process could not be started: {error}") from error
+            popen = start_child(str(role), log_path, encode_orders(orders), (orders.listener_fd,))
         self.children.append(ProcessChild(role, popen, log_path, self._spare))
-        assert popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once; its exit is reported
-            path = b"\0".join(os.fsencode(entry) for entry in import_path())
-            popen.stdin.write(b"%d\n%s%s\n" % (len(path), path, encode_orders(orders)))
-            popen.stdin.flush()
-
-
-def _interpreter(role: Role) -> str:
-    """The Python that runs this program; a program into which Python is embedded may have none."""
-    if not isinstance(sys.executable, str) or not sys.executable:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise EngineStartupError(
-            f"the {role} process needs a Python interpreter, and sys.executable is {sys.executable!r}; "
-            "set it to the path of one that has the packages of this program"
-        )
-    return sys.executable
-
-
-def import_path() -> list[str]:
-    """The folders in which this program finds modules, in its order, for the children.
-
-    The folder of the script and the working directory come last. Their files are not libraries; one may have the name
-    of a module that only children import, and must not take its place.
-    """
-    try:
-        here = os.getcwd()
-    except OSError:  # it was removed, and nothing relative can be found
-        here = ""
-    main = sys.modules.get("__main__")
-    script = vars(main).get("__file__") if main is not None else None
-    incidental = {here, os.path.dirname(os.path.realpath(script)) if isinstance(script, str) else here}
-    entries = [entry for entry in sys.path if _may_name_folder(entry)]
-    absolute = [os.path.normpath(os.path.join(here, entry)) for entry in entries if here or os.path.isabs(entry)]
-    return sorted(absolute, key=incidental.__contains__)
-
-
-def _may_name_folder(entry: object) -> bool:
-    """Whether an entry of ``sys.path`` can be a path; Python itself ignores others."""
-    try:
-        return isinstance(entry, str) and b"\0" not in os.fsencode(entry)
-    except UnicodeEncodeError:
-        return False
 
 
 PLUGIN = ProcessLauncher

@@ -1,0 +1,83 @@
+"""Picture files to RGB, with Pillow.
+
+Only formats that Pillow decodes itself are read, and none whose header says more pixels than allowed. Everything here
+may take long, or crash in a decoder: it runs in the media process, and only pictures that a caller holds as objects of
+Pillow become RGB on a thread of the caller's process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Final
+
+from PIL import Image, ImageOps
+
+if TYPE_CHECKING:
+    from typing import BinaryIO
+
+FORMATS: Final = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+"""Others need programs, such as that of PostScript, or are rare."""
+
+_MAX_SHORT: Final = 0xFFFF
+
+
+def limit_pixels(max_pixels: int) -> None:
+    """Let Pillow refuse pictures inside of files, too, that have more than ``max_pixels``. For the whole process."""
+    Image.MAX_IMAGE_PIXELS = max_pixels
+    warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+
+def open_picture(file: BinaryIO, max_pixels: int) -> Image.Image:
+    """Read the header of a picture; nothing is decoded.
+
+    Raises:
+        ValueError: this is no picture, or it has more than ``max_pixels`` pixels.
+    """
+    Image.init()
+    try:
+        image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
+    except Image.UnidentifiedImageError:
+        raise ValueError(f"it is no picture in a format that is read ({', '.join(FORMATS)})") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"its header says more than max_image_pixels={max_pixels} pixels ({error})") from None
+    except Exception as error:  # decoders raise anything for a broken header
+        raise ValueError(f"its header cannot be read: {type(error).__name__}: {error}") from error
+    check_pixels(image, max_pixels)
+    return image
+
+
+def check_pixels(image: Image.Image, max_pixels: int) -> None:
+    """Raise ValueError for a picture without pixels, or with too many."""
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise ValueError(f"it has {width} x {height} pixels")
+    if width * height > max_pixels:
+        raise ValueError(f"it has {width} x {height} pixels, and max_image_pixels={max_pixels} are allowed")
+
+
+def decode(image: Image.Image) -> Image.Image:
+    """Decode a picture (of an animation the first frame), turn it as its EXIF data say, and make it RGB.
+
+    Alpha is left out, CMYK and palettes are converted, and of 16 bits the upper 8 stay.
+
+    Raises:
+        ValueError: it is truncated or damaged.
+    """
+    try:
+        image.load()
+        return _rgb(ImageOps.exif_transpose(image))
+    except Exception as error:  # decoders raise anything for broken data
+        raise ValueError(f"it cannot be decoded: {type(error).__name__}: {error}") from error
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB":
+        return image
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        wide = image.convert("I")
+        _, peak = wide.getextrema()
+        scale = 1 / 256 if isinstance(peak, tuple) or peak <= _MAX_SHORT else 1 / (1 << 23)
+        image = wide.point(lambda value: value * scale).convert("L")
+    elif image.mode in ("P", "PA"):  # a palette may hold alpha, which Pillow converts in this way alone
+        image = image.convert("RGBA")
+    return image.convert("RGB")

@@ -1,0 +1,185 @@
+"""The media process: fetches, decodes and prepares the images of prompts, several at a time on threads.
+
+Decoders of pictures are large, and fed by strangers: here they may crash or hang, at the cost of the images that are in
+them. It imports transformers for its image processors, in the forms that need Pillow alone, and no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import importlib
+import os
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+import numpy as np
+from PIL import Image
+from safetensors.numpy import save_file
+
+from aioengine import pictures
+from aioengine.errors import describe
+from aioengine.media._base import ImageShape
+from aioengine.processes.host import die_with_parent, handle_signals, limit_threads, name_process
+from aioengine.processes.web import WebLimits, fetch
+from aioengine.protocol.media import (
+    Broken,
+    Fetched,
+    FetchJob,
+    MediaOrders,
+    MediaReady,
+    Prepared,
+    PrepareJob,
+    Refused,
+    decode_job,
+    decode_media_orders,
+    encode_line,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from types import ModuleType
+
+    from aioengine.protocol.media import Job, JobEnd
+
+NUM_FETCHES = 16
+"""Downloads at a time: they wait for the network, beside the images that are prepared."""
+
+
+class Preprocess(Protocol):
+    """An image processor of transformers."""
+
+    def __call__(
+        self, images: Image.Image, *, input_data_format: str, return_tensors: str, **options: bool
+    ) -> Mapping[str, object]: ...
+
+
+class PixelGate:
+    """Lets pictures be decoded while all of them together have at most ``max_pixels``, or one by one."""
+
+    def __init__(self, max_pixels: int) -> None:
+        self._max_pixels = max_pixels
+        self._num_pixels = 0
+        self._freed = threading.Condition()
+
+    @contextlib.contextmanager
+    def holding(self, num_pixels: int) -> Iterator[None]:
+        with self._freed:
+            self._freed.wait_for(lambda: not self._num_pixels or self._num_pixels + num_pixels <= self._max_pixels)
+            self._num_pixels += num_pixels
+        try:
+            yield
+        finally:
+            with self._freed:
+                self._num_pixels -= num_pixels
+                self._freed.notify_all()
+
+
+class MediaWorker:
+    """Does jobs. From any thread."""
+
+    def __init__(self, orders: MediaOrders, processor: Preprocess) -> None:
+        self._limits = WebLimits(orders.max_bytes, orders.timeout_s, orders.allows_private)
+        self._options = orders.options
+        self._max_pixels = orders.max_pixels
+        self._processor = processor
+        self._gate = PixelGate(orders.max_pixels)
+
+    def do(self, job: Job) -> JobEnd:
+        try:
+            return self._fetch(job) if isinstance(job, FetchJob) else self._prepare(job)
+        except ValueError as error:
+            return Refused(job.id, str(error))
+        except Exception as error:
+            return Broken(job.id, describe(error))
+
+    def _fetch(self, job: FetchJob) -> Fetched:
+        body = fetch(job.url, self._limits)
+        Path(job.path).write_bytes(body)
+        return Fetched(job.id, hashlib.sha256(body).hexdigest())
+
+    def _prepare(self, job: PrepareJob) -> Prepared:
+        with Path(job.source).open("rb") as file:
+            if job.size != (0, 0):
+                image = Image.frombytes("RGB", job.size, file.read())
+            else:
+                image = pictures.open_picture(file, self._max_pixels)
+            with self._gate.holding(image.width * image.height):
+                arrays = self._arrays(pictures.decode(image))
+        tensors = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
+        save_file(tensors, job.path)
+        os.unlink(job.source)
+        return Prepared(job.id, _shape(arrays), sum(array.nbytes for array in tensors.values()))
+
+    def _arrays(self, image: Image.Image) -> dict[str, object]:
+        """What the image processor makes of a picture, by its names. Raises ValueError where it refuses the picture."""
+        found = dict(self._processor(image, input_data_format="channels_last", return_tensors="np", **self._options))
+        mask = found.get("pixel_attention_mask")
+        if isinstance(mask, np.ndarray):
+            found["pixel_attention_mask"] = mask.astype(np.bool_)  # of zeros and ones: an eighth of the bytes
+        return {
+            name: np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+            for name, value in found.items()
+        }
+
+
+def _shape(arrays: Mapping[str, object]) -> ImageShape:
+    height, width = cast("np.ndarray[tuple[int, ...], np.dtype[np.float32]]", arrays["pixel_values"]).shape[-2:]
+    grid = cast("np.ndarray[tuple[int, int], np.dtype[np.int64]] | None", arrays.get("image_grid_thw"))
+    frames, grid_height, grid_width = (0, 0, 0) if grid is None else map(int, grid[0])
+    rows, columns = (int(np.asarray(arrays.get(name, 0)).ravel()[0]) for name in ("rows", "cols"))
+    return ImageShape(int(height), int(width), (frames, grid_height, grid_width), (rows, columns))
+
+
+def load_processor(orders: MediaOrders) -> Preprocess:
+    """The image processor of the model."""
+    # transformers imports torch wherever it finds it, which takes seconds, and these processors do not use it.
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = cast("ModuleType", None)
+    module, _, name = orders.processor.partition(":")
+    return getattr(importlib.import_module(module), name).from_dict(dict(orders.settings))
+
+
+def main() -> None:
+    faulthandler.enable()
+    handle_signals()
+    orders = decode_media_orders(_read_line(0))
+    name_process("aioengine:media")
+    die_with_parent(orders.parent_pid)
+    limit_threads(1)
+    pictures.limit_pixels(orders.max_pixels)
+    worker = MediaWorker(orders, load_processor(orders))
+    with contextlib.suppress(SystemExit, OSError):  # asked to end, or the frontend has ended
+        _serve(socket.socket(fileno=orders.socket_fd), worker, orders.num_workers)
+    os._exit(0)
+
+
+def _serve(channel: socket.socket, worker: MediaWorker, num_workers: int) -> None:
+    lock = threading.Lock()
+
+    def send(reply: MediaReady | JobEnd) -> None:
+        with lock:
+            channel.sendall(encode_line([reply]))
+
+    prepares = ThreadPoolExecutor(num_workers, "prepare")
+    fetches = ThreadPoolExecutor(NUM_FETCHES, "fetch")
+    send(MediaReady())
+    for line in channel.makefile("rb"):
+        job = decode_job(line)
+        pool = fetches if isinstance(job, FetchJob) else prepares
+        pool.submit(lambda job=job: send(worker.do(job)))
+
+
+def _read_line(fd: int) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(fd, 65536)
+        if not part:
+            os._exit(1)  # the parent died first
+        line += part
+    return line

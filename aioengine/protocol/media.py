@@ -1,0 +1,93 @@
+"""What the frontend and the media process say to each other: one JSON object a line, over a pair of sockets.
+
+frontend --> media process      MediaOrders (first), then FetchJob, PrepareJob
+media process --> frontend      MediaReady (first), then for each job Fetched, Prepared, Refused or Broken
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from aioengine.media._base import ImageShape
+
+
+class MediaOrders(Struct, frozen=True, kw_only=True):
+    """The settings of a media process.
+
+    processor: the image processor of transformers, "module:class". settings: its fields. options: of its calls.
+    num_workers: images that it prepares at a time. max_pixels: of one image, and together of those that are decoded.
+    """
+
+    parent_pid: int
+    socket_fd: int
+    processor: str
+    settings: dict[str, object]
+    options: dict[str, bool]
+    max_bytes: int
+    max_pixels: int
+    timeout_s: float
+    allows_private: bool
+    num_workers: int
+
+
+class FetchJob(Struct, tag="fetch", frozen=True):
+    """Write what is at ``url`` to the file ``path``."""
+
+    id: int
+    url: str
+    path: str
+
+
+class PrepareJob(Struct, tag="prepare", frozen=True):
+    """Decode the picture in the file ``source``, and write what the image processor makes of it to the file ``path``.
+
+    ``source`` is removed then. ``size``: (width, height) of a picture that is RGB bytes; (0, 0): it is a picture file.
+    """
+
+    id: int
+    source: str
+    path: str
+    size: tuple[int, int] = (0, 0)
+
+
+class MediaReady(Struct, tag="ready", frozen=True):
+    """It takes jobs."""
+
+
+class Fetched(Struct, tag="fetched", frozen=True):
+    """``digest``: sha256 of the body, in hexadecimal."""
+
+    id: int
+    digest: str
+
+
+class Prepared(Struct, tag="prepared", frozen=True):
+    """``num_bytes``: of the file that was written."""
+
+    id: int
+    shape: ImageShape
+    num_bytes: int
+
+
+class Refused(Struct, tag="refused", frozen=True):
+    """The picture, or where it should be, is wrong: why, as the end of a sentence about it."""
+
+    id: int
+    reason: str
+
+
+class Broken(Struct, tag="broken", frozen=True):
+    """The image cannot be prepared here, whatever it is like."""
+
+    id: int
+    reason: str
+
+
+Job = FetchJob | PrepareJob
+JobEnd = Fetched | Prepared | Refused | Broken
+
+encode_line = msgspec.json.Encoder().encode_lines
+decode_job = msgspec.json.Decoder(Job).decode
+decode_reply = msgspec.json.Decoder(MediaReady | JobEnd).decode
+decode_media_orders = msgspec.json.Decoder(MediaOrders).decode

@@ -1,0 +1,89 @@
+"""Starting a child: a fresh interpreter that finds the modules of this program."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aioengine.errors import EngineStartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+_BOOTSTRAP = Path(__file__).resolve().parents[1] / "processes" / "bootstrap.py"
+
+_no_forks = threading.RLock()
+"""Forks of the program wait while a child starts: each would inherit the pipe on whose end ``Popen`` waits, and so hold
+up the start for as long as it lives."""
+os.register_at_fork(before=_no_forks.acquire, after_in_parent=_no_forks.release, after_in_child=_no_forks.release)
+
+
+def start_child(role: str, log_path: Path, orders: bytes, pass_fds: Collection[int]) -> subprocess.Popen[bytes]:
+    """Start the child with this role, whose main is ``processes.<role>_process``. Its standard input stays open.
+
+    log_path: of its output; its working directory is the folder of this file. orders: one line, without its end.
+
+    Raises:
+        EngineStartupError: it could not be started at all.
+    """
+    command = [_interpreter(role), "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
+    try:
+        with log_path.open("wb") as log, _no_forks:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=tuple(pass_fds),
+                cwd=log_path.parent,  # the program's own may be removed, and libraries need one
+                start_new_session=True,  # Ctrl-C in the terminal is the parent's business
+            )
+    except OSError as error:
+        raise EngineStartupError(f"the {role} process could not be started with {command[0]!r}: {error}") from error
+    assert popen.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died at once; its exit is reported
+        path = b"\0".join(os.fsencode(entry) for entry in import_path())
+        popen.stdin.write(b"%d\n%s%s\n" % (len(path), path, orders))
+        popen.stdin.flush()
+    return popen
+
+
+def _interpreter(role: str) -> str:
+    """The Python that runs this program; a program into which Python is embedded may have none."""
+    if not isinstance(sys.executable, str) or not sys.executable:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise EngineStartupError(
+            f"the {role} process needs a Python interpreter, and sys.executable is {sys.executable!r}; "
+            "set it to the path of one that has the packages of this program"
+        )
+    return sys.executable
+
+
+def import_path() -> list[str]:
+    """The folders in which this program finds modules, in its order, for the children.
+
+    The folder of the script and the working directory come last. Their files are not libraries; one may have the name
+    of a module that only children import, and must not take its place.
+    """
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed, and nothing relative can be found
+        here = ""
+    main = sys.modules.get("__main__")
+    script = vars(main).get("__file__") if main is not None else None
+    incidental = {here, os.path.dirname(os.path.realpath(script)) if isinstance(script, str) else here}
+    entries = [entry for entry in sys.path if _may_name_folder(entry)]
+    absolute = [os.path.normpath(os.path.join(here, entry)) for entry in entries if here or os.path.isabs(entry)]
+    return sorted(absolute, key=incidental.__contains__)
+
+
+def _may_name_folder(entry: object) -> bool:
+    """Whether an entry of ``sys.path`` can be a path; Python itself ignores others."""
+    try:
+        return isinstance(entry, str) and b"\0" not in os.fsencode(entry)
+    except UnicodeEncodeError:
+        return False

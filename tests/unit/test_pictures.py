@@ -1,0 +1,111 @@
+"""Pictures of all kinds become RGB; those that are broken or too large are refused."""
+
+from __future__ import annotations
+
+import io
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from aioengine import pictures
+
+MAX_PIXELS = 10_000
+COLORS = np.arange(12 * 9 * 3, dtype=np.uint8).reshape(9, 12, 3)
+RGB = Image.fromarray(COLORS)
+
+
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def read(data: bytes) -> Image.Image:
+    return pictures.decode(pictures.open_picture(io.BytesIO(data), MAX_PIXELS))
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+
+def png(width: int, height: int, data: bytes = b"") -> bytes:
+    """A PNG of 8-bit RGB that may lie about its size."""
+    header = width.to_bytes(4) + height.to_bytes(4) + bytes([8, 2, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
+def test_rgb_stays_as_it_is(kind: str) -> None:
+    assert np.array_equal(pixels(read(saved(RGB, kind))), COLORS)
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "LA", "RGBA", "P", "CMYK", "YCbCr", "HSV", "F", "PA"])
+def test_other_modes_become_rgb_as_pillow_converts_them(mode: str) -> None:
+    odd = RGB.convert("RGBA").convert(mode) if mode == "PA" else RGB.convert(mode)
+    expected = odd.convert("RGBA").convert("RGB") if mode in ("P", "PA") else odd.convert("RGB")
+    assert np.array_equal(pixels(pictures.decode(odd)), np.asarray(expected))
+
+
+def test_a_cmyk_jpeg_and_a_palette_with_alpha_are_read() -> None:
+    assert pixels(read(saved(RGB.convert("CMYK"), "JPEG"))).shape == (9, 12, 3)
+    palette = RGB.quantize(16)
+    assert np.array_equal(pixels(read(saved(palette, "PNG", transparency=0))), np.asarray(palette.convert("RGB")))
+    assert np.array_equal(
+        pixels(read(saved(palette, "PNG", transparency=bytes(16)))), np.asarray(palette.convert("RGB"))
+    )
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_of_16_bits_the_upper_8_stay(kind: str) -> None:
+    deep = np.linspace(0, 65535, 108, dtype=np.uint16).reshape(9, 12)
+    found = pixels(read(saved(Image.fromarray(deep), kind)))
+    assert np.array_equal(found[..., 0], (deep >> 8).astype(np.uint8))
+    assert np.array_equal(found[..., 0], found[..., 2])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turned = pixels(read(saved(RGB, "PNG", exif=exif)))
+    assert turned.shape[:2] == ((12, 9) if orientation > 4 else (9, 12))
+    expected = {1: COLORS, 3: COLORS[::-1, ::-1], 6: np.rot90(COLORS, -1), 8: np.rot90(COLORS)}
+    assert np.array_equal(turned, expected.get(orientation, turned))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "TIFF"])
+def test_of_several_frames_the_first_is_read(kind: str) -> None:
+    frames = [Image.new("RGB", (12, 9), color) for color in ("red", "blue")]
+    found = pixels(read(saved(frames[0], kind, save_all=True, append_images=frames[1:])))
+    assert found[0, 0].tolist() == [255, 0, 0]
+
+
+def test_the_smallest_picture_is_read() -> None:
+    assert pixels(read(saved(Image.new("RGB", (1, 1), "red"), "PNG"))).tolist() == [[[255, 0, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "no picture in a format that is read"),
+        (b"hello", "no picture"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "no picture"),
+        (b"\x89PNG\r\n\x1a\n", "no picture|header cannot be read"),
+        (png(100_000, 100_000), "max_image_pixels=10000"),
+        (png(101, 100), r"101 x 100 pixels, and max_image_pixels=10000"),
+        (png(100, 100, bytes(500)), "cannot be decoded"),
+        (saved(RGB, "PNG")[:-30], "cannot be decoded"),
+        (saved(RGB, "JPEG")[:-30], "cannot be decoded"),
+        (saved(RGB, "GIF")[:60], "no picture|cannot be decoded|header cannot be read"),
+    ],
+)
+def test_what_is_no_whole_picture_is_refused(data: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read(data)
