@@ -95,6 +95,8 @@ class CommonInfo(TypedDict):
     ``output_ids``, ``input_...`` of the prompt, in a stream with the first chunk alone. Only position 0 of a prompt has
     no logprob.
 
+    ``image_tokens``, where the prompt has images: how many of its tokens stand for them.
+
     ``num_retractions`` is another name of ``num_preemptions``. ``reasoning_tokens`` is 0: tokens of a thought are not
     counted apart.
     """
@@ -118,6 +120,7 @@ class CommonInfo(TypedDict):
     input_token_ids_logprobs: NotRequired[list[list[Entry] | None]]
     hidden_states: NotRequired[list[npt.NDArray[np.float32]]]
     sequence_score: NotRequired[float]
+    image_tokens: NotRequired[int]
 
 
 class MetaInfo(CommonInfo):
@@ -320,6 +323,7 @@ class RowFacts(Struct, gc=False):
 
     ``called_at`` is the time of the call, ``tokenize_s`` how long its prompt took to become ids. ``shows_prompt``:
     its dicts carry ``prompt_token_ids``. ``readers``: of what it asked for beside its tokens.
+    ``num_image_tokens``: positions of the prompt that hold features of images.
     ``states``: which hidden states they carry (``Sampling.hidden_states``);
     ``newest_state``: that of the newest token, where they carry the last one alone.
     """
@@ -333,6 +337,7 @@ class RowFacts(Struct, gc=False):
     shows_prompt: bool = False
     readers: tuple[ExtraReader, ...] = ()
     states: str = ""
+    num_image_tokens: int = 0
     newest_state: Extra | None = None
     common_info: ChunkInfo = {}  # type: ignore[typeddict-item]  # made below
     admitted_at: float | None = None
@@ -354,6 +359,8 @@ class RowFacts(Struct, gc=False):
         }
         if self.states:
             self.common_info["hidden_states"] = []
+        if self.num_image_tokens:
+            self.common_info["image_tokens"] = self.num_image_tokens
 
     def begin(self, first_token: FirstToken) -> None:
         """Its prompt is computed."""

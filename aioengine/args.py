@@ -281,6 +281,20 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "adapters kept in the memory of the host, at least max_loras_per_batch",
         "as many as 4 GiB hold",
     ),
+    "allowed_local_media_path": Argument(
+        "media.allowed_local_media_path", _path, "folder in which image files must be", "anywhere"
+    ),
+    "allow_private_urls": Argument(
+        "media.allow_private_urls", checks.switch, "image URLs may lead to addresses that are not public"
+    ),
+    "max_image_bytes": Argument("media.max_image_bytes", whole_from(1, 1 << 32), "the largest image file"),
+    "max_image_pixels": Argument("media.max_image_pixels", whole_from(1, 1 << 32), "width times height of an image"),
+    "max_images_per_prompt": Argument("media.max_images_per_prompt", whole_from(0, 1 << 16), "images of one prompt"),
+    "media_timeout": Argument(
+        "media.timeout_s",
+        number_from(0, _A_DAY, above=True),
+        "seconds for the download of an image, and for its preparation",
+    ),
     "page_size": Argument("memory.page_size", whole_from(1, 1024), "tokens of a page of KV memory"),
     "max_total_tokens": Argument(
         "memory.max_total_tokens", whole_from(1), "size of the KV pool in tokens", "what fits into the memory"
@@ -393,7 +407,7 @@ _OFF_BY_FEATURE: Final[dict[str, dict[str, tuple[object, ...]]]] = {
         "speculative_token_map": (),
     },
     "releasing memory": {"enable_memory_saver": (False,), "enable_weights_cpu_backup": (False,)},
-    "images, audio and video": {"enable_multimodal": (False,)},
+    "audio and video": {"enable_multimodal": (False,)},
     "a KV cache in several tiers": {"enable_hierarchical_cache": (False,), "enable_lmcache": (False,)},
     "torch.compile": {"enable_torch_compile": (False,)},
     "sessions": {"enable_streaming_session": (False,)},

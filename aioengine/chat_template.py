@@ -43,6 +43,13 @@ _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _END_OF_MESSAGE = "\ue000end of the last message\ue000"
 
 
+_SAMPLE: Final = "a sample"
+
+
+_TEXT, _PARTS, _BOTH, _EITHER = "text", "parts", "both", "either"
+"""The content of messages that a template writes: text, a list of parts, or both, and whether both the same way."""
+
+
 class _Named(msgspec.Struct):
     name: str
     template: str
@@ -86,11 +93,15 @@ class ChatTemplates:
         continue_final_message = _switch(plain, "continue_final_message", continue_final_message)
         chat = [_normalized(message) for message in _checked_messages(messages)]
         template = self._template(chat_template, has_tools=bool(tools))
-        if any(isinstance(message.get("content"), list) for message in chat) and not self._knows_parts(template):
-            chat = [_joined(place, message) for place, message in enumerate(chat)]
+        writes = self._writes(template)
+        if writes != _EITHER and any(isinstance(message.get("content"), list) for message in chat):
+            keeps_images = writes != _TEXT
+            chat = [_joined(place, message, keeps_images=keeps_images) for place, message in enumerate(chat)]
         if continue_final_message:
             add_generation_prompt = False
             chat = _open_ended(chat)
+        if writes == _PARTS:
+            chat = [_in_parts(message) for message in chat]
         checked = None if tools is None else [_checked_tool(tool) for tool in tools]
         given = {**plain, "tools": checked, "add_generation_prompt": add_generation_prompt}
         text = self._written(template, chat, given)
@@ -99,16 +110,24 @@ class ChatTemplates:
     def _written(self, template: Template, chat: list[Json], variables: Mapping[str, object]) -> str:
         return template.render({**self._special_tokens, "documents": None, **variables, "messages": chat})
 
-    def _knows_parts(self, template: Template) -> bool:
-        """Whether the template writes a list of one text part as it writes that text."""
-        if template.takes_parts is None:
-            forms: list[object] = ["a text", [{"type": "text", "text": "a text"}]]
-            try:
-                written = {self._written(template, [{"role": "user", "content": form}], {}) for form in forms}
-                template.takes_parts = len(written) == 1
-            except ValueError:
-                template.takes_parts = False
-        return template.takes_parts
+    def _writes(self, template: Template) -> str:
+        """The form of content that the template writes, tried with one text."""
+        if template.content is None:
+            forms: list[object] = [_SAMPLE, [{"type": "text", "text": _SAMPLE}]]
+            text, parts = (self._tried(template, form) for form in forms)
+            if text == parts:
+                template.content = _EITHER
+            elif _SAMPLE not in parts or "'type'" in parts:  # it does not know them, or writes them as they are
+                template.content = _TEXT
+            else:
+                template.content = _BOTH if _SAMPLE in text else _PARTS
+        return template.content
+
+    def _tried(self, template: Template, content: object) -> str:
+        try:
+            return self._written(template, [{"role": "user", "content": content}], {})
+        except ValueError:
+            return ""
 
     def _template(self, wanted: Source | None, *, has_tools: bool) -> Template:
         source = self._source(wanted, has_tools=has_tools)
@@ -260,8 +279,8 @@ def _checked_messages(messages: object) -> list[Json]:
     return chat
 
 
-def _joined(place: int, message: Json) -> Json:
-    """The message with its text parts as one text."""
+def _joined(place: int, message: Json, *, keeps_images: bool) -> Json:
+    """The message with its text parts as one text; with ``keeps_images`` only where all of its parts are text."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -269,9 +288,17 @@ def _joined(place: int, message: Json) -> Json:
     for part in cast("list[object]", content):
         text = cast("Json", part).get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
+            if keeps_images:
+                return message
             raise ValueError(f"the chat template of this model takes text alone, and messages[{place}] has other parts")
         texts.append(text)
     return {**message, "content": "".join(texts)}
+
+
+def _in_parts(message: Json) -> Json:
+    """The message with its text as a part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _checked_tool(tool: object) -> Json:

@@ -116,6 +116,23 @@ class SupervisionConfig(Struct, frozen=True, kw_only=True):
     startup_timeout_s: float = 600.0
 
 
+class MediaConfig(Struct, frozen=True, kw_only=True):
+    """Limits of the images of prompts.
+
+    Attributes:
+        allowed_local_media_path: the folder in which paths and ``file://`` URLs must be; None: anywhere.
+        allow_private_urls: URLs may lead to addresses that are not public.
+        timeout_s: for the download of an image, and for its preparation.
+    """
+
+    allowed_local_media_path: str | None = None
+    allow_private_urls: bool = False
+    max_image_bytes: int = 64 * 1024 * 1024
+    max_image_pixels: int = 64 * 1024 * 1024
+    max_images_per_prompt: int = 64
+    timeout_s: float = 30.0
+
+
 class EngineConfig(Struct, frozen=True, kw_only=True):
     """All arguments of an engine, in sections, as ``args.engine_config`` builds it.
 
@@ -130,6 +147,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     delivery: DeliveryConfig = DeliveryConfig()
     lora: LoraConfig = LoraConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+    media: MediaConfig = MediaConfig()
     stream_interval: int = 1
     logprobs_mode: str = "raw"
     random_seed: int | None = None

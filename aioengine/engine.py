@@ -555,7 +555,9 @@ class AsyncEngine(EngineFace):
     def get_all_child_pids(self) -> list[int]:
         """The ids of the engine's processes that are alive."""
         frontend = None if self._run is None else self._run.frontend
-        return [] if frontend is None else info.child_pids(frontend.parts.processes.processes())
+        if frontend is None:
+            return []
+        return info.child_pids(frontend.parts.processes.processes(), frontend.images)
 
     async def get_server_info(self) -> dict[str, object]:
         """The resolved settings, the device and its implementations, the memory, and the scheduler's state."""

@@ -248,10 +248,10 @@ class EngineClosedError(EngineError):
 class RequestError(EngineError):
     """One request failed; the engine and all other requests continue.
 
-    ``stage`` is the part of the engine that failed it (``tokenize``, ``schedule``, ``forward``, ``sample``,
-    ``detokenize``; ``adapter``: its LoRA adapter could not be read; ``control``: a control call failed in the runner;
-    ``crash``: it killed a process of the engine, again and again, or it is a control call, which is not repeated, and
-    was in progress when one was lost);
+    ``stage`` is the part of the engine that failed it (``tokenize``, ``image``: an image of it could not be prepared;
+    ``schedule``, ``forward``, ``sample``, ``detokenize``; ``adapter``: its LoRA adapter could not be read; ``control``:
+    a control call failed in the runner; ``crash``: it killed a process of the engine, again and again, or it is a
+    control call, which is not repeated, and was in progress when one was lost);
     ``cause``: the error there.
     """
 

@@ -97,7 +97,18 @@ class LoraArguments(ModelArguments, total=False):
     max_loaded_loras: int | None
 
 
-class EngineArguments(LoraArguments, total=False):
+class ImageArguments(LoraArguments, total=False):
+    """Keyword arguments of the constructors for images."""
+
+    allowed_local_media_path: str | PurePath | None
+    allow_private_urls: bool | None
+    max_image_bytes: int | None
+    max_image_pixels: int | None
+    max_images_per_prompt: int | None
+    media_timeout: float | None
+
+
+class EngineArguments(ImageArguments, total=False):
     """Keyword arguments of ``Engine`` and ``AsyncEngine``, beside ``model_path``. None is the default, for each."""
 
     page_size: int | None

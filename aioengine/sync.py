@@ -366,7 +366,7 @@ class Engine(EngineFace):
 
     def get_all_child_pids(self) -> list[int]:
         """The ids of the engine's processes that are alive."""
-        return info.child_pids(self._frontend.parts.processes.processes())
+        return info.child_pids(self._frontend.parts.processes.processes(), self._frontend.images)
 
     def get_server_info(self) -> dict[str, object]:
         """The resolved settings, the device, the memory and the scheduler's state."""

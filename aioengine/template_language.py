@@ -54,7 +54,7 @@ class Template:
     """A compiled template.
 
     Attributes:
-        takes_parts: whether it accepts contents that are lists of parts; None: not known yet.
+        content: the form of messages' content that it writes; None: not known yet.
     """
 
     def __init__(self, source: str) -> None:
@@ -63,7 +63,7 @@ class Template:
         Raises:
             ValueError: it is not a valid template, or too large.
         """
-        self.takes_parts: bool | None = None
+        self.content: str | None = None
         try:
             compile_source = partial(_environment().from_string, source)
             self._template: JinjaTemplate = limits.run(limits.compilation_budget(), compile_source)

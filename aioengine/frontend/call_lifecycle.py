@@ -68,6 +68,7 @@ class CallLifecycle:
         self._calls = calls
         self._limits = limits
         self._sessions = sessions
+        self._images = checks.images
         self.attachments = Attachments(calls, lock=lock, settle=self.settle)
         self._send = send
         self._computed_since = computed_since
@@ -122,6 +123,8 @@ class CallLifecycle:
 
     def _end_row(self, call: Call, row: RowStream, now: float) -> None:
         prompt = row.position // call.request.num_samples
+        if self._images is not None:
+            self._images.row_ended(call, prompt)
         self._limits.end_row(call.reservation, prompt, len(row.facts.prompt_token_ids), now)
 
     def settle(self, call: Call) -> None:
@@ -142,6 +145,8 @@ class CallLifecycle:
                 post(self._loop, self._free_names, call)
             self._limits.release(call.reservation, time.monotonic())
             is_idle = not self._calls.by_output
+        if self._images is not None:
+            self._images.release(call)
         if uids:
             self._send([Abort(uids)])
         if isinstance(output, AttachableOutput):

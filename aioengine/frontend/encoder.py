@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.errors import EngineError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.prompts import (
+    ChatIds,
     ChatPrompt,
     EncodeRules,
     IdsPrompt,
@@ -309,7 +310,7 @@ class Encoder:
         for rules, by_place in texts.items():
             for place, ids in zip(by_place, self._encode_texts(list(by_place.values()), rules), strict=True):
                 cut = rules.keep_last
-                found[place] = ids[-cut:] if cut is not None and isinstance(ids, list) else ids
+                found[place] = _with_images(prompts[place], ids[-cut:] if cut and isinstance(ids, list) else ids)
         if pooled and self._pool_encoder is not None:
             for place, ids in zip(pooled, self._pool_encoder.encode(list(pooled.values())), strict=True):
                 found[place] = ids
@@ -352,6 +353,13 @@ class Encoder:
                     return [error]
                 return [RequestError("tokenize", describe(error))]
             return [self._encode_texts([text], rules)[0] for text in texts]
+
+
+def _with_images(prompt: Prompt | PromptError, ids: Encoded) -> Encoded:
+    """The ids of a text, with the images of the chat that it was."""
+    if isinstance(prompt, ChatPrompt) and prompt.images and isinstance(ids, list):
+        return ChatIds(ids, prompt.images)
+    return ids
 
 
 def _rules_of(prompt: TextPrompt | ChatPrompt) -> EncodeRules:

@@ -36,6 +36,7 @@ from aioengine.frontend.calls import Call, Calls
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.delivery import Router, SlowReaders
 from aioengine.frontend.encoder import Encoder, TextSizes
+from aioengine.frontend.image_prompts import prompt_images
 from aioengine.frontend.loaded_adapters import AdapterRules, LoadedAdapters
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.overload import Overload, QueueLimits, Reservation
@@ -43,6 +44,7 @@ from aioengine.frontend.pool_encoder import PoolEncoder
 from aioengine.frontend.requests import MAX_TIMEOUT_S
 from aioengine.frontend.sessions import Sessions
 from aioengine.frontend.submitter import PromptRules, RequestChecks
+from aioengine.media._base import ImageModel
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.supervision.processes import Processes
 from aioengine.supervision.tasks import post, runs_here
@@ -50,6 +52,7 @@ from aioengine.supervision.tasks import post, runs_here
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from aioengine.frontend.image_prompts import PromptImages
     from aioengine.frontend.outputs import CallOutput, Cursor
     from aioengine.frontend.requests import CallRequest
     from aioengine.protocol.messages import ToFrontend
@@ -59,7 +62,10 @@ STOP_TIMEOUT_S: Final = 5.0
 
 
 class Running(Struct, frozen=True, kw_only=True):
-    """The parts of a started engine. ``facts``: reported by the scheduler process when it was ready."""
+    """The parts of a started engine. ``facts``: reported by the scheduler process when it was ready.
+
+    ``images``: those of its prompts; None: the model takes text alone.
+    """
 
     settings: Settings
     queue: QueueConfig
@@ -72,6 +78,7 @@ class Running(Struct, frozen=True, kw_only=True):
     tokenizer: Tokenizer | None
     longest_token: int | None
     adapters: AdapterRules | None = None
+    images: ImageModel | None = None
 
 
 class Frontend:
@@ -80,6 +87,7 @@ class Frontend:
     The methods of the first part are called from any thread, the others on the loop.
 
     Attributes:
+        images: of prompts; None: the model takes text alone.
         failure: what every call raises from now on, once the engine is dead or closed. Copies of it are raised: an
             error keeps all frames alive through which it came, and with them what they refer to.
     """
@@ -128,7 +136,8 @@ class Frontend:
             hidden_size=settings.model.hidden_size,
             max_hidden_state_bytes=parts.delivery.max_hidden_state_bytes,
         )
-        self._checks = RequestChecks(rules, self._encoder)
+        self.images = None if parts.images is None else prompt_images(parts.images, self._encoder)
+        self._checks = RequestChecks(rules, self._encoder, self.images)
         self._lifecycle = CallLifecycle(
             self._checks,
             lock=lock,
@@ -328,8 +337,7 @@ class Frontend:
         """End the processes; calls that wait get ``EngineClosedError``."""
         self.fail(closed())
         self.attachments.clear(closed())
-        if self._encoder is not None:
-            self._encoder.close()
+        _close(self._encoder, self.images)
         await self.parts.processes.stop(STOP_TIMEOUT_S)
         # Before the loop ends: readers on other threads wait for these rows.
         await self._lifecycle.unstarted.wait()
@@ -343,9 +351,16 @@ class Frontend:
             post(self.loop, _end_calls, self, closed())
         else:
             _end_calls(self, error)
-        if self._encoder is not None:
-            self._encoder.close()
+        _close(self._encoder, self.images)
         self.parts.processes.kill_now()
+
+
+def _close(encoder: Encoder | None, images: PromptImages | None) -> None:
+    """End the threads and the media process, at once. From any thread."""
+    if encoder is not None:
+        encoder.close()
+    if images is not None:
+        images.close()
 
 
 def _end_calls(frontend: Frontend, error: EngineError) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from aioengine.config import Settings
     from aioengine.errors import EngineError
+    from aioengine.frontend.image_prompts import PromptImages
     from aioengine.supervision.processes import ProcessState
     from aioengine.tokenizer import Tokenizer
 
@@ -120,9 +121,11 @@ def health(state: str, processes: Iterable[ProcessState]) -> Health:
     }
 
 
-def child_pids(processes: Iterable[ProcessState]) -> list[int]:
-    """The processes that are alive."""
-    return [process.pid for process in processes if process.alive]
+def child_pids(processes: Iterable[ProcessState], images: PromptImages | None) -> list[int]:
+    """The processes that are alive; the last is the one that prepares images, where there is one."""
+    pids = [process.pid for process in processes if process.alive]
+    child = None if images is None else images.intake.process.child
+    return [*pids, child.pid] if child is not None and child.is_alive else pids
 
 
 def scheduler_counters(last: Stats | None) -> dict[str, int]:

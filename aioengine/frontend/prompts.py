@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from aioengine import checks
 from aioengine.chat_template import MAX_TEMPLATE_BYTES, VARIABLES, template_variables
+from aioengine.frontend.image_sources import ImageSource, part_source
 
 Messages = Sequence[Mapping[str, object]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates read them."""
@@ -166,6 +167,7 @@ class ChatPrompt(Struct, frozen=True):
     """A conversation to be put through a chat template, then tokenized without special tokens.
 
     ``num_bytes``: about, the characters of its text; until it ``is_checked``, of what was looked at, and its objects.
+    ``images``: of its parts, once it ``is_checked``; None for one that is given beside the messages.
     """
 
     messages: Messages
@@ -174,19 +176,34 @@ class ChatPrompt(Struct, frozen=True):
     name: str = ""
     is_checked: bool = True
     rules: EncodeRules = USUAL
+    images: tuple[ImageSource | None, ...] = ()
 
     def checked(self) -> ChatPrompt:
         """Check every message; TypeError or ValueError for one that is wrong."""
         messages: list[dict[str, object]] = []
+        images: list[ImageSource | None] = []
         for position, message in enumerate(self.messages):
             if position % MESSAGES_IN_SLICE == MESSAGES_IN_SLICE - 1:
                 _let_others_run()
-            messages.append(_message(f"{self.name}[{position}]", message))
+            messages.append(_message(f"{self.name}[{position}]", message, images))
         try:
             num_characters = _num_characters(messages) + self.options.num_characters
         except RecursionError:
             raise ValueError(f"{self.name} is nested too deeply, or holds itself; give plain text parts") from None
-        return replace(self, messages=messages, num_bytes=num_characters, name="", is_checked=True)
+        num_bytes = num_characters + sum(image.num_bytes for image in images if image is not None)
+        return replace(self, messages=messages, num_bytes=num_bytes, name="", is_checked=True, images=tuple(images))
+
+
+class ChatIds(list[int]):
+    """The ids of a conversation that has images.
+
+    Attributes:
+        images: in the order of its placeholders; None for one that is given beside the messages.
+    """
+
+    def __init__(self, ids: Sequence[int], images: tuple[ImageSource | None, ...]) -> None:
+        super().__init__(ids)
+        self.images = images
 
 
 class PoolRules(Struct, frozen=True, gc=False):
@@ -335,8 +352,11 @@ def _size_of_message(message: object) -> tuple[int, int]:
     return str.__len__(content) if isinstance(content, str) else 0, 0
 
 
-def _message(name: str, value: object) -> dict[str, object]:
-    """A message with its role and its content: text, text parts, or None, as calls of tools and assistants have it."""
+def _message(name: str, value: object, images: list[ImageSource | None]) -> dict[str, object]:
+    """A message with its role and its content: text, parts, or None, as calls of tools and assistants have it.
+
+    Its images are added to ``images``.
+    """
     if not isinstance(value, Mapping):
         raise checks.wrong_type(name, "a dict with role and content", value)
     message = _with_plain_keys(value)
@@ -350,21 +370,25 @@ def _message(name: str, value: object) -> dict[str, object]:
             raise ValueError(f"{name} has no content, got {checks.shown(message)}")
     elif isinstance(content, list | tuple):
         parts = cast("Sequence[object]", checks.plain(cast("object", content)))
-        message["content"] = [_part(f"part {place} of {name}", part) for place, part in enumerate(parts)]
+        message["content"] = [_part(f"part {place} of {name}", part, images) for place, part in enumerate(parts)]
     elif isinstance(content, str):
         message["content"] = checks.text(f"the content of {name}", content)
     else:
-        raise checks.wrong_type(f"the content of {name}", "a string or a list of text parts", content)
+        raise checks.wrong_type(f"the content of {name}", "a string or a list of parts", content)
     return message
 
 
-def _part(name: str, value: object) -> dict[str, object]:
-    """One part of a message's content: ``{"type": "text", "text": ...}``; there are no others yet."""
+def _part(name: str, value: object, images: list[ImageSource | None]) -> dict[str, object]:
+    """One part of a message's content: text, or an image, of which the template learns that it is there alone."""
     if not isinstance(value, Mapping):
         raise checks.wrong_type(name, 'a dict such as {"type": "text", "text": "..."}', value)
     part = _with_plain_keys(value)
-    if checks.plain(part.get("type")) != "text":
-        raise ValueError(f"{name} is of type {checks.shown(part.get('type'))}; only text is supported yet")
+    kind = checks.plain(part.get("type"))
+    if kind in ("image", "image_url"):
+        images.append(part_source(name, part | {"type": kind}))
+        return {"type": "image"}
+    if kind != "text":
+        raise ValueError(f"{name} is of type {checks.shown(part.get('type'))}; there are text, image and image_url")
     return part | {"type": "text", "text": checks.text(f"the text of {name}", part.get("text"))}
 
 

@@ -7,7 +7,7 @@ others are checked in pieces, in the next turns of the loop.
 from __future__ import annotations
 
 import contextlib
-import os  # noqa: TC003  # for the annotations of the options
+import os  # for the annotations of the options
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypedDict, cast
@@ -19,6 +19,7 @@ from aioengine import checks
 from aioengine.answers import StateReader
 from aioengine.args import ALIASES, ARGUMENTS
 from aioengine.foreign_names import our_way
+from aioengine.frontend.image_sources import GivenImages, Picture
 from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # the first: a field of a Struct
 from aioengine.frontend.params_together import ParamsTogether
 from aioengine.frontend.pooling import Pooled  # a field of a Struct
@@ -60,6 +61,9 @@ Embeds = checks.Array | Sequence[Sequence[float]]
 BatchEmbeds = Sequence[checks.Array] | Sequence[Sequence[Sequence[float]]]
 Chats = list[list[dict[str, object]]] | list[list[dict[str, str]]] | list[Messages] | tuple[Messages, ...]
 
+ImageData = str | bytes | bytearray | memoryview | os.PathLike[str] | Picture
+"""One image as callers write it; ``Picture`` is ``PIL.Image.Image``."""
+
 MAX_TIMEOUT_S: Final = 1e9
 MAX_RID_BYTES: Final = 512
 MAX_SALT_BYTES: Final = 512
@@ -91,6 +95,9 @@ class RequestOptions(TypedDict, total=False):
     add_special_tokens: whether the tokenizer adds its special tokens to a text, such as that of its beginning. None: to
         a ``prompt``, and not to a chat, whose template writes them.
     truncate_prompt_tokens: the last so many tokens of each prompt are kept, special ones among them; None: all.
+    image_data: the images of a prompt, which has a placeholder for each: one, or a list of them, as a path, a URL
+        (``http://``, ``file://``, ``data:``), base64 text, bytes or a PIL image. A batch takes one for all prompts, or
+        a list with one entry for each: an image, a list of images, or None.
     cache_salt: requests find cached prefixes of others with the same salt alone; a batch takes one, or a list. None and
         "": the prefixes that have no salt.
     return_hidden_states: True: ``meta_info["hidden_states"]`` is a list of float32 arrays of numpy, one for each output
@@ -124,6 +131,7 @@ class RequestOptions(TypedDict, total=False):
     return_prompt_token_ids: bool
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
+    image_data: ImageData | Sequence[ImageData | Sequence[ImageData] | None] | None
     cache_salt: str | Sequence[str | None] | None
     return_hidden_states: bool | Literal["last"] | Sequence[bool | Literal["last"] | None] | None
     lora_path: str | Sequence[str | None] | None
@@ -166,7 +174,8 @@ class ChatOptions(RequestOptions, total=False):
 _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     name: (allowed, feature)
     for feature, allowed, names in (
-        ("images, audio and video", ([],), "image_data audio_data video_data mm_hashes mm_content_hashes"),
+        ("images where no tokens are generated", ([],), "image_data"),
+        ("audio and video", ([],), "audio_data video_data mm_hashes mm_content_hashes"),
         ("grammars that begin after the reasoning", (False,), "require_reasoning"),
         ("routed experts", (False,), "return_routed_experts"),
         ("routed experts", (0,), "routed_experts_start_len"),
@@ -196,6 +205,7 @@ class GivenRows(Struct):
             ``params``.
         pooled: what a call asks of the vectors of its rows; None: it wants tokens.
         adapters: those of the rows; None: all use the base model.
+        images: of the prompts, beside those in messages; None: there are none.
     """
 
     name: str
@@ -208,6 +218,7 @@ class GivenRows(Struct):
     together: ParamsTogether | None = None
     pooled: Pooled | None = None
     adapters: AdapterChoice | None = None
+    images: GivenImages | None = None
 
 
 class CallRequest(Struct, kw_only=True):
@@ -249,7 +260,10 @@ class CallRequest(Struct, kw_only=True):
     def num_bytes(self) -> int:
         """Of the prompt. None of a batch, which the caller holds anyway and whose rows start one after the other."""
         first = None if self.is_batch else self.prompts[0]
-        return 0 if first is None or isinstance(first, Exception) else first.num_bytes
+        if first is None or isinstance(first, Exception):
+            return 0
+        images = self.given.images
+        return first.num_bytes + (0 if images is None else images.num_bytes)
 
     @property
     def is_batch(self) -> bool:
@@ -395,8 +409,8 @@ def _embeds_rows(value: object, options: Mapping[str, object], rules: EncodeRule
     """The rows of a call whose prompts are embeddings. Raises ValueError for options that need ids."""
     from aioengine.frontend.embeds import NAME, given_embeds  # imports numpy, which most programs do not need here
 
-    for name in ("return_prompt_token_ids", "session_params"):
-        if options.get(name):
+    for name in ("return_prompt_token_ids", "session_params", "image_data"):
+        if options.get(name) is not None and options.get(name) is not False:
             raise ValueError(f"{name} is for prompts that have token ids, and input_embeds has none; leave it out")
     given = given_embeds(value, rules)
     return GivenRows(NAME, given.values, given.make, given.is_batch)
@@ -446,6 +460,8 @@ def call_request(
     )
     if options:
         request = _with_options(request, options)
+        if (images := options.get("image_data")) is not None:
+            given.images = GivenImages(images, is_batch=given.is_batch, num_prompts=num_prompts)
     request.check_more()
     return request
 
@@ -511,11 +527,13 @@ def check_names(
     ``others``: what the call takes beside the options.
     """
     for name, value in options.items():
+        if name in known:
+            continue
         if name in _OFF:
             entries = cast("list[object]", value) if isinstance(value, list) else [value]
             for entry in entries:
                 checks.off(name, entry, *_OFF[name])
-        elif name not in known:
+        else:
             raise _unexpected(name, (*others, *known))
 
 

@@ -25,6 +25,7 @@ from aioengine.frontend.frontend import Frontend, Running
 from aioengine.frontend.loaded_adapters import AdapterRules  # a field of a Struct
 from aioengine.frontend.progress import is_wanted
 from aioengine.logs import log, show_logs, warn_caller
+from aioengine.media._base import ImageModel, find_image_model
 from aioengine.protocol.messages import Progress
 from aioengine.resolve import resolve
 from aioengine.supervision.processes import Events, Processes
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from aioengine.adapter_folder import AdapterFolder
     from aioengine.config import EngineConfig
+    from aioengine.model_folder import ModelFacts
     from aioengine.protocol.messages import ToFrontend
     from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
 
@@ -50,7 +52,10 @@ _QUIET_S: Final = 0.3
 
 
 class Blueprint(Struct, frozen=True, kw_only=True):
-    """The parts of an engine that is to be started. ``load_tokenizer`` may block; None: token ids only."""
+    """The parts of an engine that is to be started. ``load_tokenizer`` may block; None: token ids only.
+
+    ``images``: those of its prompts; None: the model takes text alone.
+    """
 
     settings: Settings
     queue: QueueConfig
@@ -60,6 +65,7 @@ class Blueprint(Struct, frozen=True, kw_only=True):
     make_processes: Callable[[Events], Processes]
     delivery: DeliveryConfig = DeliveryConfig()
     adapters: AdapterRules | None = None
+    images: ImageModel | None = None
 
 
 def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
@@ -123,6 +129,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         settings=settings,
         queue=config.queue,
         delivery=config.delivery,
+        images=_images(config, facts),
         eos_token_ids=facts.eos_token_ids,
         stream_interval=config.stream_interval,
         load_tokenizer=None if tokenizer_path is None else partial(_load_tokenizer, tokenizer_path, chat_template),
@@ -136,6 +143,11 @@ def _read_adapters(config: EngineConfig) -> list[AdapterFolder]:
     if config.lora.enabled is False:
         return []
     return [read_folder(Path(path)) for path in dict.fromkeys(adapter.path for adapter in config.lora.adapters)]
+
+
+def _images(config: EngineConfig, facts: ModelFacts) -> ImageModel | None:
+    found = find_image_model(Path(facts.path)) if facts.task == "generate" else None
+    return None if found is None else found._replace(limits=config.media)
 
 
 def _chat_template(config: EngineConfig) -> str | None:
@@ -244,25 +256,8 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
             patience.cancel()
         if warning := facts.get("warning"):
             warn_caller(str(warning), stacklevel=2)
-        max_total_tokens = facts.get("max_total_tokens")
-        if not isinstance(max_total_tokens, int):
-            raise EngineStartupError(f"the scheduler process did not report the size of its KV pool: {facts!r}")
-        tokenizer, longest = (None, None) if loading is None else await loading
-        frontend = Frontend(
-            Running(
-                settings=blueprint.settings,
-                queue=blueprint.queue,
-                delivery=blueprint.delivery,
-                eos_token_ids=_ends(blueprint, tokenizer),
-                stream_interval=blueprint.stream_interval,
-                facts=facts,
-                max_total_tokens=max_total_tokens,
-                processes=processes,
-                tokenizer=tokenizer,
-                longest_token=longest,
-                adapters=blueprint.adapters,
-            )
-        )
+        loaded = (None, None) if loading is None else await loading
+        frontend = Frontend(_running(blueprint, processes, facts, loaded))
         await _connect(inbox, frontend, events)
         _log_start(blueprint.settings, facts, time.monotonic() - began_at)
     except BaseException as error:
@@ -282,6 +277,33 @@ async def _connect(inbox: _Inbox, frontend: Frontend, events: Events) -> None:
     except BaseException:
         frontend.fail(closed())  # it already watches its readers
         raise
+
+
+def _running(
+    blueprint: Blueprint,
+    processes: Processes,
+    facts: dict[str, object],
+    loaded: tuple[Tokenizer, int | None] | tuple[None, None],
+) -> Running:
+    """The parts of the engine, whose processes are ready. Raises EngineStartupError for ``facts`` that are wrong."""
+    max_total_tokens = facts.get("max_total_tokens")
+    if not isinstance(max_total_tokens, int):
+        raise EngineStartupError(f"the scheduler process did not report the size of its KV pool: {facts!r}")
+    tokenizer, longest = loaded
+    return Running(
+        settings=blueprint.settings,
+        queue=blueprint.queue,
+        delivery=blueprint.delivery,
+        eos_token_ids=_ends(blueprint, tokenizer),
+        stream_interval=blueprint.stream_interval,
+        facts=facts,
+        max_total_tokens=max_total_tokens,
+        processes=processes,
+        tokenizer=tokenizer,
+        longest_token=longest,
+        images=blueprint.images,
+        adapters=blueprint.adapters,
+    )
 
 
 def _log_start(settings: Settings, facts: Mapping[str, object], took_s: float) -> None:

@@ -17,9 +17,10 @@ from aioengine.config import PoolingSettings
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.arrays import ArrayImport
 from aioengine.frontend.encoder import Encoder, Job, checked
+from aioengine.frontend.image_prompts import MediaIds, check_images, check_no_images
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.pooling import completed, fitting
-from aioengine.frontend.prompts import ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
+from aioengine.frontend.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
 from aioengine.frontend.row_options import check_lengths
 from aioengine.frontend.unstarted_rows import end_row, refuse_row
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, FinishCode, Limits, PairIds, RequestKind, Submit
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.calls import Call, Calls
     from aioengine.frontend.encoder import Encoded
+    from aioengine.frontend.image_prompts import PromptImages
     from aioengine.frontend.outputs import RowStream
     from aioengine.frontend.overload import QueueLimits
     from aioengine.frontend.prompts import Prompt, PromptError
@@ -82,12 +84,13 @@ class RequestChecks:
     """Checks requests against the model. From any thread.
 
     Attributes:
-        rules: of the model. encoder: None without a tokenizer.
+        rules: of the model. encoder: None without a tokenizer. images: None where the model takes text alone.
     """
 
-    def __init__(self, rules: PromptRules, encoder: Encoder | None) -> None:
+    def __init__(self, rules: PromptRules, encoder: Encoder | None, images: PromptImages | None = None) -> None:
         self.rules = rules
         self.encoder = encoder
+        self.images = images
         self._vocabulary = list[Annotated[int, Meta(ge=0, lt=rules.vocab_size)]]  # checked in one pass
         self._last_parts: ParamsParts | None = None
 
@@ -113,7 +116,9 @@ class RequestChecks:
                     self._check_processor(request.processors.of(place))
                 if isinstance(prompt, IdsPrompt) and prompt.is_checked:
                     self.check_ids(prompt.token_ids)
-            except ValueError as error:
+                if request.given.images is not None or isinstance(prompt, ChatPrompt):
+                    check_images(request, place, self.images)
+            except (TypeError, ValueError) as error:
                 if not request.rows_fail_alone:
                     raise
                 request.prompts[place] = error
@@ -302,13 +307,18 @@ class Submitter:
         prompts = request.prompts[first : first + max(1, min(room, MAX_ROWS_AT_ONCE) // request.num_samples)]
         if room <= 0 or not prompts:
             return
+        if self.checks.images is not None and (request.given.images is not None or isinstance(prompts[0], ChatPrompt)):
+            prompts = prompts[:1]  # its images are waited for
         if request.gives_arrays and not self._array_import.is_done:
             call.is_encoding = True
             self._array_import.wait(partial(self._arrays_ready, call))
             return
         ready = [self._ids_if_known(prompt, is_pooled=bool(request.given.pooled)) for prompt in prompts]
         known = cast("list[Encoded]", ready[: ready.index(None)] if None in ready else ready)
-        if known:
+        if known and request.given.images is not None:
+            call.is_encoding = True
+            self._encoded(call, ready, known, 0.0)
+        elif known:
             self._start_rows(call, _rows_of(call, known), 0.0)
             if call.num_started < request.num_rows and not output.is_over:
                 self._loop.call_soon(self.submit_next, call)
@@ -333,7 +343,13 @@ class Submitter:
 
     def _encoded(self, call: Call, ready: list[Encoded | None], encoded: list[Encoded], seconds: float) -> None:
         known = [new if old is None else old for old, new in zip(ready, encoded, strict=True)]
-        self._go_on(call, _rows_of(call, known), seconds)
+        if (images := self.checks.images) is None or len(known) > 1 or call.ending is not None or call.output.is_over:
+            self._go_on(call, _rows_of(call, known), seconds)
+        else:
+            images.place(call, known[0], partial(self._images_placed, call, seconds))
+
+    def _images_placed(self, call: Call, seconds: float, encoded: Encoded, more_s: float) -> None:
+        self._go_on(call, _rows_of(call, [encoded]), seconds + more_s)
 
     def _arrays_ready(self, call: Call, error: RequestError | None) -> None:
         if error is None:
@@ -383,6 +399,8 @@ class Submitter:
             encoded = fitting(encoded, request.given.pooled, self._rules.context_length, self.checks.check_ids)
         elif request.sessions is not None:
             encoded = self._with_history(call, position, encoded)
+        if isinstance(encoded, list) and (self.checks.images is not None or isinstance(encoded, ChatIds)):
+            encoded = self._with_images_in_place(encoded)
         ids = encoded if isinstance(encoded, list) else []
         facts = RowFacts(
             rid=call.row_rid(position),
@@ -394,6 +412,7 @@ class Submitter:
             shows_prompt=request.shows_prompt,
             readers=request.readers_of(prompt, len(ids), self._rules.hidden_size),
             states=request.states_of(prompt),
+            num_image_tokens=ids.num_image_tokens if isinstance(ids, MediaIds) else 0,
         )
         row = call.output.add_row(position, facts)
         if not isinstance(encoded, list):
@@ -404,6 +423,16 @@ class Submitter:
             end_row(row, FinishCode.DEADLINE, matched=expired)
         else:
             self._submit_row(call, row, params, submits)
+
+    def _with_images_in_place(self, ids: list[int]) -> Encoded:
+        """The ids, or an error where they have placeholders of images still."""
+        try:
+            if self.checks.images is None:
+                raise ValueError("the messages have images, and this model takes text alone")
+            check_no_images(ids, self.checks.images)
+        except ValueError as error:
+            return error
+        return ids
 
     def _with_history(self, call: Call, position: int, encoded: Encoded) -> Encoded:
         """The whole prompt of a row that may be the next turn of a session, or why it can have none."""
@@ -502,6 +531,7 @@ def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: i
         logprobs=rules,
         embeds=embeds,
         adapter=None if request.given.adapters is None else request.given.adapters.of(prompt),
+        media=ids.media if isinstance(ids, MediaIds) else [],
     )
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from aioengine import checks, folder_files
+from aioengine import checks, folder_files, plugins
+from aioengine.config import MediaConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,11 +90,20 @@ class ImageModel(NamedTuple):
 
     Attributes:
         processor: the image processor of transformers, "module:class". settings: its fields, from the model folder.
+        limits: of the images that are taken.
     """
 
     family: ImageFamily
     processor: str
     settings: dict[str, object]
+    limits: MediaConfig = MediaConfig()
+
+
+def find_image_model(folder: Path) -> ImageModel | None:
+    """The images of the model in a folder; None: it takes text alone. Raises ValueError as ``read_image_model``."""
+    config = folder_files.read_object(folder / "config.json")
+    name = plugins.file_name(str(config.get("model_type")))
+    return read_image_model(folder, plugins.load("media", name), config) if name in plugins.names("media") else None
 
 
 def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[str, object]) -> ImageModel:

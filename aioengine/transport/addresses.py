@@ -24,6 +24,8 @@ _OURS = re.compile(rf"{_PREFIX}[0-9a-f]{{12}}")
 _BACKLOG = 64
 BOARD_SUFFIX = ".board"
 """The suffix of the crash boards, which lie beside the sockets and the logs."""
+MEDIA_SUFFIX = ".media"
+"""The suffix of images in a directory of their own."""
 _MAX_NAME = len("/detokenizer-99")
 
 
@@ -41,13 +43,15 @@ class PrivateDirectory:
     unlocked directory was left behind, and the next engine that starts removes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, base: str | None = None) -> None:
         """Make and lock a new directory, and remove those that dead engines left beside it.
+
+        ``base``: the folder for it; None: a place for sockets, which may be small.
 
         Raises:
             OSError: no writable directory was found.
         """
-        base = _choose_base()
+        base = base or _choose_base()
         _remove_stale(base)
         # It gets its final name when it is locked: before that another engine would take it for a stale one.
         draft = tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base)
@@ -155,4 +159,6 @@ def _remove_unlocked(path: str) -> None:
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
-    return entry.name.endswith((".log", BOARD_SUFFIX)) or stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)
+    return entry.name.endswith((".log", BOARD_SUFFIX, MEDIA_SUFFIX)) or stat.S_ISSOCK(
+        entry.stat(follow_symlinks=False).st_mode
+    )

@@ -29,12 +29,15 @@ from aioengine import AsyncEngine, Engine
 from aioengine.args import engine_config
 from aioengine.cli import commands, main
 from aioengine.config import EngineConfig
+from tests.kit.image_models import add_image_files
 from tests.kit.pages import GUIDES, README, Block, blocks, place
 from tests.kit.source import ROOT
+from tests.kit.vision_models import IMAGE, VOCAB_SIZE, save_vision_model
 
 pytestmark = pytest.mark.process
 
 PAGES = [README, *sorted(GUIDES.glob("*.md"))]
+IMAGES = GUIDES / "images.md"
 NOT_RUN = ("pip install", "uvicorn server:app", "curl ", "python examples/")
 """Beginnings of shell lines that install, serve without an end, ask a server, or train."""
 
@@ -90,10 +93,31 @@ def llm() -> Iterator[Engine]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def model_that_sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """LLaVA, tiny and untrained."""
+    folder = tmp_path_factory.mktemp("llava")
+    save_vision_model("llava", folder)
+    add_image_files(folder, "llava", IMAGE, VOCAB_SIZE)
+    return folder
+
+
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("page", sorted({page for page, _ in found("python")}), ids=place)
+@pytest.mark.parametrize("page", sorted({page for page, _ in found("python")} - {IMAGES}), ids=place)
 async def test_the_pieces_of_a_page_run(page: Path, engine: AsyncEngine, llm: Engine) -> None:
-    names: dict[str, Any] = {"engine": engine, "llm": llm, "asyncio": asyncio}
+    await run_pieces(page, {"engine": engine, "llm": llm, "asyncio": asyncio})
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_pieces_of_the_page_about_images_run(
+    model_that_sees: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Engine(model_that_sees, device="cpu") as vlm:
+        await run_pieces(IMAGES, {"vlm": vlm, "engine": vlm, "asyncio": asyncio})
+
+
+async def run_pieces(page: Path, names: dict[str, Any]) -> None:
     for _, block in (one for one in found("python") if one[0] == page):
         printed = await run_piece(block, names, place(page))
         assert printed == (block.output or printed), f"{place(page)}:{block.line}"

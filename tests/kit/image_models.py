@@ -88,12 +88,12 @@ FAMILIES = {
                 {
                     "image_token_id": token_id("<image>"),
                     "scale_factor": 2,
-                    "vision_config": {"image_size": 32, "patch_size": 8},
+                    "vision_config": {"image_size": 28, "patch_size": 7},
                 },
                 {
                     "image_processor_type": f"{name}ImageProcessor",
-                    "size": {"longest_edge": 96},
-                    "max_image_size": {"longest_edge": 32},
+                    "size": {"longest_edge": 84},
+                    "max_image_size": {"longest_edge": 28},
                 },
             )
             for model_type, name in (("idefics3", "Idefics3"), ("smolvlm", "SmolVLM"))
@@ -114,11 +114,24 @@ def write_image_folder(folder: Path, family: Family) -> Path:
     return folder
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(special: list[str] = SPECIAL) -> Tokenizer:
     """One token for each byte, then the special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     return tokenizer
+
+
+def add_image_files(folder: Path, model_type: str, placeholder_id: int, vocab_size: int) -> None:
+    """Write what a folder with weights and config.json lacks: the files about images, and a tokenizer."""
+    family, config = FAMILIES[model_type], (folder / "config.json").read_text()
+    write_image_folder(folder, family)
+    (folder / "config.json").write_text(config)
+    placeholder = "<|image_pad|>" if "<|image_pad|>" in family.prompt else "<image>"
+    special = [text for text in SPECIAL if text != placeholder]
+    special += [f"<unused_{number}>" for number in range(placeholder_id - NUM_BYTES - len(special))]
+    special.append(placeholder)
+    special += [f"<unused_{number}>" for number in range(len(special), vocab_size - NUM_BYTES)]
+    byte_tokenizer(special).save(str(folder / "tokenizer.json"))

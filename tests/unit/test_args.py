@@ -24,6 +24,8 @@ DOCUMENTED = """
     startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference is_embedding
     logits_processors logprobs_mode max_hidden_state_bytes enable_lora lora_paths max_loras_per_batch max_lora_rank
     lora_target_modules max_loaded_loras
+    logits_processors logprobs_mode max_hidden_state_bytes allowed_local_media_path allow_private_urls max_image_bytes
+    max_image_pixels max_images_per_prompt media_timeout
 """.split()
 
 WRONG_TYPES = {int: [True, "1", 1.5], float: [True, "1", []], bool: [0, "yes"], str: [5, b"x"]}

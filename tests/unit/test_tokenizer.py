@@ -262,7 +262,7 @@ def test_the_number_of_compiled_templates_is_limited(llama: Sample, tmp_path: Pa
     tokenizer = chatty(tmp_path, llama)
     for number in range(3 * MAX_COMPILED):
         template = f"{{{{ messages[0].content[0].text }}}}{number}"
-        assert tokenizer.apply_chat_template(PARTS, chat_template=template) == f"{number}"
+        assert tokenizer.apply_chat_template(PARTS, chat_template=template) == f"Hi <b>{number}"
     assert len(tokenizer._chats._compiled) == MAX_COMPILED
 
 

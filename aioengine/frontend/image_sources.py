@@ -1,0 +1,293 @@
+"""The images of a call as callers give them: paths, URLs, base64 text, bytes, pictures of Pillow.
+
+What kind each is, and how many there are, is checked at the call. Their bytes are read on a thread (``read_source``),
+or by the media process where they are on the web.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast, runtime_checkable
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from aioengine import checks
+
+if TYPE_CHECKING:
+    from aioengine.config import MediaConfig
+
+ALLOWED: Final = "a path, a URL, base64 text, bytes or a PIL image"
+CONTENT: Final = ("image", "url", "path", "base64")
+"""Keys of a part ``{"type": "image", ...}`` that may hold its image."""
+
+MAX_PATH: Final = 4096
+_WEB: Final = ("http://", "https://")
+_SHOWN: Final = 80
+_SLACK: Final = 4096
+
+
+class ImageSource(NamedTuple):
+    """Where an image comes from. kind: "web", "text" (a path, data: URL or base64), "path", "bytes" or "picture"."""
+
+    kind: str
+    value: object
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that the caller holds for it."""
+        if self.kind == "picture":
+            width, height = cast("Picture", self.value).size
+            return 3 * width * height
+        return len(cast("str | bytes", self.value)) if self.kind in ("text", "bytes") else 0
+
+    @property
+    def shown(self) -> str:
+        """For messages, short."""
+        if self.kind == "picture":
+            return "a PIL image"
+        if self.kind == "bytes":
+            return f"{self.num_bytes} bytes"
+        text = str(self.value)
+        if self.kind == "text" and (text.startswith("data:") or len(text) > MAX_PATH):
+            return f"{text[:20]!r}..., {len(text)} characters"
+        return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 2 :]}")
+
+
+class SourceBytes(NamedTuple):
+    """What was read. size: (width, height) of RGB bytes; (0, 0): ``data`` is a picture file."""
+
+    data: bytes
+    digest: bytes
+    size: tuple[int, int] = (0, 0)
+
+
+@runtime_checkable
+class Picture(Protocol):
+    """The part of ``PIL.Image.Image`` that is used here."""
+
+    @property
+    def size(self) -> tuple[int, int]: ...
+
+
+def image_source(name: str, value: object) -> ImageSource:
+    """One image as a caller gives it. Raises TypeError or ValueError."""
+    if isinstance(value, str):
+        text = str.__str__(value).strip()
+        if not text:
+            raise ValueError(f"{name} is empty; give {ALLOWED}")
+        return ImageSource("web" if text[:8].lower().startswith(_WEB) else "text", text)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return ImageSource("bytes", bytes(value))
+    if isinstance(value, os.PathLike):
+        path = os.fspath(cast("os.PathLike[str] | os.PathLike[bytes]", value))
+        return ImageSource("path", os.fsdecode(path))
+    pillow = sys.modules.get("PIL.Image")  # who gives such a picture has imported it
+    if pillow is not None and isinstance(value, pillow.Image):
+        return ImageSource("picture", value)
+    raise checks.wrong_type(name, ALLOWED, value)
+
+
+def part_source(name: str, part: Mapping[str, object]) -> ImageSource | None:
+    """The image of a part of a message; None: it is given beside the messages.
+
+    ``{"type": "image", "image": ...}``, also with "url", "path" or "base64", or
+    ``{"type": "image_url", "image_url": {"url": ...}}``. Raises TypeError or ValueError.
+    """
+    if part["type"] == "image_url":
+        given = part.get("image_url")
+        url = cast("Mapping[object, object]", given).get("url") if isinstance(given, Mapping) else given
+        if not isinstance(url, str):
+            raise checks.wrong_type(f"image_url of {name}", 'a URL, or a dict {"url": ...}', given)
+        return image_source(f"the URL of {name}", url)
+    found = [key for key in CONTENT if part.get(key) is not None]
+    if len(found) > 1:
+        raise ValueError(f"{name} has both {found[0]} and {found[1]}; give one of them")
+    return image_source(f"the {found[0]} of {name}", part[found[0]]) if found else None
+
+
+# ---------------------------------------------------------------- image_data
+
+
+class GivenImages:
+    """``image_data`` of a call: one image, or several, for the one prompt; or for the prompts of a batch.
+
+    In a batch one image is for all prompts, and a list has one entry for each: an image, a list of images, or None.
+    """
+
+    def __init__(self, value: object, *, is_batch: bool, num_prompts: int) -> None:
+        """Raises ValueError for a list of another length than the batch."""
+        self._is_list = isinstance(value, list | tuple)
+        self._values = list(cast("Sequence[object]", value)) if isinstance(value, list | tuple) else [value]
+        self._is_batch = is_batch
+        self._known: dict[int, tuple[ImageSource, ...]] = {}
+        if is_batch and self._is_list and len(self._values) != num_prompts:
+            raise ValueError(
+                f"image_data has {len(self._values)} entries for {num_prompts} prompts; give one for each (an image, a "
+                "list of images, or None), or one image for all"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that the caller holds for those that were checked."""
+        return sum(source.num_bytes for sources in self._known.values() for source in sources)
+
+    def of(self, prompt: int, max_images: int) -> tuple[ImageSource, ...]:
+        """The images of a prompt. Raises TypeError or ValueError."""
+        key = prompt if self._is_batch and self._is_list else 0
+        if key not in self._known:
+            name, given = "image_data", cast("object", self._values)
+            if self._is_batch:
+                name, given = (
+                    (f"image_data[{prompt}]", self._values[prompt]) if self._is_list else (name, self._values[0])
+                )
+            self._known[key] = _sources(name, given, max_images)
+        return self._known[key]
+
+
+def _sources(name: str, given: object, max_images: int) -> tuple[ImageSource, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, list | tuple):
+        return (image_source(name, given),)
+    entries = cast("Sequence[object]", given)
+    check_number(name, len(entries), max_images)
+    if len(entries) == 1:
+        return () if entries[0] is None else (image_source(name, entries[0]),)
+    return tuple(image_source(f"{name}[{place}]", entry) for place, entry in enumerate(entries))
+
+
+def check_number(name: str, count: int, max_images: int) -> None:
+    """Raise ValueError for more images than a prompt may have."""
+    if count > max_images:
+        raise ValueError(f"{name} has {count} images, and max_images_per_prompt={max_images} are allowed")
+
+
+# ---------------------------------------------------------------- reading, on a thread
+
+
+def read_source(source: ImageSource, limits: MediaConfig) -> SourceBytes:
+    """The bytes of an image that is not on the web.
+
+    Raises:
+        ValueError: they cannot be had; the message is the end of a sentence about the image.
+    """
+    if source.kind == "picture":
+        return _read_picture(source.value, limits)
+    if source.kind == "bytes":
+        data = cast("bytes", source.value)
+    elif source.kind == "path":
+        data = read_file(cast("str", source.value), limits)
+    else:
+        data = _read_text(cast("str", source.value), limits)
+    if len(data) > limits.max_image_bytes:
+        raise _too_large(len(data), limits)
+    return SourceBytes(data, hashlib.sha256(data).digest())
+
+
+def _read_picture(value: object, limits: MediaConfig) -> SourceBytes:
+    from aioengine import pictures  # imports Pillow, which is there
+
+    picture = cast("pictures.Image.Image", value)
+    pictures.check_pixels(picture, limits.max_image_pixels)
+    rgb = pictures.decode(picture)
+    data = rgb.tobytes()
+    return SourceBytes(data, hashlib.sha256(b"RGB %d %d " % rgb.size + data).digest(), rgb.size)
+
+
+def _read_text(text: str, limits: MediaConfig) -> bytes:
+    if text[:5].lower() == "data:":
+        return _read_data_url(text, limits)
+    if text[:5].lower() == "file:":
+        return read_file(_path_of(text), limits)
+    if len(text) <= MAX_PATH and _exists(text):
+        return read_file(text, limits)
+    data = _decoded(text, limits)
+    if data is None:
+        raise ValueError("it is neither a file that exists, nor a URL, nor base64")
+    return data
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.exists(path)
+    except ValueError:  # a null character
+        return False
+
+
+def _read_data_url(text: str, limits: MediaConfig) -> bytes:
+    head, comma, body = text.partition(",")
+    if not comma:
+        raise ValueError("its data: URL has no comma before the data")
+    if not head.lower().endswith(";base64"):
+        _check_length(len(body) // 3, limits)
+        return unquote_to_bytes(body)
+    data = _decoded(unquote(body) if "%" in body[:_SLACK] else body, limits)
+    if data is None:
+        raise ValueError("the data of its data: URL is not base64")
+    return data
+
+
+def _decoded(text: str, limits: MediaConfig) -> bytes | None:
+    _check_length(len(text) // 4 * 3 - _SLACK, limits)
+    compact = "".join(text.split()).replace("-", "+").replace("_", "/")
+    try:
+        return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _path_of(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise ValueError(f"its file: URL names the host {parts.netloc!r:.80}; write file:///path")
+    return unquote(parts.path)
+
+
+def read_file(path: str, limits: MediaConfig) -> bytes:
+    """The bytes of a file, which lies in the allowed folder where there is one.
+
+    Raises:
+        ValueError: it may not be read, or is no regular file, or is too large.
+    """
+    try:
+        real = os.path.realpath(os.path.expanduser(path), strict=True)
+        _check_allowed(real, limits)
+        # Neither a link that took the place of the file meanwhile, nor a pipe, is waited for or followed.
+        fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            about = os.fstat(fd)
+            if not stat.S_ISREG(about.st_mode):
+                raise ValueError("it is no regular file")
+            if limits.allowed_local_media_path is not None:  # folders above may have become links
+                now = os.path.realpath(real, strict=True)
+                _check_allowed(now, limits)
+                if not os.path.samestat(os.stat(now), about):
+                    raise ValueError("its file was replaced while it was opened")
+            _check_length(about.st_size, limits)
+            return file.read(limits.max_image_bytes + 1)
+    except OSError as error:
+        raise ValueError(f"its file cannot be read: {error.strerror or error}") from None
+
+
+def _check_allowed(real: str, limits: MediaConfig) -> None:
+    folder = limits.allowed_local_media_path
+    if folder is None:
+        return
+    allowed = os.path.realpath(folder)
+    if not Path(real).is_relative_to(allowed):
+        raise ValueError(f"its file is not in allowed_local_media_path={folder!r}")
+
+
+def _check_length(num_bytes: int, limits: MediaConfig) -> None:
+    if num_bytes > limits.max_image_bytes:
+        raise _too_large(num_bytes, limits)
+
+
+def _too_large(num_bytes: int, limits: MediaConfig) -> ValueError:
+    return ValueError(f"it has {num_bytes} bytes, and max_image_bytes={limits.max_image_bytes} are allowed")

@@ -1,0 +1,111 @@
+"""Questions about pictures through the whole engine: the tokens of transformers, with its own preparation of images."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+from aioengine import AsyncEngine, Engine
+from aioengine.media._base import find_image_model
+from tests.kit.image_models import FAMILIES, add_image_files
+from tests.kit.vision_models import GREEDY, IMAGE, VOCAB_SIZE, clear_tokens, save_vision_model
+
+pytestmark = pytest.mark.process
+SHORT = {"max_new_tokens": 6, "temperature": 0, "logit_bias": {str(IMAGE): -100}, "ignore_eos": True}
+
+
+def drawing(seed: int, size: tuple[int, int] = (90, 60)) -> Image.Image:
+    draw = np.random.default_rng(seed)
+    image = Image.new("RGB", size, tuple(map(int, draw.integers(0, 256, 3))))
+    for _ in range(5):
+        x, y, radius = (int(draw.integers(0, limit)) for limit in (*size, 30))
+        ImageDraw.Draw(image).ellipse((x, y, x + radius, y + radius), fill=tuple(map(int, draw.integers(0, 256, 3))))
+    return image
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def arrays_of(folder: Path, images: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """What the image processor of transformers makes of all of them together."""
+    model = find_image_model(folder)
+    assert model is not None
+    module, _, name = model.processor.partition(":")
+    found = getattr(importlib.import_module(module), name).from_dict(dict(model.settings))(images, return_tensors="pt")
+    return dict(found)
+
+
+@torch.inference_mode()
+def check(theirs: Any, folder: Path, images: list[Image.Image], answer: Any) -> None:
+    ids = torch.tensor([answer["prompt_token_ids"] + answer["output_ids"]])
+    arrays = arrays_of(folder, images)
+    if "image_grid_thw" in arrays:
+        arrays["mm_token_type_ids"] = (ids == IMAGE).long()
+    logits = theirs(input_ids=ids, use_cache=False, **arrays).logits[0]
+    assert answer["output_ids"] == clear_tokens(logits, answer["output_ids"])
+    assert answer["meta_info"]["image_tokens"] == answer["prompt_token_ids"].count(IMAGE)
+    assert GREEDY.temperature == 0
+
+
+def made(folder: Path, model_type: str) -> Any:
+    theirs = save_vision_model(model_type, folder)
+    add_image_files(folder, model_type, IMAGE, VOCAB_SIZE)
+    return theirs
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=[] if name == "qwen2_5_vl" else pytest.mark.slow)
+        for name in FAMILIES
+        if name != "llava"
+    ],
+)
+def test_answers_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+    theirs, one, two = made(tmp_path, model_type), drawing(1), drawing(2, (50, 70))
+    with Engine(tmp_path, device="cpu", context_length=256) as llm:
+        mark = FAMILIES[model_type].prompt
+        answer = llm.generate(f"see {mark} or {mark}?", SHORT, image_data=[png(one), two], return_prompt_token_ids=True)
+        check(theirs, tmp_path, [one, two], answer)
+        messages = [{"role": "user", "content": [{"type": "image", "image": one}, {"type": "text", "text": "what?"}]}]
+        check(theirs, tmp_path, [one], llm.chat(messages, SHORT, return_prompt_token_ids=True))
+
+
+async def test_an_engine_answers_questions_about_pictures(tmp_path: Path) -> None:
+    """LLaVA in batches, streams, with text beside it, and after its scheduler was killed."""
+    theirs, one, two = made(tmp_path, "llava"), drawing(3), drawing(4, (30, 80))
+    async with AsyncEngine(tmp_path, device="cpu", context_length=256, max_images_per_prompt=2) as engine:
+        prompts = ["a <image>", "text", "b <image> <image>"]
+        given = [png(one), None, [png(two), png(one)]]
+        outs = await engine.async_generate(prompts, SHORT, image_data=given, return_prompt_token_ids=True)
+        check(theirs, tmp_path, [one], outs[0])
+        check(theirs, tmp_path, [two, one], outs[2])
+        assert "image_tokens" not in outs[1]["meta_info"]
+        again = await engine.async_generate("a <image> and?", SHORT, image_data=png(one), return_prompt_token_ids=True)
+        check(theirs, tmp_path, [one], again)
+        assert again["meta_info"]["cached_tokens"] >= 16, "the image is in the prefix cache"
+        other = await engine.async_generate("a <image> and?", SHORT, image_data=png(two), return_prompt_token_ids=True)
+        check(theirs, tmp_path, [two], other)
+
+        long = {**SHORT, "max_new_tokens": 100}
+        whole = await engine.async_generate("c <image>", long, image_data=one)
+        text = ""
+        async for chunk in engine.async_generate("c <image>", long, image_data=one, stream=True):
+            if not text:
+                scheduler = next(each for each in engine.health()["processes"] if each["role"] == "scheduler")
+                os.kill(scheduler["pid"], signal.SIGKILL)
+            text += chunk["text"]
+        assert text == whole["text"]
+        assert engine.stats()["num_restarts"] == 1

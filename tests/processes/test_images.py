@@ -1,0 +1,372 @@
+"""Images in requests, from the call to the scheduler: real media process, a fake runner that stands for the model."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+from PIL import Image
+from safetensors.numpy import load_file
+
+from aioengine import AsyncEngine, RequestError
+from aioengine.config import MediaConfig, TextSettings
+from aioengine.frontend.startup import Blueprint
+from aioengine.media._base import find_image_model
+from aioengine.protocol.messages import Submit
+from aioengine.testing.fake_engine import FakeSetup
+from aioengine.tokenizer import Tokenizer
+from tests.kit.image_models import FAMILIES, NUM_BYTES, SPECIAL, token_id, write_image_folder
+from tests.kit.waiting import until
+
+LLAVA = FAMILIES["llava"]
+FEATURES = 16
+"""Of an image of 28 x 28 pixels in patches of 7 x 7."""
+
+LIMITS = MediaConfig(max_images_per_prompt=3, max_image_pixels=1_000_000, timeout_s=5.0)
+
+
+def picture(seed: int, width: int = 60, height: int = 40) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def blueprint(folder: Path, limits: MediaConfig = LIMITS, **setup: Any) -> Blueprint:
+    base = FakeSetup(**{"processes": False, **setup})
+    settings = base.settings()
+    replace = msgspec.structs.replace
+    images = find_image_model(folder)
+    assert images is not None
+    options = {**settings.runner.options, "vocab_size": NUM_BYTES + len(SPECIAL)}
+    settings = replace(
+        settings,
+        model=replace(settings.model, path=str(folder), vocab_size=NUM_BYTES + len(SPECIAL)),
+        runner=replace(settings.runner, options=options),
+        text=TextSettings(tokenizer_path=str(folder)),
+    )
+    return replace(
+        base.blueprint(),
+        settings=settings,
+        load_tokenizer=lambda: Tokenizer(folder),
+        images=images._replace(limits=limits),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_image_folder(tmp_path_factory.mktemp("llava"), LLAVA)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
+    async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as made:
+        yield made
+
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest.fixture
+def submitted(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Submit]:
+    """The requests that reach the processes."""
+    found: list[Submit] = []
+    lifecycle = engine._run.frontend._lifecycle
+    send = lifecycle.submitter._submit
+
+    def record(submits: list[Submit]) -> None:
+        found.extend(submits)
+        send(submits)
+
+    monkeypatch.setattr(lifecycle.submitter, "_submit", record)
+    return found
+
+
+def intake(engine: AsyncEngine) -> Any:
+    return engine._run.frontend.images.intake
+
+
+def media_folder(engine: AsyncEngine) -> Path:
+    return Path(intake(engine)._folder.path)
+
+
+SHORT = {"max_new_tokens": 4, "temperature": 0}
+
+
+async def test_every_form_of_an_image_gives_the_same_request(
+    engine: AsyncEngine, submitted: list[Submit], tmp_path: Path
+) -> None:
+    image = picture(1)
+    data = png(image)
+    file = tmp_path / "a picture.png"
+    file.write_bytes(data)
+    text = base64.b64encode(data).decode()
+    forms: list[Any] = [
+        data, bytearray(data), memoryview(data), str(file), file, file.as_uri(), text, f"data:image/png;base64,{text}",
+        [data], [image], image,
+    ]  # fmt: skip
+    outs = [await engine.async_generate("USER: <image>\nWhat? ", SHORT, image_data=form) for form in forms]
+    expected = [token_id("<image>")] * FEATURES
+    for submit, out in zip(submitted, outs, strict=True):
+        [media] = submit.media
+        assert submit.prompt_token_ids[media.start : media.start + media.num_tokens] == expected
+        assert submit.prompt_token_ids.count(token_id("<image>")) == media.num_features == FEATURES
+        assert out["meta_info"]["image_tokens"] == FEATURES
+        assert out["meta_info"]["prompt_tokens"] == len(submit.prompt_token_ids) == FEATURES + len("USER: \nWhat? ")
+        assert out["text"] == outs[0]["text"]
+    assert len({submit.media[0].content for submit in submitted[:-2]}) == 1, "the same bytes are prepared once"
+    arrays = load_file(submitted[0].media[0].path)
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    wanted = CLIPImageProcessorPil.from_dict(dict(LLAVA.processor))(image, return_tensors="np")["pixel_values"]
+    assert np.array_equal(arrays["pixel_values"], wanted)
+    assert np.array_equal(load_file(submitted[-1].media[0].path)["pixel_values"], wanted)
+
+
+async def test_chats_put_their_images_into_the_prompt(engine: AsyncEngine, submitted: list[Submit]) -> None:
+    data = png(picture(2))
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    parts: list[dict[str, Any]] = [
+        {"type": "image", "image": data},
+        {"type": "text", "text": "and"},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image"},
+    ]
+    messages = [{"role": "user", "content": parts}]
+    out = await engine.async_chat(messages, SHORT, image_data=picture(3))
+    [submit] = submitted
+    first, second, third = submit.media
+    assert first.content == second.content
+    assert third.content != first.content
+    assert [media.start for media in submit.media] == [6, 6 + FEATURES + 3, 6 + 2 * FEATURES + 3]
+    assert out["meta_info"]["image_tokens"] == 3 * FEATURES
+    assert "image" not in (await engine.async_chat([{"role": "user", "content": "hi"}], SHORT))["meta_info"]
+
+
+async def test_a_batch_takes_images_for_each_prompt(engine: AsyncEngine, submitted: list[Submit]) -> None:
+    one, two = png(picture(4)), png(picture(5))
+    prompts = ["a <image>", "b", "c <image><image>", "d <image>"]
+    outs = await engine.async_generate(prompts, {**SHORT, "n": 2}, image_data=[one, None, [two, one], [one]])
+    assert [len(submit.media) for submit in submitted] == [1, 1, 0, 0, 2, 2, 1, 1]
+    assert [out["meta_info"].get("image_tokens", 0) // FEATURES for out in outs] == [1, 1, 0, 0, 2, 2, 1, 1]
+    contents = [[media.content for media in submit.media] for submit in submitted]
+    assert contents[0] == contents[1] == contents[6]
+    assert contents[4][1] == contents[0][0] != contents[4][0]
+    submitted.clear()
+    await engine.async_generate(["a <image>", "b <image>"], SHORT, image_data=one)
+    assert [submit.media[0].content for submit in submitted] == contents[0] * 2
+
+
+async def test_ids_may_have_placeholders_or_all_tokens(engine: AsyncEngine, submitted: list[Submit]) -> None:
+    placeholder = token_id("<image>")
+    for ids in ([5, placeholder, 6], [5, *[placeholder] * FEATURES, 6]):
+        await engine.async_generate(input_ids=ids, sampling_params=SHORT, image_data=png(picture(6)))
+    assert submitted[0].prompt_token_ids == submitted[1].prompt_token_ids == [5, *[placeholder] * FEATURES, 6]
+    assert submitted[0].media == submitted[1].media
+
+
+async def test_streams_and_constraints_work_as_without_images(engine: AsyncEngine) -> None:
+    chunks = [chunk async for chunk in engine.async_generate("<image> a", SHORT, image_data=picture(7), stream=True)]
+    assert all(chunk["meta_info"]["image_tokens"] == FEATURES for chunk in chunks)
+    whole = await engine.async_generate("<image> a", SHORT, image_data=picture(7))
+    assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "words"),
+    [
+        ("no placeholder", b"x", r"has 0 image placeholders \(token id \d+\) for 1 image; give one for each"),
+        ("<image> <image>", None, "has 2 image placeholders .* for 0 images"),
+        ("<image> <image>", [b"PICTURE"], r"has 2 image placeholders .* for 1 image; .*\(or 16, "),
+        ("<image>", [b"x"] * 4, "image_data has 4 images, and max_images_per_prompt=3 are allowed"),
+        ("<image>", ["x"] * 10_000, "image_data has 10000 images"),
+        ("<image><image>", [b"PICTURE", b"junk"], r"image 1 \(4 bytes\): it is no picture"),
+        ("<image>", "missing.png", r"image 0 \('missing.png'\): it is neither a file that exists, nor a URL, nor base"),
+        ("<image>", "data:image/png;base64,****", "is not base64"),
+        ("<image>", "file://elsewhere/x.png", "names the host 'elsewhere'"),
+        ("<image>", "/dev/zero", "it is no regular file"),
+        ("<image>", "/tmp", "its file cannot be read: Is a directory"),
+        ("<image>", "http://127.0.0.1:1/x.png", "address 127.0.0.1, which is not public"),
+        ("<image>", "", "image_data is empty"),
+        ("<image>" * 2, ["a", " "], r"image_data\[1\] is empty"),
+        ("<image>", b"LARGE", "its header says more than max_image_pixels=1000000 pixels"),
+        ("<image>", b"CUT", "it cannot be decoded: OSError"),
+    ],
+)
+async def test_what_is_wrong_with_an_image_is_said(
+    engine: AsyncEngine, prompt: str, images: object, words: str
+) -> None:
+    stand_ins = {
+        b"PICTURE": png(picture(8)),
+        b"LARGE": png(Image.new("RGB", (2000, 2000))),
+        b"CUT": png(picture(9))[:-200],
+    }
+    if isinstance(images, list):
+        images = [stand_ins.get(entry, entry) for entry in images]
+    elif isinstance(images, bytes):
+        images = stand_ins.get(images, images)
+    with pytest.raises(ValueError, match=words):
+        await engine.async_generate(prompt, SHORT, image_data=images)
+
+
+async def test_wrong_types_are_refused_at_the_call(engine: AsyncEngine) -> None:
+    with pytest.raises(TypeError, match="image_data must be a path, a URL, base64 text, bytes or a PIL image"):
+        engine.async_generate("<image>", image_data=5)
+    with pytest.raises(ValueError, match="image_data has 1 entries for 2 prompts"):
+        engine.async_generate(["a", "b"], image_data=[b"x"])
+    with pytest.raises(ValueError, match="session_params"):
+        engine.async_generate("<image>", image_data=b"x", session_params={"id": "s"})
+    with pytest.raises(ValueError, match="image_data is for prompts that have token ids"):
+        engine.async_generate(input_embeds=[[0.5]], image_data=b"x")
+    for part, words in (
+        ({"type": "image", "image": b"x", "url": "y"}, "has both image and url"),
+        ({"type": "image_url", "image_url": {}}, "image_url of part 0"),
+        ({"type": "video"}, "is of type 'video'; there are text, image and image_url"),
+        ({"type": "image"}, "image_data has 0 images for 1 parts"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            engine.async_chat([{"role": "user", "content": [part]}])
+
+
+async def test_a_row_that_is_wrong_fails_alone(engine: AsyncEngine) -> None:
+    good, bad = png(picture(10)), b"junk"
+    prompts = ["<image>", "<image>", "x", "<image>"]
+    outs = await engine.async_generate(prompts, SHORT, image_data=[good, bad, None, 5], return_exceptions=True)
+    assert [type(out).__name__ for out in outs] == ["dict", "ValueError", "dict", "TypeError"]
+    assert "image 0 of prompt 1 (4 bytes)" in str(outs[1])
+    with pytest.raises(ValueError, match="image 0 of prompt 1"):
+        await engine.async_generate(prompts[:3], SHORT, image_data=[good, bad, None])
+
+
+async def test_a_request_that_is_left_leaves_nothing(engine: AsyncEngine) -> None:
+    for turns in range(0, 40, 3):
+        task = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=png(picture(100 + turns))))
+        for _ in range(turns):
+            await asyncio.sleep(0.0005)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await settled(engine)
+
+
+async def settled(engine: AsyncEngine) -> None:
+    """Wait until no image is worked on or used, and each that is kept has its file."""
+    for _ in range(500):
+        found = intake(engine)
+        is_idle = not any(found._active.values()) and not found._waiting
+        paths = {file.path for file in found.files.values()}
+        on_disk = {str(path) for path in media_folder(engine).glob("*.media")}
+        if is_idle and paths == on_disk and not any(file.num_users for file in found.files.values()):
+            break
+        await asyncio.sleep(0.01)
+    else:
+        pytest.fail(f"{found._active} {found._waiting} {paths ^ on_disk} {found.files}")
+    assert engine._run.frontend.images._held == {}
+
+
+async def test_kept_files_are_removed_beyond_their_limit(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, submitted: list[Submit]
+) -> None:
+    monkeypatch.setattr("aioengine.frontend.image_intake.MAX_KEPT_BYTES", 30_000)
+    for seed in range(200, 206):
+        await engine.async_generate("<image> a", SHORT, image_data=png(picture(seed)))
+    await settled(engine)
+    assert sum(file.num_bytes for file in intake(engine).files.values()) <= 30_000
+    [last] = submitted[-1].media
+    assert last.content in intake(engine).files
+    assert submitted[0].media[0].content not in intake(engine).files
+
+
+async def test_a_crash_of_the_media_process_fails_its_images_alone(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = intake(engine).process
+    image = png(picture(300))
+    await engine.async_generate("<image> a", SHORT, image_data=png(picture(301)))
+    os.kill(process.child.pid, signal.SIGSTOP)
+    first = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=image))
+    text = await engine.async_generate("no image", SHORT)
+    await until(lambda: process._running)
+    os.kill(process.child.pid, signal.SIGKILL)
+    with pytest.raises(RequestError, match="image 0 .*the media process was killed by signal 9") as raised:
+        await first
+    assert raised.value.stage == "image"
+    assert text["text"]
+    num_started = process.num_started
+    out = await engine.async_generate("<image> a", SHORT, image_data=image)
+    assert out["meta_info"]["image_tokens"] == FEATURES
+    assert process.num_started == num_started + 1
+    await settled(engine)
+
+
+async def test_an_image_that_hangs_is_given_up(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = intake(engine).process
+    await engine.async_generate("<image> a", SHORT, image_data=png(picture(400)))
+    monkeypatch.setattr(process, "_orders", msgspec.structs.replace(process._orders, timeout_s=-0.7))
+    os.kill(process.child.pid, signal.SIGSTOP)
+    with pytest.raises(RequestError, match="took longer than media_timeout"):
+        await engine.async_generate("<image> a", SHORT, image_data=png(picture(401)))
+    monkeypatch.undo()
+    await engine.async_generate("<image> a", SHORT, image_data=png(picture(401)))
+
+
+async def test_deadlines_and_aborts_end_requests_that_wait_for_images(engine: AsyncEngine) -> None:
+    process = intake(engine).process
+    await engine.async_generate("<image> a", SHORT, image_data=png(picture(500)))
+    os.kill(process.child.pid, signal.SIGSTOP)
+    try:
+        out = await engine.async_generate("<image> a", SHORT, image_data=png(picture(501)), timeout=0.05)
+        assert out["meta_info"]["finish_reason"] == "deadline"
+        waiting = engine.async_generate("<image> a", SHORT, image_data=png(picture(502)), rid="mine")
+        await asyncio.sleep(0.02)
+        engine.abort_request("mine")
+        assert (await waiting)["meta_info"]["finish_reason"] == "abort"
+    finally:
+        os.kill(process.child.pid, signal.SIGCONT)
+    await settled(engine)
+
+
+async def test_paths_must_lie_in_the_allowed_folder(folder: Path, tmp_path: Path) -> None:
+    allowed, outside = tmp_path / "allowed", tmp_path / "outside.png"
+    allowed.mkdir()
+    outside.write_bytes(png(picture(600)))
+    (allowed / "in.png").write_bytes(png(picture(600)))
+    (allowed / "link.png").symlink_to(outside)
+    (allowed / "inner.png").symlink_to(allowed / "in.png")
+    (allowed / "folder").symlink_to(tmp_path)
+    limits = msgspec.structs.replace(LIMITS, allowed_local_media_path=str(allowed), max_image_bytes=20_000)
+    async with AsyncEngine.from_blueprint(lambda: blueprint(folder, limits)) as engine:
+        for good in (allowed / "in.png", str(allowed / "inner.png"), (allowed / "in.png").as_uri()):
+            await engine.async_generate("<image>", SHORT, image_data=good)
+        for bad in (outside, allowed / "link.png", allowed / "folder/outside.png", allowed / "../outside.png"):
+            for form in (bad, str(bad), f"file://{bad}"):
+                with pytest.raises(ValueError, match="not in allowed_local_media_path"):
+                    await engine.async_generate("<image>", SHORT, image_data=form)
+        for large in (bytes(20_001), base64.b64encode(bytes(40_000)).decode()):
+            with pytest.raises(ValueError, match="max_image_bytes=20000"):
+                await engine.async_generate("<image>", SHORT, image_data=large)
+        place, pid = media_folder(engine), intake(engine).process.child.pid
+        assert pid in engine.get_all_child_pids()
+    assert not place.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_model_of_text_takes_no_images() -> None:
+    async with AsyncEngine.from_blueprint(FakeSetup(processes=False).blueprint) as engine:
+        with pytest.raises(ValueError, match="image_data is given, and this model takes text alone"):
+            engine.async_generate("x", image_data=b"x")
+        with pytest.raises(ValueError, match="the messages have images, and this model takes text alone"):
+            engine.async_chat([{"role": "user", "content": [{"type": "image", "image": b"x"}]}])
