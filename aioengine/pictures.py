@@ -10,13 +10,15 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Final
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
 FORMATS: Final = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Others need programs, such as that of PostScript, or are rare."""
+
+PillowImage = Image.Image
 
 _MAX_SHORT: Final = 0xFFFF
 
@@ -36,7 +38,7 @@ def open_picture(file: BinaryIO, max_pixels: int) -> Image.Image:
     Image.init()
     try:
         image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise ValueError(f"it is no picture in a format that is read ({', '.join(FORMATS)})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"its header says more than max_image_pixels={max_pixels} pixels ({error})") from None

@@ -193,7 +193,7 @@ def read_source(source: ImageSource, limits: MediaConfig) -> SourceBytes:
 def _read_picture(value: object, limits: MediaConfig) -> SourceBytes:
     from aioengine import pictures  # imports Pillow, which is there
 
-    picture = cast("pictures.Image.Image", value)
+    picture = cast("pictures.PillowImage", value)
     pictures.check_pixels(picture, limits.max_image_pixels)
     rgb = pictures.decode(picture)
     data = rgb.tobytes()

@@ -51,17 +51,17 @@ class ImageShape(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Expansion(NamedTuple):
-    """The tokens of one image: ``texts[0]``, ``count`` placeholders, ``texts[1]``, as many placeholders again, ...
+    """The tokens of one image: ``texts[0]``, ``num_repeats`` placeholders, ``texts[1]``, as many again, and so on.
 
     The texts are special tokens and line breaks. Two empty ones: placeholders alone.
     """
 
     texts: tuple[str, ...]
-    count: int
+    num_repeats: int
 
     @property
     def num_features(self) -> int:
-        return (len(self.texts) - 1) * self.count
+        return (len(self.texts) - 1) * self.num_repeats
 
 
 class ImageFamily(Protocol):

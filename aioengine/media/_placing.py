@@ -26,7 +26,7 @@ def image_ids(expansion: Expansion, placeholder_id: int, tokenize: Callable[[str
     token_ids: list[int] = []
     for place, text in enumerate(expansion.texts):
         if place:
-            token_ids += [placeholder_id] * expansion.count
+            token_ids += [placeholder_id] * expansion.num_repeats
         if text and tokenize is None:
             raise ValueError(
                 "images of this model need its tokenizer, which writes tokens between their tiles, and this engine has "
