@@ -29,6 +29,7 @@ from aioengine.engine import AsyncEngine
 from aioengine.params import SamplingParams
 from aioengine.sync import Engine
 from aioengine.testing.fake_engine import fake_async_engine
+from tests.kit.fake_adapters import write_adapter
 from tests.kit.source import PACKAGE, ROOT
 
 COMMANDS = ("generate", "chat", "bench", "info")
@@ -323,6 +324,19 @@ def test_chat_answers_each_line_of_its_input(run_here: Run) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") >= 2
     assert done.stdout.strip()
+
+
+@pytest.mark.process
+def test_an_adapter_answers(run_here: Run, tmp_path: Path) -> None:
+    write_adapter(tmp_path, rank=8, layers={f"model.layers.{i}.mlp.up_proj": (896, 256) for i in range(4)})
+    asked = {"given": "What is the capital of Norway?\n"}
+    done = run("chat", "--max-new-tokens", "8", "--lora-paths", f"a={tmp_path}", "--lora-path", "a", **asked)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() not in ("", run_here("chat", "--max-new-tokens", "8", **asked).stdout.strip())
+    for command in (("generate", "x"), ("generate", "x", "--n", "2")):
+        done = run_here(*command, "--lora-path", "a")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "serves no LoRA adapters" in done.stderr
 
 
 @pytest.mark.process

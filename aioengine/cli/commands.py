@@ -75,10 +75,11 @@ def generate(arguments: Arguments) -> int:
         return _fail('give a prompt: aioengine generate "Once upon a time"', WRONG_USAGE)
     with Engine.from_config(arguments.config()) as engine:
         if arguments.n != 1:
-            answers = engine.generate([prompt], {**arguments.sampling(), "n": arguments.n})
+            params = {**arguments.sampling(), "n": arguments.n}
+            answers = engine.generate([prompt], params, lora_path=arguments.lora_path)
             print("\n\n".join(answers["text"]))
             return 0
-        for chunk in engine.generate(prompt, arguments.sampling(), stream=True):
+        for chunk in engine.generate(prompt, arguments.sampling(), lora_path=arguments.lora_path, stream=True):
             print(chunk["text"], end="", flush=True)
         print(flush=True)
     return 0
@@ -125,7 +126,7 @@ def info(arguments: Arguments) -> int:
 
 def _answer(engine: Engine, messages: list[dict[str, str]], arguments: Arguments, pieces: list[str]) -> None:
     """Stream one answer, and keep its pieces for the next turn; an interrupt ends the request."""
-    with engine.chat(messages, arguments.sampling(), stream=True) as stream:
+    with engine.chat(messages, arguments.sampling(), lora_path=arguments.lora_path, stream=True) as stream:
         for chunk in stream:
             pieces.append(chunk["text"])
             print(chunk["text"], end="", flush=True)

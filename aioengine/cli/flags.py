@@ -33,7 +33,8 @@ _EXAMPLES: Final = {
   echo "Once upon a time" | aioengine generate --temperature 0.8 --seed 7""",
     "chat": """examples:
   aioengine chat
-  aioengine chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7""",
+  aioengine chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7
+  aioengine chat --lora-paths pirate=./adapters/pirate --lora-path pirate""",
     "bench": """examples:
   aioengine bench
   aioengine bench --model ./my-model --prompt-tokens 512 --output-tokens 128 --concurrency 32 --json""",
@@ -49,6 +50,7 @@ class Arguments(argparse.Namespace):
     command: str
     prompt: str | None = None
     system: str | None = None
+    lora_path: str | None = None
     n: int = 1
     json: bool = False
     model_path: str | None
@@ -201,12 +203,18 @@ def _main_parser() -> _Parser:
 def _add_generate(to: argparse.ArgumentParser) -> None:
     to.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue (default, and -: standard input)")
     to.add_argument("--n", type=int, default=1, metavar="N", help="answers; several are printed when all are there")
+    _add_adapter(to)
     _add_sampling(to)
 
 
 def _add_chat(to: argparse.ArgumentParser) -> None:
     to.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
+    _add_adapter(to)
     _add_sampling(to)
+
+
+def _add_adapter(to: argparse.ArgumentParser) -> None:
+    to.add_argument("--lora-path", metavar="NAME", help="the adapter that answers, of --lora-paths (default: none)")
 
 
 def _add_bench(to: argparse.ArgumentParser) -> None:
