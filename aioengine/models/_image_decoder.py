@@ -83,7 +83,7 @@ def to_device(array: Tensor, device: torch.device) -> Tensor:
     """[...] -> [...] on the device, without waiting for earlier steps of a GPU."""
     if array.is_cuda or device.type != "cuda":
         return array.to(device)
-    return array.pin_memory().to(device, non_blocking=True)
+    return (array if array.is_pinned() else array.pin_memory()).to(device, non_blocking=True)
 
 
 class _Tower(Protocol):

@@ -15,19 +15,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 from aioengine.attention._base import AttentionShape, ForwardBatch, kv_pool_shape
 from aioengine.attention.packed import PackedAttention
+from aioengine.kernels.add_layer_norm import add_layer_norm
+from aioengine.kernels.add_rms_norm import add_rms_norm
 from aioengine.kernels.rms_norm import rms_norm
 from aioengine.kernels.rotate_heads import rotate_heads
+from aioengine.kernels.silu_and_mul import silu_and_mul
 from aioengine.models._image_decoder import to_device
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
     from torch import Tensor
 
     Ints = npt.NDArray[np.int64]
     Floats = npt.NDArray[np.float32]
+
+_EPSILON = 1e-6
+"""Of the norms."""
+
+_ALIGNMENT = 64
 
 Grid = tuple[int, int, int]
 """Frames, height and width in patches."""
@@ -67,6 +78,37 @@ class _Layout:
     corners: tuple[Tensor, Tensor] | None
 
 
+class GatedInner:
+    """down(silu(gate(x)) * up(x)) [N, D] -> [N, D], with gate and up as one matmul.
+
+    The inner size is padded with zeros to a multiple of ``_ALIGNMENT``: 3,420, which Qwen2.5-VL has, is none of 8, and
+    matmuls of such sizes take three times as long. The parameters of the module become views of the padded tensors.
+    """
+
+    def __init__(self, mlp: Any) -> None:
+        gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        inner, size = gate.weight.shape
+        padded = -(-inner // _ALIGNMENT) * _ALIGNMENT
+        self._first = gate.weight.new_zeros(2 * padded, size)
+        self._first_bias = gate.weight.new_zeros(2 * padded)
+        self._last = down.weight.new_zeros(down.weight.shape[0], padded)
+        self._down = down
+        for place, part in ((0, gate), (padded, up)):
+            part.weight = nn.Parameter(self._first[place : place + inner], requires_grad=False)
+            part.bias = nn.Parameter(self._first_bias[place : place + inner], requires_grad=False)
+        down.weight = nn.Parameter(self._last[:, :inner], requires_grad=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, D] -> [N, D]."""
+        inner = silu_and_mul(functional.linear(x, self._first, self._first_bias))
+        return functional.linear(inner, self._last, self._down.bias)
+
+
+def _prepared(mlp: Any) -> Any:
+    """A faster form of a module, where there is one."""
+    return GatedInner(mlp) if hasattr(mlp, "gate_proj") and isinstance(mlp.act_fn, nn.SiLU) else mlp
+
+
 class QwenTower:
     """Computes the features of one image at a time."""
 
@@ -76,37 +118,45 @@ class QwenTower:
         self._sizes = sizes
         self._dtype = dtype
         self._device = device
-        self._epsilon = torch.tensor(1e-6, dtype=torch.float32, device=device)
+        self._epsilon = torch.tensor(_EPSILON, dtype=torch.float32, device=device)
+        self._mlps: list[Callable[[Tensor], Tensor]] = [_prepared(block.mlp) for block in visual.blocks]
         self._last: tuple[Grid, _Layout] | None = None  # many images have the size of the one before
 
     def __call__(self, patches: Tensor, grid: Grid) -> list[Tensor]:
         """Patches [N, values] on the device -> features [M, X], and K times further features [M, X]."""
         layout, sizes = self._layout(grid), self._sizes
-        x = self._visual.patch_embed(patches)
+        embed = self._visual.patch_embed.proj  # a convolution whose windows do not overlap
+        x = functional.linear(patches, embed.weight.flatten(1), embed.bias)
         if layout.corners is not None:
             places, weights = layout.corners
             x = x + (self._visual.pos_embed(places) * weights.unsqueeze(2)).sum(1).to(x.dtype)
         if layout.order is not None:
             x = x.view(-1, sizes.merge**2, x.shape[-1])[layout.order].flatten(0, 1)
         further: list[Tensor] = []
+        delta: Tensor | None = None
         for index, block in enumerate(self._visual.blocks):
             attention = layout.windows if sizes.window and index not in sizes.full_layers else layout.frames
-            heads = block.attn.qkv(self._norm(block.norm1, x)).view(len(x), -1, sizes.head_size)
+            heads = block.attn.qkv(self._norm(block.norm1, x, delta)).view(len(x), -1, sizes.head_size)
             q, k, v = rotate_heads(heads, sizes.num_heads, layout.tables, None)
-            x = x + block.attn.proj(attention.attend(q, k, v, 0))
-            x = x + block.mlp(self._norm(block.norm2, x))
+            delta = block.attn.proj(attention.attend(q, k, v, 0))
+            delta = self._mlps[index](self._norm(block.norm2, x, delta))
             if index in sizes.deepstack:
+                x, delta = x + delta, None
                 further.append(self._visual.deepstack_merger_list[sizes.deepstack.index(index)](x))
-        merged = self._visual.merger(x)
+        merged = self._visual.merger(x if delta is None else x + delta)
         return [merged if layout.inverse is None else merged[layout.inverse], *further]
 
-    def _norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """x [N, D] -> [N, D]."""
-        if isinstance(norm, nn.LayerNorm):
-            return norm(x)
+    def _norm(self, norm: nn.Module, x: Tensor, delta: Tensor | None) -> Tensor:
+        """The norm of x [N, D], to which delta [N, D] is added before, in place -> [N, D]."""
         weight = norm.weight
         assert isinstance(weight, torch.Tensor)
-        return rms_norm(x, weight, self._epsilon)
+        if not isinstance(norm, nn.LayerNorm):
+            if delta is None:
+                return rms_norm(x, weight, self._epsilon)
+            return add_rms_norm(delta, x, weight, self._epsilon)
+        if delta is None:
+            return norm(x)
+        return add_layer_norm(delta, x, weight=weight, bias=norm.bias, epsilon=norm.eps, keeps_sum=True)
 
     def _layout(self, grid: Grid) -> _Layout:
         if self._last is None or self._last[0] != grid:

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from aioengine.models._base import VisionModel
+from aioengine.runner.image_files import read_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,12 +75,13 @@ class Images:
         deltas: [max_rows] by row index, what is added to the place of a token behind the prompt for its position.
     """
 
-    def __init__(self, model: VisionModel, *, axes: int, hidden_size: int, max_rows: int, max_bytes: int) -> None:
-        """axes: of a position. max_bytes: of features that are kept for later steps."""
+    def __init__(self, model: VisionModel, *, axes: int, hidden_size: int, max_rows: int, is_on_gpu: bool) -> None:
+        """axes: of a position."""
         self._model = model
         self._axes = axes
         self._hidden_size = hidden_size
-        self._max_bytes = max_bytes
+        self._is_on_gpu = is_on_gpu
+        self._max_bytes = GPU_FEATURE_BYTES if is_on_gpu else CPU_FEATURE_BYTES
         self.deltas = np.zeros(max_rows, dtype=np.int64)
         self._opened: dict[int, _Opened] = {}
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # by content: [N, (1 + K) * D]
@@ -186,12 +186,7 @@ class Images:
         if features is not None:
             self._kept.move_to_end(media.content)
             return features
-        try:
-            arrays = load_file(media.path)
-        except (OSError, SafetensorError) as error:
-            message = f"its file {media.path} cannot be read: {error}"
-            raise ValueError(message) from error
-        features = self._model.encode_image(arrays)
+        features = self._model.encode_image(read_arrays(media.path, is_pinned=self._is_on_gpu))
         if len(features) != media.num_features:
             message = f"the vision tower gives {len(features)} features for {media.num_features} placeholders"
             raise ValueError(message)
@@ -212,8 +207,8 @@ def images_of(model: Model, *, max_rows: int, device: torch.device) -> Images | 
     if not isinstance(model, VisionModel):
         return None
     axes, hidden_size = model.input_spec.position_axes, model.hidden_size
-    max_bytes = GPU_FEATURE_BYTES if device.type == "cuda" else CPU_FEATURE_BYTES
-    return Images(model, axes=axes, hidden_size=hidden_size, max_rows=max_rows, max_bytes=max_bytes)
+    is_on_gpu = device.type == "cuda"
+    return Images(model, axes=axes, hidden_size=hidden_size, max_rows=max_rows, is_on_gpu=is_on_gpu)
 
 
 def grid_positions(num_prompt: int, media: Sequence[Media]) -> Ints:

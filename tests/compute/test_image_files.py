@@ -1,0 +1,58 @@
+"""The files of prepared images: all types, and files that are damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from aioengine.runner.image_files import read_arrays
+
+ARRAYS = {
+    "pixel_values": torch.randn(3, 5, 7),
+    "half": torch.randn(4).bfloat16(),
+    "image_grid_thw": torch.tensor([[1, 4, 6]]),
+    "mask": torch.tensor([True, False, True]),
+    "bytes": torch.arange(5, dtype=torch.uint8),
+    "none": torch.empty(0, 3),
+}
+
+
+def test_arrays_are_those_that_were_saved(tmp_path: Path) -> None:
+    save_file(ARRAYS, tmp_path / "image", metadata={"made": "by a test"})
+    found = read_arrays(str(tmp_path / "image"), is_pinned=False)
+    assert found.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert found[name].dtype == array.dtype
+        assert torch.equal(found[name], array)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 60, -1])
+def test_truncated_files_are_refused(tmp_path: Path, kept: int) -> None:
+    save_file(ARRAYS, tmp_path / "image")
+    (tmp_path / "image").write_bytes((tmp_path / "image").read_bytes()[:kept])
+    with pytest.raises(ValueError, match="image cannot be read"):
+        read_arrays(str(tmp_path / "image"), is_pinned=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff" * 100, "header has"),
+        (b"{}", "cannot be read"),
+        ((50).to_bytes(8, "little") + b'{"a":{"dtype":"F8","shape":[1],"data_offsets":[0,1]}}'[:50], "cannot be read"),
+        ((53).to_bytes(8, "little") + b'{"a":{"dtype":"XX","shape":[1],"data_offsets":[0,1]}}', "of type XX"),
+        ((53).to_bytes(8, "little") + b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,1]}}', "shape"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "image").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_arrays(str(tmp_path / "image"), is_pinned=False)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gone cannot be read: No such file"):
+        read_arrays(str(tmp_path / "gone"), is_pinned=False)
