@@ -42,6 +42,8 @@ on the number of tiles and may depend on the powers of two that divide the numbe
 """
 
 SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 80)
+ADAPTER_SIZES = (2, 80, 300)
+"""Prompts with an adapter, whose kernels have a specialization for few tokens, for some and for many."""
 NUM_TOKENS = 5
 """Tokens of a row in a warm-up step of many rows, with those that it generates."""
 
@@ -183,6 +185,10 @@ def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable
             if plan.num_tokens <= limits.max_tokens:
                 runner.collect(runner.launch(plan))
         report(Progress("warming up", num_done, total))
+    for size in ADAPTER_SIZES if runner.num_adapter_slots else ():
+        if size <= min(limits.max_tokens, limits.context_length - 1, limits.num_pages * page_size - 1):
+            for plan in _one_prompt(size, page_size, gives, adapter_slot=1):  # an empty slot changes nothing
+                runner.collect(runner.launch(plan))
     for plan in _full_step(limits, page_size, gives):
         runner.collect(runner.launch(plan))
     report(Progress("warming up", total, total))
@@ -208,9 +214,9 @@ def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
         yield Plan([], closed=uids)
 
 
-def _one_prompt(size: int, page_size: int, gives: int) -> Iterator[Plan]:
-    ids = [_TOKEN] * size
-    yield Plan([Row(0, 0, size, gives, ids)], [NewRow(0, _PLAIN[0], size, ids, [*range(-(-(size + 1) // page_size))])])
+def _one_prompt(size: int, page_size: int, gives: int, *, adapter_slot: int = 0) -> Iterator[Plan]:
+    ids, pages = [_TOKEN] * size, [*range(-(-(size + 1) // page_size))]
+    yield Plan([Row(0, 0, size, gives, ids)], [NewRow(0, _PLAIN[0], size, ids, pages, adapter_slot=adapter_slot)])
     yield Plan([], closed=[0])
 
 

@@ -1,16 +1,23 @@
 """LoRA adapters on a GPU (workload F4): what they cost in a decode step, and what copying them costs the steps beside.
 
     python -m benchmarks.gpu.adapters --models /tmp/bench-models --model b --batches 1 32 128
+    python -m benchmarks.gpu.adapters --models /tmp/bench-models --model a --requests
 
 Eight adapters of rank 16 on all seven projections; request i uses adapter i mod 8. Prints, for each batch, milliseconds
 a step without adapters and with them, by turns, and the share of the rate that is left. Then the 50th and the 99th
 percentile of the times of steps, without and with adapters that are read and placed beside them.
+
+With ``--requests``, through the public API: W1 or W2 without adapters and with them, by turns, in output tokens per
+second, on this engine and without adapters on one that has no places for them; then 1,000 names over 50 folders of rank
+8 through 8 places.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import random
 import statistics
 import threading
 import time
@@ -21,6 +28,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
+from aioengine import AsyncEngine
 from aioengine.adapter_folder import CONFIG, TENSORS
 from aioengine.args import engine_config
 from aioengine.config import LoraSettings
@@ -105,6 +113,79 @@ class AdapterRunner:
         return self._runner.collect(ticket)
 
 
+async def offline(engine: AsyncEngine, lora_path: list[str | None] | None) -> float:
+    """Output tokens per second of W1 or W2; request i uses adapter i mod their number."""
+    random.seed(0)
+    prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
+    counts = [random.randint(100, 1024) for _ in range(256)]
+    params = [{"max_new_tokens": count, "temperature": 0.6, "ignore_eos": True} for count in counts]
+    names = None if lora_path is None else [lora_path[i % len(lora_path)] for i in range(256)]
+    for _ in range(100):
+        if await engine.flush_cache():
+            break
+        await asyncio.sleep(0.02)
+    started = time.perf_counter()
+    answers = await engine.async_generate(input_ids=prompts, sampling_params=params, lora_path=names)
+    assert [answer["meta_info"]["completion_tokens"] for answer in answers] == counts
+    return sum(counts) / (time.perf_counter() - started)
+
+
+async def through_requests(models: Path, model: str) -> None:
+    folder, folders = write_folder(models, model), [str(path) for path in write_adapters(models, model)]
+    engine = AsyncEngine(str(folder), load_format="dummy")
+    async with engine:
+        await offline(engine, None)
+        plain = [await offline(engine, None) for _ in range(2)]
+    print(f"no places for adapters: {max(plain):.0f} tok/s", flush=True)
+    engine = AsyncEngine(
+        str(folder), load_format="dummy", enable_lora=True, lora_paths=folders, max_loras_per_batch=NUM_ADAPTERS
+    )
+    async with engine:
+        await offline(engine, [*folders])
+        rates: dict[str, list[float]] = {"unused": [], "used": []}
+        for _ in range(2):
+            rates["unused"].append(await offline(engine, None))
+            rates["used"].append(await offline(engine, [*folders]))
+    unused, used = (max(values) for values in rates.values())
+    print(f"places that are not used: {unused:.0f} tok/s ({unused / max(plain):.3f})", flush=True)
+    print(f"{NUM_ADAPTERS} adapters: {used:.0f} tok/s ({used / unused:.3f} of the rate without)", flush=True)
+    await many_names(models, model)
+
+
+async def many_names(models: Path, model: str, *, num_names: int = 1000, num_folders: int = 50) -> None:
+    """As many names as ``num_names``, four requests each, in a random order, 256 at a time."""
+    folders = write_adapters(models, model, count=num_folders, rank=8)
+    engine = AsyncEngine(
+        str(write_folder(models, model)), load_format="dummy", enable_lora=True, max_lora_rank=16,
+        lora_target_modules="all", max_loras_per_batch=NUM_ADAPTERS, max_loaded_loras=num_folders,
+    )  # fmt: skip
+    async with engine:
+        names = [f"tenant-{number}" for number in range(num_names)]
+        for number, name in enumerate(names):
+            result = await engine.async_load_lora_adapter(name, str(folders[number % num_folders]))
+            if not result.success:
+                raise RuntimeError(result.error_message)
+        chosen = [*names] * 4
+        random.Random(0).shuffle(chosen)
+        places = asyncio.Semaphore(256)
+        params = {"max_new_tokens": 16, "temperature": 0.6, "ignore_eos": True}
+
+        async def one(number: int, name: str) -> int:
+            async with places:
+                prompt = [(number * 7919 + place * 31) % 10_000 for place in range(64)]
+                answer = await engine.async_generate(input_ids=prompt, sampling_params=params, lora_path=name)
+            return answer["meta_info"]["completion_tokens"]
+
+        started = time.perf_counter()
+        counts = await asyncio.gather(*(one(number, name) for number, name in enumerate(chosen)))
+        seconds = time.perf_counter() - started
+    lost = sum(count != 16 for count in counts)
+    print(
+        f"{num_names} names over {num_folders} folders: {len(chosen)} requests in {seconds:.1f} s, {lost} lost",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True)
@@ -113,7 +194,11 @@ def main() -> None:
     parser.add_argument("--cached", type=int, default=512)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--max-rank", type=int, default=16)
+    parser.add_argument("--requests", action="store_true", help="through the public API")
     options = parser.parse_args()
+    if options.requests:
+        asyncio.run(through_requests(options.models, options.model))
+        return
     config = engine_config(str(write_folder(options.models, options.model)), {"load_format": "dummy"})
     settings = resolve(config, find_facts(config.model), device_facts())
     lora = LoraSettings(num_slots=NUM_ADAPTERS, max_rank=options.max_rank)

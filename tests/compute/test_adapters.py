@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from aioengine.config import LoraSettings
 from aioengine.protocol.messages import Adapter, Sampling
+from aioengine.protocol.packed_logprobs import LogprobReader, LogprobRules
 from aioengine.runner.build import build
 from aioengine.scheduler.plan import TOKENS, NewRow, Plan, Row
 from tests.compute.runner_world import make_settings, save_model
@@ -171,6 +172,48 @@ def test_a_slot_takes_one_adapter_after_another(llama: tuple[Path, Path], tmp_pa
     with torch.inference_mode():
         expected, _ = continued(merged(base, second))
     assert tokens[1] == expected[4]
+
+
+def test_logprobs_of_a_prompt_are_those_of_merged_weights(llama: tuple[Path, Path]) -> None:
+    folder, path = llama
+    runner = build(with_adapters(make_settings(folder)), lambda _: None)
+    runner.place_adapter(3, runner.read_adapter(adapter(path))).result(timeout=5)
+    rules = LogprobRules(start=0)
+    prompt = PROMPTS[6]
+    row = msgspec.structs.replace(opened(0, 3, prompt), logprobs=rules)
+    others = [opened(1, 0, PROMPTS[5]), opened(2, 3, PROMPTS[2])]
+    plans = [
+        Plan(
+            [Row(0, 0, 20, 0, prompt[:20]), *(Row(each.uid, 0, 7, 0, each.token_ids[:7]) for each in others)],
+            [row, *others],
+        ),
+        Plan([Row(0, 20, len(prompt) - 20, TOKENS, prompt[20:])]),
+    ]
+    reader = LogprobReader(rules, len(prompt))
+    for plan in plans:
+        result = runner.collect(runner.launch(plan))
+        for extra in result.tokens.extras:
+            reader.read(extra)
+    found = reader.lists(0, 1, keeps=False)["input_token_logprobs"]
+    with torch.inference_mode():
+        logits = merged(AutoModelForCausalLM.from_pretrained(folder), path)(torch.tensor([prompt])).logits[0]
+    expected = torch.log_softmax(logits, -1)[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
+    values = torch.tensor([value for value, *_ in found[1:]])
+    torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_preempted_request_goes_on_with_its_adapter_in_another_slot(llama: tuple[Path, Path]) -> None:
+    folder, path = llama
+    runner = build(with_adapters(make_settings(folder)), lambda _: None)
+    host = runner.read_adapter(adapter(path))
+    for slot in (1, 3):
+        runner.place_adapter(slot, host).result(timeout=5)
+    prompt = PROMPTS[3]
+    (whole,) = generate(runner, [opened(0, 1, prompt)], num_tokens=6)
+    (rest,) = generate(runner, [opened(0, 3, [*prompt, *whole[:3]])], num_tokens=3)
+    assert rest == whole[3:]
+    (of_base,) = generate(runner, [opened(0, 0, prompt)], num_tokens=6)
+    assert of_base != whole
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
