@@ -328,7 +328,8 @@ def test_chat_answers_each_line_of_its_input(run_here: Run) -> None:
 
 @pytest.mark.process
 def test_an_adapter_answers(run_here: Run, tmp_path: Path) -> None:
-    write_adapter(tmp_path, rank=8, layers={f"model.layers.{i}.mlp.up_proj": (896, 256) for i in range(4)})
+    layers = {f"model.layers.{i}.mlp.down_proj": (256, 896) for i in range(4)}
+    write_adapter(tmp_path, rank=8, layers=layers, config={"lora_alpha": 400})
     asked = {"given": "What is the capital of Norway?\n"}
     done = run("chat", "--max-new-tokens", "8", "--lora-paths", f"a={tmp_path}", "--lora-path", "a", **asked)
     assert (done.returncode, done.stderr) == (0, "")
