@@ -10,6 +10,7 @@ about an image, beside a prompt of text whose beginning is cached. Times of the 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import random
 import statistics
@@ -84,8 +85,15 @@ QUESTION = 20
 """Tokens of a question, which stands behind its image."""
 
 
-def image_of(seed: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8))
+def image_of(seed: int) -> bytes:
+    """A JPEG of some 300 KB, as large as that of a photograph."""
+    draw = np.random.default_rng(seed)
+    smooth = Image.fromarray(draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)).resize((SIDE, SIDE))
+    noise = draw.integers(-12, 13, (SIDE, SIDE, 3))
+    pixels = np.clip(np.asarray(smooth, dtype=np.int16) + noise, 0, 255).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=85)
+    return file.getvalue()
 
 
 def words(seed: int, number: int) -> list[int]:
@@ -124,12 +132,12 @@ def tower_ms(folder: Path, repeat: int) -> float:
     return statistics.median(milliseconds(once) for _ in range(repeat))
 
 
-def first_token_ms(engine: Engine, input_ids: list[int], image: Image.Image | None = None) -> float:
+def first_token_ms(engine: Engine, input_ids: list[int], image: bytes | None = None) -> float:
     one = {"max_new_tokens": 1, "temperature": 0.0}
     return milliseconds(lambda: engine.generate(input_ids=input_ids, image_data=image, sampling_params=one))
 
 
-def together_ms(engine: Engine, prompts: list[list[int]], images: list[Image.Image] | None = None) -> float:
+def together_ms(engine: Engine, prompts: list[list[int]], images: list[bytes] | None = None) -> float:
     one = {"max_new_tokens": 1, "temperature": 0.0}
     return milliseconds(lambda: engine.generate(input_ids=prompts, image_data=images, sampling_params=one))
 
