@@ -99,6 +99,13 @@ async def test_an_engine_answers_questions_about_pictures(tmp_path: Path) -> Non
         other = await engine.async_generate("a <image> and?", SHORT, image_data=png(two), return_prompt_token_ids=True)
         check(theirs, tmp_path, [two], other)
 
+        several = await engine.async_generate(
+            "d <image>", {**SHORT, "n": 2}, image_data=png(two), return_prompt_token_ids=True, return_logprob=True
+        )
+        for answer in several:
+            check(theirs, tmp_path, [two], answer)
+            assert [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
+
         long = {**SHORT, "max_new_tokens": 100}
         whole = await engine.async_generate("c <image>", long, image_data=one)
         text = ""
