@@ -16,15 +16,18 @@ from transformers import PreTrainedModel
 
 from aioengine import models
 from aioengine.checkpoint import new_name
+from aioengine.grammars import Grammars
 from aioengine.models._base import ModelOptions
 from aioengine.models._image_decoder import ImageDecoder
 from aioengine.protocol.columns import HIDDEN_STATES, POOLED_VECTOR, PROMPT_STATES
 from aioengine.protocol.messages import ALL_STATES, FinishCode, Limits, RequestKind, Sampling, Submit, TextRules
 from aioengine.protocol.packed_logprobs import PROMPT_LOGPROBS, LogprobRules
 from tests.compute.runner_world import World, make_settings
+from tests.kit.grammar_walks import FOLDER, grammar_of
 from tests.kit.vision_models import (
     GREEDY,
     MODELS,
+    VOCAB_SIZE,
     Pictures,
     Prompt,
     clear_tokens,
@@ -300,3 +303,21 @@ def test_vectors_of_prompts_with_images(llava: Saved) -> None:
     world.run()
     [vector] = [np.frombuffer(each.data, np.float32) for each in world.extras[0] if each.kind == POOLED_VECTOR]
     np.testing.assert_allclose(vector, their_states(llava, prompt)[-1].numpy(), atol=1e-3)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_tokens_that_a_grammar_forces_stand_at_the_right_positions(model_type: str, tmp_path: Path) -> None:
+    saved = Saved(tmp_path, save_vision_model(model_type, tmp_path), Pictures(model_type, tmp_path))
+    prompt = prompt_of(TEXTS[1], saved.pictures.draw(8, 12), TEXTS[0])
+    grammar = grammar_of(regex="(aabbccdd|ddccbbaa)([a-d]eeeeff){3}[a-d]{4}!")
+    found: list[list[int]] = []
+    for min_jump, depth, chunk_tokens in ((1_000_000, 0, 64), (2, 0, 64), (2, 1, 7)):
+        world = saved.world(depth=depth, chunk_tokens=chunk_tokens)
+        world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
+        world.runner._constrained.min_jump = min_jump
+        sampling = Sampling(3, temperature=0.0, grammar=grammar)
+        uid = world.submit(prompt.token_ids, sampling, media=prompt.media, max_new_tokens=60)
+        world.run()
+        found.append(world.outputs[uid])
+    assert len(found[0]) > 30
+    assert found[1:] == found[:1] * 2
