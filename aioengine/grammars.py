@@ -41,8 +41,9 @@ BYTES_PER_CHARACTER: Final = 256
 """The memory of a compiled grammar, rather too much: 70 times its text for enums, 170 times for optional properties."""
 
 _MIN_COMPILERS: Final = 2
-_MAX_THREADS: Final = 8
-"""That compute masks, and as many that compile."""
+_MAX_COMPILERS: Final = 8
+_MAX_MASK_THREADS: Final = 4
+"""More of them wake later than they help: 256 masks take a millisecond, beside the work of the scheduler."""
 _MIN_BESIDE: Final = 16
 """Masks that are worth the change of threads."""
 _REQUESTS_PER_TEMPLATE: Final = 24
@@ -258,7 +259,8 @@ class Grammars:
         self._vocabulary: _Vocabulary | None = None
         self._compiled: OrderedDict[tuple[str, str], list[_Template]] = OrderedDict()
         self._num_bytes = 0
-        self._num_threads = max(1, min(_MAX_THREADS, num_threads() // 2))
+        self._num_threads = max(1, num_threads() // 2)
+        self._num_mask_threads = min(_MAX_MASK_THREADS, self._num_threads)
 
     def compile(self, grammar: Grammar, tenant: str = "") -> Future[Any]:
         """Begin to compile a grammar that is not there yet. The future raises GrammarError where that fails."""
@@ -284,7 +286,7 @@ class Grammars:
         thinking = self._thinking(grammar, vocabulary, token_ids[:num_prompt])
         constraint = Constraint(self, grammar, template, vocabulary.tokens, thinking=thinking)
         template.live.add(constraint)
-        is_crowded = len(template.live) > _REQUESTS_PER_TEMPLATE and len(templates) < self._num_threads
+        is_crowded = len(template.live) > _REQUESTS_PER_TEMPLATE and len(templates) < self._num_mask_threads
         if is_crowded and templates[-1].matcher.done():
             self._add_template(grammar, templates, tenant="")
         for token_id in token_ids[num_prompt:]:
@@ -347,7 +349,7 @@ class Grammars:
 
     @cached_property
     def _compilers(self) -> Turns:
-        return Turns(max(_MIN_COMPILERS, self._num_threads))
+        return Turns(max(_MIN_COMPILERS, min(_MAX_COMPILERS, self._num_threads)))
 
     @cached_property
     def _beside(self) -> ThreadPoolExecutor:
@@ -357,7 +359,7 @@ class Grammars:
     def _executor(self) -> Any:
         import llguidance  # slow to import, and most programs give no grammar
 
-        return llguidance.LLExecutor(self._num_threads)
+        return llguidance.LLExecutor(self._num_mask_threads)
 
     def _compile(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher, LLParserLimits
