@@ -16,6 +16,7 @@ import pytest
 
 from examples.train_demo_adapter.__main__ import STYLES
 from examples.train_demo_adapter.__main__ import train as train_adapter
+from examples.train_demo_vision_model import training as vision
 from tests.kit.source import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -32,6 +33,7 @@ SCRIPTS = {
 }
 TRAINED = {
     "10_adapters.py": r"base: The capital of Norway is Oslo.*pirate: .*brief: ",
+    "11_images.py": r"\n.*picture\? .*\[0 tokens were cached\].*yellow\? .*\[\d\d+ tokens were cached\]",
 }
 """Those that are given the folder of what they would train, which the tests make with few steps; the whole runs are in
 ``test_train_*.py``."""
@@ -74,6 +76,12 @@ def test_a_script_runs_with_what_was_trained(name: str, tmp_path: Path) -> None:
 
 def train_a_little(name: str, folder: Path) -> None:
     """One step of what the script would train, into this folder."""
+    if name == "11_images.py":
+        processor = vision.make_processor(vision.make_tokenizer())
+        model = vision.make_model(processor.tokenizer)
+        vision.train(model, processor, num_steps=1, num_rows=1)
+        vision.save(model, processor, folder)
+        return
     for style in STYLES:
         train_adapter(style, 1, num_rows=1).save_pretrained(folder / style)
 

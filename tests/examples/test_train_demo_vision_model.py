@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
@@ -13,6 +17,7 @@ from PIL import ImageColor
 
 from examples.train_demo_vision_model import training
 from examples.train_demo_vision_model.pictures import COLOURS, FORMS, PLACES, Shape, draw, questions, random_shapes
+from tests.kit.source import ROOT
 
 
 def test_two_steps_write_a_complete_folder(tmp_path: Path) -> None:
@@ -66,3 +71,19 @@ def test_answers_are_true_of_their_pictures() -> None:
                 found = [str(shape).capitalize() for shape in shapes if PLACES[shape.place] == place]
                 assert answer == f"{found[0] if found else 'Nothing'}."
     assert asked == {"What", "How", "Is"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_whole_example_sees_what_is_drawn(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "11_images.py"), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    *trained, counted, seen, placed, yellow = done.stdout.splitlines()
+    num_right, num_asked = map(int, re.findall(r"\d+", trained[-1]))
+    assert num_right > 0.9 * num_asked
+    assert counted == "['One.', 'Two.']"
+    assert seen.startswith("What is in the picture? A blue square and a green triangle. [")
+    assert placed.startswith("What is on the right? A green triangle. [")
+    assert yellow.startswith("Is anything yellow? No. [")
