@@ -149,7 +149,7 @@ def _adapters(name: str, value: object) -> tuple[GivenAdapter, ...]:
 
 def _adapter(name: str, entry: object) -> GivenAdapter:
     if not isinstance(entry, Mapping):
-        text = _path(name, entry)
+        text = checks.text(name, _path(name, entry))
         given_name, separator, path = text.partition("=")
         if separator and given_name and path:
             return GivenAdapter(given_name, str(PurePath(path)))
@@ -162,7 +162,8 @@ def _adapter(name: str, entry: object) -> GivenAdapter:
     if not given_name:
         raise ValueError(f"{name} has an empty name; give the one by which requests name the adapter")
     is_pinned = checks.switch(f"{name}: pinned", fields.get("pinned") or False)
-    return GivenAdapter(given_name, _path(f"{name}: lora_path", fields["lora_path"]), is_pinned=is_pinned)
+    path = checks.text(f"{name}: lora_path", _path(f"{name}: lora_path", fields["lora_path"]))
+    return GivenAdapter(given_name, path, is_pinned=is_pinned)
 
 
 def _modules(name: str, value: object) -> tuple[str, ...]:

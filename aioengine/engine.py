@@ -6,7 +6,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from aioengine import signatures
 from aioengine.answers import Answer
@@ -191,7 +191,7 @@ class EngineFace(ABC):
         ``meta_info["sequence_score"]`` is the sum of the log-probabilities of the output tokens, divided by their
         number to the power of ``length_penalty``. ``sampling``: ``stop_token_ids``, ``ignore_eos``, ``min_new_tokens``,
         ``skip_special_tokens``; with ``logprobs_mode="processed"`` also ``temperature``, ``repetition_penalty``,
-        ``logit_bias``, ``allowed_token_ids`` and ``bad_words``.
+        ``logit_bias``, ``allowed_token_ids`` and ``bad_words``. ``lora_path``: as for ``async_generate``.
 
         Raises:
             TypeError, ValueError: an argument is wrong. RequestTooLargeError: the longest output would not fit.
@@ -199,8 +199,9 @@ class EngineFace(ABC):
         """
         parts = self._anywhere().parts
         mode = parts.settings.runner.logprobs_mode
+        generate = partial(self.async_generate, lora_path=cast("str | None", sampling.pop("lora_path", None)))
         options = search_options(beam_width, max_new_tokens, length_penalty, sampling, mode=mode)
-        return await beam_search(self.async_generate, parts, prompt, options)
+        return await beam_search(generate, parts, prompt, options)
 
     async def async_score(
         self,

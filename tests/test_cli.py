@@ -265,6 +265,16 @@ def test_info_tells_versions_machine_model_and_settings(capsys: pytest.CaptureFi
     assert re.search(r"memory\.page_size +16\n", text)
 
 
+def test_info_reads_the_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = {f"model.layers.{layer}.self_attn.q_proj": (256, 256) for layer in range(4)}
+    folder = write_adapter(tmp_path / "a", rank=4, layers=layers)
+    assert main(["info", "--json", "--lora-paths", f"math={folder}"]) == 0
+    found = json.loads(capsys.readouterr().out)["settings"]["runner.lora"]
+    assert (found["num_slots"], found["max_rank"], found["modules"]) == (8, 4, ["q_proj"])
+    assert main(["info", "--lora-paths", f"math={tmp_path}"]) == 1
+    assert "has no adapter_config.json" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- with an engine
 
 

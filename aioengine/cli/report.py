@@ -11,6 +11,7 @@ import msgspec
 from aioengine import machine, model_folder
 from aioengine.args import engine_config
 from aioengine.frontend.info import __version__
+from aioengine.frontend.startup import read_adapters
 from aioengine.resolve import resolve
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def facts(model_path: str | None, engine_arguments: Mapping[str, object]) -> Fac
     """
     config = engine_config(model_path, engine_arguments)
     model, device = model_folder.find_facts(config.model), machine.device_facts()
-    settings = resolve(config, model, device)
+    settings = resolve(config, model, device, read_adapters(config))
     return {
         "versions": {
             "aioengine": __version__,
@@ -37,7 +38,7 @@ def facts(model_path: str | None, engine_arguments: Mapping[str, object]) -> Fac
             **{name: _version(name) for name in _PACKAGES},
         },
         "machine": {"platform": platform.platform(), **_plain(device, "drawn_seed")},
-        "model": _plain(model, "missing_weights"),
+        "model": _plain(model, "missing_weights", "linear_layers"),
         "settings": {
             f"{section}.{name}": value
             for section, values in _plain(settings, "random_seed", "log_level").items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
@@ -25,7 +26,6 @@ from aioengine.supervision.ledger import CRASH_STAGE
 from aioengine.supervision.tasks import WorkerThread
 
 if TYPE_CHECKING:
-    import os
     import threading
     from collections.abc import Callable, Mapping
 
@@ -102,18 +102,18 @@ class Load:
 
 
 class AdapterChoice:
-    """The adapters of a call: ``lora_path``, one for all prompts or one for each. None is the base model."""
+    """The adapters of a call: ``lora_path``, one for all prompts or one for each. None is the base model.
 
-    __slots__ = ("_loads", "_names")
+    Attributes:
+        names: all that it names.
+    """
 
-    def __init__(self, names: PerPrompt[str | None]) -> None:
-        self._names = names
+    __slots__ = ("_loads", "_of_prompts", "names")
+
+    def __init__(self, of_prompts: PerPrompt[str | None], names: set[str]) -> None:
+        self._of_prompts = of_prompts
         self._loads: dict[str | None, Load] = {}
-
-    @property
-    def names(self) -> set[str]:
-        """All that it names."""
-        return {name for name in self._names.values if name is not None}
+        self.names = names
 
     def use(self, loads: dict[str | None, Load]) -> None:
         """They are used until ``leave``; by their names."""
@@ -124,7 +124,7 @@ class AdapterChoice:
 
     def of(self, prompt: int) -> Adapter | None:
         """The adapter of a prompt."""
-        load = self._loads.get(self._names.of(prompt))
+        load = self._loads.get(self._of_prompts.of(prompt))
         return None if load is None else load.adapter
 
     def leave(self) -> None:
@@ -142,12 +142,15 @@ def adapter_choice(options: Mapping[str, object], rows: Rows) -> AdapterChoice |
     Raises:
         TypeError, ValueError: it is wrong.
     """
-    names = per_prompt("lora_path", options, _name, rows)
-    if names is None:
+    given = per_prompt("lora_path", options, _name, rows)
+    if given is None:
         return None
-    names.check_rows(0, len(names.values))
-    choice = AdapterChoice(names)
-    return choice if choice.names else None
+    try:
+        distinct: set[object] = {*given.values}  # of a long batch few: they are all checked at the call
+    except TypeError:
+        raise checks.wrong_type("lora_path", "a string, None, or a list of them", options["lora_path"]) from None
+    names = {name for name in map(_name, distinct) if name is not None}
+    return AdapterChoice(given, names) if names else None
 
 
 def _name(value: object) -> str | None:
@@ -380,5 +383,5 @@ def _checked_name(argument: str, value: object) -> str:
 
 def _folder(value: object) -> Path:
     """As this process understands it: the other one may work in another folder."""
-    given: str | os.PathLike[str] = value if isinstance(value, PurePath) else checks.text("lora_path", value)
-    return Path(given).absolute()
+    given = checks.text("lora_path", str(value) if isinstance(value, PurePath) else value)
+    return Path(os.path.expanduser(given)).absolute()

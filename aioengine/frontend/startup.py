@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -82,14 +83,16 @@ def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None
 
 def _with_local_model(config: EngineConfig) -> EngineConfig:
     """``config`` with absolute paths of local folders, which are checked."""
+    given = tuple(replace(one, path=_absolute_folder(one.path)) for one in config.lora.adapters)
+    config = replace(config, lora=replace(config.lora, adapters=given))
     model = config.model
     if not model_folder.needs_download(model.path):
         if model_folder.needs_download(model.tokenizer_path):
             model_folder.find_facts(replace(model, tokenizer_path=None))
         else:
             blueprint_of(config)
-    given = tuple(replace(one, path=_absolute_folder(one.path)) for one in config.lora.adapters)
-    config = replace(config, lora=replace(config.lora, adapters=given))
+    else:
+        read_adapters(config)
     paths = {"path": _absolute(model.path), "tokenizer_path": _absolute(model.tokenizer_path)}
     return replace(config, model=replace(model, **paths))
 
@@ -100,7 +103,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _absolute_folder(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+    return str(Path(os.path.expanduser(path)).absolute())
 
 
 def blueprint_of(config: EngineConfig) -> Blueprint:
@@ -110,7 +113,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         ValueError: there is no such model, or it cannot be served as asked.
     """
     facts = model_folder.find_facts(config.model, progress=is_wanted(config.progress))
-    folders = _read_adapters(config)
+    folders = read_adapters(config)
     settings = resolve(config, facts, machine.device_facts(), folders)
     adapters = None
     if settings.runner.lora is not None:
@@ -138,11 +141,14 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     )
 
 
-def _read_adapters(config: EngineConfig) -> list[AdapterFolder]:
+def read_adapters(config: EngineConfig) -> list[AdapterFolder]:
     """The folders of the adapters of the start, each once. Raises ValueError: one is no adapter that works."""
     if config.lora.enabled is False:
         return []
-    return [read_folder(Path(path)) for path in dict.fromkeys(adapter.path for adapter in config.lora.adapters)]
+    return [
+        read_folder(Path(_absolute_folder(path)))
+        for path in dict.fromkeys(adapter.path for adapter in config.lora.adapters)
+    ]
 
 
 def _images(config: EngineConfig, facts: ModelFacts) -> ImageModel | None:

@@ -71,6 +71,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     processes: real subprocesses, as the real engine has them; else everything runs on the engine's own loop, which
         starts at once. None: only where a fault kills or stalls a process, or steps take time.
     max_loras_per_batch: 0: no adapters. The linear layers of the model are ``LAYERS``, and adapters are in fp32.
+    adapter_s: how long it takes to read one.
     context_length, num_pages (of 16 tokens), max_running, max_queued: as small as a test wants them. The other fields
         are the constructor's arguments of such a name.
     """
@@ -93,6 +94,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     restart_window_s: float = 600.0
     max_loras_per_batch: int = 0
     max_loaded_loras: int | None = None
+    adapter_s: float = 0.0
 
     def __post_init__(self) -> None:
         checks.whole("context_length", self.context_length, 1)
@@ -106,6 +108,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
         if self.max_loaded_loras is not None:
             checks.whole("max_loaded_loras", self.max_loaded_loras, 1)
         checks.number("step_time_s", self.step_time_s, 0, MAX_S)
+        checks.number("adapter_s", self.adapter_s, 0, MAX_S)
         checks.number("stall_timeout_s", self.stall_timeout_s, 0, MAX_S, above=True)
         checks.number("slow_reader_timeout_s", self.slow_reader_timeout_s, 0, MAX_S, above=True)
         checks.number("restart_window_s", self.restart_window_s, 0, MAX_S, above=True)
@@ -130,7 +133,11 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
 
     def settings(self) -> Settings:
         """The settings of such an engine."""
-        options: dict[str, str | int | float | bool] = {"step_time_s": self.step_time_s, "alphabet": PRINTABLE}
+        options: dict[str, str | int | float | bool] = {
+            "step_time_s": self.step_time_s,
+            "adapter_s": self.adapter_s,
+            "alphabet": PRINTABLE,
+        }
         if self.answers is not None:
             options[ANSWERS_OPTION] = msgspec.json.encode(dict(self.answers)).decode()
         if self.faults is not None:

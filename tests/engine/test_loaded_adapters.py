@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +13,11 @@ import pytest
 
 from aioengine.errors import EngineClosedError, RequestError
 from aioengine.frontend.loaded_adapters import LoadedAdapters
-from aioengine.testing.fake_engine import fake_async_engine, fake_engine
+from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from aioengine.testing.faults import Faults
 from tests.kit.fake_adapters import write_adapter
 from tests.kit.waiting import until
+from tests.processes.test_fleet import fleet_engine
 
 if TYPE_CHECKING:
     from aioengine.engine import AsyncEngine
@@ -87,6 +90,8 @@ async def test_no_prefix_is_shared_between_adapters_or_loads_of_one(tmp_path: Pa
 async def test_names_that_are_not_loaded_are_refused_at_the_call(tmp_path: Path) -> None:
     async with adapter_engine() as engine:
         await load(engine, tmp_path, "math")
+        with pytest.raises(TypeError, match="lora_path must be a string, None, or a list"):
+            engine.async_generate(["x"], PARAMS, lora_path=[["math"]])  # type: ignore[list-item]
         for wrong in ("maths", ["math", "maths", None]):
             with pytest.raises(ValueError, match=r"'maths' is not loaded.*did you mean 'math'"):
                 engine.async_generate(["x"] * 3, PARAMS, lora_path=wrong)
@@ -226,6 +231,41 @@ def test_the_engine_without_a_loop_has_the_same_calls(tmp_path: Path) -> None:
         assert asyncio.run(engine.async_load_lora_adapter("a", folder))
         assert engine.unload_lora_adapter("a").loaded_adapters == {}
         assert asyncio.run(engine.async_list_lora_adapters())
+
+
+async def test_beams_use_an_adapter(tmp_path: Path) -> None:
+    async with adapter_engine() as engine:
+        await load(engine, tmp_path, "a")
+        found = [await engine.async_beam_search("x", 2, 4, lora_path=name) for name in (None, "a")]
+        assert found[0]["text"] != found[1]["text"]
+
+
+@pytest.mark.process
+async def test_a_load_goes_on_when_the_scheduler_is_lost_meanwhile(tmp_path: Path) -> None:
+    async with adapter_engine(processes=True, adapter_s=0.5) as engine:
+        loading = asyncio.create_task(engine.load_lora_adapter("a", write_adapter(tmp_path / "a"), pinned=True))
+        await asyncio.sleep(0.2)
+        os.kill(engine.health()["processes"][0]["pid"], signal.SIGKILL)
+        result = await loading
+        assert result, result.error_message
+        assert engine.stats()["num_restarts"] == 1
+        assert (await texts_of(engine, "a", 1))[0]
+
+
+@pytest.mark.process
+async def test_the_replicas_of_a_fleet_load_by_need(tmp_path: Path) -> None:
+    setup = FakeSetup(max_loras_per_batch=2, step_time_s=0.001)
+    async with fleet_engine(setup, setup) as engine:
+        await load(engine, tmp_path, "a", pinned=True)
+        await load(engine, tmp_path, "b", "c")
+        names = ["a", None, "b", "c"] * 4
+        calls = [asyncio.create_task(texts_of(engine, name, 1)) for name in names]
+        await until(lambda: engine.stats()["output_tokens"] > 0)
+        os.kill(engine.health()["processes"][0]["pid"], signal.SIGKILL)
+        texts = [text for [text] in await asyncio.gather(*calls)]
+        assert texts == texts[:4] * 4
+        assert len(set(texts)) == 4
+        assert await engine.unload_lora_adapter("a")
 
 
 @pytest.mark.process

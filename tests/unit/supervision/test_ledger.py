@@ -10,7 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import (
+    LOAD_ADAPTER,
+    UNLOAD_ADAPTER,
     Abort,
+    Adapter,
     Continuation,
     Control,
     End,
@@ -174,6 +177,20 @@ def test_the_ledger_keeps_deadlines_while_there_is_no_scheduler() -> None:
     ledger.expire(9.0)
     assert [(one.uid, one.matched) for one in ends_of(ledger)] == [(2, "queue")]
     assert ledger.num_open == 2
+
+
+def test_pinned_adapters_are_loaded_again_into_each_new_scheduler() -> None:
+    world = World()
+    adapters = [Adapter(number, f"a{number}", "/a", "", is_pinned=number != 2) for number in range(1, 5)]
+    loads = [Control(one.id, LOAD_ADAPTER, msgspec.structs.asdict(one)) for one in adapters]
+    world.tell(*loads)
+    for load in loads[:3]:
+        world.ledger.calls.receive(Reply(load.call_id, True))
+    world.ledger.calls.receive(Reply(4, False, "it cannot be read"))
+    world.tell(Control(9, UNLOAD_ADAPTER, msgspec.structs.asdict(adapters[2])))
+    world.crash()
+    again = [one for one in world.ledger.replay() if isinstance(one, Control)]
+    assert [(one.call_id, one.name, one.arguments["id"]) for one in again] == [(-1, LOAD_ADAPTER, 1)]
 
 
 def test_a_pause_survives_a_restart_of_the_scheduler() -> None:
