@@ -337,8 +337,11 @@ class Frontend:
         """End the processes; calls that wait get ``EngineClosedError``."""
         self.fail(closed())
         self.attachments.clear(closed())
-        _close(self._encoder, self.images)
+        images = None if self.images is None else self.images.start_close()
+        _close(self._encoder, None)
         await self.parts.processes.stop(STOP_TIMEOUT_S)
+        if images is not None:
+            await asyncio.wait([asyncio.wrap_future(images)])
         # Before the loop ends: readers on other threads wait for these rows.
         await self._lifecycle.unstarted.wait()
 

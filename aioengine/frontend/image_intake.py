@@ -206,7 +206,8 @@ class ImageIntake:
             thread.close()
         if self._files_thread is not None:
             self._files_thread.close()
-        folder, self._folder = self._folder, None
+        with self._making_folder:
+            folder, self._folder = self._folder, None
         if folder is not None:
             folder.remove()
 

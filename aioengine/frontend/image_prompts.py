@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
-from aioengine.errors import EngineError
+from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.image_intake import ImageIntake, ImagesOfPrompt
 from aioengine.frontend.image_sources import ImageSource, check_number
 from aioengine.frontend.prompts import ChatIds, ChatPrompt, EmbedsIds
 from aioengine.machine import num_threads
 from aioengine.media._placing import check_count, image_ids, placed
 from aioengine.protocol.messages import Media
+from aioengine.supervision.tasks import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,6 +97,22 @@ class PromptImages:
     def close(self) -> None:
         """End the media process and remove all files, at once. From any thread."""
         self.intake.close()
+
+    def start_close(self) -> Future[None]:
+        """Close it on a thread: removing large files takes a moment. Done when all is removed."""
+        ended: Future[None] = Future()
+
+        def close() -> None:
+            try:
+                self.close()
+            finally:
+                ended.set_result(None)
+
+        try:
+            start_thread(close, name="aioengine-images-end")
+        except EngineStartupError:  # no more threads
+            close()
+        return ended
 
     def sources(self, request: CallRequest, place: int, own: tuple[ImageSource | None, ...]) -> tuple[ImageSource, ...]:
         """The images of a prompt: ``own`` are those of its messages, with None for each that is given beside them.

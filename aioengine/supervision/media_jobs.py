@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -20,6 +21,7 @@ from msgspec.structs import replace
 
 from aioengine.errors import EngineStartupError, describe, describe_exit
 from aioengine.file_descriptors import SpareDescriptors
+from aioengine.logs import warn
 from aioengine.protocol.media import (
     Broken,
     FetchJob,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aioengine.protocol.media import MediaOrders
+
+logger = logging.getLogger(__name__)
 
 MEDIA: Final = Role("media")
 NUM_FETCHES: Final = 16
@@ -115,7 +119,8 @@ class MediaProcess:
         if child is not None:
             child.kill()
             child.reap(KILL_WAIT_S)
-        post(self._loop, self._end_watching, child)
+        if not post(self._loop, self._end_watching, child):  # the loop is closed, and watches nothing any more
+            self._close_channel(child)
 
     # ------------------------------------------------------------ start and end
 
@@ -186,6 +191,7 @@ class MediaProcess:
         if not reason:
             lines = child.log_lines()
             reason = f"the media process {describe_exit(child.exit_code)}" + (f" ({lines[-1]:.300})" if lines else "")
+        warn(logger, "%s; the next image starts another", reason)
         running = [given for given, _ in self._running.values()]
         self._running.clear()
         for given in running:
@@ -201,8 +207,12 @@ class MediaProcess:
             self._timer = None
         if self._channel is not None:
             self._loop.remove_reader(self._channel)
-            self._channel.close()
-            self._channel = None
+        self._close_channel(child)
+
+    def _close_channel(self, child: ProcessChild | None) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
         if child is not None:
             child.close()
 

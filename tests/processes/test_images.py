@@ -370,3 +370,36 @@ async def test_a_model_of_text_takes_no_images() -> None:
             engine.async_generate("x", image_data=b"x")
         with pytest.raises(ValueError, match="the messages have images, and this model takes text alone"):
             engine.async_chat([{"role": "user", "content": [{"type": "image", "image": b"x"}]}])
+
+
+async def test_a_shutdown_ends_requests_that_wait_for_images(folder: Path) -> None:
+    engine = AsyncEngine.from_blueprint(lambda: blueprint(folder))
+    await engine.start()
+    waiting = [
+        asyncio.ensure_future(engine.async_generate("<image>", SHORT, image_data=png(picture(700 + seed))))
+        for seed in range(6)
+    ]
+    await until(lambda: intake(engine).process.child)
+    place, process = media_folder(engine), intake(engine).process
+    pid = process.child.pid
+    await engine.shutdown()
+    assert {type(end).__name__ for end in await asyncio.gather(*waiting, return_exceptions=True)} == {
+        "EngineClosedError"
+    }
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not await asyncio.to_thread(place.exists)
+
+
+@pytest.mark.parametrize("how", ["dies", "is no processor"])
+async def test_a_media_process_that_cannot_start_says_why(folder: Path, how: str) -> None:
+    def broken() -> Blueprint:
+        made = blueprint(folder)
+        assert made.images is not None
+        processor = "os:abort" if how == "dies" else "os:NoSuchThing"
+        return msgspec.structs.replace(made, images=made.images._replace(processor=processor))
+
+    async with AsyncEngine.from_blueprint(broken) as engine:
+        with pytest.raises(RequestError, match="image 0 .*the media process (has ended|exited|was killed)"):
+            await engine.async_generate("<image>", SHORT, image_data=png(picture(800)))
+        assert (await engine.async_generate("text", SHORT))["text"]
