@@ -198,7 +198,7 @@ def test_hostnames_have_at_most_253_characters() -> None:
 
 def test_many_requests_of_one_grammar_get_the_same_masks() -> None:
     grammars = Grammars(str(FOLDER), VOCAB_SIZE)
-    grammars._num_threads = 3
+    grammars._num_mask_threads = 3
     grammar = grammar_of(json_schema={"type": "string", "maxLength": 9})
     constraints: list[Constraint] = []
     for _ in range(100):
