@@ -208,31 +208,43 @@ def _packed(weight: Tensor, bias: Tensor | None, for_rows: int | None) -> Matmul
     return lambda x: operation(x, packed, bias, "none", [], "")
 
 
-def _on_device(weight: Tensor, bias: Tensor | None) -> Matmul:
+class DeviceMatmul:
     """For weight [O, I] and bias [O] on a GPU: up to 64 rows go through kernels that read the weight at full speed,
     more through torch's library.
     """
-    if not launcher.serves(weight) or not weight.is_contiguous():
-        return lambda x: functional.linear(x, weight, bias)
-    from aioengine.kernels.triton import skinny_linear, vector_linear
 
-    num_outputs, size = weight.shape
-    is_narrow = weight.dtype != torch.float32
-    num_done = torch.zeros(skinny_linear.num_tiles(num_outputs), dtype=torch.int32, device=weight.device)
-    by_library = _by_library(weight, bias)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight [O, I], contiguous; bias [O]."""
+        from aioengine.kernels.triton import skinny_linear, vector_linear
 
-    def matmul(x: Tensor) -> Tensor:
+        self.weight = weight
+        self.bias = bias
+        self._is_narrow = weight.dtype != torch.float32
+        num_tiles = skinny_linear.num_tiles(weight.shape[0])
+        self._num_done = torch.zeros(num_tiles, dtype=torch.int32, device=weight.device)
+        self._by_library = _by_library(weight, bias)
+        self._vector_matmul = vector_linear.matmul
+        self._skinny_matmul = skinny_linear.matmul
+        self._shape_of_programs = skinny_linear.shape_of_programs
+        self._max_rows = skinny_linear.MAX_ROWS
+
+    def __call__(self, x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
-        if num_rows <= skinny_linear.MAX_ROWS and x.is_contiguous():
+        if num_rows <= self._max_rows and x.is_contiguous():
             if num_rows == 1:
-                return vector_linear.matmul(x, weight, bias)
-            programs = skinny_linear.shape_of_programs(num_outputs, size, num_rows) if is_narrow else None
+                return self._vector_matmul(x, self.weight, self.bias)
+            programs = self._shape_of_programs(*self.weight.shape, num_rows) if self._is_narrow else None
             if programs is not None:
-                return skinny_linear.matmul(x, weight, bias, programs=programs, num_done=num_done)
-        return by_library(x)
+                return self._skinny_matmul(x, self.weight, self.bias, programs=programs, num_done=self._num_done)
+        return self._by_library(x)
 
-    return matmul
+
+def _on_device(weight: Tensor, bias: Tensor | None) -> Matmul:
+    """For weight [O, I] and bias [O] on a GPU."""
+    if not launcher.serves(weight) or not weight.is_contiguous():
+        return lambda x: functional.linear(x, weight, bias)
+    return DeviceMatmul(weight, bias)
 
 
 def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from aioengine.kernels.adapter_slots import most_tiles
-from aioengine.runner.lora.grouping import tile
+from aioengine.kernels.adapter_slots import Tiles, most_tiles
+from aioengine.runner.graphs.padded_inputs import PaddedAdapters
+from aioengine.runner.lora.grouping import FixedTiles, StepAdapters, TileRows, tile
 from tests.compute.interpreted import run_interpreted
 
 PROGRAM = """
+import functools
+
 import numpy as np
 import torch
 
+from aioengine.kernels import linear
 from aioengine.kernels.adapter_linear import reference
 from aioengine.kernels.adapter_slots import AdapterWeights, Tiles
 from aioengine.kernels.triton import adapter_linear
@@ -53,6 +58,14 @@ def check(size, sizes, ranks, max_rank, num_rows, rows_of_tile, dtype=torch.floa
     found = adapter_linear.add(lambda _: y.clone(), x, weights, tiles, is_gated=is_gated)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    for slot in (1, 2):  # a row alone
+        order, tile_slots = tile(np.array([slot], dtype=np.int32), num_slots=NUM_SLOTS, size=16)
+        tiles = Tiles(torch.from_numpy(order), torch.from_numpy(tile_slots))
+        matmul = linear.DeviceMatmul(torch.randn(sum(sizes), size, dtype=dtype) * size**-0.5, y[0])
+        plain = functools.partial(torch.nn.functional.linear, weight=matmul.weight, bias=matmul.bias)
+        expected = reference(plain, x[:1], weights, tiles, is_gated=is_gated)
+        found = adapter_linear.add(matmul, x[:1], weights, tiles, is_gated=is_gated)
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 check(48, [64, 32, 32], [(16, 0, 16), (32, 32, 32), (16, 16, 16)], 32, 30, 16)
@@ -83,3 +96,31 @@ def test_each_row_is_in_one_tile_of_its_slot(num_slots: int, size: int) -> None:
             assert sorted(order[order >= 0].tolist()) == [*range(num_rows)]
             for rows, slot in zip(order, tile_slots.tolist(), strict=True):
                 assert set(slots[rows[rows >= 0]].tolist()) == ({slot} if slot >= 0 else set())
+
+
+@pytest.mark.parametrize("max_rows", [40, 300])
+def test_the_tiles_of_a_graph_are_those_of_its_step_and_of_padding(max_rows: int) -> None:
+    group = TileRows(num_slots=3, batch_invariant=False, upload=torch.from_numpy)
+    fixed = FixedTiles(max_rows, group, torch.device("cpu"))
+    for num_rows, num_used in ((max_rows, max_rows), (1, 1), (24, 17), (max_rows, 30), (24, 20)):
+        slots = np.random.default_rng(num_used).integers(0, 4, num_used).astype(np.int32)
+        fixed.fill(slots, num_rows)
+        found, size = fixed.of(num_rows), group.size(num_rows)
+        order, tile_slots = tile(np.pad(slots, (0, num_rows - num_used)), num_slots=3, size=size)
+        assert torch.equal(found.order, torch.from_numpy(order))
+        assert torch.equal(found.slots, torch.from_numpy(tile_slots))
+
+
+def test_a_step_is_grouped_anew_for_a_graph_of_more_tokens() -> None:
+    group = TileRows(num_slots=2, batch_invariant=True, upload=torch.from_numpy)
+    token_slots = np.array([1] * 20 + [0] * 3 + [2] * 5, dtype=np.int32)
+    rows = StepAdapters(token_slots, token_slots[[19, 22, 27, 0]], group)
+    assert isinstance(rows.tokens, Tiles)
+    assert rows.tokens.slots.tolist() == [0, 1, 1, 2]
+    padded = PaddedAdapters(64, 8, group, torch.device("cpu"))
+    fixed = padded.of(32, 3)
+    padded.fill(rows, num_tokens=32, num_rows=3)
+    assert fixed.tokens.slots.tolist() == [0, 1, 1, 2]
+    assert sorted(fixed.tokens.order[0][fixed.tokens.order[0] >= 0].tolist()) == [20, 21, 22, 28, 29, 30, 31]
+    assert fixed.outputs.slots.tolist() == [0, 1, 2]
+    assert fixed.outputs.order[:, 0].tolist() == [1, 0, 2]

@@ -2,11 +2,14 @@
 
 The inputs are split among programs, and how depends on I and the rows of a tile alone; the second kernel adds the
 partial sums up, always in the same order. Both load what they read of the adapters while the kernel before is still at
-work, and then wait for x or y. T rows in N tiles of R rows, K partial sums.
+work. The first one runs beside the layer's own matmul where that has few rows: x is there when that matmul lets the
+next kernel begin. It only ends after it, so that the second one waits for both. For one row, the kernel that
+multiplies the layer's weight takes A too. T rows in N tiles of R rows.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,7 +18,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aioengine.kernels.adapter_slots import FEW_ROWS_OF_TILE, RANKS, TABLE_COLUMNS, UNIT
+from aioengine.kernels.linear import DeviceMatmul
 from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.vector_linear import products, shape_of_programs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,27 +33,42 @@ _RANKS = tl.constexpr(RANKS)
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)
 
 
+LARGE_OUTPUTS = 4096
+MAX_AHEAD_ROWS = 64
+"""Up to so many rows the first kernel runs beside the matmul: ``kernels.linear`` then takes kernels that let the next
+one begin when their input is there, or only at their end.
+"""
+
+
 class _Shape(NamedTuple):
-    """Of the programs for one layer and tiles of some rows: ranks and inputs that a program of the first kernel loads
-    at a time, the inputs of a partial sum, the outputs of a program of the second kernel, and warps of both.
+    """Of the programs for one layer and tiles of some rows.
+
+    Attributes:
+        ranks, block: ranks and inputs that a program of the first kernel loads at a time. split: inputs of a partial
+            sum.
+        outputs: of a program of the second kernel. expand_ranks: those that it loads at a time.
     """
 
     ranks: int
     block: int
     split: int
     outputs: int
+    expand_ranks: int
     shrink_warps: int
     expand_warps: int
 
 
-def _shape(size: int, max_rank: int, num_rows: int, dtype: torch.dtype) -> _Shape:
+@lru_cache(maxsize=256)
+def _shape(size: int, num_outputs: int, max_rank: int, num_rows: int, *, is_narrow: bool) -> _Shape:
+    """Measured on an H200 for the layers of a model of 8 billion parameters. ``num_rows``: of a tile."""
     ranks = min(next_power_of_2(max_rank), 64)
-    if dtype == torch.float32:
-        return _Shape(min(ranks, 32), 32, 512, 64, 4, 4)
+    if not is_narrow:
+        return _Shape(min(ranks, 32), 32, 512, 64, 16, 4, 4)
     if num_rows == FEW_ROWS_OF_TILE:
-        split = 512 if size >= 2048 else 256
-        return _Shape(ranks, min(split, 8192 // ranks), split, 128, 4, 4)
-    return _Shape(ranks, 64, 2048, 128, 4, 8)
+        split = min(max(next_power_of_2(size) // 4, 256), 2048)
+        outputs, warps = (256, 8) if num_outputs >= LARGE_OUTPUTS else (128, 4)
+        return _Shape(ranks, min(split, 8192 // ranks), split, outputs, 16, 4, warps)
+    return _Shape(ranks, 64, 2048, 128, min(ranks, 32), 4, 8)
 
 
 @triton.jit
@@ -79,6 +99,7 @@ def _shrink_kernel(
     MAX_RANK: tl.constexpr,
     WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
+    IS_AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     tile, split, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -97,7 +118,8 @@ def _shrink_kernel(
     is_row = (rows >= 0)[:, None]
     if DEPENDENT:
         gdc_launch_dependents()
-        gdc_wait()
+        if not IS_AHEAD:
+            gdc_wait()
     if num_ranks > number % CHUNKS * BLOCK_RANKS:
         values = tl.load(vectors + columns[None, :], mask=is_row & (columns < SIZE)[None, :], other=0.0)
         total = tl.dot(values, matrix, input_precision="ieee")
@@ -108,6 +130,8 @@ def _shrink_kernel(
             total = tl.dot(values, matrix, total, input_precision="ieee")
         lines_out = ((split * num_tiles + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None] * WIDTH
         tl.store(partials + lines_out + part * MAX_RANK + ranks[None, :], total, mask=(ranks < MAX_RANK)[None, :])
+    if DEPENDENT and IS_AHEAD:
+        gdc_wait()
 
 
 @triton.jit
@@ -132,7 +156,7 @@ def _product(
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     splits = tl.arange(0, SPLIT_BLOCK)[:, None, None]
     rows = tl.arange(0, ROWS)[None, :, None]
-    for start in tl.range(0, num_ranks, BLOCK_RANKS):
+    for start in tl.range(0, num_ranks, BLOCK_RANKS, num_stages=1):
         ranks = start + tl.arange(0, BLOCK_RANKS)
         sums = partials + splits * stride + rows * WIDTH + ranks[None, None, :]
         inside = (splits < SPLITS) & (ranks < num_ranks)[None, None, :]
@@ -202,43 +226,126 @@ def _expand_kernel(
         tl.store(values, (before.to(tl.float32) + more).to(before.dtype), mask=inside)
 
 
+@triton.jit(do_not_specialize=["first_part", "slot_size", "num_outputs", "num_programs"])
+def _vector_kernel(
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, y: tl.tensor, pool: tl.tensor, table: tl.tensor,
+    slots: tl.tensor, partials: tl.tensor, first_part: tl.tensor, slot_size: tl.tensor, num_outputs: tl.tensor,
+    num_programs: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    WORDS: tl.constexpr, HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+) -> None:  # fmt: skip
+    number = tl.program_id(0)
+    if number < num_programs:
+        rows = number * ROWS + tl.arange(0, ROWS)
+        lines = weight + rows[:, None].to(tl.int64) * SIZE
+        result = products(lines, rows[:, None] < num_outputs, x, SIZE, BLOCK, DEPENDENT)
+        if HAS_BIAS:
+            result += tl.load(bias + rows, mask=rows < num_outputs, other=0.0).to(tl.float32)
+        tl.store(y + rows, result.to(y.dtype.element_ty), mask=rows < num_outputs)
+    else:
+        first_rank = (number - num_programs) * ROWS
+        part = first_rank // MAX_RANK
+        ranks = first_rank % MAX_RANK + tl.arange(0, ROWS)
+        slot = tl.load(slots)
+        place = tl.maximum(slot - 1, 0).to(tl.int64) * slot_size
+        entry, num_ranks = _entry(table, place, first_part + part, slot, WORDS)
+        lines = pool + (place + tl.load(entry + 1)) * _UNIT + ranks[:, None] * SIZE
+        result = products(lines, ranks[:, None] < num_ranks, x, SIZE, BLOCK, DEPENDENT)
+        tl.store(partials + part * MAX_RANK + ranks, result, mask=ranks < num_ranks)
+
+
 _shrink = Launcher(_shrink_kernel)
+_vector = Launcher(_vector_kernel)
 _expand = Launcher(_expand_kernel)
+
+
+class _Call(NamedTuple):
+    """What the kernels of one call share.
+
+    Attributes:
+        sizes: of three parts; 0: there are fewer. width: of a row of ``partials`` [K, N, R, width].
+        words: int32 numbers of a unit of the pool.
+    """
+
+    weights: AdapterWeights
+    tiles: Tiles
+    shape: _Shape
+    sizes: tuple[int, int, int]
+    width: int
+    words: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Of specializations."""
+        weights, tiles = self.weights, self.tiles
+        alignments = tiles.order.data_ptr() % 16, tiles.slots.data_ptr() % 16
+        return (weights.pool.dtype, weights.size, self.sizes, weights.max_rank, tiles.order.shape[1], alignments)
+
+    def partials(self, num_splits: int) -> Tensor:
+        """Memory for partial sums [K, N, R, width]."""
+        return self.weights.pool.new_empty((num_splits, *self.tiles.order.shape, self.width), dtype=torch.float32)
 
 
 def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: Tiles, *, is_gated: bool) -> Tensor:
     """As ``kernels.adapter_linear.add``: x [T, I] -> [T, O], or [T, O / 2] with ``is_gated``."""
-    num_tiles, num_rows = tiles.order.shape
-    shape = _shape(weights.size, weights.max_rank, num_rows, x.dtype)
-    num_parts, num_splits = len(weights.sizes), -(-weights.size // shape.split)
-    width = num_parts * weights.max_rank
-    partials = torch.empty(num_splits, num_tiles, num_rows, width, dtype=torch.float32, device=x.device)
-    y = matmul(x)
+    num_parts, is_narrow = len(weights.sizes), x.dtype != torch.float32
+    shape = _shape(weights.size, max(weights.sizes), weights.max_rank, tiles.order.shape[1], is_narrow=is_narrow)
+    first, second, third, *_ = (*weights.sizes, 0, 0)
     words = UNIT * x.dtype.itemsize // 4
-    sizes = (*weights.sizes, 0, 0)[:3]
-    is_dependent = has_dependent_launch()
-    common = (tiles.order, tiles.slots, partials, weights.first_part, weights.pool.shape[1] // UNIT, num_tiles)
-    out = y if not is_gated else torch.empty(y.shape[0], weights.sizes[0], dtype=y.dtype, device=y.device)
-    alignments = x.data_ptr() % 16, y.data_ptr() % 16, tiles.order.data_ptr() % 16, tiles.slots.data_ptr() % 16
-    key = x.dtype, weights.size, sizes, num_rows, weights.max_rank, alignments, is_gated
-    num_chunks = -(-weights.max_rank // shape.ranks)
-    _shrink(
-        (num_tiles, num_splits, num_parts * num_chunks),
-        key,
-        (
-            *(x, weights.pool, weights.table, *common, weights.size, num_rows, shape.ranks, shape.block, shape.split),
-            *(weights.max_rank, width, words, is_dependent),
-        ),
-        options(shape.shrink_warps),
+    call = _Call(weights, tiles, shape, (first, second, third), num_parts * weights.max_rank, words)
+    if x.shape[0] == 1 and isinstance(matmul, DeviceMatmul):
+        return _add_expanded(*_multiply_with_a(matmul, x, call), call, is_gated=is_gated)
+    partials = call.partials(-(-weights.size // shape.split))  # before y: its kernel may still use memory that is freed
+    y = matmul(x)
+    _multiply_a(x, partials, call)
+    return _add_expanded(y, partials, call, is_gated=is_gated)
+
+
+def _multiply_a(x: Tensor, partials: Tensor, call: _Call) -> None:
+    """x [T, I] -> A x, in partial sums [K, N, R, width]."""
+    weights, tiles, shape = call.weights, call.tiles, call.shape
+    num_tiles, num_rows = tiles.order.shape
+    is_ahead = x.shape[0] <= MAX_AHEAD_ROWS
+    arguments = (
+        *(x, weights.pool, weights.table, tiles.order, tiles.slots, partials),
+        *(weights.first_part, weights.pool.shape[1] // UNIT, num_tiles),
+        *(weights.size, num_rows, shape.ranks, shape.block, shape.split, weights.max_rank, call.width, call.words),
+        *(is_ahead, has_dependent_launch()),
     )
-    num_blocks = sum(-(-size // shape.outputs) for size in (sizes[:1] if is_gated else sizes))
-    _expand(
-        (num_blocks, num_tiles, 1),
-        key,
-        (
-            *(y, out, weights.pool, weights.table, *common, *sizes, num_rows, shape.ranks, shape.outputs),
-            *(num_splits, next_power_of_2(num_splits), weights.max_rank, width, words, is_gated, is_dependent),
-        ),
-        options(shape.expand_warps),
+    num_chunks = len(weights.sizes) * -(-weights.max_rank // shape.ranks)
+    key = call.key, x.data_ptr() % 16, is_ahead
+    _shrink((num_tiles, len(partials), num_chunks), key, arguments, options(shape.shrink_warps))
+
+
+def _multiply_with_a(matmul: DeviceMatmul, x: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    """x [1, I] -> the result [1, O] of ``matmul``, and A x [1, 1, R, width], of which the first row is set."""
+    weights, weight, bias = call.weights, matmul.weight, matmul.bias
+    num_outputs, size = weight.shape
+    rows, block, num_warps = shape_of_programs(num_outputs, size)
+    y, partials = x.new_empty((1, num_outputs)), call.partials(1)
+    num_programs = -(-num_outputs // rows)
+    arguments = (
+        *(x, weight, weight if bias is None else bias, y, weights.pool, weights.table, call.tiles.slots, partials),
+        *(weights.first_part, weights.pool.shape[1] // UNIT, num_outputs, num_programs),
+        *(size, rows, block, weights.max_rank, call.words, bias is not None, has_dependent_launch()),
     )
+    key = call.key, weight.shape, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16
+    _vector((num_programs + call.width // rows, 1, 1), key, arguments, options(num_warps))
+    return y, partials
+
+
+def _add_expanded(y: Tensor, partials: Tensor, call: _Call, *, is_gated: bool) -> Tensor:
+    """y [T, O] += B of the partial sums [K, N, R, width]; with ``is_gated`` silu(gate) * up [T, O / 2]."""
+    weights, tiles, shape = call.weights, call.tiles, call.shape
+    num_tiles, num_rows = tiles.order.shape
+    num_splits = len(partials)
+    out = y.new_empty((y.shape[0], call.sizes[0])) if is_gated else y
+    arguments = (
+        *(y, out, weights.pool, weights.table, tiles.order, tiles.slots, partials),
+        *(weights.first_part, weights.pool.shape[1] // UNIT, num_tiles),
+        *(*call.sizes, num_rows, shape.expand_ranks, shape.outputs, num_splits, next_power_of_2(num_splits)),
+        *(weights.max_rank, call.width, call.words, is_gated, has_dependent_launch()),
+    )
+    num_blocks = sum(-(-size // shape.outputs) for size in (call.sizes[:1] if is_gated else call.sizes))
+    key = call.key, num_splits, y.data_ptr() % 16, is_gated
+    _expand((num_blocks, num_tiles, 1), key, arguments, options(shape.expand_warps))
     return out

@@ -52,12 +52,12 @@ def _skinny_kernel(
     columns = tl.arange(0, BLOCK)
     lines = weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64) * SIZE + first
     if DEPENDENT:
-        gdc_launch_dependents()
         if AHEAD > 0:  # the weight does not depend on the kernel before: its first lines of 64 numbers are on their way
             ahead = (lines + tl.arange(0, AHEAD)[None, :] * 64).to(tl.int64)
             asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
             tl.inline_asm_elementwise(asm, "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1)
         gdc_wait()
+        gdc_launch_dependents()  # only now: the next kernel may read x without waiting (adapter_linear)
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
         part = tl.load(lines + start + columns[None, :])

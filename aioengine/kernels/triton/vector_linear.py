@@ -21,6 +21,35 @@ if TYPE_CHECKING:
 
 
 @triton.jit
+def products(
+    lines: tl.tensor,
+    is_row: tl.tensor,
+    x: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> tl.tensor:
+    """The products [rows] of rows of a matrix with x; ``lines`` [rows, 1]: where they begin.
+
+    The next kernel can begin as soon as x is there, so that it may read x without waiting (``adapter_linear``).
+    """
+    columns = tl.arange(0, BLOCK)
+    pointers = lines + columns[None, :]
+    part = tl.load(pointers, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    vector = tl.load(x + columns, mask=columns < SIZE, other=0.0)
+    total = part.to(tl.float32) * vector.to(tl.float32)[None, :]
+    for start in tl.range(BLOCK, SIZE, BLOCK, loop_unroll_factor=4):
+        inside = start + columns < SIZE
+        part = tl.load(pointers + start, mask=is_row & inside[None, :], other=0.0, eviction_policy="evict_first")
+        vector = tl.load(x + start + columns, mask=inside, other=0.0)
+        total += part.to(tl.float32) * vector.to(tl.float32)[None, :]
+    return tl.sum(total, 1)
+
+
+@triton.jit
 def _matmul_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -34,21 +63,8 @@ def _matmul_kernel(
     DEPENDENT: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
-    is_row = rows[:, None] < num_outputs
-    weight_pointers = weight + rows[:, None].to(tl.int64) * SIZE + columns[None, :]
-    part = tl.load(weight_pointers, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    vector = tl.load(x + columns, mask=columns < SIZE, other=0.0)
-    total = part.to(tl.float32) * vector.to(tl.float32)[None, :]
-    for start in tl.range(BLOCK, SIZE, BLOCK, loop_unroll_factor=4):
-        inside = start + columns < SIZE
-        part = tl.load(weight_pointers + start, mask=is_row & inside[None, :], other=0.0, eviction_policy="evict_first")
-        vector = tl.load(x + start + columns, mask=inside, other=0.0)
-        total += part.to(tl.float32) * vector.to(tl.float32)[None, :]
-    result = tl.sum(total, 1)
+    lines = weight + rows[:, None].to(tl.int64) * SIZE
+    result = products(lines, rows[:, None] < num_outputs, x, SIZE, BLOCK, DEPENDENT)
     if HAS_BIAS:
         result += tl.load(bias + rows, mask=rows < num_outputs, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)

@@ -363,8 +363,10 @@ class DecodeGraphs:
             for size, attention in steps:
                 self._step(size, attention, kernels).compute()
             if self._tiles is not None:
-                for size, attention in (steps[0], steps[-1]):  # between them they have all kernels of adapters
-                    self._step(size, attention, kernels, self._tiles.of(size)).compute()
+                largest = steps[0][0]
+                for size, attention in steps:
+                    if size in (1, 2, largest):  # between them they have all kernels of adapters
+                        self._step(size, attention, kernels, self._tiles.of(size)).compute()
 
     def _step(self, size: int, attention: FixedDecode, kernels: SamplingKernels, tiles: Tiles | None = None) -> _Step:
         columns = self._columns(size)
