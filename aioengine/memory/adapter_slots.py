@@ -23,7 +23,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable
 
 Key = tuple[str, ...]
 """What an adapter is found by; two names of the same files may have one key."""
@@ -100,7 +100,10 @@ class Line:
 
     def first(self, key: Key) -> Waiter | None:
         """The next one for an adapter."""
-        heads = [of_tenant[0][1] for of_tenant in self._by_key.get(key, {}).values()]
+        tenants = self._by_key.get(key, {})
+        heads = [of_tenant[0][1] for of_tenant in tenants.values()]
+        if len(heads) == 1:
+            return self._waiters[heads[0]][1]
         return min((self._waiters[uid][1] for uid in heads), key=self.rank, default=None)
 
     def add(self, key: Key, waiter: Waiter) -> None:
@@ -173,7 +176,8 @@ class AdapterSlots:
             slot = self._by_key[key]
             slot.running.discard(uid)
             slot.released.pop(uid, None)
-            self.is_changed = self.is_changed or bool(self.line.keys or self._pins)
+            if not slot.running:  # else the slot becomes no freer
+                self.is_changed = self.is_changed or bool(self.line.keys or self._pins)
         elif self.line.remove(uid):
             self.is_changed = True
 
@@ -191,14 +195,13 @@ class AdapterSlots:
         found.sort(key=itemgetter(0))
         return found
 
-    def assign(self, copies: Container[Key]) -> tuple[list[Placement], list[int]]:
+    def assign(self, claims: list[tuple[Rank, Key]]) -> tuple[list[Placement], list[int]]:
         """Give slots to adapters that wait for one, and release requests whose adapters are ready.
 
-        copies: the adapters that can be placed at once; the others hold no slot up.
+        claims: those of ``claims`` that can be placed at once; the others hold no slot up.
         Returns what is to be copied, each followed by ``placed`` or ``fail``, and the uids of the released requests.
         """
         self.is_changed = False
-        claims = [(rank, key) for rank, key in self.claims() if key in copies]
         self._drain(claims)
         released = self._release()
         placements: list[Placement] = []

@@ -145,10 +145,10 @@ class Adapters:
             return
         self._take_reads()
         self._take_placed()
-        claims = [key for _, key in self._slots.claims()]
+        claims = self._slots.claims()
         self._answer_loads()
-        self._start_reads(claims)
-        placements, released = self._slots.assign(self._copies)
+        self._start_reads([key for _, key in claims])
+        placements, released = self._slots.assign([claim for claim in claims if claim[1] in self._copies])
         for placement in placements:
             self._place(placement)
         self._requests.release(released)
@@ -261,7 +261,7 @@ class Adapters:
 
     def _fail(self, key: Key, error: BaseException) -> None:
         """End the requests in line for an adapter, and the loads of it."""
-        if not isinstance(error, ValueError):
+        if not isinstance(error, ValueError | OSError):
             logger.warning("the adapter in %s failed", key[0], exc_info=error)
         reason = str(error) if isinstance(error, ValueError) else describe(error)
         for uid in self._slots.line.uids(key):

@@ -23,6 +23,10 @@ def waiter(uid: int, tenant: str = "") -> Waiter:
     return Waiter(uid, tenant, (float(uid),))
 
 
+def assigned(slots: AdapterSlots, copies: tuple[Key, ...]) -> tuple[list[Placement], list[int]]:
+    return slots.assign([claim for claim in slots.claims() if claim[1] in copies])
+
+
 class Desk:
     """Requests that ask for slots as a scheduler does: admitted where they may, else in line."""
 
@@ -57,7 +61,7 @@ class Desk:
         """What was placed; everything is copied at once, and those who were released are admitted."""
         placed: list[Key] = []
         while True:
-            placements, released = self.slots.assign(copies)
+            placements, released = assigned(self.slots, copies)
             for placement in placements:
                 self.slots.placed(placement.key)
             placed += [placement.key for placement in placements]
@@ -185,7 +189,7 @@ def test_a_pinned_adapter_is_placed_without_requests_and_never_given_away() -> N
 def test_a_copy_that_fails_leaves_an_empty_slot() -> None:
     desk = Desk(1)
     desk.ask(0, A)
-    placements, _ = desk.slots.assign(ALL)
+    placements, _ = assigned(desk.slots, ALL)
     assert placements == [Placement(1, A)]
     desk.slots.fail(A)
     assert desk.slots.line.uids(A) == [0]
@@ -198,13 +202,13 @@ def test_a_slot_of_released_requests_goes_to_one_that_ranks_before_them() -> Non
     """They may wait long for pages, behind others; it must not."""
     desk = Desk(1)
     desk.slots.wait(B, waiter(5))
-    desk.slots.assign((B,))
+    assigned(desk.slots, (B,))
     desk.slots.placed(B)
-    assert desk.slots.assign((B,))[1] == [5]
+    assert assigned(desk.slots, (B,))[1] == [5]
     desk.slots.wait(C, waiter(7))
-    assert desk.slots.assign(ALL)[0] == []
+    assert assigned(desk.slots, ALL)[0] == []
     desk.slots.wait(A, waiter(1))
-    assert desk.slots.assign(ALL)[0] == [Placement(1, A)]
+    assert assigned(desk.slots, ALL)[0] == [Placement(1, A)]
     assert not desk.slots.may_use(B, waiter(5))
     desk.slots.check_integrity()
 
