@@ -126,8 +126,8 @@ class PromptImages:
         num_open = own.count(None)
         if num_open != len(given):
             raise ValueError(
-                f"image_data has {len(given)} images for {num_open} parts of messages that are images without one of "
-                'their own; write {"type": "image"} for each'
+                f"image_data has {len(given)} of the images, and the messages have {num_open} parts "
+                '{"type": "image"} without one of their own; write one for each'
             )
         rest = iter(given)
         return tuple(next(rest) if source is None else source for source in own)
@@ -144,6 +144,9 @@ class PromptImages:
         try:
             sources = self._sources_of(call, prompt, encoded)
             if isinstance(encoded, list):
+                if sources and self.placeholder_id not in encoded:
+                    what = f"no image placeholder, and {len(sources)} image" + "s" * (len(sources) > 1)
+                    raise ValueError(f"the prompt has {what}; write {self._family.placeholder} in it for each")
                 check_count(encoded, self.placeholder_id, len(sources))
         except (TypeError, ValueError) as error:
             done(error, 0.0)

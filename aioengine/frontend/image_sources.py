@@ -105,6 +105,10 @@ def part_source(name: str, part: Mapping[str, object]) -> ImageSource | None:
         if not isinstance(url, str):
             raise checks.wrong_type(f"image_url of {name}", 'a URL, or a dict {"url": ...}', given)
         return image_source(f"the URL of {name}", url)
+    if unknown := sorted(map(str, part.keys() - {"type", *CONTENT})):
+        raise ValueError(
+            f"{name} has {checks.cut(', '.join(unknown))}; an image is given as one of {', '.join(CONTENT)}"
+        )
     found = [key for key in CONTENT if part.get(key) is not None]
     if len(found) > 1:
         raise ValueError(f"{name} has both {found[0]} and {found[1]}; give one of them")

@@ -69,11 +69,13 @@ class ImageFamily(Protocol):
 
     Attributes:
         placeholder_id: the token that stands for an image in a prompt, and for each of its features.
+        placeholder: how prompts write it, as errors name it.
         processor: the image processor of transformers for folders that name none.
         options: arguments of its calls, beside the images.
     """
 
     placeholder_id: int
+    placeholder: ClassVar[str]
     processor: ClassVar[str]
     options: ClassVar[Mapping[str, bool]]
 

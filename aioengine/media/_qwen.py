@@ -28,6 +28,7 @@ class QwenImages(Struct, frozen=True):
     placeholder_id: int
     merge_size: int
 
+    placeholder: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
     processor: ClassVar[str] = "Qwen2VLImageProcessor"
     options: ClassVar[Mapping[str, bool]] = {}
 

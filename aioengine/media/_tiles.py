@@ -30,6 +30,7 @@ class TiledImages(Struct, frozen=True):
     patch_size: int
     scale_factor: int
 
+    placeholder: ClassVar[str] = "<image>"
     processor: ClassVar[str]
     options: ClassVar[Mapping[str, bool]] = {"return_row_col_info": True}
 

@@ -32,6 +32,7 @@ class LlavaImages(Struct, frozen=True):
     patch_size: int
     num_more: int
 
+    placeholder: ClassVar[str] = "<image>"
     processor: ClassVar[str] = "LlavaImageProcessor"
     options: ClassVar[Mapping[str, bool]] = {}
 

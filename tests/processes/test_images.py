@@ -188,7 +188,7 @@ async def test_streams_and_constraints_work_as_without_images(engine: AsyncEngin
 @pytest.mark.parametrize(
     ("prompt", "images", "words"),
     [
-        ("no placeholder", b"x", r"has 0 image placeholders \(token id \d+\) for 1 image; give one for each"),
+        ("no placeholder", b"x", r"no image placeholder, and 1 image; write <image> in it for each"),
         ("<image> <image>", None, "has 2 image placeholders .* for 0 images"),
         ("<image> <image>", [b"PICTURE"], r"has 2 image placeholders .* for 1 image; .*\(or 16, "),
         ("<image>", [b"x"] * 4, "image_data has 4 images, and max_images_per_prompt=3 are allowed"),
@@ -233,9 +233,10 @@ async def test_wrong_types_are_refused_at_the_call(engine: AsyncEngine) -> None:
         engine.async_generate(input_embeds=[[0.5]], image_data=b"x")
     for part, words in (
         ({"type": "image", "image": b"x", "url": "y"}, "has both image and url"),
+        ({"type": "image", "source": {"data": "eA=="}}, "has source; an image is given as one of image, url, path"),
         ({"type": "image_url", "image_url": {}}, "image_url of part 0"),
         ({"type": "video"}, "is of type 'video'; there are text, image and image_url"),
-        ({"type": "image"}, "image_data has 0 images for 1 parts"),
+        ({"type": "image"}, "image_data has 0 of the images, and the messages have 1 parts"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             engine.async_chat([{"role": "user", "content": [part]}])
