@@ -36,6 +36,8 @@ TENSORS: Final = "adapter_model.safetensors"
 ALL_LINEAR: Final = "all-linear"
 _STEM: Final = "base_model.model."
 """Of all names of tensors, before the name that the layer has in the base model."""
+_TEXT_PARTS: Final = "language_model.", "text_model."
+_TOWERS: Final = "vision_", "visual.", "connector.", "multi_modal_projector."
 _ENDS: Final = {".lora_A.weight": "A", ".lora_B.weight": "B"}
 _CONVERT: Final = (
     'python -c "import torch, safetensors.torch as s; '
@@ -323,7 +325,11 @@ def _parts_of(module: AdapterModule, layers: Layers) -> list[AdapterPart]:
 
 
 def _in_base(name: str, layers: Layers) -> str:
-    """The name of a layer in the checkpoint: an adapter of a model without a head lacks the "model." before it."""
+    """The name of a layer in the checkpoint, of which ``layers`` has the text model: a model that reads images has that
+    in a part of its own, and an adapter of a model without a head lacks the "model." before it.
+    """
+    for part in _TEXT_PARTS:
+        name = name.replace(part, "", 1)
     return name if name.startswith("model.") or name in layers else f"model.{name}"
 
 
@@ -333,6 +339,8 @@ def _why_unknown(name: str, layers: Layers) -> str:
         return f"it changes {name}: {_HEAD_STAYS}"
     if last == "embed_tokens":
         return f"it changes {name}: embeddings are those of the base model"
+    if any(f".{tower}" in f".{name}" for tower in _TOWERS):
+        return f"it changes {name}, and only the text part of a model that reads images is adapted"
     if any(each.endswith(f".{last}") for each in layers):
         return f"it changes {name}, and the base model has no such layer: it is for another base model"
     known = sorted({each.rpartition(".")[2] for each in layers})

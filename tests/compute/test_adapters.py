@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 import pytest
@@ -16,6 +16,7 @@ from aioengine.runner.build import build
 from aioengine.scheduler.plan import TOKENS, NewRow, Plan, Row
 from tests.compute.runner_world import make_settings, save_model
 from tests.kit.adapters import change_tensors, merged, save_adapter
+from tests.kit.vision_models import save_vision_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -194,7 +195,7 @@ def test_logprobs_of_a_prompt_are_those_of_merged_weights(llama: tuple[Path, Pat
         result = runner.collect(runner.launch(plan))
         for extra in result.tokens.extras:
             reader.read(extra)
-    found = reader.lists(0, 1, keeps=False)["input_token_logprobs"]
+    found = cast("dict[str, list]", reader.lists(0, 1, keeps=False))["input_token_logprobs"]
     with torch.inference_mode():
         logits = merged(AutoModelForCausalLM.from_pretrained(folder), path)(torch.tensor([prompt])).logits[0]
     expected = torch.log_softmax(logits, -1)[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
@@ -258,3 +259,21 @@ def test_steps_without_an_adapter_take_the_same_way_as_without_slots(llama: tupl
     runner = build(with_adapters(make_settings(folder)), lambda _: None)
     rows = [opened(i, 0, prompt) for i, prompt in enumerate(PROMPTS)]
     assert generate(runner, rows) == generate(build(make_settings(folder), lambda _: None), rows)
+
+
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl"])
+def test_the_text_part_of_a_model_that_reads_images(model_type: str, tmp_path: Path) -> None:
+    base = save_vision_model(model_type, tmp_path / "model")
+    folder = save_adapter(base, tmp_path / "adapter", target_modules=r".*language_model.*\.(q_proj|o_proj|up_proj)")
+    runner = build(with_adapters(make_settings(tmp_path / "model")), lambda _: None)
+    runner.place_adapter(1, runner.read_adapter(adapter(folder))).result(timeout=5)
+    found = [generate(runner, [opened(i, slot, prompt) for i, prompt in enumerate(PROMPTS)]) for slot in (0, 1)]
+    with torch.inference_mode():
+        expected = [continued(base)[0], continued(merged(base, folder))[0]]
+    assert found == expected
+    assert found[0] != found[1]
+    towers = save_adapter(
+        save_vision_model(model_type, tmp_path / "again"), tmp_path / "towers", target_modules="all-linear"
+    )
+    with pytest.raises(ValueError, match="only the text part of a model that reads images is adapted"):
+        runner.read_adapter(adapter(towers))
