@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import logging
+import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
@@ -63,6 +64,9 @@ Facts = dict[str, str | int | float | bool]
 Ticket = TypeVar("Ticket")
 
 _CONTROL_STAGE = "control"
+_SWITCH_S = 0.0005
+"""How long a thread that reads an adapter may keep Python from the steps: a step would wait for all of its work else."""
+
 _WAIT_S = 0.001
 """How long to wait for a grammar or an adapter while nothing else is to be done, before messages are read."""
 
@@ -452,6 +456,8 @@ def work(child: Child) -> None:
     limit_kernel_cache()
     keep_freed_memory()
     install_timer_signal()
+    if child.settings.runner.lora is not None:
+        sys.setswitchinterval(_SWITCH_S)
     service = build_service(child.settings, child.uplink.report, child.board)
     child.serve(service, DETOKENIZER)
 
