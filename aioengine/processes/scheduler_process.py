@@ -65,7 +65,7 @@ Ticket = TypeVar("Ticket")
 
 _CONTROL_STAGE = "control"
 _SWITCH_S = 0.0005
-"""How long a thread that reads an adapter may keep Python from the steps: a step would wait for all of its work else."""
+"""How long a thread that reads an adapter may keep Python from the steps, which are short."""
 
 _WAIT_S = 0.001
 """How long to wait for a grammar or an adapter while nothing else is to be done, before messages are read."""
