@@ -26,6 +26,7 @@ from aioengine import pictures
 from aioengine.errors import describe
 from aioengine.media._base import ImageShape
 from aioengine.processes.host import die_with_parent, handle_signals, limit_threads, name_process
+from aioengine.processes.image_arrays import faster
 from aioengine.processes.web import WebLimits, fetch
 from aioengine.protocol.media import (
     Broken,
@@ -142,7 +143,7 @@ def load_processor(orders: MediaOrders) -> Preprocess:
     if "torch" not in sys.modules:
         sys.modules["torch"] = cast("ModuleType", None)
     module, _, name = orders.processor.partition(":")
-    return getattr(importlib.import_module(module), name).from_dict(dict(orders.settings))
+    return faster(getattr(importlib.import_module(module), name)).from_dict(dict(orders.settings))
 
 
 def main() -> None:
