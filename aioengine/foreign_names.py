@@ -8,6 +8,8 @@ _ENGINES: Final = "Engine is the engine for synchronous code, AsyncEngine the on
 _LOGPROBS: Final = "use return_logprob=True of a call, with top_logprobs_num or logprob_start_len"
 _GRAMMARS: Final = "structured output is json_schema, regex, choice or ebnf in sampling_params here"
 
+_IMAGES: Final = "images are image_data of generate, and parts of the messages of chat here"
+
 _BEAMS: Final = "beam search is a method of its own, engine.beam_search"
 
 OUR_WAY: Final[dict[str, str]] = {
@@ -26,6 +28,9 @@ OUR_WAY: Final[dict[str, str]] = {
     "guided_choice": _GRAMMARS,
     "guided_grammar": _GRAMMARS,
     "structured_outputs": _GRAMMARS,
+    "multi_modal_data": _IMAGES,
+    "images": _IMAGES,
+    "limit_mm_per_prompt": "it is max_images_per_prompt here",
     "beam_width": _BEAMS,
     "use_beam_search": _BEAMS,
     "enable_prefix_caching": "the prefix cache is on, unless the engine is made with disable_radix_cache=True",

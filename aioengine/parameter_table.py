@@ -40,7 +40,7 @@ _LATER: Final = {
 ARGUMENTS_OF_CALLS: Final = frozenset(
     """
     input_ids input_embeds stream rid priority tenant timeout queue_timeout first_token_timeout refuse_late resume_ttl
-    return_exceptions return_prompt_token_ids add_special_tokens truncate_prompt_tokens cache_salt lora_path
+    return_exceptions return_prompt_token_ids add_special_tokens truncate_prompt_tokens cache_salt lora_path image_data
     return_hidden_states custom_logit_processor session_params return_logprob logprob_start_len top_logprobs_num
     token_ids_logprob return_text_in_logprobs chat_template enable_thinking tools chat_template_kwargs
     """.split()  # noqa: SIM905  # thirty quoted names would hide the list

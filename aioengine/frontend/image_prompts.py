@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
@@ -61,11 +62,16 @@ def check_images(request: CallRequest, place: int, images: PromptImages | None) 
     if images is None:
         what = "image_data is given" if not own else "the messages have images"
         raise ValueError(f"{what}, and this model takes text alone")
-    if find_spec("PIL") is None:
+    if not _has_pillow():
         raise EngineError("images need Pillow, which is not installed: pip install 'aioengine[images]'")
     if request.sessions is not None and request.sessions.of(place) is not None:
         raise ValueError("images cannot be given with session_params; give the whole prompt, whose start is cached")
     images.sources(request, place, own)
+
+
+@cache
+def _has_pillow() -> bool:
+    return find_spec("PIL") is not None
 
 
 def check_no_images(token_ids: list[int], images: PromptImages) -> None:

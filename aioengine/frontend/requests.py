@@ -460,7 +460,7 @@ def call_request(
     )
     if options:
         request = _with_options(request, options)
-        if (images := options.get("image_data")) is not None:
+        if (images := options.get("image_data")) is not None and not (isinstance(images, list) and not images):
             given.images = GivenImages(images, is_batch=given.is_batch, num_prompts=num_prompts)
     request.check_more()
     return request

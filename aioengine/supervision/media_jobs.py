@@ -99,13 +99,6 @@ class MediaProcess:
         self._waiting.append(_Given(job, done))
         self._go_on()
 
-    def drop(self, job_id: int) -> bool:
-        """Forget a job that waits; False: it is being done, or over."""
-        found = next((given for given in self._waiting if given.job.id == job_id), None)
-        if found is not None:
-            self._waiting.remove(found)
-        return found is not None
-
     def close(self) -> None:
         """End the process at once; no job is answered any more. From any thread; harmless when repeated."""
         self._is_closed = True

@@ -18,8 +18,9 @@ import pytest_asyncio
 from PIL import Image
 from safetensors.numpy import load_file
 
-from aioengine import AsyncEngine, RequestError
+from aioengine import AsyncEngine, EngineError, RequestError
 from aioengine.config import MediaConfig, TextSettings
+from aioengine.frontend import image_prompts
 from aioengine.frontend.startup import Blueprint
 from aioengine.media._base import find_image_model
 from aioengine.protocol.messages import Submit
@@ -365,8 +366,16 @@ async def test_paths_must_lie_in_the_allowed_folder(folder: Path, tmp_path: Path
         os.kill(pid, 0)
 
 
+async def test_without_pillow_images_are_refused_by_name(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_prompts, "_has_pillow", lambda: False)
+    with pytest.raises(EngineError, match=r"pip install 'aioengine\[images\]'"):
+        engine.async_generate("<image>", image_data=b"x")
+    assert (await engine.async_generate("text", SHORT, image_data=[]))["text"]
+
+
 async def test_a_model_of_text_takes_no_images() -> None:
     async with AsyncEngine.from_blueprint(FakeSetup(processes=False).blueprint) as engine:
+        assert (await engine.async_generate("x", SHORT, image_data=[]))["text"]
         with pytest.raises(ValueError, match="image_data is given, and this model takes text alone"):
             engine.async_generate("x", image_data=b"x")
         with pytest.raises(ValueError, match="the messages have images, and this model takes text alone"):
