@@ -209,17 +209,21 @@ def _read_text(text: str, limits: MediaConfig) -> bytes:
         return _read_data_url(text, limits)
     if text[:5].lower() == "file:":
         return read_file(_path_of(text), limits)
-    if len(text) <= MAX_PATH and _exists(text):
+    if len(text) <= MAX_PATH and _is_readable(text, limits):
         return read_file(text, limits)
     data = _decoded(text, limits)
     if data is None:
-        raise ValueError("it is neither a file that exists, nor a URL, nor base64")
+        folder = limits.allowed_local_media_path
+        file = "file that exists" if folder is None else f"file in allowed_local_media_path={folder!r}"
+        raise ValueError(f"it is neither a {file}, nor a URL, nor base64")
     return data
 
 
-def _exists(path: str) -> bool:
+def _is_readable(path: str, limits: MediaConfig) -> bool:
+    """Whether there is such a file in the allowed folder. Clients cannot find out what there is elsewhere."""
     try:
-        return os.path.exists(path)
+        real = os.path.realpath(path)
+        return _is_allowed(real, limits) and os.path.exists(real)
     except ValueError:  # a null character
         return False
 
@@ -259,8 +263,10 @@ def read_file(path: str, limits: MediaConfig) -> bytes:
     Raises:
         ValueError: it may not be read, or is no regular file, or is too large.
     """
+    path = os.path.expanduser(path)
     try:
-        real = os.path.realpath(os.path.expanduser(path), strict=True)
+        _check_allowed(os.path.realpath(path), limits)  # first, whether it exists or not
+        real = os.path.realpath(path, strict=True)
         _check_allowed(real, limits)
         # Neither a link that took the place of the file meanwhile, nor a pipe, is waited for or followed.
         fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -280,12 +286,13 @@ def read_file(path: str, limits: MediaConfig) -> bytes:
 
 
 def _check_allowed(real: str, limits: MediaConfig) -> None:
+    if not _is_allowed(real, limits):
+        raise ValueError(f"its file is not in allowed_local_media_path={limits.allowed_local_media_path!r}")
+
+
+def _is_allowed(real: str, limits: MediaConfig) -> bool:
     folder = limits.allowed_local_media_path
-    if folder is None:
-        return
-    allowed = os.path.realpath(folder)
-    if not Path(real).is_relative_to(allowed):
-        raise ValueError(f"its file is not in allowed_local_media_path={folder!r}")
+    return folder is None or Path(real).is_relative_to(os.path.realpath(folder))
 
 
 def _check_length(num_bytes: int, limits: MediaConfig) -> None:

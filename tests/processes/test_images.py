@@ -352,10 +352,14 @@ async def test_paths_must_lie_in_the_allowed_folder(folder: Path, tmp_path: Path
     async with AsyncEngine.from_blueprint(lambda: blueprint(folder, limits)) as engine:
         for good in (allowed / "in.png", str(allowed / "inner.png"), (allowed / "in.png").as_uri()):
             await engine.async_generate("<image>", SHORT, image_data=good)
-        for bad in (outside, allowed / "link.png", allowed / "folder/outside.png", allowed / "../outside.png"):
-            for form in (bad, str(bad), f"file://{bad}"):
-                with pytest.raises(ValueError, match="not in allowed_local_media_path"):
+        missing = tmp_path / "no.png", allowed / "folder/no.png"  # nothing tells that these are not there
+        there = outside, allowed / "link.png", allowed / "folder/outside.png", allowed / "../outside.png"
+        for bad in (*there, *missing):
+            for form, words in ((bad, "not"), (f"file://{bad}", "not"), (str(bad), "neither a file")):
+                with pytest.raises(ValueError, match=f"{words} in allowed_local_media_path"):
                     await engine.async_generate("<image>", SHORT, image_data=form)
+        with pytest.raises(ValueError, match="No such file"):
+            await engine.async_generate("<image>", SHORT, image_data=allowed / "missing.png")
         for large in (bytes(20_001), base64.b64encode(bytes(40_000)).decode()):
             with pytest.raises(ValueError, match="max_image_bytes=20000"):
                 await engine.async_generate("<image>", SHORT, image_data=large)
