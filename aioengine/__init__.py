@@ -61,9 +61,10 @@ if TYPE_CHECKING:
     )
     from aioengine.frontend.controls import Outcome, ProfileOptions
     from aioengine.frontend.info import Health, ModelInfo, __version__
+    from aioengine.frontend.loaded_adapters import AdapterResult
     from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
     from aioengine.frontend.requests import ChatOptions, RequestOptions
-    from aioengine.frontend.score import ScoreResult
+    from aioengine.frontend.score import ScoreOptions, ScoreResult
     from aioengine.params import SamplingParams
     from aioengine.signatures import EngineArguments
     from aioengine.stream import Generation, Stream
@@ -82,7 +83,8 @@ _HOMES = {  # of public names; those that are not here are errors
         "Ranking",
         "Timings",
     ),
-    "aioengine.frontend.score": ("ScoreResult",),
+    "aioengine.frontend.loaded_adapters": ("AdapterResult",),
+    "aioengine.frontend.score": ("ScoreOptions", "ScoreResult"),
     "aioengine.frontend.pool_requests": ("EncodeOptions", "PoolOptions"),
     "aioengine.frontend.requests": ("ChatOptions", "RequestOptions"),
     "aioengine.frontend.controls": ("Outcome", "ProfileOptions"),
@@ -96,6 +98,7 @@ _HOMES = {  # of public names; those that are not here are errors
 }
 
 __all__ = [
+    "AdapterResult",
     "Answer",
     "AsyncEngine",
     "BatchOutput",
@@ -127,6 +130,7 @@ __all__ = [
     "RequestOptions",
     "RequestTooLargeError",
     "SamplingParams",
+    "ScoreOptions",
     "ScoreResult",
     "Stream",
     "Timings",

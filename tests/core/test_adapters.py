@@ -17,7 +17,7 @@ from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, C
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.scheduler import Scheduler
-from aioengine.testing.fake_runner import FakeRunner, read_fake_adapter, reference_output
+from aioengine.testing.fake_runner import FakeAdapter, FakeRunner, read_fake_adapter, reference_output
 from tests.core.core_world import NO_EOS, WatchedRunner, World, random_requests, settings_of, submit_of
 from tests.kit.fake_adapters import write_adapter
 
@@ -209,6 +209,27 @@ def test_few_are_kept_in_memory_and_all_are_served(adapters: dict[str, Adapter])
         assert len(world.copies) <= 1
     world.run()
     world.check_all_over()
+
+
+def test_copies_are_kept_within_a_number_and_bytes() -> None:
+    copies = Copies(None, 100)
+    for number in range(4):
+        copies.add((str(number),), FakeAdapter(number, 40))
+        copies.make_room(0, ())
+    assert [(str(number),) in copies for number in range(4)] == [False, False, True, True]
+    assert copies.make_room(1, {("2",), ("3",)})
+    copies.add(("4",), FakeAdapter(4, 40))
+    assert not copies.make_room(1, {("2",), ("3",), ("4",)})
+    copies.get(("2",))
+    assert copies.make_room(1, {("3",)})
+    assert ("2",) in copies
+    assert ("4",) not in copies
+    few = Copies(1, 10)
+    few.add(("0",), FakeAdapter(0, 40))
+    assert few.make_room(0, ())
+    assert len(few) == 1, "one is kept, whatever its size"
+    assert few.make_room(1, ())
+    assert len(few) == 0
 
 
 def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(adapters: dict[str, Adapter], tmp_path: Path) -> None:

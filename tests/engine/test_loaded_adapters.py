@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aioengine.errors import EngineClosedError, RequestError
+from aioengine.errors import EngineClosedError, RequestError, RequestTooLargeError
 from aioengine.frontend.loaded_adapters import LoadedAdapters
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from aioengine.testing.faults import Faults
@@ -190,6 +190,18 @@ async def test_an_unload_that_is_cancelled_or_too_late_leaves_the_adapter_loaded
         assert await texts_of(engine, "a", 1)
         await stream.aclose()
         assert await engine.unload_lora_adapter("a")
+
+
+async def test_calls_that_fail_half_way_use_no_adapter(tmp_path: Path) -> None:
+    async with adapter_engine() as engine:
+        await load(engine, tmp_path, "a")
+        stream = engine.async_generate("x", {"max_new_tokens": 1000}, stream=True, rid="mine")
+        with pytest.raises(ValueError, match="'mine' is in use"):
+            engine.async_generate("x", rid="mine", lora_path="a")
+        with pytest.raises(RequestTooLargeError):
+            await engine.async_generate("x" * 3000, PARAMS, lora_path="a")
+        assert await engine.unload_lora_adapter("a", timeout=5)
+        await stream.aclose()
 
 
 async def test_two_loads_of_a_name_and_a_shutdown_meanwhile(tmp_path: Path) -> None:

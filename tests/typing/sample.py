@@ -12,6 +12,7 @@ from numpy import float32
 from numpy.typing import NDArray
 
 from aioengine import (
+    AdapterResult,
     Answer,
     AsyncEngine,
     BatchOutput,
@@ -142,6 +143,19 @@ def requests_that_ask_for_more(llm: Engine, embeds: NDArray[float32]) -> None:
     assert_type(llm.beam_search("a", beam_width=2, length_penalty=0.5), BatchOutput)
     Engine(logits_processors=["a.b:C"], max_hidden_state_bytes=1000)
     print(answer, llm.chat([{"role": "user", "content": "Hi"}], return_hidden_states="last"))
+
+
+async def adapters(llm: Engine, engine: AsyncEngine) -> None:
+    Engine(lora_paths=["/a", "b=/b"], max_loras_per_batch=4)
+    Engine(lora_paths={"a": "/a", "b": Path("/b")}, max_lora_rank=16, lora_target_modules="all", max_loaded_loras=8)
+    AsyncEngine(lora_paths=[{"lora_name": "a", "lora_path": "/a", "pinned": True}], enable_lora=True)
+    assert_type(llm.load_lora_adapter("a", Path("/a"), pinned=True), AdapterResult)
+    assert_type((await engine.unload_lora_adapter("a", timeout=5)).loaded_adapters, dict[str, str])
+    assert_type(await engine.async_list_lora_adapters(), AdapterResult)
+    assert_type(llm.generate(["a", "b"], lora_path=["a", None]), BatchOutput)
+    assert_type(llm.encode("a", lora_path="a"), Embedding)
+    print(llm.score("a", ["b"], [1], lora_path=["a"]), llm.chat([{"role": "user", "content": "a"}], lora_path="a"))
+    llm.generate("a", lora_path=3)  # type: ignore[call-overload]
 
 
 def prompts_of_either_kind(llm: Engine, prompt: str | list[str], token_ids: list[int] | list[list[int]]) -> None:
