@@ -104,9 +104,11 @@ class GatedInner:
         return functional.linear(inner, self._last, self._down.bias)
 
 
-def _prepared(mlp: Any) -> Any:
-    """A faster form of a module, where there is one."""
-    return GatedInner(mlp) if hasattr(mlp, "gate_proj") and isinstance(mlp.act_fn, nn.SiLU) else mlp
+def _mlps(visual: Any) -> list[Callable[[Tensor], Tensor]]:
+    """The MLP of each block, in a faster form where there is one: [N, D] -> [N, D]."""
+    mlps = [block.mlp for block in visual.blocks]
+    is_gated = hasattr(mlps[0], "gate_proj") and visual.config.hidden_act == "silu"
+    return [GatedInner(mlp) for mlp in mlps] if is_gated else mlps
 
 
 class QwenTower:
@@ -119,7 +121,7 @@ class QwenTower:
         self._dtype = dtype
         self._device = device
         self._epsilon = torch.tensor(_EPSILON, dtype=torch.float32, device=device)
-        self._mlps: list[Callable[[Tensor], Tensor]] = [_prepared(block.mlp) for block in visual.blocks]
+        self._mlps = _mlps(visual)
         self._last: tuple[Grid, _Layout] | None = None  # many images have the size of the one before
 
     def __call__(self, patches: Tensor, grid: Grid) -> list[Tensor]:
