@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Final
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -67,7 +67,8 @@ def decode(image: Image.Image) -> Image.Image:
     """
     try:
         image.load()
-        return _rgb(ImageOps.exif_transpose(image))
+        is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        return _rgb(ImageOps.exif_transpose(image) if is_turned else image)
     except Exception as error:  # decoders raise anything for broken data
         raise ValueError(f"it cannot be decoded: {type(error).__name__}: {error}") from error
 

@@ -7,12 +7,14 @@ import base64
 import io
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 from PIL import Image
@@ -26,7 +28,9 @@ from aioengine.media._base import find_image_model
 from aioengine.protocol.messages import Submit
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.tokenizer import Tokenizer
+from aioengine.transport.addresses import PrivateDirectory
 from tests.kit.image_models import FAMILIES, NUM_BYTES, SPECIAL, token_id, write_image_folder
+from tests.kit.source import ROOT
 from tests.kit.waiting import until
 
 LLAVA = FAMILIES["llava"]
@@ -417,3 +421,32 @@ async def test_a_media_process_that_cannot_start_says_why(folder: Path, how: str
         with pytest.raises(RequestError, match="image 0 .*the media process (has ended|exited|was killed)"):
             await engine.async_generate("<image>", SHORT, image_data=png(picture(800)))
         assert (await engine.async_generate("text", SHORT))["text"]
+
+
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from aioengine import AsyncEngine
+from tests.processes.test_images import blueprint, intake, picture, png
+
+async def main():
+    async with AsyncEngine.from_blueprint(lambda: blueprint(Path(sys.argv[1]))) as engine:
+        await engine.async_generate("<image>", {"max_new_tokens": 1}, image_data=png(picture(1)))
+        print(intake(engine).process.child.pid, intake(engine)._folder.path, flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+async def test_the_media_process_dies_with_its_program(folder: Path) -> None:
+    program = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, str(folder), stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    assert program.stdout is not None
+    pid, place = (await program.stdout.readline()).decode().split()
+    program.kill()
+    await program.wait()
+    await until(lambda: not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
+    PrivateDirectory(str(Path(place).parent)).remove()  # as the next engine makes it
+    assert not await asyncio.to_thread(Path(place).exists)
