@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.structured_output --models /tmp/bench-models
     python -m benchmarks.gpu.structured_output --models /tmp/bench-models --streams 64 --repeat 5
 
-Tokens a second without a schema, with one list schema, with 32, and with 32 hard ones that the engine has not seen; how
+Tokens a second without a schema, with one list schema, with 32, and with 32 hard ones that the engine has not seen; the
+same without a schema where each answer has the length of one of a hard schema, many of which end before the others; how
 many of the answers that ended are valid; tokens a second of one request alone without a schema and with schemas that
 force most of the tokens; and the time of its first token without a schema, with a fresh record and a fresh hard one.
 ``--folder``: another model folder, on any device.
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Params = dict[str, Any]
+SAME_LENGTHS = "same lengths"
 MAKERS: dict[str, Callable[[int, int], Params]] = {
     "without": lambda index, turn: {"ignore_eos": True},
     "one schema": lambda index, turn: {"json_schema": list_schema(0)},
     "32 schemas": lambda index, turn: {"json_schema": list_schema(index % 32)},
     "32 hard, cold": lambda index, turn: {"json_schema": hard_schema(32 * turn + index % 32)},
+    SAME_LENGTHS: lambda index, turn: {"ignore_eos": True},
 }
 
 
@@ -54,14 +57,19 @@ async def stream(engine: AsyncEngine, seed: int, params: Params) -> tuple[int, f
 
 async def rates(engine: AsyncEngine, num_streams: int, num_new: int, repeat: int) -> None:
     seeds = count()
+    lengths: list[list[int]] = []  # of the answers of each turn
     for name, make in MAKERS.items():
+        given, lengths = lengths, []
         found: list[float] = []
         num_ended = num_valid = 0
         for turn in range(-1, repeat):
             base = {"max_new_tokens": num_new, "temperature": 0.6}
             params = [{**base, **make(index, turn + 1)} for index in range(num_streams)]
+            if name == SAME_LENGTHS:
+                params = [{**each, "max_new_tokens": most} for each, most in zip(params, given[turn + 1], strict=True)]
             started = time.perf_counter()
             rows = await asyncio.gather(*(stream(engine, next(seeds), each) for each in params))
+            lengths.append([row[0] for row in rows])
             if turn >= 0:
                 found.append(sum(row[0] for row in rows) / (time.perf_counter() - started))
             for (_, _, text, has_ended), each in zip(rows, params, strict=True):
