@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 FORMATS: Final = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Others need programs, such as that of PostScript, or are rare."""
 
+MAX_RATIO: Final = 200
+"""Of the sides of a picture: processors bring the short one to a fixed length, and the long one in proportion, which
+makes gigabytes of a thin line. Qwen's refuse the same pictures.
+"""
+
 PillowImage = Image.Image
 
 _MAX_SHORT: Final = 0xFFFF
@@ -49,12 +54,14 @@ def open_picture(file: BinaryIO, max_pixels: int) -> Image.Image:
 
 
 def check_pixels(image: Image.Image, max_pixels: int) -> None:
-    """Raise ValueError for a picture without pixels, or with too many."""
+    """Raise ValueError for a picture without pixels, with too many, or much longer than wide."""
     width, height = image.size
     if width < 1 or height < 1:
         raise ValueError(f"it has {width} x {height} pixels")
     if width * height > max_pixels:
         raise ValueError(f"it has {width} x {height} pixels, and max_image_pixels={max_pixels} are allowed")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise ValueError(f"it has {width} x {height} pixels; one side may be {MAX_RATIO} times the other at most")
 
 
 def decode(image: Image.Image) -> Image.Image:

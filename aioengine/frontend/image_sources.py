@@ -12,6 +12,7 @@ import hashlib
 import os
 import stat
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast, runtime_checkable
@@ -28,6 +29,8 @@ CONTENT: Final = ("image", "url", "path", "base64")
 
 MAX_PATH: Final = 4096
 _WEB: Final = ("http://", "https://")
+_DECODING: Final = tuple(threading.Lock() for _ in range(61))
+"""By the id of a picture: one that was only opened is loaded now, which Pillow can do on one thread at a time."""
 _SHOWN: Final = 80
 _SLACK: Final = 4096
 
@@ -199,7 +202,8 @@ def _read_picture(value: object, limits: MediaConfig) -> SourceBytes:
 
     picture = cast("pictures.PillowImage", value)
     pictures.check_pixels(picture, limits.max_image_pixels)
-    rgb = pictures.decode(picture)
+    with _DECODING[id(picture) % len(_DECODING)]:
+        rgb = pictures.decode(picture)
     data = rgb.tobytes()
     return SourceBytes(data, hashlib.sha256(b"RGB %d %d " % rgb.size + data).digest(), rgb.size)
 

@@ -257,6 +257,16 @@ async def test_a_row_that_is_wrong_fails_alone(engine: AsyncEngine) -> None:
         await engine.async_generate(prompts[:3], SHORT, image_data=[good, bad, None])
 
 
+async def test_a_picture_that_is_not_loaded_yet_is_loaded_by_one_thread(
+    engine: AsyncEngine, submitted: list[Submit], tmp_path: Path
+) -> None:
+    picture(11, 900, 900).save(tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as image:
+        await engine.async_generate(["<image>"] * 8, SHORT, image_data=image)
+    assert len({submit.media[0].content for submit in submitted}) == 1
+    assert np.array_equal(np.asarray(image), np.asarray(picture(11, 900, 900)))
+
+
 async def test_a_request_that_is_left_leaves_nothing(engine: AsyncEngine) -> None:
     for turns in range(0, 40, 3):
         task = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=png(picture(100 + turns))))

@@ -109,3 +109,10 @@ def test_the_smallest_picture_is_read() -> None:
 def test_what_is_no_whole_picture_is_refused(data: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read(data)
+
+
+@pytest.mark.parametrize("size", [(1, 201), (402, 2), (1, 9_999)])
+def test_thin_lines_are_refused_before_they_are_made_large(size: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="one side may be 200 times the other at most"):
+        read(saved(Image.new("L", size), "PNG"))
+    assert read(saved(Image.new("L", (200, 1)), "PNG")).size == (200, 1)
