@@ -110,8 +110,9 @@ async def test_unknown_arguments_of_methods_that_are_awaited_name_the_nearest() 
     assert inspect.iscoroutinefunction(engine.drain)
     with pytest.raises(TypeError, match=r"unexpected argument 'timout' \(did you mean 'timeout'\?\)"):
         await engine.drain(timout=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"unexpected argument 'softmax' \(did you mean 'apply_softmax'\?\)"):
-        await engine.async_score("a", ["b"], [1], softmax=True)  # type: ignore[call-arg]
+    async with engine:
+        with pytest.raises(TypeError, match=r"unexpected argument 'softmax' \(did you mean 'apply_softmax'\?\)"):
+            await engine.async_score("a", ["b"], [1], softmax=True)  # type: ignore[call-arg]
 
 
 def test_a_plain_with_of_an_async_engine_says_which_to_write() -> None:
