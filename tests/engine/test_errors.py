@@ -73,8 +73,8 @@ WRONG_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"prompt": "a", "priority": 0.5}, TypeError, "priority"),
     ({"prompt": "a", "stream": 1}, TypeError, "stream"),
     ({"prompt": "a", "return_exceptions": None}, TypeError, "return_exceptions"),
-    ({"prompt": "a", "image_data": "x.png"}, ValueError, "image_data='x.png': images, audio and video: not available"),
-    ({"prompt": ["a"], "image_data": [None, "x.png"]}, ValueError, "image_data='x.png': images, audio and video"),
+    ({"prompt": "a", "image_data": "x.png"}, ValueError, "image_data is given, and this model takes text alone"),
+    ({"prompt": ["a"], "image_data": [None, "x.png"]}, ValueError, "image_data has 2 entries for 1 prompts"),
     ({"prompt": "a", "return_routed_experts": 0}, ValueError, "only False or None is accepted"),
     ({"prompt": "a", "return_logprobs": False}, TypeError, "did you mean 'return_logprob'"),
     ({"prompts": ["a"]}, TypeError, r"unexpected argument 'prompts' \(did you mean 'prompt'\?\); there are prompt, "),
@@ -155,9 +155,9 @@ async def test_drawn_seeds_can_be_sent_back_by_a_browser(world: World) -> None:
         ([{"role": "user", "content": "\ud800"}], ValueError, r"the content of messages\[0\] must be text that UTF-8"),
         ([{"role": "user", "content": ["hi"]}], TypeError, r"part 0 of messages\[0\] must be a dict"),
         (
-            [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": "image_url"}]}],
+            [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": "audio"}]}],
             ValueError,
-            r"part 1 of messages\[0\] is of type 'image_url'; only text",
+            r"part 1 of messages\[0\] is of type 'audio'; there are text, image and image_url",
         ),
         (
             [{"role": "user", "content": [{"type": "text"}]}],
