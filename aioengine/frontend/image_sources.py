@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import os
+import re
 import stat
 import sys
 import threading
@@ -51,12 +52,12 @@ class ImageSource(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """For messages, short."""
+        """For messages, short; without the user name and the password of a URL."""
         if self.kind == "picture":
             return "a PIL image"
         if self.kind == "bytes":
             return f"{self.num_bytes} bytes"
-        text = str(self.value)
+        text = re.sub(r"(?<=://)[^/?#]*@", "...@", str(self.value)) if self.kind == "web" else str(self.value)
         if self.kind == "text" and (text.startswith("data:") or len(text) > MAX_PATH):
             return f"{text[:20]!r}..., {len(text)} characters"
         return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 2 :]}")
