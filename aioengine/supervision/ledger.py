@@ -166,7 +166,12 @@ class ControlCalls:
 
     def add(self, control: Control) -> None:
         if control.name == UNLOAD_ADAPTER:
-            self.pinned.pop(control.arguments["id"], None)
+            number = control.arguments["id"]
+            self.pinned.pop(number, None)
+            for calls in (self._waiting, self._sent):  # a load that its caller gave up must not be sent again
+                for call_id, call in [*calls.items()]:
+                    if call.name == LOAD_ADAPTER and call.arguments["id"] == number:
+                        del calls[call_id]
         self._waiting[control.call_id] = control
 
     def take(self) -> list[ToScheduler]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -191,6 +192,20 @@ def test_pinned_adapters_are_loaded_again_into_each_new_scheduler() -> None:
     world.crash()
     again = [one for one in world.ledger.replay() if isinstance(one, Control)]
     assert [(one.call_id, one.name, one.arguments["id"]) for one in again] == [(-1, LOAD_ADAPTER, 1)]
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_load_that_was_given_up_is_not_sent_again(is_sent: bool) -> None:
+    world = World()
+    adapter = msgspec.structs.asdict(Adapter(1, "a", "/a", "", is_pinned=True))
+    if not is_sent:
+        world.crash()
+    world.tell(Control(1, LOAD_ADAPTER, adapter))
+    world.tell(Control(2, UNLOAD_ADAPTER, adapter))
+    world.ledger.calls.receive(Reply(1, True))
+    world.ledger.calls.put_back()
+    assert [call.name for call in world.ledger.calls.take() if isinstance(call, Control)] == [UNLOAD_ADAPTER]
+    assert not world.ledger.calls.pinned
 
 
 def test_a_pause_survives_a_restart_of_the_scheduler() -> None:
