@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -144,6 +145,9 @@ class AdapterFolder(Struct, frozen=True):
             if not found:
                 raise self._error(_why_unknown(module.name, layers))
             parts += found
+        layer, count = Counter(part.layer for part in parts).most_common(1)[0]
+        if count > 1:
+            raise self._error(f"it changes {layer} {count} times, by tensors of different names")
         self._check_targets({part.layer for part in parts}, layers)
         for part in parts:
             if max_rank is not None and part.rank > max_rank:

@@ -186,6 +186,13 @@ CHANGED: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "vector": ({f"{Q0}.lora_A.weight": torch.ones(4)}, "has shape [4], which is no matrix"),
     "integers": ({f"{Q0}.lora_A.weight": torch.ones(4, 64, dtype=torch.int64)}, "of type I64"),
     "whole layer": ({f"{STEM}lm_head.weight": torch.ones(300, 64)}, "modules_to_save"),
+    "a layer twice": (
+        {
+            f"{STEM}{Q0.removeprefix('model.')}.lora_{half}.weight": torch.ones(size)
+            for half, size in (("A", (4, 64)), ("B", (64, 4)))
+        },
+        f"changes {Q0} 2 times",
+    ),
     "layer of another base": (
         {
             f"{STEM}model.layers.7.self_attn.q_proj.lora_{half}.weight": torch.ones(size)
