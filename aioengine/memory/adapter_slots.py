@@ -270,7 +270,12 @@ class AdapterSlots:
     def _drain(self, claims: list[tuple[Rank, Key]]) -> None:
         """As many slots as adapters wait shall become free: those that do already, or have the fewest requests."""
         self._first = claims[0][0] if claims else None
-        slots = [slot for slot in self._slots if slot.is_ready and slot.key not in self._pins]
+        slots: list[_Slot] = []
+        for slot in self._slots:
+            if slot.key in self._pins:
+                slot.is_draining = False  # it was, before it was pinned
+            elif slot.is_ready:
+                slots.append(slot)
         if claims:
             slots.sort(key=lambda slot: (not slot.is_draining, len(slot.running), slot.last_used))
         for place, slot in enumerate(slots):

@@ -186,6 +186,21 @@ def test_a_pinned_adapter_is_placed_without_requests_and_never_given_away() -> N
     assert not desk.slots.has(A)
 
 
+def test_an_adapter_that_is_pinned_while_its_slot_drains_takes_all_its_requests() -> None:
+    desk = Desk(2)
+    for uid, key in enumerate((A, B)):
+        desk.ask(uid, key)
+        desk.assign()
+    desk.ask(2, C)
+    desk.ask(3, D)
+    desk.assign()
+    assert not desk.ask(4, A)
+    desk.slots.pin(A, 1)
+    desk.assign()
+    assert 4 in desk.running
+    assert not desk.ask(5, B)
+
+
 def test_a_copy_that_fails_leaves_an_empty_slot() -> None:
     desk = Desk(1)
     desk.ask(0, A)
