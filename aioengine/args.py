@@ -151,7 +151,7 @@ def _adapter(name: str, entry: object) -> GivenAdapter:
     if not isinstance(entry, Mapping):
         text = checks.text(name, _path(name, entry))
         given_name, separator, path = text.partition("=")
-        if separator and given_name and path:
+        if isinstance(entry, str) and separator and given_name and path:
             return GivenAdapter(given_name, str(PurePath(path)))
         return GivenAdapter(text, text, alias=PurePath(text).name)
     fields = dict(cast("Mapping[object, object]", entry))

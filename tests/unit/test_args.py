@@ -269,6 +269,7 @@ def test_a_dtype_of_torch_is_known_by_its_text() -> None:
         (["/a/math", "/b/code/"], [("/a/math", "/a/math", "math", False), ("/b/code/", "/b/code/", "code", False)]),
         (["math=/a/b"], [("math", "/a/b", "", False)]),
         ([Path("/a/math")], [("/a/math", "/a/math", "math", False)]),
+        ([Path("/a/r=8/b")], [("/a/r=8/b", "/a/r=8/b", "b", False)]),
         ({"math": "/a/b", "x=y": Path("/c")}, [("math", "/a/b", "", False), ("x=y", "/c", "", False)]),
         ([{"lora_name": "m", "lora_path": "/a", "pinned": True}], [("m", "/a", "", True)]),
         ("math=/a/b,/c/code", [("math", "/a/b", "", False), ("/c/code", "/c/code", "code", False)]),
