@@ -89,7 +89,7 @@ class Load:
     """One load of an adapter.
 
     Attributes:
-        users: the calls that use it. is_leaving: it is being unloaded. idle: set while it has no users.
+        users: the calls that use it. is_leaving: it is being unloaded. idle: set when its last user leaves.
     """
 
     __slots__ = ("adapter", "idle", "is_leaving", "users")
@@ -120,7 +120,6 @@ class AdapterChoice:
         self._loads = loads
         for load in loads.values():
             load.users.add(self)
-            load.idle.clear()
 
     def of(self, prompt: int) -> Adapter | None:
         """The adapter of a prompt."""
@@ -156,7 +155,7 @@ def adapter_choice(options: Mapping[str, object], rows: Rows) -> AdapterChoice |
 def _name(value: object) -> str | None:
     if value is None:
         return None
-    if value == "":
+    if isinstance(value, str) and not value:
         raise ValueError("lora_path is empty; give the name of an adapter, or None for the base model")
     return checks.text("lora_path", value, max_bytes=MAX_NAME_BYTES)
 
@@ -267,6 +266,7 @@ class LoadedAdapters:
             load.is_leaving = True  # from now on nobody else finds it
         try:
             if load.users:
+                load.idle.clear()
                 async with asyncio.timeout(timeout_s):
                     await load.idle.wait()
         except TimeoutError:

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from aioengine.errors import EngineClosedError, RequestError, RequestTooLargeError
@@ -99,6 +100,8 @@ async def test_names_that_are_not_loaded_are_refused_at_the_call(tmp_path: Path)
             engine.async_generate("x", PARAMS, lora_path="")
         with pytest.raises(TypeError, match="lora_path"):
             engine.async_generate("x", PARAMS, lora_path=7)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="lora_path must be a string"):
+            engine.async_generate(["x"] * 2, PARAMS, lora_path=np.array(["math", "math"]))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="2 entries for 3 prompts"):
             engine.async_generate(["x"] * 3, PARAMS, lora_path=["math", None])
         with pytest.raises(TypeError, match="there is one prompt"):
