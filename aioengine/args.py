@@ -7,6 +7,7 @@ without a meaning in a library (accepted with one warning).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Final, cast, get_type_hints
@@ -79,6 +80,14 @@ def _path(name: str, value: object) -> str:
     if "\0" in checks.text(name, readable, max_bytes=4096):
         raise checks.wrong_value(name, "a hub id or a path, which has no null character", readable)
     return str(path)
+
+
+def _folder(name: str, value: object) -> str:
+    """A folder that is there; it stays the same one when the working directory changes."""
+    path = _path(name, value)
+    if not os.path.isdir(path):
+        raise checks.wrong_value(name, "a folder that exists", value)
+    return os.path.abspath(path)
 
 
 def _template(name: str, value: object) -> str:
@@ -283,7 +292,7 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "as many as 4 GiB hold",
     ),
     "allowed_local_media_path": Argument(
-        "media.allowed_local_media_path", _path, "folder in which image files must be", "anywhere"
+        "media.allowed_local_media_path", _folder, "folder in which image files must be", "anywhere"
     ),
     "allow_private_urls": Argument(
         "media.allow_private_urls", checks.switch, "image URLs may lead to addresses that are not public"

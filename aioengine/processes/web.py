@@ -60,6 +60,8 @@ def is_public(address: Address) -> bool:
             return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
+        if address.is_site_local:
+            return False
         if any(inner is not None and not is_public(inner) for inner in (address.sixtofour, *(address.teredo or ()))):
             return False
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
@@ -167,7 +169,10 @@ def _one_request(url: str, limits: WebLimits, deadline: float) -> tuple[bytes | 
         if answer.status != http.client.OK:
             raise ValueError(f"its host answered {answer.status} {answer.reason:.80}")
         _check_headers(answer, limits)
-        return b"".join(_body(answer, limits, deadline)), url
+        body = bytearray()  # and no list, whose pieces may have a byte each
+        for part in _body(answer, limits, deadline):
+            body += part
+        return bytes(body), url
     except (OSError, http.client.HTTPException, UnicodeError, zlib.error) as error:
         if time.monotonic() >= deadline:
             raise _late(limits) from error

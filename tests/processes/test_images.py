@@ -119,8 +119,10 @@ async def test_every_form_of_an_image_gives_the_same_request(
     file = tmp_path / "a picture.png"
     file.write_bytes(data)
     text = base64.b64encode(data).decode()
+    odd_text = text[:30] + "\r\n " + text[30:].replace("+", "-").replace("/", "_").rstrip("=")
     forms: list[Any] = [
         data, bytearray(data), memoryview(data), str(file), file, file.as_uri(), text, f"data:image/png;base64,{text}",
+        odd_text, f"data:;base64,%{ord(text[0]):02x}{text[1:]}",
         [data], [image], image,
     ]  # fmt: skip
     outs = [await engine.async_generate("USER: <image>\nWhat? ", SHORT, image_data=form) for form in forms]

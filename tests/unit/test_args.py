@@ -84,6 +84,7 @@ def test_each_argument_changes_one_field() -> None:
         "slow_reader": "pause",
         "log_level": "info",
         "logprobs_mode": "processed",
+        "allowed_local_media_path": "/",
     }
     seen: set[EngineConfig | str] = set()
     for name, argument in ARGUMENTS.items():
@@ -114,6 +115,8 @@ def test_a_wrong_type_is_a_type_error_that_names_the_argument(name: str) -> None
         ("stall_timeout", math.inf, "2 to 86400"),
         ("stall_timeout", 1.9, "2 to 86400"),
         ("model_path", "\ud800", "surrogate"),
+        ("allowed_local_media_path", "", "a folder that exists"),
+        ("allowed_local_media_path", "/nowhere/at all", "a folder that exists"),
         ("logits_processors entries", ["a"], "package.module:Class"),
         ("logits_processors entries", "a:B,c.:D", "package.module:Class"),
         ("logits_processors entries", ["a:b c"], "package.module:Class"),
