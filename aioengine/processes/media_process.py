@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -37,13 +38,14 @@ from aioengine.protocol.media import (
     Prepared,
     PrepareJob,
     Refused,
+    Waits,
     decode_job,
     decode_media_orders,
     encode_line,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import ModuleType
 
     from aioengine.protocol.media import Job, JobEnd
@@ -61,24 +63,37 @@ class Preprocess(Protocol):
 
 
 class PixelGate:
-    """Lets pictures be decoded while all of them together have at most ``max_pixels``, or one by one."""
+    """Lets pictures be decoded while all of them together have at most ``max_pixels``, or one by one, in order."""
 
     def __init__(self, max_pixels: int) -> None:
         self._max_pixels = max_pixels
         self._num_pixels = 0
+        self._line: deque[object] = deque()
         self._freed = threading.Condition()
 
     @contextlib.contextmanager
-    def holding(self, num_pixels: int) -> Iterator[None]:
+    def holding(self, num_pixels: int, waits: Callable[[bool], None]) -> Iterator[None]:
+        """``waits`` is called with False where the picture must wait, and with True when that is over."""
+        place = object()
         with self._freed:
-            self._freed.wait_for(lambda: not self._num_pixels or self._num_pixels + num_pixels <= self._max_pixels)
+            self._line.append(place)
+            if not self._is_open(place, num_pixels):
+                waits(False)
+                self._freed.wait_for(lambda: self._is_open(place, num_pixels))
+                waits(True)
+            self._line.popleft()
             self._num_pixels += num_pixels
+            self._freed.notify_all()  # the next one may be small
         try:
             yield
         finally:
             with self._freed:
                 self._num_pixels -= num_pixels
                 self._freed.notify_all()
+
+    def _is_open(self, place: object, num_pixels: int) -> bool:
+        has_room = not self._num_pixels or self._num_pixels + num_pixels <= self._max_pixels
+        return has_room and self._line[0] is place
 
 
 class MediaWorker:
@@ -91,9 +106,10 @@ class MediaWorker:
         self._processor = processor
         self._gate = PixelGate(orders.max_pixels)
 
-    def do(self, job: Job) -> JobEnd:
+    def do(self, job: Job, tell: Callable[[Waits], None]) -> JobEnd:
+        """``tell`` gets what is to be said before the end."""
         try:
-            return self._fetch(job) if isinstance(job, FetchJob) else self._prepare(job)
+            return self._fetch(job) if isinstance(job, FetchJob) else self._prepare(job, tell)
         except ValueError as error:
             return Refused(job.id, str(error))
         except Exception as error:
@@ -104,13 +120,13 @@ class MediaWorker:
         Path(job.path).write_bytes(body)
         return Fetched(job.id, hashlib.sha256(body).hexdigest())
 
-    def _prepare(self, job: PrepareJob) -> Prepared:
+    def _prepare(self, job: PrepareJob, tell: Callable[[Waits], None]) -> Prepared:
         with Path(job.source).open("rb") as file:
             if job.size != (0, 0):
                 image = Image.frombytes("RGB", job.size, file.read())
             else:
                 image = pictures.open_picture(file, self._max_pixels)
-            with self._gate.holding(image.width * image.height):
+            with self._gate.holding(image.width * image.height, lambda is_over: tell(Waits(job.id, is_over))):
                 arrays = self._arrays(pictures.decode(image))
         tensors = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
         save_file(tensors, job.path)
@@ -163,7 +179,7 @@ def main() -> None:
 def _serve(channel: socket.socket, worker: MediaWorker, num_workers: int) -> None:
     lock = threading.Lock()
 
-    def send(reply: MediaReady | JobEnd) -> None:
+    def send(reply: MediaReady | Waits | JobEnd) -> None:
         with lock:
             channel.sendall(encode_line([reply]))
 
@@ -173,7 +189,7 @@ def _serve(channel: socket.socket, worker: MediaWorker, num_workers: int) -> Non
     for line in channel.makefile("rb"):
         job = decode_job(line)
         pool = fetches if isinstance(job, FetchJob) else prepares
-        pool.submit(lambda job=job: send(worker.do(job)))
+        pool.submit(lambda job=job: send(worker.do(job, send)))
 
 
 def _read_line(fd: int) -> bytes:

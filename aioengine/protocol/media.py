@@ -1,7 +1,7 @@
 """What the frontend and the media process say to each other: one JSON object a line, over a pair of sockets.
 
 frontend --> media process      MediaOrders (first), then FetchJob, PrepareJob
-media process --> frontend      MediaReady (first), then for each job Fetched, Prepared, Refused or Broken
+media process --> frontend      MediaReady (first), Waits, and for each job Fetched, Prepared, Refused or Broken
 """
 
 from __future__ import annotations
@@ -55,6 +55,13 @@ class MediaReady(Struct, tag="ready", frozen=True):
     """It takes jobs."""
 
 
+class Waits(Struct, tag="waits", frozen=True):
+    """The job waits for others to end, or (``is_over``) goes on. The time between is none of its own."""
+
+    id: int
+    is_over: bool = False
+
+
 class Fetched(Struct, tag="fetched", frozen=True):
     """``digest``: sha256 of the body, in hexadecimal."""
 
@@ -89,5 +96,5 @@ JobEnd = Fetched | Prepared | Refused | Broken
 
 encode_line = msgspec.json.Encoder().encode_lines
 decode_job = msgspec.json.Decoder(Job).decode
-decode_reply = msgspec.json.Decoder(MediaReady | JobEnd).decode
+decode_reply = msgspec.json.Decoder(MediaReady | Waits | JobEnd).decode
 decode_media_orders = msgspec.json.Decoder(MediaOrders).decode

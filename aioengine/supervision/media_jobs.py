@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 import time
@@ -28,6 +29,7 @@ from aioengine.protocol.media import (
     Job,
     JobEnd,
     MediaReady,
+    Waits,
     decode_reply,
     encode_line,
 )
@@ -269,6 +271,9 @@ class MediaProcess:
                 return
             if isinstance(reply, MediaReady):
                 self._is_ready = True
+            elif isinstance(reply, Waits):
+                if (running := self._running.get(reply.id)) is not None:
+                    self._running[reply.id] = running[0], time.monotonic() if reply.is_over else math.inf
             elif (running := self._running.pop(reply.id, None)) is not None:
                 self._loop.call_soon(running[0].done, reply)
         self._go_on()

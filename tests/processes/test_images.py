@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import math
 import os
 import signal
+import socket
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ from aioengine.config import MediaConfig, TextSettings
 from aioengine.frontend import image_prompts
 from aioengine.frontend.startup import Blueprint
 from aioengine.media._base import find_image_model
+from aioengine.processes.media_process import PixelGate
+from aioengine.protocol.media import Waits, encode_line
 from aioengine.protocol.messages import Submit
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.tokenizer import Tokenizer
@@ -338,6 +343,45 @@ async def test_an_image_that_hangs_is_given_up(engine: AsyncEngine, monkeypatch:
         await engine.async_generate("<image> a", SHORT, image_data=png(picture(401)))
     monkeypatch.undo()
     await engine.async_generate("<image> a", SHORT, image_data=png(picture(401)))
+
+
+async def test_an_image_that_waits_for_others_does_not_hang(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = intake(engine).process
+    await engine.async_generate("<image> a", SHORT, image_data=png(picture(410)))
+    os.kill(process.child.pid, signal.SIGSTOP)
+    waiting = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=png(picture(411))))
+    await until(lambda: process._running)
+    [number] = process._running
+    ours, theirs = socket.socketpair()
+    with ours, theirs, monkeypatch.context() as patch:
+        patch.setattr(process, "_channel", ours)
+        for is_over in (False, True):
+            theirs.sendall(encode_line([Waits(number, is_over)]))
+            process._read()
+            assert (process._running[number][1] == math.inf) != is_over
+    os.kill(process.child.pid, signal.SIGCONT)
+    await waiting
+
+
+async def test_pictures_are_decoded_in_order_when_they_wait() -> None:
+    gate, ended, told = PixelGate(10), list[int](), list[tuple[int, bool]]()
+
+    def decode(num_pixels: int) -> None:
+        with gate.holding(num_pixels, lambda is_over: told.append((num_pixels, is_over))):
+            ended.append(num_pixels)
+
+    threads = [threading.Thread(target=decode, args=(num_pixels,)) for num_pixels in (10, 1)]
+    with gate.holding(8, lambda _: pytest.fail("there is room")):
+        for number, thread in enumerate(threads):
+            thread.start()
+            await until(lambda number=number: len(told) > number)
+        assert not ended, "the small one waits behind the large one"
+    for thread in threads:
+        thread.join()
+    assert ended == [10, 1]
+    assert set(told) == {(10, False), (1, False), (10, True), (1, True)}
 
 
 async def test_deadlines_and_aborts_end_requests_that_wait_for_images(engine: AsyncEngine) -> None:
