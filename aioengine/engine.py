@@ -197,11 +197,12 @@ class EngineFace(ABC):
             TypeError, ValueError: an argument is wrong. RequestTooLargeError: the longest output would not fit.
             Exception: what ``async_generate`` raises.
         """
-        parts = self._anywhere().parts
-        mode = parts.settings.runner.logprobs_mode
-        generate = partial(self.async_generate, lora_path=cast("str | None", sampling.pop("lora_path", None)))
+        frontend = self._anywhere()
+        mode = frontend.parts.settings.runner.logprobs_mode
+        adapter = cast("str | None", sampling.pop("lora_path", None))
         options = search_options(beam_width, max_new_tokens, length_penalty, sampling, mode=mode)
-        return await beam_search(generate, parts, prompt, options)
+        with frontend.adapters.held(adapter):
+            return await beam_search(partial(self.async_generate, lora_path=adapter), frontend.parts, prompt, options)
 
     async def async_score(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
@@ -23,11 +24,11 @@ from aioengine.errors import EngineStartupError, RequestError, describe
 from aioengine.frontend.row_options import PerPrompt, per_prompt
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Reply
 from aioengine.supervision.ledger import CRASH_STAGE
-from aioengine.supervision.tasks import WorkerThread
+from aioengine.supervision.tasks import WorkerThread, post
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from aioengine.frontend.controls import Controls
     from aioengine.frontend.row_options import Rows
@@ -126,6 +127,10 @@ class AdapterChoice:
         load = self._loads.get(self._of_prompts.of(prompt))
         return None if load is None else load.adapter
 
+    def load_of(self, name: str) -> Load | None:
+        """The load that is used by this name."""
+        return self._loads.get(name)
+
     def leave(self) -> None:
         """The call is over. On the engine's loop; harmless twice."""
         loads, self._loads = self._loads, {}
@@ -160,6 +165,10 @@ def _name(value: object) -> str | None:
     return checks.text("lora_path", value, max_bytes=MAX_NAME_BYTES)
 
 
+_HELD: ContextVar[AdapterChoice | None] = ContextVar("aioengine_held_adapter", default=None)
+"""What ``LoadedAdapters.held`` holds for the calls of this context."""
+
+
 class LoadedAdapters:
     """The adapters of an engine. ``open`` is called from any thread, under its lock; all else on its loop."""
 
@@ -172,6 +181,27 @@ class LoadedAdapters:
         self._aliases: dict[str, set[str]] = {}  # last part of a path -> names of those that were given by it
         self._loading: dict[str, bool] = {}  # name -> whether it is pinned
         self._num_loads = 0
+        self._loop = asyncio.get_running_loop()
+
+    @contextlib.contextmanager
+    def held(self, name: object) -> Iterator[None]:
+        """The calls of one that is made of several: all find the same load of an adapter, also while it is unloaded.
+
+        Raises:
+            ValueError: as ``open``. A name that is none is left to the calls.
+        """
+        if not isinstance(name, str) or not name:
+            yield
+            return
+        choice = AdapterChoice(PerPrompt("lora_path", _name, [name], is_list=False), {name})
+        self.open(choice)
+        before = _HELD.get()
+        _HELD.set(choice)
+        try:
+            yield
+        finally:
+            post(self._loop, choice.leave)
+            _HELD.set(before)
 
     def open(self, choice: AdapterChoice) -> None:
         """A call uses adapters, until it leaves them.
@@ -185,6 +215,10 @@ class LoadedAdapters:
             choice.use({name: self._find(name) for name in choice.names})
 
     def _find(self, name: str) -> Load:
+        held = _HELD.get()
+        load = None if held is None else held.load_of(name)
+        if load is not None and self._loads.get(load.adapter.name) is load:
+            return load
         load = self._loads.get(name)
         if load is None:
             meant = self._aliases.get(name, set())

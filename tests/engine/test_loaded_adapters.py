@@ -255,6 +255,20 @@ async def test_beams_use_an_adapter(tmp_path: Path) -> None:
         assert found[0]["text"] != found[1]["text"]
 
 
+async def test_an_unload_waits_for_all_steps_of_a_beam_search(tmp_path: Path) -> None:
+    async with adapter_engine() as engine:
+        await load(engine, tmp_path, "a")
+        expected = await engine.async_beam_search("x", 2, 16, lora_path="a")
+        searching = asyncio.create_task(engine.async_beam_search("x", 2, 16, lora_path="a"))
+        await until(lambda: engine.stats()["num_streams"] > 0)
+        unloading = asyncio.create_task(engine.unload_lora_adapter("a"))
+        await until(lambda: not registry(engine).list().loaded_adapters)
+        with pytest.raises(ValueError, match="is being unloaded"):
+            await engine.async_beam_search("x", 2, 4, lora_path="a")
+        assert (await searching)["text"] == expected["text"]
+        assert await unloading
+
+
 @pytest.mark.process
 async def test_a_load_goes_on_when_the_scheduler_is_lost_meanwhile(tmp_path: Path) -> None:
     async with adapter_engine(processes=True, adapter_s=0.5) as engine:
