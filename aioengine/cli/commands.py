@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from aioengine.cli.flags import Arguments
 
+    Message = dict[str, object]
+
 FAILED, WRONG_USAGE = 1, 2
 READER_GONE = 141
 """The status of programs that ended by SIGPIPE."""
@@ -73,13 +75,15 @@ def generate(arguments: Arguments) -> int:
     prompt = _piped_prompt() if arguments.prompt in (None, "-") else arguments.prompt
     if not prompt:
         return _fail('give a prompt: aioengine generate "Once upon a time"', WRONG_USAGE)
+    lora_path, images = arguments.lora_path, arguments.image
     with Engine.from_config(arguments.config()) as engine:
         if arguments.n != 1:
             params = {**arguments.sampling(), "n": arguments.n}
-            answers = engine.generate([prompt], params, lora_path=arguments.lora_path)
+            answers = engine.generate([prompt], params, lora_path=lora_path, image_data=images and [images])
             print("\n\n".join(answers["text"]))
             return 0
-        for chunk in engine.generate(prompt, arguments.sampling(), lora_path=arguments.lora_path, stream=True):
+        params = arguments.sampling()
+        for chunk in engine.generate(prompt, params, lora_path=lora_path, image_data=images, stream=True):
             print(chunk["text"], end="", flush=True)
         print(flush=True)
     return 0
@@ -88,15 +92,18 @@ def generate(arguments: Arguments) -> int:
 def chat(arguments: Arguments) -> int:
     """Hold a conversation: one line of the user, one answer, until the input ends."""
     is_dialogue = is_terminal(sys.stdin)
-    opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    opening: list[Message] = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(opening)
+    images = [{"type": "image_url", "image_url": {"url": image}} for image in arguments.image or ()]
     with Engine.from_config(arguments.config()) as engine:
         if is_dialogue:
             print("Ctrl-C ends an answer; at the prompt, Ctrl-C and Ctrl-D end the conversation.", file=sys.stderr)
         while (line := _next_line(is_dialogue)) is not None:
             if not line.strip():
                 continue
-            messages.append({"role": "user", "content": line})
+            is_first = len(messages) == len(opening)
+            said = [*images, {"type": "text", "text": line}] if images and is_first else line
+            messages.append({"role": "user", "content": said})
             pieces: list[str] = []
             try:
                 _answer(engine, messages, arguments, pieces)
@@ -124,7 +131,7 @@ def info(arguments: Arguments) -> int:
     return 0
 
 
-def _answer(engine: Engine, messages: list[dict[str, str]], arguments: Arguments, pieces: list[str]) -> None:
+def _answer(engine: Engine, messages: list[Message], arguments: Arguments, pieces: list[str]) -> None:
     """Stream one answer, and keep its pieces for the next turn; an interrupt ends the request."""
     with engine.chat(messages, arguments.sampling(), lora_path=arguments.lora_path, stream=True) as stream:
         for chunk in stream:

@@ -34,7 +34,8 @@ _EXAMPLES: Final = {
     "chat": """examples:
   aioengine chat
   aioengine chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7
-  aioengine chat --lora-paths pirate=./adapters/pirate --lora-path pirate""",
+  aioengine chat --lora-paths pirate=./adapters/pirate --lora-path pirate
+  aioengine chat --model Qwen/Qwen2.5-VL-3B-Instruct --image cat.png""",
     "bench": """examples:
   aioengine bench
   aioengine bench --model ./my-model --prompt-tokens 512 --output-tokens 128 --concurrency 32 --json""",
@@ -51,6 +52,7 @@ class Arguments(argparse.Namespace):
     prompt: str | None = None
     system: str | None = None
     lora_path: str | None = None
+    image: list[str] | None = None
     n: int = 1
     json: bool = False
     model_path: str | None
@@ -204,17 +206,23 @@ def _add_generate(to: argparse.ArgumentParser) -> None:
     to.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue (default, and -: standard input)")
     to.add_argument("--n", type=int, default=1, metavar="N", help="answers; several are printed when all are there")
     _add_adapter(to)
+    _add_images(to, "the prompt holds the model's placeholder for it")
     _add_sampling(to)
 
 
 def _add_chat(to: argparse.ArgumentParser) -> None:
     to.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
     _add_adapter(to)
+    _add_images(to, "it stands before the first line")
     _add_sampling(to)
 
 
 def _add_adapter(to: argparse.ArgumentParser) -> None:
     to.add_argument("--lora-path", metavar="NAME", help="the adapter that answers, of --lora-paths (default: none)")
+
+
+def _add_images(to: argparse.ArgumentParser, where: str) -> None:
+    to.add_argument("--image", action="append", metavar="PATH", help=f"a picture, or its URL; {where} (repeatable)")
 
 
 def _add_bench(to: argparse.ArgumentParser) -> None:

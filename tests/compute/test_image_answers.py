@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
@@ -15,6 +16,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from aioengine import AsyncEngine, Engine
+from aioengine.cli import commands
 from aioengine.media._base import find_image_model
 from tests.kit.image_models import FAMILIES, add_image_files
 from tests.kit.vision_models import GREEDY, IMAGE, VOCAB_SIZE, clear_tokens, save_vision_model
@@ -73,7 +75,9 @@ def made(folder: Path, model_type: str) -> Any:
         if name != "llava"
     ],
 )
-def test_answers_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+def test_answers_are_those_of_transformers(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     theirs, one, two = made(tmp_path, model_type), drawing(1), drawing(2, (50, 70))
     with Engine(tmp_path, device="cpu", context_length=256) as llm:
         mark = FAMILIES[model_type].prompt
@@ -81,6 +85,29 @@ def test_answers_are_those_of_transformers(model_type: str, tmp_path: Path) -> N
         check(theirs, tmp_path, [one, two], answer)
         messages = [{"role": "user", "content": [{"type": "image", "image": one}, {"type": "text", "text": "what?"}]}]
         check(theirs, tmp_path, [one], llm.chat(messages, SHORT, return_prompt_token_ids=True))
+        if model_type == "qwen2_5_vl":
+            check_command_line(llm, one, tmp_path / "one.png", monkeypatch, capsys)
+
+
+def check_command_line(
+    llm: Engine, image: Image.Image, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``generate`` and ``chat`` with ``--image`` give the answers of the engine."""
+    image.save(path)
+    shared = type("", (), {"from_config": staticmethod(lambda _: contextlib.nullcontext(llm))})
+    monkeypatch.setattr(commands, "Engine", shared)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"what?\nand?\n")))
+    given = ["--image", str(path), "--max-new-tokens", "6"]
+    params = {"max_new_tokens": 6, "temperature": 0}
+    prompt = f"see {FAMILIES['qwen2_5_vl'].prompt}"
+    assert commands.run(["generate", prompt, *given]) == 0
+    assert capsys.readouterr().out == llm.generate(prompt, params, image_data=path)["text"] + "\n"
+    assert commands.run(["chat", *given]) == 0
+    parts = [{"type": "image", "image": path}, {"type": "text", "text": "what?"}]
+    messages: list[Any] = [{"role": "user", "content": parts}]
+    first = llm.chat(messages, params)["text"]
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "and?"}]
+    assert capsys.readouterr().out == f"{first}\n{llm.chat(messages, params)['text']}\n"
 
 
 async def test_an_engine_answers_questions_about_pictures(tmp_path: Path) -> None:
@@ -99,7 +126,7 @@ async def test_an_engine_answers_questions_about_pictures(tmp_path: Path) -> Non
         other = await engine.async_generate("a <image> and?", SHORT, image_data=png(two), return_prompt_token_ids=True)
         check(theirs, tmp_path, [two], other)
 
-        several = await engine.async_generate(
+        several: Any = await engine.async_generate(
             "d <image>", {**SHORT, "n": 2}, image_data=png(two), return_prompt_token_ids=True, return_logprob=True
         )
         for answer in several:
