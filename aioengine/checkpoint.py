@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types that can be converted to one another -> bytes of a number."""
-_OTHER_BYTES: Final = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+_OTHER_BYTES: Final = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 DTYPE_BYTES: Final = FLOAT_BYTES | _OTHER_BYTES
 """All types of tensors that can be read -> bytes of a number."""
 

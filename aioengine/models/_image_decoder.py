@@ -60,8 +60,7 @@ class ImageDecoder(Decoder):
         except (TypeError, RuntimeError, IndexError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-            message = f"the vision tower cannot read an image of {shapes}: {error}"
+            message = f"the vision tower cannot read an image of {shapes_of(arrays)}: {error}"
             raise ValueError(message) from error
         features = [torch.cat(list(found.pooler_output))]
         if self.num_deepstack:
@@ -77,6 +76,11 @@ class ImageDecoder(Decoder):
         """See ``VisionModel``: pixels [1, 3, side, side], since every image has one size."""
         side = int(self._tower.config.vision_config.image_size)
         return {"pixel_values": torch.zeros(1, 3, side, side)}
+
+
+def shapes_of(arrays: Mapping[str, Tensor]) -> str:
+    """The names and shapes of arrays [...], for messages."""
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
 
 
 def to_device(array: Tensor, device: torch.device) -> Tensor:

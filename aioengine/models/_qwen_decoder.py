@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.models._image_decoder import ImageDecoder
+from aioengine.models._image_decoder import ImageDecoder, shapes_of
 from aioengine.models._qwen_tower import QwenTower, TowerSizes
 
 if TYPE_CHECKING:
@@ -71,8 +71,3 @@ class QwenVision(ImageDecoder):
     def _patch_values(self) -> int:
         vision = self._vision
         return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-
-
-def shapes_of(arrays: Mapping[str, Tensor]) -> str:
-    """The names and shapes of arrays [...], for messages."""
-    return ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())

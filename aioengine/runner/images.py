@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from aioengine.models._base import VisionModel
-from aioengine.runner.image_files import read_arrays
+from aioengine.runner.tensor_files import read_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

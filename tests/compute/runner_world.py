@@ -16,6 +16,7 @@ from aioengine.runner.model_runner import ModelRunner, Ticket
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.scheduler import Scheduler
 from tests.kit.settings import small_settings
+from tests.kit.tiny_sizes import CONTEXT_LENGTH, SIZES, VOCAB_SIZE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,21 +24,6 @@ if TYPE_CHECKING:
     from aioengine.config import Settings
     from aioengine.protocol.packed_logprobs import LogprobRules
 
-VOCAB_SIZE = 300
-CONTEXT_LENGTH = 256
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT_LENGTH,
-    "initializer_range": 0.2,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
 FAMILIES: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from aioengine.adapter_folder import CONFIG, linear_layers, read_folder
 from aioengine.families import llama
-from tests.compute.runner_world import SIZES
 from tests.kit.adapters import PROJECTIONS, TENSORS, change_tensors, save_adapter
+from tests.kit.tiny_sizes import SIZES
 
 if TYPE_CHECKING:
     from pathlib import Path

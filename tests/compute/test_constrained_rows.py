@@ -22,8 +22,9 @@ from aioengine.runner.graphs.spread import can_spread
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
 from tests.compute.interpreted import run_interpreted
-from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
+from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.grammar_walks import FOLDER, grammar_of, text_of
+from tests.kit.tiny_sizes import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,9 @@ import pytest
 from aioengine.protocol.messages import FinishCode, Sampling
 from aioengine.runner.build import build
 from aioengine.runner.custom_processors import CustomProcessors
-from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
+from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.processors import ADD, BROKEN, FORCE, NAMES
+from tests.kit.tiny_sizes import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from pathlib import Path

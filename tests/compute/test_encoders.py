@@ -21,8 +21,8 @@ from transformers import (
 from aioengine import models
 from aioengine.attention.packed import PackedAttention
 from aioengine.models._base import ModelInputs
-from tests.compute.runner_world import SIZES
 from tests.compute.stepping import make_batch, options
+from tests.kit.tiny_sizes import SIZES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,8 @@ from aioengine.protocol.columns import (
 )
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, MAX_PAYLOAD_BYTES, Sampling, StepOutput
 from aioengine.protocol.packed_logprobs import LogprobRules
-from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
+from tests.compute.runner_world import World, make_settings, save_model
+from tests.kit.tiny_sizes import VOCAB_SIZE
 
 PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(41)]
 PLAIN = Sampling(3, temperature=0.0)

@@ -19,7 +19,8 @@ from aioengine import AsyncEngine, Engine
 from aioengine.cli import commands
 from aioengine.media._base import find_image_model
 from tests.kit.image_models import FAMILIES, add_image_files
-from tests.kit.vision_models import GREEDY, IMAGE, VOCAB_SIZE, clear_tokens, save_vision_model
+from tests.kit.tiny_sizes import VOCAB_SIZE
+from tests.kit.vision_models import GREEDY, IMAGE, clear_tokens, save_vision_model
 
 pytestmark = pytest.mark.process
 SHORT = {"max_new_tokens": 6, "temperature": 0, "logit_bias": {str(IMAGE): -100}, "ignore_eos": True}

@@ -24,10 +24,10 @@ from aioengine.protocol.messages import ALL_STATES, FinishCode, Limits, RequestK
 from aioengine.protocol.packed_logprobs import PROMPT_LOGPROBS, LogprobRules
 from tests.compute.runner_world import World, make_settings
 from tests.kit.grammar_walks import FOLDER, grammar_of
+from tests.kit.tiny_sizes import VOCAB_SIZE
 from tests.kit.vision_models import (
     GREEDY,
     MODELS,
-    VOCAB_SIZE,
     Pictures,
     Prompt,
     clear_tokens,
@@ -174,7 +174,7 @@ def test_a_request_whose_image_cannot_be_read_fails_alone(llava: Saved) -> None:
     assert {uid: end.code for uid, end in world.ended.items() if uid != 1} == dict.fromkeys(
         (0, 2, 3), FinishCode.FAILED
     )
-    assert "cannot be read" in world.ended[0].message
+    assert "cannot read" in world.ended[0].message
     assert "16 features for 15 placeholders" in world.ended[3].message
 
 

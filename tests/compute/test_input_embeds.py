@@ -11,7 +11,8 @@ import torch
 from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES
 from aioengine.protocol.messages import ALL_STATES, FinishCode, Sampling
 from aioengine.protocol.packed_logprobs import OUTPUT_LOGPROBS, LogprobRules
-from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
+from tests.compute.runner_world import World, make_settings, save_model
+from tests.kit.tiny_sizes import VOCAB_SIZE
 
 PROMPTS = [[(7 * i * i + 3 * i + k) % VOCAB_SIZE for i in range(length)] for k, length in enumerate((41, 1, 9, 30))]
 PLAIN = Sampling(3, temperature=0.0)

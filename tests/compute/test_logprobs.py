@@ -15,7 +15,8 @@ from aioengine.kernels.token_logprobs import SEGMENT, likeliest
 from aioengine.protocol.messages import FinishCode, Sampling
 from aioengine.protocol.packed_logprobs import LogprobReader, LogprobRules
 from aioengine.runner.logprobs import CPU_ROWS
-from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
+from tests.compute.runner_world import World, make_settings, save_model
+from tests.kit.tiny_sizes import VOCAB_SIZE
 
 PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(41)]
 CLOSE = 1e-4

@@ -13,8 +13,9 @@ from transformers import LlamaConfig
 from aioengine import models
 from aioengine.protocol.messages import Sampling
 from tests.compute.model_plugins import three_axes_llama
-from tests.compute.runner_world import SIZES, World, make_settings, save_model
+from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import make_inputs, options
+from tests.kit.tiny_sizes import SIZES
 
 PLUGINS = Path(__file__).parent / "model_plugins"
 PROMPTS = [[5, 9, 200, 31, 7, 8, 150], [3] * 40, [77], [250, 11, 12]]

@@ -16,7 +16,8 @@ from aioengine.runner.build import build
 from aioengine.runner.model_runner import _why_bad
 from aioengine.runner.rows import RequestRow
 from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row
-from tests.compute.runner_world import CONTEXT_LENGTH, FAMILIES, VOCAB_SIZE, World, make_settings, save_model
+from tests.compute.runner_world import FAMILIES, World, make_settings, save_model
+from tests.kit.tiny_sizes import CONTEXT_LENGTH, VOCAB_SIZE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,9 @@ import pytest
 
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
-from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
+from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.processors import ADD, FORCE, NAMES
+from tests.kit.tiny_sizes import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from aioengine import models
 from aioengine.layers.placement import Slice, Target
 from aioengine.runner import weights
-from tests.compute.runner_world import CONTEXT_LENGTH, World, make_settings, save_model
+from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import options
+from tests.kit.tiny_sizes import CONTEXT_LENGTH
 
 if TYPE_CHECKING:
     from pathlib import Path

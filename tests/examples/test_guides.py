@@ -32,7 +32,8 @@ from aioengine.config import EngineConfig
 from tests.kit.image_models import add_image_files
 from tests.kit.pages import GUIDES, README, Block, blocks, place
 from tests.kit.source import ROOT
-from tests.kit.vision_models import IMAGE, VOCAB_SIZE, save_vision_model
+from tests.kit.tiny_sizes import VOCAB_SIZE
+from tests.kit.vision_models import IMAGE, save_vision_model
 
 pytestmark = pytest.mark.process
 

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 from aioengine.grammars import Grammars
 from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, FinishCode, Sampling
-from tests.compute.runner_world import VOCAB_SIZE, World, make_settings, save_model
+from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.grammar_walks import FOLDER, grammar_of, text_of
 from tests.kit.processors import ADD, BROKEN, FORCE, NAMES
+from tests.kit.tiny_sizes import VOCAB_SIZE
 
 HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
 PROMPT = [(7 * i) % 290 + 1 for i in range(37)]

@@ -20,25 +20,10 @@ from transformers import (
 )
 
 from aioengine.protocol.messages import Media, Sampling
+from tests.kit.tiny_sizes import SIZES
 
-VOCAB_SIZE = 300
-CONTEXT_LENGTH = 256
 IMAGE = 290
 """The placeholder."""
-
-TEXT = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT_LENGTH,
-    "initializer_range": 0.2,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
 
 
 def _llava() -> PreTrainedModel:
@@ -53,7 +38,7 @@ def _llava() -> PreTrainedModel:
         "patch_size": 7,
         "initializer_range": 0.2,
     }
-    text = {"model_type": "llama", **TEXT}
+    text = {"model_type": "llama", **SIZES}
     config = LlavaConfig(text_config=text, vision_config=tower, image_token_index=IMAGE, image_seq_length=16)
     return LlavaForConditionalGeneration(config)
 
@@ -73,7 +58,7 @@ def _qwen(model_type: str, head_size: int = 16) -> PreTrainedModel:
     section = [each * head_size // 16 for each in ((4, 2, 2) if model_type == "qwen3_vl" else (2, 3, 3))]
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": section}
     sizes = {"num_hidden_layers": 3, "head_dim": head_size, "hidden_size": hidden_size}
-    text = {**TEXT, **sizes, "rope_parameters": rope}
+    text = {**SIZES, **sizes, "rope_parameters": rope}
     config = AutoConfig.for_model(model_type, text_config=text, vision_config=tower, image_token_id=IMAGE)
     return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
 
@@ -88,7 +73,7 @@ def _tiles(model_type: str) -> PreTrainedModel:
         "patch_size": 7,
         "initializer_range": 0.2,
     }
-    text = {"model_type": "llama", **TEXT}
+    text = {"model_type": "llama", **SIZES}
     config = AutoConfig.for_model(
         model_type, text_config=text, vision_config=tower, image_token_id=IMAGE, scale_factor=2
     )

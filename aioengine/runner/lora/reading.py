@@ -10,24 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from aioengine import folder_files
 from aioengine.adapter_folder import read_folder
 from aioengine.layers.adapters import LayerMatrices
+from aioengine.runner.tensor_files import read_tensor
 
 if TYPE_CHECKING:
-    from typing import BinaryIO
-
     from torch import Tensor
 
     from aioengine.checkpoint import Entry
     from aioengine.config import LoraSettings
     from aioengine.protocol.messages import Adapter
     from aioengine.runner.lora.layout import Layer, Layout
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +48,10 @@ def read_adapter(
     """Read the folder of an adapter and check all of it.
 
     Raises:
-        ValueError: the folder has changed since ``Adapter.fingerprint`` was taken, is not one of an adapter for this
-            model, or has numbers that are not finite; it names the file and the tensor.
+        ValueError: the folder is not one of an adapter for this model, or has numbers that are not finite; it names
+            the file and the tensor.
     """
     folder = read_folder(Path(adapter.path))
-    if adapter.fingerprint and folder.fingerprint != adapter.fingerprint:
-        raise ValueError(f"the files in {adapter.path} have changed since the adapter was loaded: load it again")
     parts = folder.parts(layout.shapes, max_rank=settings.max_rank, allowed=settings.modules or None)
     places, size = layout.places({part.layer: part.rank for part in parts})
     numbers = torch.zeros(size, dtype=dtype)
@@ -73,8 +67,8 @@ def read_adapter(
             (num_outputs, num_inputs), place = layout.shapes[part.layer], places[part.layer]
             a = numbers[place.first_a :][: place.rank * num_inputs].view(place.rank, num_inputs)
             b = numbers[place.first_b :][: num_outputs * place.rank].view(num_outputs, place.rank)
-            _fill(a[: part.rank], _read(file, part.a), part.a)
-            rows = _read(file, part.b)[part.first_row : part.first_row + num_outputs]
+            _fill(a[: part.rank], read_tensor(file, part.a), part.a)
+            rows = read_tensor(file, part.b)[part.first_row : part.first_row + num_outputs]
             _fill(b[:, : part.rank], rows.to(torch.float32) * part.scale, part.b)
             matrices[part.layer] = a, b
     if for_gpu:
@@ -95,15 +89,6 @@ def _prepared(layer: Layer, matrices: dict[str, tuple[Tensor, Tensor]]) -> Layer
             parts.append((first_output, matrices[name][1].contiguous()))
         first_output += num_outputs
     return LayerMatrices(torch.cat(a), parts) if parts else None
-
-
-def _read(file: BinaryIO, entry: Entry) -> Tensor:
-    """The tensor [*entry.shape] of an open file."""
-    content = np.empty(entry.num_bytes, dtype=np.uint8)
-    file.seek(entry.begin)
-    if file.readinto(content) != entry.num_bytes:  # type: ignore[attr-defined]
-        raise ValueError(f"{entry.path} was changed while it was read")
-    return torch.from_numpy(content).view(_DTYPES[entry.dtype]).view(entry.shape)
 
 
 def _fill(target: Tensor, values: Tensor, entry: Entry) -> None:

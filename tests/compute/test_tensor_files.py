@@ -1,4 +1,4 @@
-"""The files of prepared images: all types, and files that are damaged."""
+"""Tensors of small files: all types, and files that are damaged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from aioengine.runner.image_files import read_arrays
+from aioengine.runner.tensor_files import read_arrays
 
 ARRAYS = {
     "pixel_values": torch.randn(3, 5, 7),
@@ -33,17 +33,17 @@ def test_arrays_are_those_that_were_saved(tmp_path: Path) -> None:
 def test_truncated_files_are_refused(tmp_path: Path, kept: int) -> None:
     save_file(ARRAYS, tmp_path / "image")
     (tmp_path / "image").write_bytes((tmp_path / "image").read_bytes()[:kept])
-    with pytest.raises(ValueError, match="image cannot be read"):
+    with pytest.raises(ValueError, match="cannot read .*image"):
         read_arrays(str(tmp_path / "image"), is_pinned=False)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff" * 100, "header has"),
-        (b"{}", "cannot be read"),
-        ((50).to_bytes(8, "little") + b'{"a":{"dtype":"F8","shape":[1],"data_offsets":[0,1]}}'[:50], "cannot be read"),
-        ((53).to_bytes(8, "little") + b'{"a":{"dtype":"XX","shape":[1],"data_offsets":[0,1]}}', "of type XX"),
+        (b"\xff" * 100, "a header of"),
+        (b"{}", "cannot read"),
+        ((50).to_bytes(8, "little") + b'{"a":{"dtype":"F8","shape":[1],"data_offsets":[0,1]}}'[:50], "cannot read"),
+        ((53).to_bytes(8, "little") + b'{"a":{"dtype":"XX","shape":[1],"data_offsets":[0,1]}}\0', "of type XX"),
         ((53).to_bytes(8, "little") + b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,1]}}', "shape"),
     ],
 )
@@ -54,5 +54,5 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="gone cannot be read: No such file"):
+    with pytest.raises(ValueError, match="cannot read .*gone: there is no such file"):
         read_arrays(str(tmp_path / "gone"), is_pinned=False)
