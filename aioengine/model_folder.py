@@ -44,7 +44,6 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         eos_token_ids: from generation_config.json and config.json.
         tokenizer_path: the folder with tokenizer.json; None: there is no such file.
         missing_weights: why the folder has no weights to load; None: it has.
-        sliding_window: the number of positions that a token attends to; None: all.
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
         linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
     """
@@ -63,7 +62,6 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_path: str | None = None
     missing_weights: str | None = None
-    sliding_window: int | None = None
     task: str = "generate"
     is_causal: bool = True
     pooling: PoolingSettings = PoolingSettings()
@@ -211,7 +209,6 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
         missing_weights=missing_weights,
         eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < decoder.vocab_size),
         tokenizer_path=str(tokenizer) if folder_files.is_file(tokenizer / folder_files.TOKENIZER) else None,
-        sliding_window=decoder.sliding_window,
         task=decoder.task.value,
         is_causal=decoder.is_causal,
         pooling=pooling,

@@ -100,12 +100,7 @@ def resolve(
 
 def context_length(config: EngineConfig, model: ModelFacts) -> int:
     """Tokens of the context: the model's, or a smaller number from the configuration."""
-    wanted, window = config.model.context_length, model.sliding_window
-    if window is not None and window < (wanted or model.context_length):
-        raise ValueError(
-            f"this model attends to a sliding window of {window} positions, which is not implemented beyond them: "
-            f"context_length={min(window, model.context_length)} works, and is the most that does"
-        )
+    wanted = config.model.context_length
     if wanted is None:
         return min(model.context_length, model.pooling.max_tokens or model.context_length)
     if wanted > model.context_length:

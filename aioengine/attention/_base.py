@@ -52,8 +52,11 @@ class AttentionShape:
         scale: multiplies the dot products of queries and keys.
         is_causal: a token attends to no later position. Otherwise it attends to all of its row, which is computed in
             one step and keeps no K and V.
-        windows: where not causal, for each layer, how far a token attends to either side; None: to all of its row.
-            Empty: so in all layers.
+        windows: for each layer, the number of positions that a token attends to, itself and those before it; where not
+            causal, how far it attends to either side. None: no limit. Empty: so in all layers.
+        soft_cap: a score s (scaled, before the softmax) becomes soft_cap * tanh(s / soft_cap); None: it stays.
+        sinks: for each layer the logits [H] of learned sinks: each takes part in the softmax of its head and has no
+            value. The tensors of the model itself, so that graphs read the weights of the moment. Empty: no sinks.
     """
 
     num_layers: int
@@ -63,6 +66,13 @@ class AttentionShape:
     scale: float
     is_causal: bool = True
     windows: tuple[int | None, ...] = ()
+    soft_cap: float | None = None
+    sinks: tuple[Tensor, ...] = ()
+
+    @property
+    def is_special(self) -> bool:
+        """Whether there is more than scaled dot products of all earlier positions."""
+        return any(self.windows) or self.soft_cap is not None or bool(self.sinks)
 
     @property
     def num_kv_layers(self) -> int:
@@ -70,7 +80,7 @@ class AttentionShape:
         return self.num_layers if self.is_causal else 0
 
     def window(self, layer: int, longest: int) -> int | None:
-        """How far a token of this layer attends to either side, in rows of up to ``longest`` tokens; None: to all."""
+        """The window of this layer in rows of up to ``longest`` positions; None: no limit."""
         window = self.windows[layer] if self.windows else None
         return None if window is None or window >= longest else window
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -47,6 +47,14 @@ class _Row:
     start: int
     stop: int
     pairs: Tensor
+
+
+class _Seen(NamedTuple):
+    """Keys and values [K, C, E] of C positions from ``first`` on."""
+
+    first: int
+    keys: Tensor
+    values: Tensor
 
 
 class TorchAttention:
@@ -87,27 +95,43 @@ class TorchAttention:
         out = torch.empty_like(q)
         for row in self._rows:
             keys, values = self._pool[layer].flatten(1, 2)[:, row.pairs].flatten(2, 3).float()  # [K, P * S, E]
+            window = self._shape.window(layer, row.stop)
             for begin in range(row.start // BLOCK * BLOCK, row.stop, BLOCK):
-                num_seen = begin + BLOCK
-                self._attend_block(row, begin, q, seen=(keys[:, :num_seen], values[:, :num_seen]), out=out)
+                first = 0 if window is None else max(begin - window + 1, 0) // BLOCK * BLOCK
+                seen = _Seen(first, keys[:, first : begin + BLOCK], values[:, first : begin + BLOCK])
+                self._attend_block(row, begin, q, layer, seen=seen, out=out)
         return out.flatten(1)
 
-    def _attend_block(self, row: _Row, begin: int, q: Tensor, *, seen: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """The tokens of a row at positions from ``begin`` on: q [T, H, E] over keys and values [K, C, E] to out."""
-        keys, values = seen
-        num_kv_heads, num_seen, head_size = keys.shape
+    def _attend_block(self, row: _Row, begin: int, q: Tensor, layer: int, *, seen: _Seen, out: Tensor) -> None:
+        """The tokens of a row at positions from ``begin`` on: q [T, H, E] to out."""
+        num_kv_heads, num_seen, head_size = seen.keys.shape
         first, last = max(begin, row.start), min(begin + BLOCK, row.stop)
         inside = slice(first - begin, last - begin)
         tokens = slice(row.first_token + first - row.start, row.first_token + last - row.start)
         queries = q.new_zeros(num_kv_heads, q.shape[1] // num_kv_heads, BLOCK, head_size, dtype=torch.float32)
         grouped = q[tokens].unflatten(1, queries.shape[:2]).permute(1, 2, 0, 3)
         queries[:, :, inside] = grouped.float() * self._shape.scale
-        scores = torch.bmm(queries.flatten(1, 2), keys.transpose(1, 2)).view(*queries.shape[:3], num_seen)
-        positions = torch.arange(num_seen, device=q.device)
-        last_seen = torch.arange(begin, begin + BLOCK, device=q.device).unsqueeze(1)
-        scores.masked_fill_(positions > last_seen, float("-inf"))
-        attended = torch.bmm(torch.softmax(scores, -1).flatten(1, 2), values).view(queries.shape)
+        scores = torch.bmm(queries.flatten(1, 2), seen.keys.transpose(1, 2)).view(*queries.shape[:3], num_seen)
+        weights = self._softmax(scores, begin, seen.first, layer)
+        attended = torch.bmm(weights.flatten(1, 2), seen.values).view(queries.shape)
         out[tokens] = attended[:, :, inside].permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+
+    def _softmax(self, scores: Tensor, begin: int, first: int, layer: int) -> Tensor:
+        """Scores [K, G, BLOCK, C] of tokens from ``begin`` on, and of positions from ``first`` on -> weights."""
+        shape, (num_kv_heads, group, num_tokens, num_seen) = self._shape, scores.shape
+        if shape.soft_cap is not None:
+            scores = scores.div_(shape.soft_cap).tanh_().mul_(shape.soft_cap)
+        tokens = torch.arange(begin, begin + num_tokens, device=scores.device).unsqueeze(1)
+        positions = torch.arange(first, first + num_seen, device=scores.device)
+        hidden = positions > tokens
+        window = shape.window(layer, begin + num_tokens)
+        if window is not None:
+            hidden |= positions <= tokens - window
+        scores = scores.masked_fill_(hidden, float("-inf"))
+        if not shape.sinks:
+            return torch.softmax(scores, -1)
+        sinks = shape.sinks[layer].float().view(num_kv_heads, group, 1, 1).expand(-1, -1, num_tokens, 1)
+        return torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :num_seen]
 
 
 PLUGIN = TorchAttention

@@ -111,7 +111,8 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_position_embeddings: positions that the model was made for, before any rope scaling.
         num_labels: scores of a model that classifies.
         is_causal: a token attends to no later position.
-        sliding_window: the number of positions that a token attends to, where longer texts need more; None: all.
+        windows: for each layer, the number of positions that a token attends to, itself and those before it; where not
+            causal, how far it attends to either side. None: no limit. Empty: so in all layers.
         prefix: of the names of the tensors of the blocks and the embedding, which some checkpoints leave out.
         renamed: prefixes of names in checkpoints, and what stands for them; the first that fits counts.
     """
@@ -128,7 +129,7 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     num_labels: int = 0
     is_causal: bool = True
-    sliding_window: int | None = None
+    windows: tuple[int | None, ...] = ()
     prefix: str = "model."
     renamed: tuple[tuple[str, str], ...] = ()
     rope: RopeConfig = RopeConfig()
@@ -218,8 +219,16 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window(self) -> int | None:
-        """The number of positions that a token of at least one layer attends to; None: all."""
+        """The number of positions that a token attends to in layers with a sliding window; None: there are none."""
         return None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """As in ``TransformerConfig``."""
+        if self.window is None:
+            return ()
+        kinds = self.layer_types or ["sliding_attention"] * self.num_hidden_layers
+        return tuple(self.window if kind == "sliding_attention" else None for kind in kinds)
 
     @property
     def task(self) -> Task:
@@ -240,7 +249,7 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
             tied=self.tie_word_embeddings,
             max_position_embeddings=self.max_position_embeddings,
             rope=rope,
-            sliding_window=self.window,
+            windows=self.windows,
         )
 
 

@@ -55,7 +55,6 @@ class EncoderConfig(TransformerConfig, frozen=True, kw_only=True):
         gelu: how it is approximated.
         position_offset: of the learned position of the first token; None: positions are rotary.
         ropes: of the layers that attend to all, and of those with a window.
-        windows: for each layer, how far its tokens attend to either side; None: to all. Empty: all layers to all.
         embeddings: names -> rows, of tokens first. norms: behind the embeddings, and the last one of a pre-norm model.
         blocks: name of the list of blocks. linears: of a block, qkv (fused or three), output, first and second of the
             MLP. block_norms: of a block, that of attention first. first_without: the norm that block 0 has not.
@@ -69,7 +68,6 @@ class EncoderConfig(TransformerConfig, frozen=True, kw_only=True):
     norm_bias: bool = True
     position_offset: int | None = None
     ropes: tuple[RopeConfig, RopeConfig] = (RopeConfig(), RopeConfig())
-    windows: tuple[int | None, ...] = ()
     embeddings: dict[str, int]
     norms: tuple[str, ...]
     blocks: str

@@ -19,10 +19,18 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     max_position_embeddings: int = 32_768
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
+    max_window_layers: int = 28
 
     @property
     def window(self) -> int | None:
         return self.sliding_window if self.use_sliding_window else None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        if self.window is None or self.layer_types is not None:
+            return super().windows
+        full = min(max(self.max_window_layers, 0), self.num_hidden_layers)
+        return (None,) * full + (self.window,) * (self.num_hidden_layers - full)
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:

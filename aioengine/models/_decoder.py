@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.attention._base import AttentionShape
-from aioengine.families._config import Task, not_implemented
+from aioengine.families._config import Task
 from aioengine.families._tensors import is_ignored
 from aioengine.layers.attention import SelfAttention
 from aioengine.layers.embedding import Embedding
@@ -101,13 +101,16 @@ class _Block:
         return x, self._mlp(self._mlp_norm.after(attended, x), rows)
 
 
+def reached_windows(windows: tuple[int | None, ...], longest: int) -> tuple[int | None, ...]:
+    """The windows of layers without those that rows of ``longest`` positions do not exceed; empty if none is left."""
+    kept = tuple(None if window is None or window >= longest else window for window in windows)
+    return kept if any(kept) else ()
+
+
 class Decoder:
     """See ``models._base.Model``; families subclass it only to read their config."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
-        window = config.sliding_window
-        if window is not None and window < options.max_positions:
-            not_implemented("sliding_window", window, f"null, or at least the context of {options.max_positions}")
         self._config = config
         placement = Placement(
             dtype=options.dtype,
@@ -122,6 +125,7 @@ class Decoder:
             head_size=config.head_size,
             scale=config.head_size**-0.5,
             is_causal=config.is_causal,
+            windows=reached_windows(config.windows, options.max_positions),
         )
         self.task = config.task
         self.input_spec = InputSpec()

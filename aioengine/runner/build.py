@@ -286,6 +286,11 @@ def choose_attention(
     if name not in known:
         message = f"attention_backend {name!r} is not known; what works: {', '.join(known)}"
         raise ValueError(message)
+    if shape.is_special and name != "torch":
+        if not settings.fallback_backend:
+            message = f"attention_backend {name!r} has no sliding windows, soft caps or sinks; 'torch' and 'auto' work"
+            raise ValueError(message)
+        return AttentionChoice("torch")
     if name == "fused" and (kv_dtype != dtype or not fused.serves(shape.head_size, dtype, device)):
         return AttentionChoice("torch")
     if kv_dtype != dtype and name != "torch":

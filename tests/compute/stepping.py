@@ -79,7 +79,9 @@ class Stepper:
         pool = torch.zeros(kv_pool_shape(model.attention_shape, num_pages=num_pages, page_size=page_size)).to(
             model.dtype
         )
-        is_fused = serves(model.attention_shape.head_size, model.dtype, pool.device)
+        is_fused = not model.attention_shape.is_special and serves(
+            model.attention_shape.head_size, model.dtype, pool.device
+        )
         self.attention = (FusedAttention if is_fused else TorchAttention)(model.attention_shape, pool)
         generator = torch.Generator().manual_seed(0)
         self.free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()

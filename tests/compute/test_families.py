@@ -57,9 +57,24 @@ CASES: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, object]]] = {
     ),
     "llama dynamic": (LlamaConfig, rope("dynamic")),
     "mistral": (MistralConfig, {"sliding_window": None}),
+    "mistral window": (MistralConfig, {"sliding_window": 13}),
+    "mistral window of one": (MistralConfig, {"sliding_window": 1}),
     "qwen2": (Qwen2Config, {}),
+    "qwen2 windows in upper layers": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
     "qwen2 tied": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {"head_dim": 24}),
+    "qwen3 windows by layer": (
+        Qwen3Config,
+        {
+            "head_dim": 24,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "qwen3 biases": (Qwen3Config, {"attention_bias": True, "head_dim": 8}),
 }
 

@@ -57,18 +57,27 @@ def test_value_that_is_not_implemented_is_refused_by_name(model_type: str, field
 
 
 @pytest.mark.parametrize(
-    ("model_type", "fields"),
+    ("model_type", "fields", "expected"),
     [
-        ("mistral", {"sliding_window": 128}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 128}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 128, "layer_types": ["sliding_attention"] * 2}),
+        ("mistral", {"sliding_window": 128}, (128, 128)),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1, "layer_types": None},
+            (None, 128),
+        ),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]},
+            (128, None),
+        ),
     ],
 )
-def test_sliding_windows_are_refused_where_the_context_exceeds_them(model_type: str, fields: dict[str, object]) -> None:
+def test_sliding_windows_that_no_row_exceeds_are_none(
+    model_type: str, fields: dict[str, object], expected: tuple[int | None, ...]
+) -> None:
     config = config_of(model_type, **fields)
-    with pytest.raises(ValueError, match="sliding_window 128 is not implemented; what works: .*context of 129"):
-        models.build(config, options(max_positions=129))
-    assert models.build(config, options(max_positions=128)).vocab_size == 32
+    assert models.build(config, options(max_positions=129)).attention_shape.windows == expected
+    assert models.build(config, options(max_positions=128)).attention_shape.windows == ()
 
 
 @pytest.mark.parametrize(
