@@ -57,6 +57,8 @@ class AttentionShape:
         soft_cap: a score s (scaled, before the softmax) becomes soft_cap * tanh(s / soft_cap); None: it stays.
         sinks: for each layer the logits [H] of learned sinks: each takes part in the softmax of its head and has no
             value. The tensors of the model itself, so that graphs read the weights of the moment. Empty: no sinks.
+        value_size: of latent attention (arXiv 2405.04434), whose values are the first ``value_size`` numbers of the
+            keys; None: values of their own, as large as keys.
     """
 
     num_layers: int
@@ -68,11 +70,22 @@ class AttentionShape:
     windows: tuple[int | None, ...] = ()
     soft_cap: float | None = None
     sinks: tuple[Tensor, ...] = ()
+    value_size: int | None = None
 
     @property
     def is_special(self) -> bool:
         """Whether there is more than scaled dot products of all earlier positions."""
         return any(self.windows) or self.soft_cap is not None or bool(self.sinks)
+
+    @property
+    def output_size(self) -> int:
+        """Numbers of a value, and of what a query head gets."""
+        return self.head_size if self.value_size is None else self.value_size
+
+    @property
+    def num_sides(self) -> int:
+        """Tensors that the pool has of each layer: keys and values, or keys alone."""
+        return 2 if self.value_size is None else 1
 
     @property
     def num_kv_layers(self) -> int:
@@ -87,11 +100,16 @@ class AttentionShape:
 
 def kv_pool_shape(shape: AttentionShape, *, num_pages: int, page_size: int) -> tuple[int, int, int, int, int, int]:
     """The pool is one tensor [L, 2, N, K, S, E], keys at index 0 of the second axis and values at 1. L is
-    ``num_kv_layers``.
+    ``num_kv_layers``. With latent attention it is [L, 1, N, K, S, E]: the values are a part of the keys.
 
     It must start as zeros: unwritten slots of a page are multiplied by zero and so have to be finite.
     """
-    return (shape.num_kv_layers, 2, num_pages, shape.num_kv_heads, page_size, shape.head_size)
+    return (shape.num_kv_layers, shape.num_sides, num_pages, shape.num_kv_heads, page_size, shape.head_size)
+
+
+def keys_and_values(kv_pool: Tensor, shape: AttentionShape) -> list[tuple[Tensor, Tensor]]:
+    """Of each layer, views of the pool: keys [N, K, S, E] and values [N, K, S, V], where V is ``output_size``."""
+    return [(layer[0], layer[-1][..., : shape.output_size]) for layer in kv_pool]
 
 
 WriteKV = Callable[["Tensor", "Tensor"], None]
@@ -110,10 +128,11 @@ class StepAttention(Protocol):
 
         Args:
             q: [T, H, E], rotated.
-            k: [T, K, E], rotated; v likewise. Some backends read them here instead of in the pool.
+            k: [T, K, E], rotated; v likewise. Some backends read them here instead of in the pool. With latent
+                attention, v [T, K, V] is a part of k.
 
         Returns:
-            [T, H * E].
+            [T, H * E]; [T, H * V] with latent attention.
         """
         ...
 

@@ -58,7 +58,7 @@ class _Seen(NamedTuple):
 
 
 class TorchAttention:
-    """Implements ``AttentionBackend``. ``kv_pool``: [L, 2, N, K, S, E], zeros at first, of any page size."""
+    """Implements ``AttentionBackend``. ``kv_pool``: of ``kv_pool_shape``, zeros at first, of any page size."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 2, N, K, S, E]."""
@@ -88,13 +88,15 @@ class TorchAttention:
         """k and v [T, K, E] to their slots in the pool of a layer, [2, N, K, S, E]."""
         pages, offsets = self._slots // self.page_size, self._slots % self.page_size
         pool[0, pages, :, offsets] = k.to(pool.dtype)
-        pool[1, pages, :, offsets] = v.to(pool.dtype)
+        if self._shape.num_sides == 2:
+            pool[1, pages, :, offsets] = v.to(pool.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], self._shape.output_size)
         for row in self._rows:
-            keys, values = self._pool[layer].flatten(1, 2)[:, row.pairs].flatten(2, 3).float()  # [K, P * S, E]
+            sides = self._pool[layer].flatten(1, 2)[:, row.pairs].flatten(2, 3).float()  # [1 or 2, K, P * S, E]
+            keys, values = sides[0], sides[-1][..., : self._shape.output_size]
             window = self._shape.window(layer, row.stop)
             for begin in range(row.start // BLOCK * BLOCK, row.stop, BLOCK):
                 first = 0 if window is None else max(begin - window + 1, 0) // BLOCK * BLOCK
@@ -113,7 +115,7 @@ class TorchAttention:
         queries[:, :, inside] = grouped.float() * self._shape.scale
         scores = torch.bmm(queries.flatten(1, 2), seen.keys.transpose(1, 2)).view(*queries.shape[:3], num_seen)
         weights = self._softmax(scores, begin, seen.first, layer)
-        attended = torch.bmm(weights.flatten(1, 2), seen.values).view(queries.shape)
+        attended = torch.bmm(weights.flatten(1, 2), seen.values).view(*queries.shape[:3], -1)
         out[tokens] = attended[:, :, inside].permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
 
     def _softmax(self, scores: Tensor, begin: int, first: int, layer: int) -> Tensor:

@@ -7,6 +7,7 @@ each ancestor); file pages that the kernel can drop count as free.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from aioengine.attention._base import kv_pool_shape
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.machine import cgroup_folders
 from aioengine.models._base import VisionModel
@@ -165,8 +167,8 @@ class NoAttention:
         return lambda k, v: None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """q [T, H, E] -> [T, H * E]."""
-        return q.reshape(q.shape[0], -1).clone()
+        """q [T, H, E], v [T, K, V] -> [T, H * V]."""
+        return q[..., : v.shape[-1]].clone(memory_format=torch.contiguous_format).view(q.shape[0], -1)
 
 
 def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
@@ -175,8 +177,8 @@ def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
     step of ``largest.num_tokens`` without graphs.
     """
     shape = model.attention_shape
-    num_heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k and v, and the output, which is as large as q
-    token_size = num_heads * shape.head_size + (model.hidden_size if model.input_spec.embeddings else 0)
+    token_size = (shape.num_heads + shape.num_sides * shape.num_kv_heads) * shape.head_size
+    token_size += shape.num_heads * shape.output_size + (model.hidden_size if model.input_spec.embeddings else 0)
     kept = largest.num_captured * token_size * model.dtype.itemsize
     return kept + step_bytes * largest.num_captured // largest.num_tokens
 
@@ -292,7 +294,7 @@ def format_bytes(num_bytes: int) -> str:
 
 def kv_bytes_per_token(shape: AttentionShape, dtype: torch.dtype) -> int:
     """Keys and values of one token in all layers."""
-    return 2 * shape.num_kv_layers * shape.num_kv_heads * shape.head_size * dtype.itemsize
+    return math.prod(kv_pool_shape(shape, num_pages=1, page_size=1)) * dtype.itemsize
 
 
 def fit_pages(demand: Demand, budget: PoolBudget) -> int:

@@ -8,7 +8,7 @@ graph, and only for the real tokens.
 
 Graphs and attention exchange q, k, v and the attention outputs in memory that all layers and sizes share.
 
-T tokens of a graph, R rows, H query heads, K kv heads, E head size, D model size, L layers, N pages, S page size.
+T tokens of a graph, R rows, H query heads, K kv heads, E head size, V value size, D model size, N pages, S page size.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.attention._base import keys_and_values
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.rotate_heads import as_parts
 from aioengine.kernels.triton.launcher import compile_only
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import ForwardBatch, PiecewiseAttention
+    from aioengine.attention._base import AttentionShape, ForwardBatch, PiecewiseAttention
+    from aioengine.kernels.rotate_heads import Heads
     from aioengine.models._base import Model, ModelInputs
     from aioengine.runner.lora.grouping import TileRows
 
@@ -41,8 +43,9 @@ class _Handed:
     """The buffers between graphs and attention.
 
     Attributes:
-        heads: [T, H + 2 K, E], q, k and v: graphs write them, attention reads them.
-        attended: [T, H, E], the outputs of attention, which graphs read.
+        heads: [T, H + 2 K, E], q, k and v: graphs write them, attention reads them. With latent attention
+            [T, H + K, E], since v is a part of k.
+        attended: [T, H, V], the outputs of attention, which graphs read.
     """
 
     heads: Tensor
@@ -55,8 +58,8 @@ class _Handed:
 class _Seams:
     """Stands in for attention during the capture: where a layer calls attention, one graph ends and the next begins."""
 
-    def __init__(self, kv_pool: Tensor, slot_mapping: Tensor, handed: _Handed) -> None:
-        """kv_pool [L, 2, N, K, S, E], slot_mapping [T]."""
+    def __init__(self, kv_pool: list[tuple[Tensor, Tensor]], slot_mapping: Tensor, handed: _Handed) -> None:
+        """kv_pool: of each layer, keys [N, K, S, E] and values [N, K, S, V]; slot_mapping [T]."""
         self._kv_pool = kv_pool
         self._slots = slot_mapping
         self.handed = handed
@@ -82,7 +85,7 @@ class _Seams:
         return KVTarget(self._slots, keys, values, self.handed.heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """End a graph and begin the next; returns the memory [T, H * E] that attention writes between them."""
+        """End a graph and begin the next; returns the memory [T, H * V] that attention writes between them."""
         if self.graphs:
             self._end()
             self._begin()
@@ -118,10 +121,11 @@ class PieceGraphs:
         max_rows: int,
         adapters: TileRows | None = None,
     ) -> None:
-        """kv_pool: [L, 2, N, K, S, E]. max_rows: of a step. adapters: None where there are none."""
+        """kv_pool: [L, 1 or 2, N, K, S, E]. max_rows: of a step. adapters: None where there are none."""
         self._model = model
         self._attention = attention
-        self._kv_pool = kv_pool
+        self._kv_pool = keys_and_values(kv_pool, model.attention_shape)
+        self._device = kv_pool.device
         self._max_rows = max_rows
         self._stream = torch.cuda.Stream(kv_pool.device)
         self._steps: dict[int, _Pieces] = {}  # ascending
@@ -134,12 +138,12 @@ class PieceGraphs:
         ``report`` is called behind each, with the number of captured sizes and of all.
         """
         sizes = piece_ladder(max_tokens)
-        shape, device = self._model.attention_shape, self._kv_pool.device
-        num_heads = shape.num_heads + 2 * shape.num_kv_heads
+        shape, device = self._model.attention_shape, self._device
+        num_heads = shape.num_heads + shape.num_sides * shape.num_kv_heads
         inputs = PaddedInputs.zeros(self._model, max_tokens, self._max_rows, device)
         handed = _Handed(
             torch.zeros(max_tokens, num_heads, shape.head_size, dtype=self._model.dtype, device=device),
-            torch.zeros(max_tokens, shape.num_heads, shape.head_size, dtype=self._model.dtype, device=device),
+            torch.zeros(max_tokens, shape.num_heads, shape.output_size, dtype=self._model.dtype, device=device),
         )
         adapters: PaddedAdapters | None = None
         if self._adapters is not None:
@@ -180,7 +184,7 @@ class PieceGraphs:
             chosen.handed.attended[num_tokens:].zero_()  # attention skips the padding, graphs read it: keep it finite
             self._attention.prepare(batch)
         there = chosen.handed.first(num_tokens)
-        q, k, v = as_parts(there.heads, self._model.attention_shape.num_heads)
+        q, k, v = _parts(there.heads, self._model.attention_shape)
         *before, last = chosen.graphs
         for layer, graph in enumerate(before):
             graph.replay()
@@ -193,9 +197,17 @@ class PieceGraphs:
         return self._model.forward(inputs.inputs, seams)
 
     def _captured(self, inputs: PaddedInputs, seams: _Seams, pool: torch.cuda._POOL_HANDLE) -> _Pieces:
-        torch.cuda.synchronize(self._kv_pool.device)
+        torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._stream), seams.capture(pool):
             hidden = self._compute(inputs, seams)
         for graph in seams.graphs:
             graph.replay()  # the first replay takes longer than the others
         return _Pieces(seams.graphs, inputs, seams.handed, hidden)
+
+
+def _parts(heads: Tensor, shape: AttentionShape) -> Heads:
+    """q, k and v as they stand in ``_Handed.heads``: [T, H + 2 K, E], or [T, H + K, E] with latent attention."""
+    if shape.value_size is None:
+        return as_parts(heads, shape.num_heads)
+    q, k = heads.split((shape.num_heads, shape.num_kv_heads), dim=1)
+    return q, k, k[..., : shape.value_size]
