@@ -65,7 +65,7 @@ def num_splits(length: int) -> int:
 
 
 @triton.jit
-def _split_start(index: tl.tensor) -> tl.tensor:
+def split_start(index: tl.tensor) -> tl.tensor:
     """The first position of a split."""
     HALF: tl.constexpr = EVEN_SPLITS // 2
     doublings = tl.maximum(index // HALF - 1, 0)
@@ -115,7 +115,7 @@ def _attend_split(
 
 
 @triton.jit
-def _merged(
+def merged(
     highest: tl.tensor,
     total: tl.tensor,
     sums: tl.tensor,
@@ -179,13 +179,13 @@ def _attend_kernel(
     head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
     head_values = values + head * PAGE_SIZE * HEAD_SIZE
     index = tl.full((), 0, tl.int32)
-    while _split_start(index) < stop:
-        start, end = _split_start(index), tl.minimum(_split_start(index + 1), stop)
+    while split_start(index) < stop:
+        start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
         split_highest, split_total, split_sums = _attend_split(
             *(queries, head_keys, head_values, page_ids + first_page, start, end, last),
             *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK),
         )
-        highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
+        highest, total, sums = merged(highest, total, sums, split_highest, split_total, split_sums)
         index += 1
     targets = (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_SIZE + columns
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -231,8 +231,8 @@ def _splits_kernel(
     head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
     head_values = values + head * PAGE_SIZE * HEAD_SIZE
     index = tl.program_id(2)
-    while _split_start(index) < length:
-        start, end = _split_start(index), tl.minimum(_split_start(index + 1), length)
+    while split_start(index) < length:
+        start, end = split_start(index), tl.minimum(split_start(index + 1), length)
         highest, total, sums = _attend_split(
             *(queries, head_keys, head_values, page_ids + first_page, start, end, last),
             *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK),
@@ -269,12 +269,12 @@ def _merge_kernel(
     total = tl.zeros((HEADS,), tl.float32)
     sums = tl.zeros((HEADS, COLUMNS), tl.float32)
     index = tl.full((), 0, tl.int32)
-    while _split_start(index) < length:
+    while split_start(index) < length:
         sources = (row * max_splits + index) * NUM_HEADS + heads
         split_highest = tl.load(split_marks + 2 * sources, mask=is_head, other=0.0)
         split_total = tl.load(split_marks + 2 * sources + 1, mask=is_head, other=1.0)
         split = tl.load(split_sums + sources[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
-        highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split)
+        highest, total, sums = merged(highest, total, sums, split_highest, split_total, split)
         index += 1
     targets = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + columns
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -344,13 +344,19 @@ def attend_splits(
     _splits(
         grid, (q.dtype, sizes, alignments), (*tensors, scale / math.log(2), max_splits, num_programs, *sizes), options
     )
-    _, _, _, page_size, _, columns, *_ = sizes
-    merge_sizes = num_heads, page_size, head_size, columns, _MERGED_HEADS
-    merge_tensors = sums, marks, rows.page_starts, rows.last_lengths, out
-    merge_key = (q.dtype, merge_sizes, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out)))
-    _merge(
-        (num_rows, -(-num_heads // _MERGED_HEADS), 1),
-        merge_key,
-        (*merge_tensors, max_splits, *merge_sizes),
-        {"num_warps": 4},
-    )
+    merge_splits(sums, marks, rows, out, max_splits=max_splits, page_size=pool[0].shape[2])
+
+
+def merge_splits(sums: Tensor, marks: Tensor, rows: Rows, out: Tensor, *, max_splits: int, page_size: int) -> None:
+    """Merge the splits of R rows of one token into ``out`` [R, H, E].
+
+    Args:
+        sums: [R, X, H, E] fp32, the weighted values of each split.
+        marks: [R, X, H, 2] fp32, its highest score and the sum of its weights.
+    """
+    num_rows, num_heads, head_size = out.shape
+    sizes = num_heads, page_size, head_size, max(next_power_of_2(head_size), 16), _MERGED_HEADS
+    tensors = sums, marks, rows.page_starts, rows.last_lengths, out
+    key = (out.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out)))
+    grid = num_rows, -(-num_heads // _MERGED_HEADS), 1
+    _merge(grid, key, (*tensors, max_splits, *sizes), {"num_warps": 4})
