@@ -54,7 +54,7 @@ def flat_pages(page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor) -> None:
     """Attend for a row of one token and a row of two, which compiles the kernels. ``keys`` [N, K, S, E]: of a layer."""
-    heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
+    heads = shape.num_heads, *(shape.num_kv_heads,) * shape.num_sides
     for count in (1, 2):
         batch = ForwardBatch(
             slot_mapping=torch.arange(count, device=keys.device),
@@ -62,9 +62,9 @@ def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor) -
             query_lengths=[count],
             kv_lengths=[count],
         )
-        q, k, v = keys.new_zeros(count, sum(heads), shape.head_size).split(heads, dim=1)
+        q, k, *others = keys.new_zeros(count, sum(heads), shape.head_size).split(heads, dim=1)
         attention.prepare(batch)
-        attention.attend(q, k, v, 0)
+        attention.attend(q, k, others[0] if others else k[..., : shape.output_size], 0)
 
 
 def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:

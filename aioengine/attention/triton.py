@@ -3,7 +3,9 @@
 It is batch-invariant: a token's result has the same bits whatever else is in the batch (``kernels/triton/attention.py``
 says how). FlashInfer is faster and does not promise that.
 
-T packed tokens, R rows, H query heads, K kv heads, E head size, L layers, N pages of the pool, S page size.
+Latent attention has kernels of its own (``kernels/triton/latent_attention.py``).
+
+T packed tokens, R rows, H query heads, K kv heads, E head size, V value size, N pages of the pool, S page size.
 """
 
 from __future__ import annotations
@@ -14,17 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from aioengine.attention._base import keys_and_values
 from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, run_once, starts_of
 from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.kernels.triton.attention import (
-    EVEN_SPLITS,
-    Rows,
-    SplitPlan,
-    attend,
-    attend_splits,
-    num_splits,
-    tokens_of_tile,
-)
+from aioengine.kernels.triton import attention as attention_kernels
+from aioengine.kernels.triton import latent_attention as latent_kernels
+from aioengine.kernels.triton.attention import EVEN_SPLITS, Rows, SplitPlan, num_splits
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -48,10 +45,24 @@ MAX_SPLITS_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all steps have in common. ``pool``: keys and values of each layer, [N, K, S, E]."""
+    """What all steps have in common. ``pool``: of each layer, keys [N, K, S, E] and values [N, K, S, V]."""
 
     shape: AttentionShape
     pool: list[tuple[Tensor, Tensor]]
+
+    @property
+    def tiles_of_token(self) -> int:
+        """Tiles that share the query heads of a token."""
+        if self.shape.value_size is None:
+            return self.shape.num_kv_heads
+        return latent_kernels.head_tiles(self.shape.num_heads, self.pool[0][0].dtype)
+
+    @property
+    def tokens_of_tile(self) -> int:
+        shape = self.shape
+        if shape.value_size is None:
+            return attention_kernels.tokens_of_tile(shape.num_heads // shape.num_kv_heads)
+        return latent_kernels.tokens_of_tile(shape.num_heads, self.pool[0][0].dtype)
 
     @property
     def page_size(self) -> int:
@@ -59,8 +70,8 @@ class _Shared:
 
     def num_programs(self, num_rows: int, max_splits: int) -> int:
         """Programs that share the splits of a decode row and kv head; 1: one program computes them in turn."""
-        pairs = num_rows * self.shape.num_kv_heads
-        num_bytes = 4 * num_rows * max_splits * self.shape.num_heads * (self.shape.head_size + 2)
+        pairs = num_rows * self.tiles_of_token
+        num_bytes = 4 * num_rows * max_splits * self.shape.num_heads * (self.shape.output_size + 2)
         is_long = max_splits > EVEN_SPLITS.value and pairs < MANY_PROGRAMS
         wanted = max(-(-ENOUGH_PROGRAMS // pairs), LONG_ROW_PROGRAMS if is_long else 1)
         if wanted == 1 or num_bytes > MAX_SPLITS_BYTES:
@@ -87,28 +98,29 @@ class _Step:
 
 
 def _attend_into(shared: _Shared, step: _Step, q: Tensor, layer: int, *, out: Tensor) -> None:
-    """q [T, H, E] over the pool of a layer -> out [T, H, E]."""
+    """q [T, H, E] over the pool of a layer -> out [T, H, V]."""
     pool, rows, scale = shared.pool[layer], step.rows, shared.shape.scale
+    kernels = attention_kernels if shared.shape.value_size is None else latent_kernels
     if step.num_programs == 1:
-        attend(q, pool, rows, step.tiles, scale=scale, out=out)
+        kernels.attend(q, pool, rows, step.tiles, scale=scale, out=out)
     else:
         splits = SplitPlan(step.max_splits, step.num_programs)
-        attend_splits(q, pool, rows, splits, scale=scale, out=out)
+        kernels.attend_splits(q, pool, rows, splits, scale=scale, out=out)
 
 
 def _attended(shared: _Shared, step: _Step, q: Tensor, layer: int) -> Tensor:
-    """q [T, H, E] over the pool of a layer -> [T, H * E]."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    """q [T, H, E] over the pool of a layer -> [T, H * V]."""
+    out = torch.empty(*q.shape[:2], shared.shape.output_size, dtype=q.dtype, device=q.device)
     _attend_into(shared, step, q, layer, out=out)
     return out.view(q.shape[0], -1)
 
 
 class TritonAttention:
-    """Implements ``CapturableAttention`` and ``PiecewiseAttention``. ``kv_pool``: [L, 2, N, K, S, E]."""
+    """Implements ``CapturableAttention`` and ``PiecewiseAttention``. ``kv_pool``: of ``kv_pool_shape``."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
-        """kv_pool: [L, 2, N, K, S, E]."""
-        self._shared = _Shared(shape, [(layer[0], layer[1]) for layer in kv_pool])
+        """kv_pool: [L, 1 or 2, N, K, S, E]."""
+        self._shared = _Shared(shape, keys_and_values(kv_pool, shape))
         self._device = kv_pool.device
         self._step: _Step | None = None
 
@@ -122,8 +134,7 @@ class TritonAttention:
         max_splits = num_splits(int(kv_lengths.max()))
         decodes = int(query_lengths.max()) == 1
         num_programs = shared.num_programs(len(kv_lengths), max_splits) if decodes else 1
-        group = shared.shape.num_heads // shared.shape.num_kv_heads
-        tiles = self._upload(pinned(_tiles(query_lengths, tokens_of_tile(group))))
+        tiles = self._upload(pinned(_tiles(query_lengths, shared.tokens_of_tile)))
         self._step = _Step(batch.slot_mapping, rows, tiles, max_splits, num_programs)
 
     def target(self, layer: int) -> KVTarget:
@@ -131,12 +142,12 @@ class TritonAttention:
         return KVTarget(self._step.slot_mapping, *self._shared.pool[layer])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
+        """q [T, H, E], k [T, K, E], v [T, K, V] -> [T, H * V]."""
         assert self._step is not None, "prepare was not called"
         return _attended(self._shared, self._step, q, layer)
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
+        """q [T, H, E], k [T, K, E], v [T, K, V] -> out [T, H, V]."""
         assert self._step is not None, "prepare was not called"
         _attend_into(self._shared, self._step, q, layer, out=out)
 
@@ -180,7 +191,7 @@ class FixedTritonDecode:
         return KVTarget(self._step.slot_mapping, *self._shared.pool[layer])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """q [R, H, E], k and v [R, K, E] -> [R, H * E]."""
+        """q [R, H, E], k [R, K, E], v [R, K, V] -> [R, H * V]."""
         return _attended(self._shared, self._step, q, layer)
 
 

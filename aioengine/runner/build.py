@@ -260,7 +260,7 @@ class AttentionChoice:
     warning: str = ""
 
     def build(self, shape: AttentionShape, kv_pool: Tensor) -> AttentionBackend:
-        """The backend over ``kv_pool`` [L, 2, N, K, S, E]."""
+        """The backend over ``kv_pool`` [L, 1 or 2, N, K, S, E]."""
         backend: AttentionBackend = plugins.load("attention", self.name)(shape, kv_pool)
         return backend
 
@@ -291,7 +291,14 @@ def choose_attention(
             message = f"attention_backend {name!r} has no sliding windows, soft caps or sinks; 'torch' and 'auto' work"
             raise ValueError(message)
         return AttentionChoice("torch")
-    if name == "fused" and (kv_dtype != dtype or not fused.serves(shape.head_size, dtype, device)):
+    if shape.value_size is not None and name == "flashinfer":
+        if not settings.fallback_backend:
+            message = "attention_backend 'flashinfer' has no latent attention; 'triton', 'torch' and 'auto' work"
+            raise ValueError(message)
+        name = settings.fallback_backend
+    if name == "fused" and (
+        kv_dtype != dtype or shape.value_size is not None or not fused.serves(shape.head_size, dtype, device)
+    ):
         return AttentionChoice("torch")
     if kv_dtype != dtype and name != "torch":
         message = (

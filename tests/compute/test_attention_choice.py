@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -137,3 +138,16 @@ def test_keys_and_values_of_another_type_than_the_queries(monkeypatch: pytest.Mo
 
 def test_page_sizes_are_checked_against_the_chunk_of_fused_attention() -> None:
     assert resolve.FUSED_CHUNK == fused.CHUNK
+
+
+def test_latent_attention_takes_the_backends_that_have_it() -> None:
+    latent = replace(SHAPE, value_size=48)
+
+    def chosen(settings: RunnerSettings, backend: str) -> str:
+        named = msgspec.structs.replace(settings, attention_backend=backend)
+        dtype, device = torch.bfloat16, torch.device("cpu")
+        return choose_attention(named, latent, dtype, device, kv_dtype=dtype, report=lambda _: None).name
+
+    assert [chosen(AUTOMATIC, name) for name in ("fused", "flashinfer", "triton")] == ["torch", "triton", "triton"]
+    with pytest.raises(ValueError, match="'flashinfer' has no latent attention; 'triton', 'torch' and 'auto' work"):
+        chosen(EXPLICIT, "flashinfer")

@@ -37,17 +37,23 @@ def some_heads(num_tokens, num_heads=HEADS + 2 * KV_HEADS):
     return torch.randn(num_tokens, num_heads, HEAD_SIZE)
 
 
-def check(rows, num_heads, num_kv_heads):
+def check(rows, num_heads, num_kv_heads, value_size=None):
     shape = AttentionShape(
-        num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=HEAD_SIZE,
+        scale=HEAD_SIZE**-0.5,
+        value_size=value_size,
     )
     pool = torch.randn(kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     expected_pool = pool.clone()
     order = (torch.randperm(NUM_PAGES - 1) + 1).tolist()
     tables = [[order.pop() for _ in range(-(-(start + count) // PAGE_SIZE))] for start, count in rows]
     batch = make_batch(rows, tables, PAGE_SIZE)
-    heads = some_heads(len(batch.slot_mapping), num_heads + 2 * num_kv_heads)
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    heads = some_heads(len(batch.slot_mapping), num_heads + shape.num_sides * num_kv_heads)
+    q, k, *v = heads.split((num_heads,) + (num_kv_heads,) * shape.num_sides, dim=1)
+    v = v[0] if v else k[..., :value_size]
     backend, reference = TritonAttention(shape, pool), TorchAttention(shape, expected_pool)
     backend.prepare(batch)
     reference.prepare(batch)
@@ -69,6 +75,9 @@ for rows in ([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], [(0, 70)], [(40, 1
     check(rows, HEADS, KV_HEADS)
 for rows in ([(15, 1), (300, 1)], [(40, 1), (0, 3)]):
     check(rows, 71, 1)  # a token alone has more heads than a tile has rows
+for rows in ([(15, 1), (300, 1)], [(0, 9), (280, 5)]):
+    for num_heads, value_size in ((6, 24), (20, 32)):  # with 20, a token alone has more heads than a tile has rows
+        check(rows, num_heads, 1, value_size)
 
 heads, angles = some_heads(5), torch.randn(5, 1, HEAD_SIZE // 2)
 tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
