@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from pathlib import Path
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from aioengine import checks, folder_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import BinaryIO
 
     Renamed = tuple[tuple[str, str], ...]
@@ -153,6 +154,26 @@ def read_headers(folder: Path, prefix: str, renamed: Renamed = ()) -> list[Entry
     if any(name.startswith(prefix) for name in entries):
         return list(entries.values())
     return [replace(entry, name=prefix + name) for name, entry in entries.items()]
+
+
+def file_states(entries: Iterable[Entry]) -> dict[Path, str]:
+    """The state of each file of some tensors: another one if it is changed or replaced.
+
+    Raises:
+        ValueError: a file was removed, or cannot be read.
+    """
+    return {path: _file_state(path) for path in dict.fromkeys(entry.path for entry in entries)}
+
+
+def _file_state(path: Path) -> str:
+    """Of the device and number of the file, its size, the time of its last change, and its header."""
+    file = folder_files.open_file(path)
+    if file is None:
+        raise ValueError(f"cannot read {path}: it was removed while the weights were read")
+    with file:
+        stat = os.fstat(file.fileno())
+        facts = f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} "
+        return hashlib.sha256(facts.encode() + header_bytes(file)).hexdigest()
 
 
 def new_name(name: str, renamed: Renamed) -> str:

@@ -1,31 +1,26 @@
 """Checkpoint tensors into the model's parameters.
 
-Safetensors files are mapped, not read: each tensor, or the part of it that is wanted, is copied from the map straight
-to its place, which may be a part of a fused parameter of another dtype. A map is let go every 128 MiB, so that a shard
-never stands in memory a second time. All names, shapes and types are checked before the first byte is copied.
+All names, shapes and types are checked before the first byte is read; ``weight_reading`` brings each tensor to its
+place, which may be a part of a fused parameter of another dtype.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import sys
 import zlib
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 
-from aioengine.checkpoint import check_entries, read_headers
+from aioengine.checkpoint import check_entries, file_states, read_headers
+from aioengine.runner.weight_reading import read_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
 
-    from aioengine.checkpoint import Entry
     from aioengine.layers.placement import Target
     from aioengine.models._base import Model
 
@@ -42,7 +37,6 @@ _EXACT_TYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_MAP_BYTES = 128 << 20
 _DUMMY_BLOCK = 1_048_573  # a prime: rows of a matrix never repeat one another
 
 
@@ -52,8 +46,8 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
     ``report`` is called with the bytes read so far and in all.
 
     Raises:
-        ValueError: no usable files, or tensors that are missing, unexpected, of another shape or of a quantized type;
-            the message names them.
+        ValueError: no usable files, files that change while they are read, or tensors that are missing, unexpected, of
+            another shape or of a quantized type, or not finite; the message names them.
     """
     if load_format not in LOAD_FORMATS:
         message = f"load_format {load_format!r} is not known; what works: {', '.join(LOAD_FORMATS)}"
@@ -75,7 +69,12 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
         ]
         shapes = {name: target.shape for name, target in targets.items()}
         check_entries(entries, shapes, folder, types=_exact_types(targets))
-        _copy(entries, targets, report)
+        before = file_states(entries)
+        read_all(entries, targets, report)
+        after = file_states(entries)
+        if changed := next((path for path in before if before[path] != after[path]), None):
+            message = f"{changed} was changed while it was read; load it again when it is complete"
+            raise ValueError(message)
     return sum(target.tensor.nbytes for target in targets.values())
 
 
@@ -104,53 +103,3 @@ def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
 def _repeated(values: Tensor, size: int) -> Tensor:
     """values [X], repeated to [size]."""
     return values.repeat(-(-size // len(values)))[:size]
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[safe_open]:
-    """The file. safetensors takes paths in UTF-8 alone; Linux has another name for every file that is open."""
-    if str(path).isascii() or sys.platform != "linux":
-        with safe_open(path, framework="pt") as file:
-            yield file
-        return
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        with safe_open(f"/proc/self/fd/{fd}", framework="pt") as file:
-            yield file
-    finally:
-        os.close(fd)
-
-
-def _copy(entries: list[Entry], targets: dict[str, Target], report: Report) -> None:
-    total = sum(entry.num_bytes for entry in entries)
-    done = 0
-    report(done, total)
-    for part in _parts(entries):
-        with _opened(part[0].path) as file:
-            for entry in part:
-                target = targets[entry.name]
-                target.tensor.copy_(_read(file, entry.stored_name, target))
-                done += entry.num_bytes
-                report(done, total)
-
-
-def _read(file: safe_open, name: str, target: Target) -> Tensor:
-    """The tensor of this name, or the slice of it that the target takes, in the target's shape [...]."""
-    if target.source is None:
-        return file.get_tensor(name)
-    part: Tensor = file.get_slice(name)[target.index]
-    return part
-
-
-def _parts(entries: list[Entry]) -> Iterator[list[Entry]]:
-    """Runs of entries of one file that are read through one map."""
-    part: list[Entry] = []
-    size = 0
-    for entry in entries:
-        if part and (entry.path != part[0].path or size + entry.num_bytes > _MAP_BYTES):
-            yield part
-            part, size = [], 0
-        part.append(entry)
-        size += entry.num_bytes
-    if part:
-        yield part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import weakref
 from typing import TYPE_CHECKING
@@ -13,12 +14,13 @@ from safetensors.torch import save_file
 
 from aioengine import models
 from aioengine.layers.placement import Slice, Target
-from aioengine.runner import weights
+from aioengine.runner import weight_reading, weights
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import options
 from tests.kit.tiny_sizes import CONTEXT_LENGTH
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
@@ -96,7 +98,7 @@ def test_parameters_are_let_go_before_they_are_brought_into_another_form(tmp_pat
 
 
 def test_shards_by_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_MAP_BYTES", 1)  # every tensor through a map of its own
+    monkeypatch.setattr(weight_reading, "PIECE_BYTES", 1)  # every row is a piece of its own
     given = tensors()
     parts = {"a.safetensors": {"up.weight": given["up.weight"]}}
     parts["b.safetensors"] = {name: given[name] for name in ("down.weight", "norm.weight")}
@@ -152,6 +154,81 @@ def test_folders_without_safetensors_say_what_would_work(tmp_path: Path) -> None
     check_refused(tmp_path, "model-q4.gguf, which is not read", "save_pretrained")
     with pytest.raises(ValueError, match="load_format 'gguf' is not known; what works: auto, safetensors, dummy"):
         load(FakeModel(), tmp_path, "gguf")
+
+
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_several_threads_read_large_tensors_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: torch.dtype
+) -> None:
+    monkeypatch.setattr(weight_reading, "ALONE_BYTES", 0)
+    monkeypatch.setattr(weight_reading, "PIECE_BYTES", 24)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    given = tensors()
+    save_shards(tmp_path, {f"{name}.safetensors": {name: tensor} for name, tensor in given.items()})
+    model = FakeModel(wanted)
+    seen = load(model, tmp_path)
+    assert torch.equal(model.fused, torch.cat([given["up.weight"], given["down.weight"]]).to(wanted))
+    assert torch.equal(model.norm, given["norm.weight"].to(wanted))
+    assert len(seen) > 5
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, 15])
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, value: float, place: int) -> None:
+    given = tensors()
+    given["down.weight"].view(-1)[place] = value
+    save_file(given, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: tensor down\.weight .* not finite in float32"):
+        load(FakeModel(), tmp_path)
+
+
+def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+    given = tensors() | {"norm.weight": torch.full((4,), 6e4)}
+    save_file(given, tmp_path / "model.safetensors")
+    model = FakeModel(torch.float16)
+    load(model, tmp_path)  # their sum is too large for float16, and each of them is not
+    assert torch.equal(model.norm, given["norm.weight"].half())
+    given["norm.weight"][2] = 1e5
+    save_file(given, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"norm\.weight has numbers that are not finite in float16"):
+        load(FakeModel(torch.float16), tmp_path)
+
+
+@pytest.mark.parametrize("alone_bytes", [0, 1 << 20])
+def test_files_that_change_while_they_are_read_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone_bytes: int
+) -> None:
+    monkeypatch.setattr(weight_reading, "ALONE_BYTES", alone_bytes)
+    path = tmp_path / "model.safetensors"
+    save_file(tensors(), path)
+    whole = path.read_bytes()
+
+    def check(change: Callable[[], object], message: str) -> None:
+        path.write_bytes(whole)
+        os.utime(path, (1, 1))
+        model = FakeModel()
+        is_changed = False
+
+        def report(done: int, total: int) -> None:
+            nonlocal is_changed
+            if not is_changed:
+                change()
+            is_changed = True
+
+        with pytest.raises(ValueError, match=message):
+            weights.load(model, tmp_path, load_format="auto", seed=0, report=report)
+        assert not model.is_finished
+
+    check(path.unlink, "model.safetensors: it was removed")
+    check(lambda: path.write_bytes(whole[:-20]), "model.safetensors was changed while it was read")
+    check(lambda: os.utime(path), "model.safetensors was changed while it was read")
+
+    def replace() -> None:
+        (tmp_path / "new").write_bytes(whole[:-4] + b"abcd")
+        os.utime(tmp_path / "new", ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+        (tmp_path / "new").replace(path)
+
+    check(replace, "model.safetensors was changed while it was read")
 
 
 def test_dummy_weights_depend_on_seed_and_name_alone() -> None:
