@@ -135,6 +135,7 @@ class _Work:
     """The pieces that are still to be read, for any number of threads."""
 
     def __init__(self, pieces: list[_Piece], sums: Tensor) -> None:
+        """``sums``: [pieces], where the sum of each piece goes."""
         self._waiting = iter(enumerate(pieces))
         self._lock = threading.Lock()
         self._sums = sums
@@ -288,7 +289,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _read(file: BinaryIO, piece: _Piece, content: Tensor) -> Tensor:
-    """content, of as many bytes as the piece, filled from the file. Python's lock is free meanwhile."""
+    """content [X], of as many bytes as the piece, filled from the file. Python's lock is free meanwhile."""
     rest, position = memoryview(content.numpy()), piece.begin  # pyright: ignore[reportArgumentType]
     while rest:
         try:

@@ -1,0 +1,48 @@
+"""Weights on their way from files to a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from aioengine.checkpoint import read_headers
+from aioengine.layers.placement import Slice, Target
+from aioengine.runner import weight_reading
+
+
+@pytest.mark.parametrize("alone_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_every_piece_reaches_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, alone_bytes: int
+) -> None:
+    monkeypatch.setattr(weight_reading, "ALONE_BYTES", alone_bytes)
+    monkeypatch.setattr(weight_reading, "PIECE_BYTES", 1 << 12)
+    given = {f"{number}": torch.randn(200 + number, 64).to(stored) for number in range(20)} | {
+        "vector": torch.randn(5000).to(stored),
+        "part": torch.randn(40, 64).to(stored),
+        "columns": torch.randn(100, 48).to(stored),
+    }
+    save_file(given, tmp_path / "model.safetensors")
+    fused = torch.zeros(100, 96, dtype=torch.bfloat16, device="cuda")
+    targets = {name: Target(torch.zeros(tensor.shape, device="cuda").bfloat16()) for name, tensor in given.items()}
+    targets["part"] = Target(torch.zeros(40, 16, device="cuda").bfloat16(), Slice(dim=1, start=16, total=64))
+    targets["columns"] = Target(fused[:, 48:])
+    seen: list[int] = []
+    weight_reading.read_all(read_headers(tmp_path, ""), targets, lambda done, total: seen.append(done))
+    for name, target in targets.items():
+        assert torch.equal(target.tensor.cpu(), given[name][target.index].bfloat16()), name
+    assert not fused[:, :48].any()
+    assert seen == sorted(seen)
+    assert seen[-1] == sum(tensor.nbytes for tensor in given.values())
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    given = {f"{number}": torch.randn(64, 64).bfloat16() for number in range(4)}
+    given["2"][5, 7] = torch.inf
+    save_file(given, tmp_path / "model.safetensors")
+    targets = {name: Target(torch.zeros(64, 64, device="cuda").bfloat16()) for name in given}
+    with pytest.raises(ValueError, match=r"model\.safetensors: tensor 2 has numbers that are not finite in bfloat16"):
+        weight_reading.read_all(read_headers(tmp_path, ""), targets, lambda done, total: None)
