@@ -25,7 +25,7 @@ from aioengine.families import _tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from aioengine.families._config import TransformerConfig
+    from aioengine.families._config import DecoderConfig
     from aioengine.folder_files import Json
     from aioengine.patterns import Pattern
 
@@ -186,11 +186,9 @@ class AdapterFolder(Struct, frozen=True):
         return ValueError(f"the adapter in {self.path} cannot be used: {reason}")
 
 
-def linear_layers(config: TransformerConfig) -> dict[str, tuple[int, int]]:
+def linear_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     """Name in the checkpoint -> (outputs, inputs) of each layer of a model that an adapter may change."""
-    shapes = _tensors.tensor_shapes(config)
-    names = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
-    return {name: (shape[0], shape[1]) for name, shape in names.items() if name.startswith("model.layers.")}
+    return _tensors.adaptable_layers(config)
 
 
 def read_folder(folder: Path) -> AdapterFolder:

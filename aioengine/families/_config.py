@@ -9,6 +9,7 @@ from typing import ClassVar, Final, Literal, NoReturn, TypeVar
 import msgspec
 
 from aioengine.checks import shown
+from aioengine.families._block_config import AttentionConfig, BlockConfig, MlpConfig, NormConfig, TensorNames
 
 ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
 
@@ -77,8 +78,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     mrope_interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if self.partial_rotary_factor != 1.0:
-            not_implemented("partial_rotary_factor", self.partial_rotary_factor, "1.0")
+        if not 0 < self.partial_rotary_factor <= 1:
+            not_implemented("partial_rotary_factor", self.partial_rotary_factor, "more than 0, at most 1")
         given = msgspec.structs.asdict(self)
         for field in _NEEDED.get(self.rope_type, ()):
             if given[field] is None:
@@ -92,6 +93,10 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
         low, high = self.low_freq_factor, self.high_freq_factor
         if self.rope_type == "llama3" and low is not None and high is not None and high <= low:
             not_implemented("rope_parameters.high_freq_factor", high, f"more than low_freq_factor, which is {low}")
+
+    def rotary_size(self, head_size: int) -> int:
+        """The first numbers of a head that are rotated."""
+        return int(head_size * self.partial_rotary_factor)
 
     def _check_yarn(self) -> None:
         if self.factor is not None and self.factor < 1:
@@ -136,25 +141,42 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
-    """A decoder: norms, biases and rotary embedding.
+    """A decoder: what its blocks are made of, and what is before and behind them.
 
     Attributes:
         tied: whether the output head is the embedding.
-        head_norm: epsilon of the norm over query and key heads; None: they have no norm.
+        is_transposed: the weights of linear layers in the checkpoint are [inputs, outputs].
+        layer_ropes: for each layer its rotary embedding; None: it has none. Empty: ``rope`` in all layers.
+        rope_size: the size that rotary tables are made for, where it is not that of a head; 0: it is.
+        embedding_scale: multiplies the embeddings. logits_scale: multiplies the logits.
+        logits_cap: logits become cap * tanh(logits / cap); None: they stay.
+        head_bias: whether the output head has a bias.
     """
 
     tied: bool
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    head_norm: float | None = None
+    names: TensorNames = TensorNames()
+    block: BlockConfig = BlockConfig()
+    attention: AttentionConfig = AttentionConfig()
+    mlp: MlpConfig = MlpConfig()
+    norm: NormConfig = NormConfig()
+    is_transposed: bool = False
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    rope_size: int = 0
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_cap: float | None = None
+    head_bias: bool = False
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The rotary embedding of this layer; None: it has none."""
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     @property
     def head(self) -> dict[str, int]:
         """The output layer of its own, if it has one: its name in the checkpoint, and the size of its output."""
         if self.task is Task.CLASSIFY:
             return {"score": self.num_labels}
-        return {} if self.tied or self.task is Task.EMBED else {"lm_head": self.vocab_size}
+        return {} if self.tied or self.task is Task.EMBED else {self.names.head: self.vocab_size}
 
 
 class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,8 +327,11 @@ def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> C
         raise ValueError(message) from error
 
 
-def read_rope(raw: Mapping[str, object]) -> RopeConfig:
+def read_rope(raw: Mapping[str, object], *, partial: float | None = None) -> RopeConfig:
     """Read ``rope_parameters``, or in an older config.json ``rope_scaling`` and ``rope_theta``.
+
+    Args:
+        partial: the part of a head that is rotated, where the file does not say it; None: the family rotates all of it.
 
     Raises:
         ValueError: the scaling is not implemented.
@@ -317,5 +342,10 @@ def read_rope(raw: Mapping[str, object]) -> RopeConfig:
         raise ValueError(message)
     theta = raw.get("rope_theta")
     fields: dict[str, object] = {"rope_theta": RopeConfig().rope_theta if theta is None else theta}
+    if partial is not None:
+        fields["partial_rotary_factor"] = partial
     fields |= {"rope_type": given.get("type", "default"), **given}
-    return decode_config({**fields, "model_type": raw.get("model_type")}, RopeConfig)
+    found = decode_config({**fields, "model_type": raw.get("model_type")}, RopeConfig)
+    if partial is None and found.partial_rotary_factor != 1.0:
+        not_implemented("partial_rotary_factor", found.partial_rotary_factor, "1.0")
+    return found

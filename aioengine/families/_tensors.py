@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from aioengine.families._block_config import NormConfig
 from aioengine.families._config import DecoderConfig, Task
-from aioengine.families._encoders import EncoderConfig
+from aioengine.families._encoders import EncoderConfig, LinearShape
 from aioengine.families._vision import VisionConfig
 
 if TYPE_CHECKING:
@@ -19,13 +22,28 @@ def tensor_shapes(config: TransformerConfig) -> Shapes:
     if isinstance(config, EncoderConfig):
         return _encoder(config)
     assert isinstance(config, DecoderConfig)
-    embedding = (config.vocab_size, config.hidden_size)
-    found: Shapes = {"model.embed_tokens.weight": embedding, "model.norm.weight": (config.hidden_size,)}
-    found |= {f"{name}.weight": (size, config.hidden_size) for name, size in config.head.items()}
-    block = {**_attention(config), **_mlp(config), **_norms(config)}
+    names, size = config.names, config.hidden_size
+    found: Shapes = {f"{names.embedding}.weight": (config.vocab_size, size)}
+    found |= _norm(names.norm, size, config.norm)
+    for name, outputs in config.head.items():
+        found |= _linear(LinearShape(name, outputs, size, config.head_bias and name == names.head))
     for layer in range(config.num_layers):
-        found |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+        found |= {f"{names.block(layer)}{name}": shape for name, shape in block_shapes(config, layer).items()}
     return found
+
+
+def block_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    """Name within the block -> shape of every tensor of this layer."""
+    return {**attention_shapes(config, layer), **mlp_shapes(config, layer), **_norms(config)}
+
+
+def adaptable_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Name -> (outputs, inputs) of each linear layer of the blocks that an adapter may change."""
+    return {
+        f"{config.names.block(layer)}{linear.name}": (linear.outputs, linear.inputs)
+        for layer in range(config.num_layers)
+        for linear in (*attention_linears(config, layer), *mlp_linears(config, layer))
+    }
 
 
 def is_ignored(config: TransformerConfig, name: str) -> bool:
@@ -34,58 +52,86 @@ def is_ignored(config: TransformerConfig, name: str) -> bool:
         return name.endswith("position_ids") or name.startswith(config.ignored)
     if isinstance(config, VisionConfig) and name.startswith(config.towers):
         return True
-    has_no_head = config.task is not Task.GENERATE or (isinstance(config, DecoderConfig) and config.tied)
-    return name.endswith("rotary_emb.inv_freq") or (has_no_head and name == "lm_head.weight")
+    assert isinstance(config, DecoderConfig)
+    has_no_head = config.task is not Task.GENERATE or config.tied
+    return name.endswith("rotary_emb.inv_freq") or (has_no_head and name.startswith(f"{config.names.head}."))
 
 
-def _encoder(config: EncoderConfig) -> Shapes:
-    prefix, size, norm_bias = config.prefix, config.hidden_size, config.norm_bias
-    found: Shapes = {f"{prefix}{name}.weight": (rows, size) for name, rows in config.embeddings.items()}
-    for name in config.norms:
-        found |= _norm(f"{prefix}{name}", size, bias=norm_bias)
-    for layer in range(config.num_layers):
-        block = f"{prefix}{config.blocks}.{layer}."
-        for linear in config.linears:
-            found |= _linear(f"{block}{linear.name}", linear.outputs, linear.inputs, bias=linear.has_bias)
-        for name in config.block_norms:
-            if layer or name != config.first_without:
-                found |= _norm(f"{block}{name}", size, bias=norm_bias)
-    if (head := config.head) is not None:
-        found |= _linear(head.dense, size, size, bias=head.dense_bias)
-        found |= _norm(head.norm, size, bias=norm_bias) if head.norm else {}
-        found |= _linear(head.scores, config.num_labels, size, bias=True)
-    return found
-
-
-def _norm(name: str, size: int, *, bias: bool) -> Shapes:
-    found: Shapes = {f"{name}.weight": (size,)}
-    return {**found, f"{name}.bias": (size,)} if bias else found
-
-
-def _attention(config: DecoderConfig) -> Shapes:
+def attention_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
+    """The linear layers of the attention of this layer."""
+    chosen, prefix, size = config.attention, config.block.attention, config.hidden_size
     inner, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    sizes = (inner, kv_size, kv_size) if len(chosen.qkv) > 1 else (inner + 2 * kv_size,)
+    return [
+        *(
+            LinearShape(f"{prefix}{name}", outputs, size, chosen.qkv_bias)
+            for name, outputs in zip(chosen.qkv, sizes, strict=True)
+        ),
+        LinearShape(f"{prefix}{chosen.output}", size, inner, chosen.output_bias),
+    ]
+
+
+def attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    """The tensors of the attention of this layer."""
     found: Shapes = {}
-    for name, size in (("q", inner), ("k", kv_size), ("v", kv_size)):
-        found |= _linear(f"self_attn.{name}_proj", size, config.hidden_size, bias=config.qkv_bias)
-    found |= _linear("self_attn.o_proj", config.hidden_size, inner, bias=config.output_bias)
-    if config.head_norm is not None:
-        found |= {f"self_attn.{name}_norm.weight": (config.head_size,) for name in ("q", "k")}
+    for linear in attention_linears(config, layer):
+        found |= _linear(linear, is_transposed=config.is_transposed)
+    if (head_norm := config.attention.head_norm) is not None:
+        for name, num_heads in zip(head_norm.names, (config.num_heads, config.num_kv_heads), strict=True):
+            size = config.head_size * (num_heads if head_norm.extent == "all_heads" else 1)
+            found |= _norm(f"{config.block.attention}{name}", size, config.norm)
     return found
 
 
-def _mlp(config: DecoderConfig) -> Shapes:
-    outer, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    return {
-        **_linear("mlp.gate_proj", inner, outer, bias=bias),
-        **_linear("mlp.up_proj", inner, outer, bias=bias),
-        **_linear("mlp.down_proj", outer, inner, bias=bias),
-    }
+def mlp_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
+    """The linear layers of the MLP of this layer that adapters may change."""
+    chosen, prefix, bias = config.mlp, config.block.mlp, config.mlp.has_bias
+    outer, inner = config.hidden_size, config.intermediate_size
+    size = 2 * inner if chosen.is_gated and len(chosen.first) == 1 else inner
+    first = [LinearShape(f"{prefix}{name}", size, outer, bias) for name in chosen.first]
+    return [*first, LinearShape(f"{prefix}{chosen.second}", outer, inner, bias)]
+
+
+def mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    """The tensors of the MLP of this layer."""
+    found: Shapes = {}
+    for linear in mlp_linears(config, layer):
+        found |= _linear(linear, is_transposed=config.is_transposed)
+    return found
 
 
 def _norms(config: DecoderConfig) -> Shapes:
-    return {f"{name}_layernorm.weight": (config.hidden_size,) for name in ("input", "post_attention")}
+    found: Shapes = {}
+    for name in config.block.norms:
+        found |= _norm(name, config.hidden_size, config.norm)
+    return found
 
 
-def _linear(name: str, out_features: int, in_features: int, *, bias: bool) -> Shapes:
-    found: Shapes = {f"{name}.weight": (out_features, in_features)}
-    return {**found, f"{name}.bias": (out_features,)} if bias else found
+def _encoder(config: EncoderConfig) -> Shapes:
+    prefix, size, norm = config.prefix, config.hidden_size, NormConfig(kind="layer", has_bias=config.norm_bias)
+    found: Shapes = {f"{prefix}{name}.weight": (rows, size) for name, rows in config.embeddings.items()}
+    for name in config.norms:
+        found |= _norm(f"{prefix}{name}", size, norm)
+    for layer in range(config.num_layers):
+        block = f"{prefix}{config.blocks}.{layer}."
+        for linear in config.linears:
+            found |= _linear(replace(linear, name=f"{block}{linear.name}"))
+        for name in config.block_norms:
+            if layer or name != config.first_without:
+                found |= _norm(f"{block}{name}", size, norm)
+    if (head := config.head) is not None:
+        found |= _linear(LinearShape(head.dense, size, size, head.dense_bias))
+        found |= _norm(head.norm, size, norm) if head.norm else {}
+        found |= _linear(LinearShape(head.scores, config.num_labels, size, True))
+    return found
+
+
+def _norm(name: str, size: int, norm: NormConfig) -> Shapes:
+    found: Shapes = {f"{name}.weight": (size,)}
+    return {**found, f"{name}.bias": (size,)} if norm.has_bias else found
+
+
+def _linear(linear: LinearShape, *, is_transposed: bool = False) -> Shapes:
+    shape = (linear.inputs, linear.outputs) if is_transposed else (linear.outputs, linear.inputs)
+    found: Shapes = {f"{linear.name}.weight": shape}
+    return {**found, f"{linear.name}.bias": (linear.outputs,)} if linear.has_bias else found

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from aioengine.families._block_config import AttentionConfig, MlpConfig
 from aioengine.families._config import FamilyConfig, decode_config, read_rope
 
 if TYPE_CHECKING:
@@ -21,8 +22,11 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
     found = decode_config(config, Config)
-    biases = {"qkv_bias": found.attention_bias, "output_bias": found.attention_bias, "mlp_bias": found.mlp_bias}
-    return replace(found.decoder(read_rope(config)), **biases)
+    return replace(
+        found.decoder(read_rope(config)),
+        attention=AttentionConfig(qkv_bias=found.attention_bias, output_bias=found.attention_bias),
+        mlp=MlpConfig(has_bias=found.mlp_bias),
+    )
 
 
 PLUGIN = read

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from aioengine.families._block_config import AttentionConfig
 from aioengine.families._config import FamilyConfig, decode_config, read_rope
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    return replace(decode_config(config, Config).decoder(read_rope(config)), qkv_bias=True)
+    return replace(decode_config(config, Config).decoder(read_rope(config)), attention=AttentionConfig(qkv_bias=True))
 
 
 PLUGIN = read

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from aioengine.families._block_config import AttentionConfig, HeadNorm
 from aioengine.families._config import FamilyConfig, decode_config, read_rope
 
 if TYPE_CHECKING:
@@ -37,12 +38,9 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
     found = decode_config(config, Config)
-    return replace(
-        found.decoder(read_rope(config)),
-        qkv_bias=found.attention_bias,
-        output_bias=found.attention_bias,
-        head_norm=found.rms_norm_eps,
-    )
+    bias = found.attention_bias
+    attention = AttentionConfig(qkv_bias=bias, output_bias=bias, head_norm=HeadNorm())
+    return replace(found.decoder(read_rope(config)), attention=attention)
 
 
 PLUGIN = read

@@ -16,12 +16,15 @@ def reference(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     """x [..., D], weight [D] -> [..., D]."""
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    if weight.dtype == torch.float32:
+        return (wide * inverse * weight).to(x.dtype)
     return (wide * inverse).to(x.dtype) * weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     """x [..., D], weight [D], epsilon [] fp32 on the device of x -> [..., D].
 
+    A weight in fp32 is multiplied in fp32, and the result is rounded once.
     On a CPU with fewer operations than ``reference``, since at one token each costs as much as its work: a row's sum of
     squares is the square of its norm.
     """
@@ -32,4 +35,6 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     inverse = torch.addcmul(epsilon, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+    if weight.dtype == torch.float32:
+        return (wide * inverse).mul_(weight).to(x.dtype)
     return (wide * inverse).to(x.dtype).mul_(weight)

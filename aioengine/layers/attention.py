@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aioengine.kernels.rotate_and_write import KVTarget, rotate_and_write
 from aioengine.kernels.rotate_heads import rotate_heads
-from aioengine.layers.linear import Linear
-from aioengine.layers.norm import RMSNorm
+from aioengine.layers.heads import HeadNorms, pair_order, qkv_order
+from aioengine.layers.linear import Linear, Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, StepAttention
+    from aioengine.families._block_config import AttentionConfig, NormConfig
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.placement import Placement, Target
+
+
+class AttentionLayer(Protocol):
+    """Attention of a block, with all that belongs to it: [T, D] -> [T, D], or [S, D] for selected tokens."""
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        """Name in the checkpoint -> where it goes, as ``Model.weights``."""
+        ...
+
+    def linears(self) -> list[Linear]:
+        """The linear layers that adapters may change."""
+        ...
+
+    def finish_loading(self) -> None: ...
+
+    def open_for_loading(self) -> None: ...
+
+    def __call__(
+        self,
+        x: Tensor,
+        tables: tuple[Tensor, Tensor],
+        attention: StepAttention,
+        layer: int,
+        *,
+        outputs: Tensor | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        """As ``SelfAttention``: x [T, D] -> [T, D], or [S, D]."""
+        ...
 
 
 class SelfAttention:
     """[T, D] -> [T, D], or [S, D] for selected tokens. Writes keys and values to the KV cache.
 
-    ``head_norm``: epsilon of an RMSNorm of each query and key head; None: no such norm.
+    Args:
+        norm, epsilon: of queries and keys, where ``config`` has such norms.
+        rotary_size: numbers of a head that are rotated, E or fewer.
+        is_transposed: the weights in the checkpoint are [inputs, outputs].
     """
 
     def __init__(
@@ -29,32 +62,36 @@ class SelfAttention:
         shape: AttentionShape,
         placement: Placement,
         *,
-        qkv_bias: bool,
-        output_bias: bool,
-        head_norm: float | None = None,
+        config: AttentionConfig,
+        norm: tuple[NormConfig, float],
+        rotary_size: int,
+        is_transposed: bool = False,
     ) -> None:
         self._num_heads, self._head_size = shape.num_heads, shape.head_size
         q_size, kv_size = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-        sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self._qkv = Linear(hidden_size, sizes, placement, bias=qkv_bias)
-        self._output = Linear(q_size, {"o_proj": hidden_size}, placement, bias=output_bias)
-        self._query_norm: RMSNorm | None = None
-        self._key_norm: RMSNorm | None = None
-        self._norms: tuple[Tensor, Tensor, Tensor] | None = None
-        if head_norm is not None:
-            query_norm = self._query_norm = RMSNorm(shape.head_size, head_norm, placement)
-            key_norm = self._key_norm = RMSNorm(shape.head_size, head_norm, placement)
-            self._norms = query_norm.weight, key_norm.weight, query_norm.epsilon
+        sizes = (q_size, kv_size, kv_size) if len(config.qkv) > 1 else (q_size + 2 * kv_size,)
+        pairs = pair_order(shape.head_size, rotary_size, is_interleaved=config.is_interleaved)
+        order = qkv_order(shape, pairs, is_grouped=config.is_grouped, device=placement.device)
+        parts = dict(zip(config.qkv, sizes, strict=True))
+        stored = Stored(order, is_transposed)
+        self._qkv = Linear(hidden_size, parts, placement, bias=config.qkv_bias, stored=stored)
+        output = {config.output: hidden_size}
+        stored = Stored(is_transposed=is_transposed)
+        self._output = Linear(q_size, output, placement, bias=config.output_bias, stored=stored)
+        self._head_norms: HeadNorms | None = None
+        if config.head_norm is not None:
+            self._head_norms = HeadNorms(config.head_norm, norm, shape, placement, pairs=pairs)
+        self._norms = None if self._head_norms is None else self._head_norms.fused
 
     def weights(self, prefix: str) -> dict[str, Target]:
         found = self._qkv.weights(prefix) | self._output.weights(prefix)
-        if self._query_norm and self._key_norm:
-            found |= self._query_norm.weights(f"{prefix}q_norm") | self._key_norm.weights(f"{prefix}k_norm")
-        return found
+        return found if self._head_norms is None else found | self._head_norms.weights(prefix)
 
     def finish_loading(self) -> None:
         self._qkv.finish_loading()
         self._output.finish_loading()
+        if self._head_norms is not None:
+            self._head_norms.finish_loading()
 
     def open_for_loading(self) -> None:
         self._qkv.open_for_loading()
@@ -81,6 +118,8 @@ class SelfAttention:
         """
         rows = None if adapters is None else adapters.tokens
         heads = self._qkv(x, rows).view(x.shape[0], -1, self._head_size)
+        if self._head_norms is not None and self._norms is None:
+            self._head_norms.apply(heads)
         target = attention.target(layer)
         if isinstance(target, KVTarget):
             q, k, v = rotate_and_write(heads, self._num_heads, tables, self._norms, target=target)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aioengine.layers.placement import Slice, Target
 
@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from aioengine.quantization._base import Axis
 
 
+class Stored(NamedTuple):
+    """How a checkpoint stores a layer.
+
+    Attributes:
+        order: [O] int64, where the checkpoint has each output of the layer, within its part; None: in the same order.
+        is_transposed: the weights of parts are [D, size].
+    """
+
+    order: Tensor | None = None
+    is_transposed: bool = False
+
+
+AS_COMPUTED = Stored()
+
+
 class Linear:
     """[T, D] -> [T, O].
 
@@ -26,9 +41,10 @@ class Linear:
         divided: tensor parallelism: the axis along which each part is divided among the ranks of the placement; None:
             every rank has the whole layer. With "outputs", each rank computes its share of the outputs; with "inputs",
             each rank computes a partial result for all outputs, to be summed over the ranks.
+        stored: how the checkpoint stores the layer.
 
     Attributes:
-        in_features: D. sizes: the output size of each part. is_gated: as above.
+        in_features: D. sizes: the output size of each part. is_gated, stored: as above.
     """
 
     def __init__(
@@ -40,6 +56,7 @@ class Linear:
         bias: bool = False,
         is_gated: bool = False,
         divided: Axis | None = None,
+        stored: Stored = AS_COMPUTED,
     ) -> None:
         self._shard = placement.shard
         self._divided: Axis | None = divided
@@ -50,6 +67,7 @@ class Linear:
         self.sizes = sizes
         self._format = placement.linear_format
         self.is_gated = is_gated
+        self.stored = stored
         self._batch_invariant = placement.batch_invariant
         self._tensors = self._format.empty(
             in_features, list(sizes.values()), has_bias=bias, dtype=placement.dtype, device=placement.device
@@ -64,10 +82,14 @@ class Linear:
         assert self._is_open, "the layer is not open for loading"
         sizes = list(self.sizes.values())
         return {
-            f"{prefix}{part}.{name}": Target(piece, self._source(name, piece))
+            f"{prefix}{part}.{name}": Target(self._as_stored(piece), self._source(name, piece))
             for name, tensor in self._tensors.items()
             for part, piece in zip(self.sizes, self._format.split(name, tensor, sizes), strict=True)
         }
+
+    def _as_stored(self, piece: Tensor) -> Tensor:
+        """The view of ``piece`` [...] in the shape that the checkpoint has."""
+        return piece.t() if self.stored.is_transposed and piece.dim() == 2 else piece
 
     def _source(self, name: str, piece: Tensor) -> Slice | None:
         """The slice of the checkpoint tensor that this rank loads into ``piece`` [...]; None: the whole tensor."""
@@ -81,6 +103,8 @@ class Linear:
         """Prepare the matmul. Tensors that it does not read are freed."""
         assert self._is_open, "the layer is not open for loading"
         self._is_open = False
+        if self.stored.order is not None:
+            self._reorder(self.stored.order)
         if self._divided == "inputs" and self._shard.rank and "bias" in self._tensors:
             self._tensors["bias"].zero_()  # the sum over the ranks must contain it once
         if self._matmul is None:
@@ -88,6 +112,12 @@ class Linear:
                 self._tensors, is_gated=self.is_gated, batch_invariant=self._batch_invariant
             )
             self._prepare_ungated()
+
+    def _reorder(self, order: Tensor) -> None:
+        """Put the outputs of all tensors into this order [O], in place."""
+        for name, tensor in self._tensors.items():
+            if (dim := self._format.dim_of(name, "outputs")) is not None:
+                tensor.copy_(tensor.index_select(dim, order))
 
     def use_adapters(self, adapters: LayerAdapters) -> None:
         """Set what is added for rows with an adapter. The weights are loaded."""
@@ -111,6 +141,8 @@ class Linear:
         assert not self._is_open, "the layer is open for loading already"
         self._is_open = True
         prepared, self._tensors = self._tensors, self._format.restore(self._tensors)
+        if self.stored.order is not None:
+            self._reorder(self.stored.order.argsort())
         if any(self._tensors.get(name) is not tensor for name, tensor in prepared.items()):
             self._matmul = None
 

@@ -2,39 +2,84 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from aioengine.layers.linear import Linear
+from aioengine.kernels.activation import activate, activate_and_mul
+from aioengine.layers.linear import Linear, Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioengine.families._block_config import Activation, MlpConfig
     from aioengine.layers.adapters import Grouping
     from aioengine.layers.placement import Placement, Target
 
 
-class GatedMLP:
-    """down(silu(gate(x)) * up(x)), [T, D] -> [T, D], with gate and up as one matmul."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, placement: Placement, *, bias: bool) -> None:
-        sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self._gate_up = Linear(hidden_size, sizes, placement, bias=bias, is_gated=True)
-        self._down = Linear(intermediate_size, {"down_proj": hidden_size}, placement, bias=bias)
+class FeedForward(Protocol):
+    """The part of a block behind attention: an MLP, or a mixture of experts."""
 
     def weights(self, prefix: str) -> dict[str, Target]:
-        return self._gate_up.weights(prefix) | self._down.weights(prefix)
-
-    def finish_loading(self) -> None:
-        self._gate_up.finish_loading()
-        self._down.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._gate_up.open_for_loading()
-        self._down.open_for_loading()
+        """Name in the checkpoint -> where it goes, as ``Model.weights``."""
+        ...
 
     def linears(self) -> list[Linear]:
-        return [self._gate_up, self._down]
+        """The linear layers that adapters may change."""
+        ...
+
+    def finish_loading(self) -> None: ...
+
+    def open_for_loading(self) -> None: ...
+
+    def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
+        """[T, D] -> [T, D]. ``rows``: grouped by adapter, as in ``Linear``."""
+        ...
+
+
+class MLP:
+    """second(activation(first(x))), or where gated second(activation(gates) * others): [T, D] -> [T, D].
+
+    Gates and others are one matmul.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        placement: Placement,
+        *,
+        config: MlpConfig,
+        is_transposed: bool = False,
+    ) -> None:
+        self._activation: Activation = config.activation
+        self._is_gated = config.is_gated
+        self._has_fused_gate = config.is_gated and config.activation == "silu"
+        total = intermediate_size * (2 if config.is_gated else 1)
+        sizes = dict.fromkeys(config.first, total // len(config.first))
+        stored = Stored(is_transposed=is_transposed)
+        self._first = Linear(
+            hidden_size, sizes, placement, bias=config.has_bias, is_gated=self._has_fused_gate, stored=stored
+        )
+        second = {config.second: hidden_size}
+        self._second = Linear(intermediate_size, second, placement, bias=config.has_bias, stored=stored)
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        return self._first.weights(prefix) | self._second.weights(prefix)
+
+    def finish_loading(self) -> None:
+        self._first.finish_loading()
+        self._second.finish_loading()
+
+    def open_for_loading(self) -> None:
+        self._first.open_for_loading()
+        self._second.open_for_loading()
+
+    def linears(self) -> list[Linear]:
+        return [self._first, self._second]
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
         """[T, D] -> [T, D]. ``rows``: as in ``Linear``."""
-        return self._down(self._gate_up(x, rows), rows)
+        inner = self._first(x, rows)
+        if self._has_fused_gate:
+            return self._second(inner, rows)
+        activate_inner = activate_and_mul if self._is_gated else activate
+        return self._second(activate_inner(inner, self._activation), rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn import functional
@@ -15,18 +15,68 @@ from aioengine.layers.placement import Target
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioengine.families._block_config import NormConfig
     from aioengine.layers.placement import Placement
 
 
-class RMSNorm:
+class Norm(Protocol):
     """[..., D] -> [..., D]."""
 
-    def __init__(self, size: int, epsilon: float, placement: Placement) -> None:
-        self.weight = placement.empty(size)
+    def weights(self, name: str) -> dict[str, Target]: ...
+
+    def finish_loading(self) -> None:
+        """Bring loaded weights into the form that is computed with; may be called again after they changed."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        ...
+
+    def after(self, delta: Tensor, residual: Tensor) -> Tensor:
+        """Add ``delta`` [T, D] to ``residual`` [T, D] in place; return the norm of the sum, [T, D]."""
+        ...
+
+
+def make_norm(config: NormConfig, size: int, epsilon: float, placement: Placement) -> Norm:
+    """The norm of ``size`` numbers that ``config`` describes."""
+    if config.kind == "layer":
+        return LayerNorm(size, epsilon, placement, bias=config.has_bias)
+    return RMSNorm(size, epsilon, placement, is_wide=config.is_wide, offset=config.offset)
+
+
+class RMSNorm:
+    """[..., D] -> [..., D].
+
+    Args:
+        is_wide: it is multiplied by its weight in fp32, and rounded once.
+        offset: added to the loaded weight; such a norm is wide.
+        order: [D] int64 indices of the loaded weight, for numbers that are in another order than in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        epsilon: float,
+        placement: Placement,
+        *,
+        is_wide: bool = False,
+        offset: float = 0.0,
+        order: Tensor | None = None,
+    ) -> None:
+        """``order``: [D]."""
+        dtype = torch.float32 if is_wide or offset else placement.dtype
+        self.weight = torch.empty(size, dtype=dtype, device=placement.device)
         self.epsilon = torch.tensor(epsilon, dtype=torch.float32, device=placement.device)
+        self._offset, self._order = offset, order
+        self._loaded = torch.empty_like(self.weight) if offset or order is not None else self.weight
 
     def weights(self, name: str) -> dict[str, Target]:
-        return {f"{name}.weight": Target(self.weight)}
+        return {f"{name}.weight": Target(self._loaded)}
+
+    def finish_loading(self) -> None:
+        if self._loaded is not self.weight:
+            ordered = self._loaded if self._order is None else self._loaded.index_select(0, self._order)
+            torch.add(ordered, self._offset, out=self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
@@ -49,11 +99,14 @@ class LayerNorm:
         found = {f"{name}.weight": Target(self._weight)}
         return found if self._bias is None else {**found, f"{name}.bias": Target(self._bias)}
 
+    def finish_loading(self) -> None:
+        pass  # the weights are computed with as they are loaded
+
     def __call__(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._epsilon)
 
-    def after(self, delta: Tensor, residual: Tensor, *, keeps_sum: bool) -> Tensor:
+    def after(self, delta: Tensor, residual: Tensor, *, keeps_sum: bool = True) -> Tensor:
         """The norm of ``delta`` + ``residual``, [T, D] each -> [T, D]; ``keeps_sum``: ``residual`` becomes the sum."""
         return add_layer_norm(
             delta, residual, weight=self._weight, bias=self._bias, epsilon=self._epsilon, keeps_sum=keeps_sum

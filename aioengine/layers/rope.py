@@ -14,11 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
+
+from aioengine.families._config import RopeConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from aioengine.families._config import RopeConfig
 
 TABLE_ROWS = 4096
 """Rows of the table that are computed at a time, which bounds the temporary memory."""
@@ -110,20 +111,27 @@ class RotaryEmbedding:
     """cos and sin of positions; bitwise the same for a position in every step.
 
     Up to ``MAX_TABLE`` positions they are read from a table; for a longer context, each step computes them.
+
+    Args:
+        config: None: heads are not rotated. Where it rotates a part of a head, the numbers of the head are in the order
+            of ``layers.heads.pair_order``.
     """
 
     def __init__(
         self,
-        config: RopeConfig,
+        config: RopeConfig | None,
         head_size: int,
         *,
         max_position_embeddings: int,
         num_positions: int,
         device: torch.device,
     ) -> None:
-        fixed, self._factor = frequencies(config, head_size, max_position_embeddings)
+        rotary_size = 0 if config is None else config.rotary_size(head_size)
+        self._num_unrotated = (head_size - rotary_size) // 2
+        config = config or RopeConfig()
+        fixed, self._factor = frequencies(config, rotary_size, max_position_embeddings)
         self._frequencies = fixed if num_positions <= MAX_TABLE else fixed.to(device)
-        self._dynamic = partial(_dynamic, config, head_size, max_position_embeddings=max_position_embeddings)
+        self._dynamic = partial(_dynamic, config, rotary_size, max_position_embeddings=max_position_embeddings)
         self._is_dynamic = config.rope_type == "dynamic"
         self._axes = _axes(config, head_size // 2).to(device) if config.mrope_section else None
         self._table: Tensor | None = None
@@ -164,4 +172,8 @@ class RotaryEmbedding:
             angles = positions.unsqueeze(1) * self._dynamic(positions)
         else:
             angles = positions.float().unsqueeze(1) * self._frequencies
-        return torch.stack((angles.cos() * self._factor, angles.sin() * self._factor), 1)
+        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        if self._num_unrotated:
+            cos = functional.pad(cos, (0, self._num_unrotated), value=1.0)
+            sin = functional.pad(sin, (0, self._num_unrotated))
+        return torch.stack((cos, sin), 1)

@@ -1,104 +1,35 @@
-"""The decoder that most families share: pre-norm blocks of attention and a gated MLP, rotary positions.
+"""The decoder that most families share: an embedding, blocks, a norm and a head.
 
-A family's file in ``families`` reads its config.json.
+A family's file in ``families`` reads its config.json. ``_decoder_block.py`` makes the blocks.
 T tokens, D model size, V vocabulary, S sampled rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from aioengine.attention._base import AttentionShape
 from aioengine.families._config import Task
-from aioengine.families._tensors import is_ignored
-from aioengine.layers.attention import SelfAttention
+from aioengine.families._tensors import block_shapes, is_ignored
 from aioengine.layers.embedding import Embedding
 from aioengine.layers.linear import Linear
-from aioengine.layers.mlp import GatedMLP
-from aioengine.layers.norm import RMSNorm
+from aioengine.layers.norm import make_norm
 from aioengine.layers.placement import Placement
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models._base import InputSpec
+from aioengine.models._decoder_block import Block, BlockStep
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import StepAttention
-    from aioengine.families._config import DecoderConfig
+    from aioengine.families._config import DecoderConfig, RopeConfig
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.placement import Target
     from aioengine.models._base import ModelInputs, ModelOptions
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The arguments that all blocks of a step share."""
-
-    tables: tuple[Tensor, Tensor]
-    attention: StepAttention
-    adapters: AdapterRows | None = None
-
-
-class _Block:
-    def __init__(self, config: DecoderConfig, shape: AttentionShape, placement: Placement) -> None:
-        self._attention_norm = RMSNorm(config.hidden_size, config.epsilon, placement)
-        self._attention = SelfAttention(
-            config.hidden_size,
-            shape,
-            placement,
-            qkv_bias=config.qkv_bias,
-            output_bias=config.output_bias,
-            head_norm=config.head_norm,
-        )
-        self._mlp_norm = RMSNorm(config.hidden_size, config.epsilon, placement)
-        self._mlp = GatedMLP(config.hidden_size, config.intermediate_size, placement, bias=config.mlp_bias)
-
-    def weights(self, prefix: str) -> dict[str, Target]:
-        return (
-            self._attention_norm.weights(f"{prefix}input_layernorm")
-            | self._attention.weights(f"{prefix}self_attn.")
-            | self._mlp_norm.weights(f"{prefix}post_attention_layernorm")
-            | self._mlp.weights(f"{prefix}mlp.")
-        )
-
-    def linears(self, prefix: str) -> list[tuple[str, Linear]]:
-        """Each linear layer, with the prefix of its parts in the checkpoint."""
-        in_attention = [(f"{prefix}self_attn.", linear) for linear in self._attention.linears()]
-        return in_attention + [(f"{prefix}mlp.", linear) for linear in self._mlp.linears()]
-
-    def finish_loading(self) -> None:
-        self._attention.finish_loading()
-        self._mlp.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._attention.open_for_loading()
-        self._mlp.open_for_loading()
-
-    def __call__(
-        self, x: Tensor, delta: Tensor | None, step: _Step, layer: int, *, outputs: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """One block over x [T, D].
-
-        Args:
-            x: the residual stream, changed in place.
-            delta: [T, D], the output of the block before, not yet added to x; None for the first block.
-            outputs: [S] int64, the tokens that are computed after attention; None: all.
-
-        Returns:
-            The stream and what is to be added to it next, [T, D] or [S, D] each.
-        """
-        normed = self._attention_norm(x) if delta is None else self._attention_norm.after(delta, x)
-        adapters = step.adapters
-        attended = self._attention(normed, step.tables, step.attention, layer, outputs=outputs, adapters=adapters)
-        rows = None if adapters is None else adapters.tokens
-        if outputs is not None:
-            x = x.index_select(0, outputs)
-            rows = None if adapters is None else adapters.outputs
-        return x, self._mlp(self._mlp_norm.after(attended, x), rows)
 
 
 def reached_windows(windows: tuple[int | None, ...], longest: int) -> tuple[int | None, ...]:
@@ -123,9 +54,10 @@ class Decoder:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
-            scale=config.head_size**-0.5,
+            scale=config.head_size**-0.5 if config.attention.scale is None else config.attention.scale,
             is_causal=config.is_causal,
             windows=reached_windows(config.windows, options.max_positions),
+            soft_cap=config.attention.soft_cap,
         )
         self.task = config.task
         self.input_spec = InputSpec()
@@ -135,27 +67,30 @@ class Decoder:
         self.prefix = config.prefix
         self.renamed = config.renamed
         self._embedding = Embedding(config.vocab_size, config.hidden_size, placement)
-        self._rotary = RotaryEmbedding(
-            config.rope,
-            config.head_size,
-            max_position_embeddings=config.max_position_embeddings,
-            num_positions=options.max_positions,
-            device=options.device,
-        )
-        self._blocks = [_Block(config, self.attention_shape, placement) for _ in range(config.num_layers)]
-        self._norm = RMSNorm(config.hidden_size, config.epsilon, placement)
-        self._head = Linear(config.hidden_size, config.head, placement) if config.head else None
+        ropes = list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
+        self._ropes = [_rotary_embedding(rope, config, options) for rope in ropes]
+        self._blocks = [
+            Block(config, layer, self.attention_shape, placement, rope=ropes.index(config.rope_of(layer)))
+            for layer in range(config.num_layers)
+        ]
+        self._block_kinds = _first_of_each_kind(config)
+        self._norm = make_norm(config.norm, config.hidden_size, config.epsilon, placement)
+        head = config.head
+        has_bias = config.head_bias and config.names.head in head
+        self._head = Linear(config.hidden_size, head, placement, bias=has_bias) if head else None
         self._logits: Matmul | None = self._head
 
     def weights(self) -> dict[str, Target]:
-        found = self._embedding.weights("model.embed_tokens") | self._norm.weights("model.norm")
-        for index, block in enumerate(self._blocks):
-            found |= block.weights(f"model.layers.{index}.")
+        names = self._config.names
+        found = self._embedding.weights(names.embedding) | self._norm.weights(names.norm)
+        for layer, block in enumerate(self._blocks):
+            found |= block.weights(names.block(layer))
         return found if self._head is None else found | self._head.weights("")
 
     def linears(self) -> list[tuple[str, Linear]]:
         """See ``models._base.AdaptableModel``."""
-        return [found for index, block in enumerate(self._blocks) for found in block.linears(f"model.layers.{index}.")]
+        names = self._config.names
+        return [found for layer, block in enumerate(self._blocks) for found in block.linears(names.block(layer))]
 
     def is_ignored(self, name: str) -> bool:
         return is_ignored(self._config, name)
@@ -163,6 +98,7 @@ class Decoder:
     def finish_loading(self) -> None:
         for block in self._blocks:
             block.finish_loading()
+        self._norm.finish_loading()
         if self._head is not None:
             self._head.finish_loading()
         elif self.task is Task.GENERATE:
@@ -176,32 +112,62 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> [T, D]."""
-        return self._embedding(token_ids)
+        found = self._embedding(token_ids)
+        return found if self._config.embedding_scale == 1.0 else found.mul_(self._config.embedding_scale)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
-        step = _Step(self._rotary.tables(inputs.positions), attention, inputs.adapters)
+        step = self._step(inputs.positions, attention, inputs.adapters)
         if inputs.embeddings is not None:
             x = inputs.embeddings.clone()  # the blocks change it in place
         else:
             assert inputs.token_ids is not None, "neither token ids nor embeddings"
-            x = self._embedding(inputs.token_ids)
+            x = self.embed(inputs.token_ids)
         delta: Tensor | None = None
         for layer, block in enumerate(self._blocks):
             is_last = layer == len(self._blocks) - 1
-            x, delta = block(x, delta, step, layer, outputs=inputs.outputs if is_last else None)
+            x, delta = block(x, delta, step, outputs=inputs.outputs if is_last else None)
             if inputs.deepstack is not None and layer < inputs.deepstack[1].shape[1]:
                 x.index_add_(0, inputs.deepstack[0], inputs.deepstack[1][:, layer])
         return self._norm(x) if delta is None else self._norm.after(delta, x)
 
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
-        x = self._norm.weight.new_zeros(num_tokens, self.hidden_size)
-        positions = torch.zeros(num_tokens, dtype=torch.int64, device=x.device)
-        self._blocks[0](x, None, _Step(self._rotary.tables(positions), attention), 0, outputs=None)
+        weight = self._embedding.weight
+        positions = torch.zeros(num_tokens, dtype=torch.int64, device=weight.device)
+        step = self._step(positions, attention, None)
+        for layer in self._block_kinds:
+            self._blocks[layer](weight.new_zeros(num_tokens, self.hidden_size), None, step, outputs=None)
+
+    def _step(self, positions: Tensor, attention: StepAttention, adapters: AdapterRows | None) -> BlockStep:
+        """``positions`` [T], or [3, T]."""
+        return BlockStep([rope.tables(positions) for rope in self._ropes], attention, adapters)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> [S, V]; of a classifier, its scores; without a head, what is given."""
         if self.task is Task.EMBED:
             return hidden
         assert self._logits is not None, "finish_loading was not called"
-        return self._logits(hidden)
+        logits = self._logits(hidden)
+        if self.task is Task.CLASSIFY:
+            return logits
+        if self._config.logits_scale != 1.0:
+            logits.mul_(self._config.logits_scale)
+        cap = self._config.logits_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _first_of_each_kind(config: DecoderConfig) -> list[int]:
+    """Layers whose blocks have tensors of other shapes than those of the layers before."""
+    shapes = [tuple(block_shapes(config, layer).items()) for layer in range(config.num_layers)]
+    return [layer for layer, found in enumerate(shapes) if found not in shapes[:layer]]
+
+
+def _rotary_embedding(rope: RopeConfig | None, config: DecoderConfig, options: ModelOptions) -> RotaryEmbedding:
+    """``rope`` None: heads stay as they are."""
+    return RotaryEmbedding(
+        rope,
+        config.rope_size or config.head_size,
+        max_position_embeddings=config.max_position_embeddings,
+        num_positions=options.max_positions,
+        device=options.device,
+    )

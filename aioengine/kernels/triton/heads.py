@@ -46,7 +46,12 @@ def _normed(
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     mean = (tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)) / (2 * HALF)
     inverse = (1.0 / tl.sqrt_rn(mean + least))[:, None]
-    return (wide_low * inverse).to(low.dtype) * weight_low, (wide_high * inverse).to(low.dtype) * weight_high
+    if weight_low.dtype == tl.float32:  # rounded once
+        normed_low, normed_high = wide_low * inverse * weight_low, wide_high * inverse * weight_high
+    else:
+        normed_low = (wide_low * inverse).to(low.dtype) * weight_low
+        normed_high = (wide_high * inverse).to(low.dtype) * weight_high
+    return normed_low.to(low.dtype), normed_high.to(low.dtype)
 
 
 @triton.jit
@@ -170,7 +175,8 @@ def rotate(
     )
     sizes = stride, num_query, num_kv, half, page_size
     alignments = heads.data_ptr() % 16, out is not None and out.data_ptr() % 16
-    key = (heads.dtype, keys.dtype, slots.dtype, sizes, has_norms, writes, moves, alignments)
+    norm_dtype = norms[0].dtype if norms else None
+    key = (heads.dtype, keys.dtype, slots.dtype, sizes, norm_dtype, writes, moves, alignments)
     _rotate((num_tokens, -(-(num_heads if writes else num_query + num_kv) // HEADS), 1), key, arguments, options(4))
 
 

@@ -25,6 +25,7 @@ def _norm_kernel(
     num_columns: tl.tensor,
     epsilon: tl.tensor,
     ADDS: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
@@ -42,8 +43,8 @@ def _norm_kernel(
         tl.store(residual + row * row_stride + columns, x, mask=inside)
     wide = x.to(tl.float32)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + least)
-    normed = (wide * inverse).to(x.dtype) * scale
-    tl.store(out + row * num_columns + columns, normed, mask=inside)
+    normed = wide * inverse * scale if WIDE else (wide * inverse).to(x.dtype) * scale
+    tl.store(out + row * num_columns + columns, normed.to(x.dtype), mask=inside)
 
 
 @triton.jit
@@ -125,15 +126,18 @@ _gelu = Launcher(_gelu_kernel)
 
 
 def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
-    """``residual`` [T, D] += delta, in place where there is a delta; returns its norm."""
+    """``residual`` [T, D] += delta, in place where there is a delta; returns its norm.
+
+    With a weight in fp32 the result is rounded once.
+    """
     num_rows, num_columns = residual.shape
     out = torch.empty((num_rows, num_columns), dtype=residual.dtype, device=residual.device)
-    adds = delta is not None
-    key = (residual.dtype, num_columns, residual.stride(0), adds, residual.data_ptr() % 16)
+    adds, is_wide = delta is not None, weight.dtype == torch.float32
+    key = (residual.dtype, num_columns, residual.stride(0), adds, is_wide, residual.data_ptr() % 16)
     block = next_power_of_2(num_columns)
     arguments = (
         *(delta if adds else residual, residual, weight, out),
-        *(residual.stride(0), num_columns, epsilon, adds, block, has_dependent_launch()),
+        *(residual.stride(0), num_columns, epsilon, adds, is_wide, block, has_dependent_launch()),
     )
     _norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import numpy.typing as npt
+    from torch import Tensor
 
     from aioengine.layers.linear import Linear
 
@@ -60,16 +61,24 @@ class Layout:
         self.max_rank = padded_rank(max_rank)
         self.layers: list[Layer] = []
         self.shapes: dict[str, tuple[int, int]] = {}
+        self._orders: dict[str, Tensor] = {}
         for prefix, linear in linears:
             names = tuple(f"{prefix}{part}" for part in linear.sizes)
             self.shapes |= {
                 name: (size, linear.in_features) for name, size in zip(names, linear.sizes.values(), strict=True)
             }
+            if linear.stored.order is not None:
+                self._orders |= zip(names, linear.stored.order.cpu().split([*linear.sizes.values()]), strict=True)
             if not modules or any(part in modules for part in linear.sizes):
                 first = self.layers[-1].first_part + len(self.layers[-1].names) if self.layers else 0
                 self.layers.append(Layer(linear, names, first))
         self._names = [name for layer in self.layers for name in layer.names]
         self._modules = modules
+
+    def order(self, name: str) -> Tensor | None:
+        """Where the checkpoint has each output [O] of this part; None: in the same order."""
+        order = self._orders.get(name)
+        return None if order is None else order - order.min()
 
     def places(self, ranks: dict[str, int]) -> tuple[dict[str, Place], int]:
         """The places of the matrices of an adapter with these ranks, by part, and the size of its slot in numbers."""

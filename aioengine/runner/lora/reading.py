@@ -69,6 +69,8 @@ def read_adapter(
             b = numbers[place.first_b :][: num_outputs * place.rank].view(num_outputs, place.rank)
             _fill(a[: part.rank], read_tensor(file, part.a), part.a)
             rows = read_tensor(file, part.b)[part.first_row : part.first_row + num_outputs]
+            if (order := layout.order(part.layer)) is not None:
+                rows = rows.index_select(0, order)
             _fill(b[:, : part.rank], rows.to(torch.float32) * part.scale, part.b)
             matrices[part.layer] = a, b
     if for_gpu:

@@ -1,0 +1,126 @@
+"""The parts of a decoder's block, with the names of their tensors in the checkpoint. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+ACTIVATIONS: Final[Mapping[str, Activation]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""The activations of config.json that are implemented."""
+
+
+class TensorNames(Struct, frozen=True, kw_only=True):
+    """Names in the checkpoint of the parts of a decoder. ``layers``: of the list of its blocks."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+
+    def block(self, layer: int) -> str:
+        """What all names of this block begin with."""
+        return f"{self.layers}.{layer}."
+
+
+class NormConfig(Struct, frozen=True, kw_only=True):
+    """The norms of a model.
+
+    Attributes:
+        kind: "rms", or "layer", which takes the mean away.
+        has_bias: of a "layer" norm.
+        is_wide: an "rms" norm is multiplied by its weight in fp32, and rounded once; else rounded before as well.
+        offset: added to the weight of the checkpoint; such a norm is wide.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    has_bias: bool = False
+    is_wide: bool = False
+    offset: float = 0.0
+
+
+class BlockConfig(Struct, frozen=True, kw_only=True):
+    """How attention and MLP are connected. Each may have a norm before it and one behind it; "": there is none.
+
+    Attributes:
+        attention, mlp: what the names of their tensors begin with.
+        is_parallel: both read the stream as it was before the block. Without a norm of its own the MLP then reads what
+            attention reads.
+        residual_scale: multiplies the outputs of both.
+    """
+
+    attention: str = "self_attn."
+    mlp: str = "mlp."
+    attention_norm: str = "input_layernorm"
+    attention_output_norm: str = ""
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_output_norm: str = ""
+    is_parallel: bool = False
+    residual_scale: float = 1.0
+
+    @property
+    def norms(self) -> list[str]:
+        """The names of those that there are."""
+        found = self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm
+        return [name for name in found if name]
+
+
+class HeadNorm(Struct, frozen=True, kw_only=True):
+    """Norms of queries and keys, before they are rotated.
+
+    Attributes:
+        extent: "head": of each head, with one weight for all; "all_heads": one norm over all heads together.
+    """
+
+    names: tuple[str, str] = ("q_norm", "k_norm")
+    extent: Literal["head", "all_heads"] = "head"
+
+
+class AttentionConfig(Struct, frozen=True, kw_only=True):
+    """Self-attention.
+
+    Attributes:
+        qkv: the layers of queries, keys and values, or one layer of all.
+        is_grouped: one layer of all has for each KV head its queries, its key and its value; else all queries, all keys
+            and all values.
+        scale: multiplies the dot products of queries and keys; None: 1 / sqrt(head size).
+        soft_cap: as in ``AttentionShape``.
+        is_interleaved: the rotation pairs neighbours; else the first half of what is rotated with the second.
+    """
+
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    is_grouped: bool = False
+    output: str = "o_proj"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    scale: float | None = None
+    soft_cap: float | None = None
+    is_interleaved: bool = False
+    head_norm: HeadNorm | None = None
+
+
+class MlpConfig(Struct, frozen=True, kw_only=True):
+    """second(activation(first(x))), or where gated: second(activation(gates) * others).
+
+    Attributes:
+        first: a layer, or those of the gates and of what they gate, which may also be one layer, gates first.
+    """
+
+    first: tuple[str, ...] = ("gate_proj", "up_proj")
+    second: str = "down_proj"
+    is_gated: bool = True
+    activation: Activation = "silu"
+    has_bias: bool = False

@@ -1,0 +1,55 @@
+"""Activations by name: x [...] -> [...], and of a gated MLP, x [T, 2 I] -> activation(gates) * others [T, I].
+
+On a CPU a row's bits do not depend on the other rows, as those of ``gelu`` and ``silu_and_mul``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from aioengine.kernels.gelu import gelu
+from aioengine.kernels.silu_and_mul import silu_and_mul
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.families._block_config import Activation
+
+
+def reference(x: Tensor, activation: Activation) -> Tensor:
+    """x [...] -> [...], as transformers computes it."""
+    match activation:
+        case "silu":
+            return functional.silu(x)
+        case "relu":
+            return functional.relu(x)
+        case "gelu":
+            return functional.gelu(x)
+        case "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """As ``reference``: [...] -> [...]; may use the memory of x."""
+    match activation:
+        case "silu" if x.dtype == torch.float32 and x.device.type == "cpu":
+            return torch.div(x, torch.neg(x).exp_().add_(1.0))
+        case "silu":
+            return functional.silu(x)
+        case "relu":
+            return x.relu_()
+        case "gelu":
+            return gelu(x)
+        case "gelu_tanh":
+            return gelu(x, approximate="tanh")
+
+
+def activate_and_mul(x: Tensor, activation: Activation) -> Tensor:
+    """x [T, 2 I], gates first -> activation(gates) * others [T, I]."""
+    if activation == "silu":
+        return silu_and_mul(x)
+    gates, others = x.chunk(2, dim=-1)
+    return activate(gates, activation).mul_(others)

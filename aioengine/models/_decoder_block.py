@@ -1,0 +1,156 @@
+"""The blocks of a decoder, made of what its config says: norms, attention, and an MLP or what takes its place.
+
+T tokens, D model size, S chosen tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aioengine.layers.attention import SelfAttention
+from aioengine.layers.mlp import MLP
+from aioengine.layers.norm import make_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionShape, StepAttention
+    from aioengine.families._config import DecoderConfig
+    from aioengine.layers.adapters import AdapterRows, Grouping
+    from aioengine.layers.attention import AttentionLayer
+    from aioengine.layers.linear import Linear
+    from aioengine.layers.mlp import FeedForward
+    from aioengine.layers.norm import Norm
+    from aioengine.layers.placement import Placement, Target
+
+    Tables = tuple[Tensor, Tensor]
+
+
+def make_attention(config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement) -> AttentionLayer:
+    """The attention of this layer. Another kind is made here, as its config says."""
+    rope = config.rope_of(layer)
+    return SelfAttention(
+        config.hidden_size,
+        shape,
+        placement,
+        config=config.attention,
+        norm=(config.norm, config.epsilon),
+        rotary_size=config.head_size if rope is None else rope.rotary_size(config.head_size),
+        is_transposed=config.is_transposed,
+    )
+
+
+def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> FeedForward:
+    """The MLP of this layer. Another kind, such as a mixture of experts, is made here, as its config says."""
+    return MLP(
+        config.hidden_size,
+        config.intermediate_size,
+        placement,
+        config=config.mlp,
+        is_transposed=config.is_transposed,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStep:
+    """The arguments that all blocks of a step share. ``tables``: of each rotary embedding of the model."""
+
+    tables: list[Tables]
+    attention: StepAttention
+    adapters: AdapterRows | None = None
+
+
+class Block:
+    """Attention and an MLP, each with a norm before or behind it, or both; see ``BlockConfig``.
+
+    ``rope``: the index of its rotary embedding in ``BlockStep.tables``.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement, *, rope: int
+    ) -> None:
+        self._config = block = config.block
+        self._layer, self._rope = layer, rope
+        self._norms: dict[str, Norm] = {
+            name: make_norm(config.norm, config.hidden_size, config.epsilon, placement) for name in block.norms
+        }
+        self._attention_norm = self._norms.get(block.attention_norm)
+        self._attention = make_attention(config, layer, shape, placement)
+        self._attention_output_norm = self._norms.get(block.attention_output_norm)
+        self._mlp_norm = self._norms.get(block.mlp_norm)
+        self._mlp = make_mlp(config, layer, placement)
+        self._mlp_output_norm = self._norms.get(block.mlp_output_norm)
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        found = self._attention.weights(f"{prefix}{self._config.attention}")
+        found |= self._mlp.weights(f"{prefix}{self._config.mlp}")
+        for name, norm in self._norms.items():
+            found |= norm.weights(f"{prefix}{name}")
+        return found
+
+    def linears(self, prefix: str) -> list[tuple[str, Linear]]:
+        """Each linear layer, with the prefix of its parts in the checkpoint."""
+        attention, mlp = f"{prefix}{self._config.attention}", f"{prefix}{self._config.mlp}"
+        in_attention = [(attention, linear) for linear in self._attention.linears()]
+        return in_attention + [(mlp, linear) for linear in self._mlp.linears()]
+
+    def finish_loading(self) -> None:
+        self._attention.finish_loading()
+        self._mlp.finish_loading()
+        for norm in self._norms.values():
+            norm.finish_loading()
+
+    def open_for_loading(self) -> None:
+        self._attention.open_for_loading()
+        self._mlp.open_for_loading()
+
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, step: BlockStep, *, outputs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """One block over x [T, D].
+
+        Args:
+            x: the residual stream, changed in place.
+            delta: [T, D], the output of the block before, not yet added to x; None for the first block.
+            outputs: [S] int64, the tokens that are computed after attention; None: all.
+
+        Returns:
+            The stream and what is to be added to it next, [T, D] or [S, D] each.
+        """
+        normed = _added(x, delta, self._attention_norm)
+        adapters = step.adapters
+        attended = self._attention(
+            normed, step.tables[self._rope], step.attention, self._layer, outputs=outputs, adapters=adapters
+        )
+        attended = self._scaled(attended, self._attention_output_norm)
+        rows = None if adapters is None else adapters.tokens
+        if outputs is not None:
+            x = x.index_select(0, outputs)
+            rows = None if adapters is None else adapters.outputs
+        if self._config.is_parallel:
+            return x, self._beside(x, normed, attended, rows, outputs=outputs)
+        return x, self._scaled(self._mlp(_added(x, attended, self._mlp_norm), rows), self._mlp_output_norm)
+
+    def _beside(
+        self, x: Tensor, normed: Tensor, attended: Tensor, rows: Grouping | None, *, outputs: Tensor | None
+    ) -> Tensor:
+        """The sum of ``attended`` [S, D] and of the MLP of the same stream: x [S, D], or what attention read [T, D]."""
+        if self._mlp_norm is not None:
+            normed = self._mlp_norm(x)
+        elif outputs is not None:
+            normed = normed.index_select(0, outputs)
+        return attended.add_(self._scaled(self._mlp(normed, rows), self._mlp_output_norm))
+
+    def _scaled(self, delta: Tensor, norm: Norm | None) -> Tensor:
+        """``delta`` [S, D] behind its norm, times the factor of the stream."""
+        if norm is not None:
+            delta = norm(delta)
+        return delta if self._config.residual_scale == 1.0 else delta.mul_(self._config.residual_scale)
+
+
+def _added(x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
+    """Add ``delta`` [T, D] to the stream x [T, D] in place; return its norm, or x itself where there is no norm."""
+    if norm is None:
+        return x if delta is None else x.add_(delta)
+    return norm(x) if delta is None else norm.after(delta, x)
