@@ -153,6 +153,9 @@ class VisionModel(Protocol):
     def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:
         """What the image processor of transformers gives for one image -> its features [N, (1 + K) * D].
 
+        In place of ``pixel_values`` there may be ``pixels`` [..., C, height, width], which are bytes, not cut into
+        patches, with the ``table`` [C, 256] of their values.
+
         The first D numbers stand for the embedding of the token, the others are for the first K layers.
 
         Raises:

@@ -54,9 +54,8 @@ class ImageDecoder(Decoder):
     @torch.inference_mode()
     def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:
         """See ``VisionModel``: [N, (1 + K) * D]."""
-        inputs = {name: self._on_device(array) for name, array in arrays.items()}
         try:
-            found = self._tower.get_image_features(**inputs, return_dict=True)
+            found = self._tower.get_image_features(**self._inputs(arrays), return_dict=True)
         except (TypeError, RuntimeError, IndexError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -67,15 +66,26 @@ class ImageDecoder(Decoder):
             features += [torch.cat(list(each)) for each in found.deepstack_features]
         return torch.cat([each.to(self.dtype) for each in features], -1)
 
-    def _on_device(self, array: Tensor) -> Tensor:
-        """[...], numbers in the dtype of the model."""
-        array = to_device(array, self._device)  # before the conversion, which a GPU does faster
-        return array.to(self.dtype) if array.is_floating_point() else array
+    def _inputs(self, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The arrays [...] on the device, numbers in the dtype of the model, values in place of bytes."""
+        found: dict[str, Tensor] = {}
+        for name, array in arrays.items():
+            on_device = to_device(array, self._device)  # before the conversion, which a GPU does faster
+            found[name] = on_device.to(self.dtype) if array.is_floating_point() else on_device
+        if "pixels" in found and "table" in found:
+            found["pixel_values"] = looked_up(found.pop("pixels"), found.pop("table"))
+        return found
 
     def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
         """See ``VisionModel``: pixels [1, 3, side, side], since every image has one size."""
         side = int(self._tower.config.vision_config.image_size)
-        return {"pixel_values": torch.zeros(1, 3, side, side)}
+        return {"pixels": torch.zeros(1, 3, side, side, dtype=torch.uint8), "table": torch.zeros(3, 256)}
+
+
+def looked_up(pixels: Tensor, table: Tensor) -> Tensor:
+    """Bytes [..., C, H, W] -> the values [..., C, H, W] that stand for them in the table [C, 256]."""
+    channels = pixels.view(-1, len(table), pixels.shape[-2] * pixels.shape[-1])
+    return table.expand(len(channels), -1, -1).gather(2, channels.long()).view(pixels.shape)
 
 
 def shapes_of(arrays: Mapping[str, Tensor]) -> str:

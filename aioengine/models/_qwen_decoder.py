@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.models._image_decoder import ImageDecoder, shapes_of
-from aioengine.models._qwen_tower import QwenTower, TowerSizes
+from aioengine.models._qwen_tower import QwenTower, TowerSizes, cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,26 +48,33 @@ class QwenVision(ImageDecoder):
     @torch.inference_mode()
     def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:
         """See ``VisionModel``: [M, (1 + K) * X]."""
-        patches, grids = arrays.get("pixel_values"), arrays.get("image_grid_thw")
-        if patches is None or grids is None or grids.shape != (1, 3) or patches.dim() != 2:
+        given, grids = arrays.get("pixels", arrays.get("pixel_values")), arrays.get("image_grid_thw")
+        if given is None or grids is None or grids.shape != (1, 3):
             message = f"pixel_values and image_grid_thw of one image are needed, not {shapes_of(arrays)}"
             raise ValueError(message)
         frames, height, width = grid = tuple(grids[0].tolist())
-        merge, patch_values = self._vision.spatial_merge_size, self._patch_values()
-        is_whole = min(grid) > 0 and not (height % merge or width % merge)
-        if not is_whole or patches.shape != (frames * height * width, patch_values):
+        vision, merge = self._vision, self._vision.spatial_merge_size
+        if "pixels" in arrays:
+            shape = (vision.in_channels, height * vision.patch_size, width * vision.patch_size)
+            is_whole = frames == 1 and "table" in arrays and arrays["table"].shape == (vision.in_channels, 256)
+        else:
+            shape = (frames * height * width, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+            is_whole = True
+        if not is_whole or min(grid) < 1 or height % merge or width % merge or given.shape != shape:
             message = f"pixel_values and image_grid_thw do not fit: {shapes_of(arrays)}, a grid of {grid}"
             raise ValueError(message)
-        return torch.cat(self._qwen_tower(self._on_device(patches), (frames, height, width)), -1)
+        values = self._inputs({name: array for name, array in arrays.items() if array is not grids})["pixel_values"]
+        if "pixels" in arrays:
+            values = cut(values, size=vision.patch_size, merge=merge, frames=vision.temporal_patch_size)
+        return torch.cat(self._qwen_tower(values, (frames, height, width)), -1)
 
     def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
-        """See ``VisionModel``: a square; pixels [N, values] and its grid [1, 3]."""
-        side = max(math.isqrt(max_tokens), 1) * self._vision.spatial_merge_size
+        """See ``VisionModel``: a square; pixels [C, height, width], their table [C, 256] and the grid [1, 3]."""
+        vision = self._vision
+        side = max(math.isqrt(max_tokens), 1) * vision.spatial_merge_size
+        size = side * vision.patch_size
         return {
-            "pixel_values": torch.zeros(side * side, self._patch_values()),
+            "pixels": torch.zeros(vision.in_channels, size, size, dtype=torch.uint8),
+            "table": torch.zeros(vision.in_channels, 256),
             "image_grid_thw": torch.tensor([[1, side, side]]),
         }
-
-    def _patch_values(self) -> int:
-        vision = self._vision
-        return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

@@ -235,6 +235,17 @@ class QwenTower:
         return to_device(torch.from_numpy(np.ascontiguousarray(values)), self._device)
 
 
+def cut(values: Tensor, *, size: int, merge: int, frames: int) -> Tensor:
+    """An image [C, height, width] -> its patches of ``size`` x ``size`` pixels [N, C * frames * size^2].
+
+    Those of a token stand together; all ``frames`` of a patch are the image.
+    """
+    rows, columns = values.shape[1] // (size * merge), values.shape[2] // (size * merge)
+    parts = values.view(-1, rows, merge, size, columns, merge, size).permute(1, 4, 2, 5, 0, 3, 6)
+    seen = parts.unsqueeze(5).expand(-1, -1, -1, -1, -1, frames, -1, -1)
+    return seen.reshape(rows * columns * merge**2, -1)
+
+
 def patch_places(grid: Grid, merge: int) -> tuple[Ints, Ints]:
     """Row and column [N] of each patch. The patches of a token stand together."""
     frames, height, width = grid

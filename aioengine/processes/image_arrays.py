@@ -1,13 +1,13 @@
-"""Faster forms of what the image processors of transformers do to every pixel; their results have the same bits.
+"""A faster form of what the image processors of transformers do to every pixel; results have the same bits.
 
-Channels are worked on side by side. A pixel has 256 values: what rescaling and normalizing make of each is computed
-once, by the processor's own methods, and looked up. Patches are cut while a pixel is still one byte.
+A byte has 256 values: what rescaling and normalizing make of each is computed once, by the processor's own methods.
+Pixels stay bytes, and the device looks their values up in this table; it also cuts them into patches. So a file has an
+eighth of the bytes of what the processor gives. Channels are resized side by side.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Found = TypeVar("Found")
-Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
 
 _MIN_PIXELS = 1 << 16
 """Of an image whose channels are worth threads of their own."""
@@ -32,12 +32,16 @@ def for_channels(work: Callable[[int], Found], image: npt.NDArray[Any]) -> list[
 
 
 def faster(kind: type[Any]) -> type[Any]:
-    """An image processor of transformers (of its class ``PilBackend``) with a table in place of arithmetic."""
+    """An image processor of transformers (of its class ``PilBackend``), given one picture at a time.
+
+    In place of ``pixel_values`` it gives ``pixels`` [..., C, H, W], which are bytes, never cut into patches, with the
+    ``table`` [C, 256] of their values; but for settings that do not rescale and normalize.
+    """
 
     class Faster(kind):
-        """Pixels stay bytes, [C, H, W], until they are normalized, or cut into patches where that comes last."""
+        """Its methods get and return bytes [C, H, W] where the ones of transformers have numbers."""
 
-        _table: Floats | None = None  # [C, 256]
+        _table: npt.NDArray[np.float32] | None = None  # [C, 256]
 
         def resize(self, image: npt.NDArray[Any], *arguments: Any, **options: Any) -> npt.NDArray[Any]:
             if image.dtype != np.uint8 or image.ndim != 3:
@@ -48,9 +52,8 @@ def faster(kind: type[Any]) -> type[Any]:
             )
 
         def rescale(self, image: npt.NDArray[Any], scale: float, **options: Any) -> npt.NDArray[Any]:
-            if self.do_normalize and image.dtype == np.uint8:
-                return image
-            return super().rescale(image, scale, **options)
+            waits = self.do_normalize and image.dtype == np.uint8
+            return image if waits else super().rescale(image, scale, **options)
 
         def normalize(self, image: npt.NDArray[Any], mean: Any, std: Any, **options: Any) -> npt.NDArray[Any]:
             if not self.do_rescale or image.dtype != np.uint8:
@@ -59,35 +62,35 @@ def faster(kind: type[Any]) -> type[Any]:
                 values = np.repeat(np.arange(256, dtype=np.uint8)[None, None], len(image), axis=0)
                 made = super().normalize(super().rescale(values, self.rescale_factor), mean, std)
                 self._table = np.ascontiguousarray(made[:, 0], dtype=np.float32)
-            if hasattr(kind, "patchify"):
-                return image
-            found = np.empty(image.shape, np.float32)
-            for_channels(partial(look_up, self._table, image, found), image)
+            return image
+
+        def patchify(self, image: npt.NDArray[Any], patch_size: int, **options: Any) -> tuple[Any, int, int]:
+            if self._table is None or image.dtype != np.uint8:
+                return super().patchify(image, patch_size, **options)
+            return image, image.shape[1] // patch_size, image.shape[2] // patch_size
+
+        def pad(self, images: Any, *arguments: Any, **options: Any) -> Any:
+            """Zeros are added behind the normalization, and no byte stands for them: bytes become numbers first."""
+            is_tile = isinstance(images, np.ndarray)  # which has the size of all tiles of the picture already
+            return super().pad(images if is_tile else values_of(images, self._table), *arguments, **options)
+
+        def _preprocess(self, *arguments: Any, **options: Any) -> Any:
+            found = super()._preprocess(*arguments, **options)
+            pixels = found["pixel_values"]
+            if self._table is not None and isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8:
+                found["pixels"], found["table"] = found.pop("pixel_values"), self._table
             return found
-
-        def patchify(
-            self, image: npt.NDArray[Any], patch_size: int, merge_size: int, temporal_patch_size: int
-        ) -> tuple[npt.NDArray[Any], int, int]:
-            table = self._table
-            if table is None or image.dtype != np.uint8:
-                return super().patchify(image, patch_size, merge_size, temporal_patch_size)
-            _, height, width = image.shape
-            rows, columns = height // patch_size, width // patch_size
-            found = np.empty((rows * columns, len(image), temporal_patch_size, patch_size**2), np.float32)
-
-            def cut(channel: int) -> None:
-                parts = image[channel].reshape(
-                    rows // merge_size, merge_size, patch_size, columns // merge_size, merge_size, patch_size
-                )
-                patches = parts.transpose(0, 3, 1, 4, 2, 5).reshape(rows * columns, 1, patch_size**2)
-                found[:, channel] = table[channel].take(patches)
-
-            for_channels(cut, image)
-            return found.reshape(rows * columns, -1), rows, columns
 
     return Faster
 
 
-def look_up(table: Floats, image: npt.NDArray[np.uint8], found: Floats, channel: int) -> None:
-    """One channel of ``found`` [C, H, W] from bytes, by the table [C, 256]."""
-    table[channel].take(image[channel], out=found[channel], mode="clip")  # which needs no buffer; no byte is clipped
+def values_of(images: list[npt.NDArray[Any]], table: npt.NDArray[np.float32] | None) -> list[npt.NDArray[Any]]:
+    """Images [C, H, W] with numbers in place of bytes, by the table [C, 256]."""
+    if table is None:
+        return images
+    return [
+        np.stack([row.take(channel) for row, channel in zip(table, image, strict=True)])
+        if image.dtype == np.uint8
+        else image
+        for image in images
+    ]

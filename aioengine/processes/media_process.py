@@ -135,7 +135,8 @@ class MediaWorker:
 
     def _arrays(self, image: Image.Image) -> dict[str, object]:
         """What the image processor makes of a picture, by its names. Raises ValueError where it refuses the picture."""
-        found = dict(self._processor(image, input_data_format="channels_last", return_tensors="np", **self._options))
+        options = {"do_convert_rgb": False, **self._options}  # it is RGB
+        found = dict(self._processor(image, input_data_format="channels_last", return_tensors="np", **options))
         mask = found.get("pixel_attention_mask")
         if isinstance(mask, np.ndarray):
             found["pixel_attention_mask"] = mask.astype(np.bool_)  # of zeros and ones: an eighth of the bytes
@@ -146,7 +147,8 @@ class MediaWorker:
 
 
 def _shape(arrays: Mapping[str, object]) -> ImageShape:
-    height, width = cast("np.ndarray[tuple[int, ...], np.dtype[np.float32]]", arrays["pixel_values"]).shape[-2:]
+    pixels = arrays.get("pixels", arrays.get("pixel_values"))
+    height, width = cast("np.ndarray[tuple[int, ...], np.dtype[np.uint8 | np.float32]]", pixels).shape[-2:]
     grid = cast("np.ndarray[tuple[int, int], np.dtype[np.int64]] | None", arrays.get("image_grid_thw"))
     frames, grid_height, grid_width = (0, 0, 0) if grid is None else map(int, grid[0])
     rows, columns = (int(np.asarray(arrays.get(name, 0)).ravel()[0]) for name in ("rows", "cols"))

@@ -23,7 +23,10 @@ import torch
 from PIL import Image
 
 from aioengine import Engine, models
+from aioengine.media._base import find_image_model
 from aioengine.models._base import ModelOptions, VisionModel
+from aioengine.processes.media_process import MediaWorker, load_processor
+from aioengine.protocol.media import MediaOrders, PrepareJob
 from aioengine.runner import weights
 
 if TYPE_CHECKING:
@@ -117,12 +120,16 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def tower_ms(folder: Path, repeat: int) -> float:
-    """The vision tower alone, with the copy of its patches to the device."""
+    """The vision tower alone, with the copy of the image to the device."""
     options = ModelOptions(dtype=torch.bfloat16, device=torch.device("cuda"), max_positions=4096)
     model = models.build({**CONFIG, "num_hidden_layers": 1, "vocab_size": 152_064}, options)
     weights.load(model, folder, load_format="dummy", seed=0, report=lambda *_: None)
     assert isinstance(model, VisionModel)
-    arrays = {"pixel_values": torch.randn(GRID * GRID, 1176), "image_grid_thw": torch.tensor([[1, GRID, GRID]])}
+    arrays = {
+        "pixels": torch.randint(0, 256, (3, GRID * 14, GRID * 14), dtype=torch.uint8),
+        "table": torch.randn(3, 256),
+        "image_grid_thw": torch.tensor([[1, GRID, GRID]]),
+    }
 
     def once() -> None:
         model.encode_image(arrays)
@@ -130,6 +137,32 @@ def tower_ms(folder: Path, repeat: int) -> float:
 
     once()
     return statistics.median(milliseconds(once) for _ in range(repeat))
+
+
+def prepare_ms(folder: Path, repeat: int) -> float:
+    """Decoding and preparing alone, as the media process does it, files included."""
+    images = find_image_model(folder)
+    assert images is not None
+    orders = MediaOrders(
+        parent_pid=0,
+        socket_fd=-1,
+        processor=images.processor,
+        settings=images.settings,
+        options=dict(images.family.options),
+        max_bytes=images.limits.max_image_bytes,
+        max_pixels=images.limits.max_image_pixels,
+        timeout_s=images.limits.timeout_s,
+        allows_private=False,
+        num_workers=1,
+    )
+    worker = MediaWorker(orders, load_processor(orders))
+    source, made = folder / "source.jpg", folder / "image.safetensors"
+    times: list[float] = []
+    for seed in range(repeat):
+        source.write_bytes(image_of(seed))
+        times.append(milliseconds(lambda: worker.do(PrepareJob(0, str(source), str(made)), print)))
+    made.unlink()
+    return statistics.median(times)
 
 
 def first_token_ms(engine: Engine, input_ids: list[int], image: bytes | None = None) -> float:
@@ -142,7 +175,7 @@ def together_ms(engine: Engine, prompts: list[list[int]], images: list[bytes] | 
     return milliseconds(lambda: engine.generate(input_ids=prompts, image_data=images, sampling_params=one))
 
 
-def measure(engine: Engine, tower: float, repeat: int) -> None:
+def measure(engine: Engine, tower: float, prepare: float, repeat: int) -> None:
     first_token_ms(engine, about_image(1), image_of(1))
     first_token_ms(engine, text_of(1, 1))
     seeds = range(10, 10 + repeat)
@@ -151,6 +184,7 @@ def measure(engine: Engine, tower: float, repeat: int) -> None:
     text, image = statistics.median(texts), statistics.median(images)
     print(f"tower alone                     {tower:9.1f} ms")
     print(f"prompt of text alone            {text:9.1f} ms")
+    print(f"decoding and preparing alone    {prepare:9.1f} ms")
     print(f"first token, new image          {image:9.1f} ms   {image / (tower + text):.2f} x", flush=True)
     again = statistics.median(first_token_ms(engine, about_image(100 + seed), image_of(seed)) for seed in seeds)
     cached = statistics.median(first_token_ms(engine, text_of(seed, 100 + seed)) for seed in seeds)
@@ -177,8 +211,9 @@ def main() -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     tower = tower_ms(folder, options.repeat)
     torch.cuda.empty_cache()
+    prepare = prepare_ms(folder, options.repeat)
     with Engine(folder, load_format="dummy", skip_tokenizer_init=True, context_length=16_384) as engine:
-        measure(engine, tower, options.repeat)
+        measure(engine, tower, prepare, options.repeat)
 
 
 if __name__ == "__main__":

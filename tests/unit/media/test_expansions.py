@@ -14,7 +14,6 @@ from PIL import Image
 from aioengine import plugins
 from aioengine.media._base import ImageModel, ImageShape, read_image_model
 from aioengine.media._placing import check_count, image_ids, placed
-from aioengine.processes.image_arrays import faster
 from aioengine.tokenizer import Tokenizer
 from tests.kit.image_models import FAMILIES, Family, token_id, write_image_folder
 
@@ -147,21 +146,3 @@ def test_expanded_ids_have_all_tokens_of_an_image() -> None:
         placed([1, 9, 9, 9, 9, 2], 9, [whole])
     with pytest.raises(ValueError, match="need its tokenizer"):
         image_ids(family.expansion(ImageShape(32, 32)), 9, None)
-
-
-@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "smolvlm"])
-@pytest.mark.parametrize(
-    "options", [{}, {"do_normalize": False}, {"do_rescale": False}, {"image_mean": [0.5, 0.4, 0.1]}]
-)
-def test_tables_give_the_bits_of_arithmetic(model_type: str, options: dict[str, object], tmp_path: Path) -> None:
-    family = FAMILIES[model_type]
-    model = image_model(write_image_folder(tmp_path, family._replace(processor={**family.processor, **options})))
-    module, _, name = model.processor.partition(":")
-    kind = getattr(importlib.import_module(module), name)
-    plain, fast = (each.from_dict(dict(model.settings)) for each in (kind, faster(kind)))
-    for size in SIZES:
-        wanted = plain(picture(*size), return_tensors="np")
-        for _ in range(2):
-            found = fast(picture(*size), return_tensors="np")
-            assert all(np.array_equal(found[key], wanted[key]) for key in wanted)
-            assert found["pixel_values"].dtype == wanted["pixel_values"].dtype
