@@ -35,7 +35,7 @@ def test_readme_is_short() -> None:
 def test_the_first_two_shell_lines_install_and_run_and_test() -> None:
     lines = [line for block in blocks(text_of(README)) if block.language == "bash" for line in block.code.splitlines()]
     assert re.fullmatch(r'pip install \. && aioengine generate "[^"]+"', lines[0])
-    assert lines[1] == "pip install '.[test]' && pytest"
+    assert lines[1] == "pip install '.[test]' && pytest -n 2 --dist loadfile"
 
 
 @pytest.mark.parametrize("page", pages(), ids=place)
