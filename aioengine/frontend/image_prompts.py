@@ -235,5 +235,11 @@ class PromptImages:
 
 
 def prompt_images(model: ImageModel, encoder: Encoder | None) -> PromptImages:
-    """For this machine: as many images are prepared at a time as it has cores, but for one."""
-    return PromptImages(model, encoder, max(1, num_threads() - 1))
+    """For this machine: as many images are prepared at a time as it has cores, but for one.
+
+    The process that prepares them starts now, so that the first image need not wait for it.
+    """
+    images = PromptImages(model, encoder, max(1, num_threads() - 1))
+    if _has_pillow():
+        images.intake.process.start()
+    return images

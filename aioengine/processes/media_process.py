@@ -173,6 +173,7 @@ def main() -> None:
     limit_threads(1)
     pictures.limit_pixels(orders.max_pixels)
     worker = MediaWorker(orders, load_processor(orders))
+    Image.init()  # loads the decoders, now and not for the first picture
     with contextlib.suppress(SystemExit, OSError):  # asked to end, or the frontend has ended
         _serve(socket.socket(fileno=orders.socket_fd), worker, orders.num_workers)
     os._exit(0)

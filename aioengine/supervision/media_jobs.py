@@ -1,4 +1,4 @@
-"""The media process as the frontend sees it: it does jobs, is started for the first of them, and anew when it was lost.
+"""The media process as the frontend sees it: it does jobs, and is started anew for the next one when it was lost.
 
 On the engine's loop. It dies with this process like its siblings. When it dies, or a job in it hangs, the jobs that it
 was doing fail, and only those: the others wait for the next one.
@@ -101,6 +101,11 @@ class MediaProcess:
         self._waiting.append(_Given(job, done))
         self._go_on()
 
+    def start(self) -> None:
+        """Start it before the first job, which takes a second or two. A process that fails is started for each job."""
+        if not self._is_closed and self._starting is None and self.child is None:
+            self._start()
+
     def close(self) -> None:
         """End the process at once; no job is answered any more. From any thread; harmless when repeated."""
         self._is_closed = True
@@ -125,8 +130,8 @@ class MediaProcess:
             return
         if self._is_ready:
             self._send_some()
-        elif self._starting is None and self.child is None:
-            self._start()
+        else:
+            self.start()
 
     def _start(self) -> None:
         self._started_at = time.monotonic()
