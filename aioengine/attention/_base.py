@@ -6,8 +6,8 @@ K kv heads, E head size, L layers, N pages in the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from aioengine.kernels.rotate_and_write import KVTarget
 
     Ints = npt.NDArray[np.int32]
+
+
+NO_LIMIT = 1 << 62
 
 
 class BackendUnavailableError(ValueError):
@@ -73,9 +76,31 @@ class AttentionShape:
     value_size: int | None = None
 
     @property
-    def is_special(self) -> bool:
-        """Whether there is more than scaled dot products of all earlier positions."""
-        return any(self.windows) or self.soft_cap is not None or bool(self.sinks)
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The layers that have the same window, those that attend furthest first."""
+        if not self.is_causal or len(set(self.windows)) < 2:
+            return (tuple(range(self.num_layers)),)
+        reaches = sorted({window or NO_LIMIT for window in self.windows}, reverse=True)
+        return tuple(
+            tuple(layer for layer, window in enumerate(self.windows) if (window or NO_LIMIT) == reach)
+            for reach in reaches
+        )
+
+    def part(self, layers: tuple[int, ...]) -> AttentionShape:
+        """The shape of these layers alone."""
+        return replace(
+            self,
+            num_layers=len(layers),
+            windows=tuple(self.windows[layer] for layer in layers) if self.windows else (),
+            sinks=tuple(self.sinks[layer] for layer in layers) if self.sinks else (),
+        )
+
+    @property
+    def only_window(self) -> int | None:
+        """The window of all layers, which have the same one."""
+        window, *others = self.windows or (None,)
+        assert all(other == window for other in others), "layers of other windows have a backend of their own"
+        return window
 
     @property
     def output_size(self) -> int:
@@ -107,7 +132,7 @@ def kv_pool_shape(shape: AttentionShape, *, num_pages: int, page_size: int) -> t
     return (shape.num_kv_layers, shape.num_sides, num_pages, shape.num_kv_heads, page_size, shape.head_size)
 
 
-def keys_and_values(kv_pool: Tensor, shape: AttentionShape) -> list[tuple[Tensor, Tensor]]:
+def keys_and_values(kv_pool: Tensor | Sequence[Tensor], shape: AttentionShape) -> list[tuple[Tensor, Tensor]]:
     """Of each layer, views of the pool: keys [N, K, S, E] and values [N, K, S, V], where V is ``output_size``."""
     return [(layer[0], layer[-1][..., : shape.output_size]) for layer in kv_pool]
 

@@ -3,6 +3,10 @@
 A *unit* is one chunk of positions of one row. Many units are one call of the kernel, and a chunk that many rows share
 (the same pages) is a unit of all of them.
 
+The results of the chunks of a row are merged by their *slots*. Without a window a chunk's slot is its number. With one
+a token sees few chunks, and slots are used in turn: there are no more than these need, and a token's chunks have the
+same slots in any batch.
+
 Shape letters: R rows, K kv heads, U units, C positions of a chunk, P pages of a chunk, X chunks of the longest row.
 """
 
@@ -26,6 +30,8 @@ MASKED = -1.0e30
 """Added to the score of a position that a token may not see: its weight is zero, and a chunk without any position
 that the token may see loses against all others.
 """
+BLOCK_TOKENS = 128
+"""Tokens of a prefill row that go together: more would see more positions that they may not use."""
 MIN_SHARING = 4
 """Rows from which on a shared chunk is worth a call of its own."""
 
@@ -36,7 +42,7 @@ class Units:
 
     Attributes:
         rows: [U] row of each unit, counted among the decode rows.
-        places: [U] chunk * R + row.
+        places: [U] slot * R + row.
         pages: indices into the pool's (page, kv head) pairs: [U * K * P], or [K * P] if shared.
         width: C, as many positions of the chunk as a unit may need.
         hidden: [U, 1, C] what to add to the scores, None if shared.
@@ -54,11 +60,12 @@ class DecodeRows:
     """The rows of the batch that compute one token.
 
     Attributes:
+        num_slots: of the row with the most.
         tokens: [R] indices into T, None where these are all of T.
     """
 
     num_rows: int
-    num_chunks: int
+    num_slots: int
     tokens: Tensor | None
     units: list[Units]
 
@@ -71,6 +78,7 @@ class Paging:
         page_size: divides ``CHUNK``.
         width_of: visible positions of a chunk -> positions that the kernel takes for them.
         max_units: of one call.
+        window: the number of positions that a token attends to; None: all.
 
     Raises:
         ValueError: the page size does not divide ``CHUNK``.
@@ -80,11 +88,29 @@ class Paging:
     page_size: int
     width_of: Callable[[int], int]
     max_units: int
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if CHUNK % self.page_size:
             message = f"page_size {self.page_size} does not divide {CHUNK}, as 'fused' needs; 'torch' takes any"
             raise ValueError(message)
+
+    @property
+    def most_slots(self) -> int | None:
+        """Enough for the chunks that a block of prefill tokens sees; None: as many as there are chunks."""
+        if self.window is None:
+            return None
+        return 1 << ((self.window + BLOCK_TOKENS - 2) // CHUNK + 1).bit_length()
+
+    def slot(self, chunk: int) -> int:
+        return chunk if self.most_slots is None else chunk % self.most_slots
+
+    def num_slots(self, num_chunks: int) -> int:
+        return num_chunks if self.most_slots is None else min(num_chunks, self.most_slots)
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a token at ``position`` attends to."""
+        return 0 if self.window is None else max(position - self.window + 1, 0)
 
     def new_slots(self, slot_mapping: Tensor) -> Tensor:
         """[T] slots -> [T * K] indices into the pool's (page, kv head, offset) triples."""
@@ -119,31 +145,47 @@ class Paging:
         table = self.chunk_table(page_table, num_chunks)
         left = torch.tensor(kv_lengths, device=device) - torch.arange(num_chunks, device=device).unsqueeze(1) * CHUNK
         shared, alone = self._find_shared(table, left)
+        first_seen: Tensor | None = None
+        if self.window is not None:
+            first_seen = torch.tensor([self.first_seen(length - 1) for length in kv_lengths], device=device)
+            ends = torch.arange(CHUNK, (num_chunks + 1) * CHUNK, CHUNK, device=device)
+            alone &= ends.unsqueeze(1) > first_seen
         chunks, rows = torch.nonzero(alone, as_tuple=True)
         units = [
-            self._own_chunks(table, left, row, chunk)
+            self._own_chunks(table, left, row, chunk, first_seen=first_seen)
             for row, chunk in zip(rows.split(self.max_units), chunks.split(self.max_units), strict=True)
             if row.numel()
         ]
         starts = first_tokens(batch.query_lengths)
         tokens = None if everything else torch.tensor([starts[row] for row in single], device=device)
-        return DecodeRows(num_rows=len(single), num_chunks=num_chunks, tokens=tokens, units=shared + units)
+        num_slots = self.num_slots(num_chunks)
+        return DecodeRows(num_rows=len(single), num_slots=num_slots, tokens=tokens, units=shared + units)
 
-    def _own_chunks(self, table: Tensor, left: Tensor, rows: Tensor, chunks: Tensor) -> Units:
-        """One call for the chunks [U] of these rows [U]. ``left``: [X, R] positions of each row from each chunk on."""
+    def _own_chunks(
+        self, table: Tensor, left: Tensor, rows: Tensor, chunks: Tensor, *, first_seen: Tensor | None
+    ) -> Units:
+        """One call for the chunks [U] of these rows [U]. ``left``: [X, R] positions of each row from each chunk on.
+
+        first_seen: [R] the first position that each row attends to; None: all of them attend to all.
+        """
         visible = left[chunks, rows]
         width = self.width_of(min(CHUNK, int(visible.max())))
         pages = self.pairs(table[rows, chunks, : width // self.page_size])
         columns = torch.arange(width, device=table.device)
-        hidden = ((columns >= visible.unsqueeze(1)) * MASKED).unsqueeze(1)
-        return Units(rows, chunks * left.shape[1] + rows, pages, width, hidden)
+        is_hidden = columns >= visible.unsqueeze(1)
+        slots = chunks
+        if first_seen is not None:
+            is_hidden |= columns < (first_seen[rows] - chunks * CHUNK).unsqueeze(1)
+            slots = chunks % self.num_slots(len(left))
+        hidden = (is_hidden * MASKED).unsqueeze(1)
+        return Units(rows, slots * left.shape[1] + rows, pages, width, hidden)
 
     def _find_shared(self, table: Tensor, left: Tensor) -> tuple[list[Units], Tensor]:
         """Chunks that several rows have whole and with the same pages; and [X, R] which others there are."""
         num_rows, num_chunks, _ = table.shape
         alone = left > 0
         shared: list[Units] = []
-        if num_rows < MIN_SHARING or num_chunks == 1:
+        if num_rows < MIN_SHARING or num_chunks == 1 or self.window is not None:
             return shared, alone
         for chunk in range(num_chunks):
             candidates = torch.nonzero(left[chunk] >= CHUNK).squeeze(1)

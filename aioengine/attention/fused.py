@@ -16,12 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from aioengine.attention._cpu import CHUNK, MASKED, Paging, first_tokens
+from aioengine.attention._cpu import BLOCK_TOKENS, CHUNK, MASKED, Paging, first_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, ForwardBatch, WriteKV
     from aioengine.attention._cpu import DecodeRows, Units
 
-BLOCK_TOKENS = 128
-"""Tokens of a prefill row that go together: more would see more positions that they may not use."""
 UNIT_BYTES = 8 << 20
 """Keys and values that are worked on at a time: few enough to stay near the caches."""
 TRIED_ROWS = (4, 8, 16)
@@ -53,11 +51,13 @@ class Limits:
     widths: tuple[int, ...]
 
 
-def serves(head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this backend can compute there."""
+def serves(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this backend can compute there; the kernel has no soft cap, and no values of another size."""
+    if shape.soft_cap is not None or shape.value_size is not None:
+        return False
     if device.type != "cpu" or not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return False
-    return find_limits(head_size, dtype, torch.get_num_threads()) is not None
+    return find_limits(shape.head_size, dtype, torch.get_num_threads()) is not None
 
 
 @lru_cache(maxsize=64)
@@ -126,13 +126,38 @@ def _sum_by_halves(terms: Tensor) -> Tensor:
     return terms[0]
 
 
+def _by_slot(parts: dict[int, Sums]) -> Sums:
+    """Sums [...] of slots -> [X, ...] of all slots up to the last; one that is not there has no weight."""
+    outputs, sums = next(iter(parts.values()))
+    nothing = torch.zeros_like(outputs), torch.full_like(sums, MASKED)
+    outputs, sums = zip(*(parts.get(slot, nothing) for slot in range(max(parts) + 1)), strict=True)
+    return torch.stack(outputs), torch.stack(sums)
+
+
+def _with_sinks(outputs: Tensor, sums: Tensor, sinks: Tensor) -> Sums:
+    """Outputs [X, ..., E] and sums [X, ...] of chunks with those of learned sinks before them; sinks: as sums[0]."""
+    of_sinks = torch.broadcast_to(sinks, sums.shape[1:]).unsqueeze(0)
+    return torch.cat((torch.zeros_like(outputs[:1]), outputs)), torch.cat((of_sinks, sums))
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some tokens of a prefill row. ``chunks``: of each chunk that they see, C and what hides some of it, if any."""
+    """Some tokens of a prefill row. ``chunks``: those that they see."""
 
     start: int
     stop: int
-    chunks: list[tuple[int, Tensor | None]]
+    chunks: list[_Chunk]
+
+
+class _Chunk(NamedTuple):
+    """A chunk that a block sees: its number among those of the row that are gathered, its slot, its width C, and what
+    hides some of it [M, C], if anything does.
+    """
+
+    number: int
+    slot: int
+    width: int
+    hidden: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +188,14 @@ class FusedAttention:
         self._group = shape.num_heads // num_kv_heads
         self._head_size = head_size
         self._scale = shape.scale
+        self._sinks = shape.sinks
         self._padding = -self._group % limits.rows
         self._paging = Paging(
             num_kv_heads=num_kv_heads,
             page_size=page_size,
             width_of=self._width_of,
             max_units=max(1, UNIT_BYTES // (2 * num_kv_heads * CHUNK * head_size * kv_pool.itemsize)),
+            window=shape.only_window,
         )
         self._num_pairs = num_pages * num_kv_heads
         self._pages = kv_pool.view(num_layers, 2 * self._num_pairs, page_size * head_size).unbind(0)
@@ -226,24 +253,28 @@ class FusedAttention:
         queries = q.reshape(decode.num_rows, self._num_kv_heads, self._group, self._head_size)
         if self._padding:
             queries = functional.pad(queries, (0, 0, 0, self._padding))
-        if decode.num_chunks == 1:
+        if decode.num_slots == 1 and not self._sinks:
             each = zip(decode.units, self._pages_of, strict=True)
-            outputs = [self._attend_units(queries, units, pages, layer)[0] for units, pages in each]
-            merged = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+            found = [self._attend_units(queries, units, pages, layer)[0] for units, pages in each]
+            merged = torch.cat(found) if len(found) > 1 else found[0]
         else:
-            merged = _combine(*self._decode_sums(decode, queries, layer)).to(q.dtype)
+            outputs, sums = self._decode_sums(decode, queries, layer)
+            if self._sinks:
+                sinks = functional.pad(self._grouped_sinks(layer), (0, self._padding))
+                outputs, sums = _with_sinks(outputs, sums, sinks)
+            merged = _combine(outputs, sums).to(q.dtype)
         return merged[:, :, : self._group].reshape(decode.num_rows, -1)
 
     def _decode_sums(self, decode: DecodeRows, queries: Tensor, layer: int) -> Sums:
         """[R, K, M, E] queries -> sums [X, R, K, M, ...], with no weight where a row has no such chunk."""
-        num_places = decode.num_chunks * decode.num_rows
+        num_places = decode.num_slots * decode.num_rows
         outputs = queries.new_zeros(num_places, *queries.shape[1:])
         sums = queries.new_full((num_places, *queries.shape[1:3]), MASKED, dtype=torch.float32)
         for units, pages in zip(decode.units, self._pages_of, strict=True):
             of_units = self._attend_units(queries, units, pages, layer)
             outputs.index_copy_(0, units.places, of_units[0])
             sums.index_copy_(0, units.places, of_units[1])
-        shape = (decode.num_chunks, decode.num_rows)
+        shape = (decode.num_slots, decode.num_rows)
         return torch.unflatten(outputs, 0, shape), torch.unflatten(sums, 0, shape)
 
     def _attend_units(self, queries: Tensor, units: Units, pages: Tensor, layer: int) -> Sums:
@@ -262,25 +293,40 @@ class FusedAttention:
         count, kv_length = batch.query_lengths[row], batch.kv_lengths[row]
         table = self._paging.chunk_table(batch.page_table[row : row + 1], -(-kv_length // CHUNK))
         first = kv_length - count
+        first_chunk = self._paging.first_seen(first) // CHUNK
         blocks = []
         for offset in range(0, count, BLOCK_TOKENS):
             size = min(BLOCK_TOKENS, count - offset)
             position = first + offset
             last = position + torch.arange(size + -size % self._limits.rows)
-            blocks.append(_Block(start + offset, start + offset + size, self._chunks(last, size)))
-        return _PrefillRow(pages=self._both(self._paging.pairs(table[0]), self._num_pairs), blocks=blocks)
+            blocks.append(_Block(start + offset, start + offset + size, self._chunks(last, size, first_chunk)))
+        pages = self._paging.pairs(table[0, first_chunk:])
+        return _PrefillRow(pages=self._both(pages, self._num_pairs), blocks=blocks)
 
-    def _chunks(self, last: Tensor, size: int) -> list[tuple[int, Tensor | None]]:
-        """What ``size`` tokens see of each chunk; ``last`` [padded M]: the last position that each attends to."""
-        num_visible = int(last[size - 1]) + 1
-        num_visible_to_all = int(last[0]) + 1
-        chunks: list[tuple[int, Tensor | None]] = []
-        for begin in range(0, num_visible, CHUNK):
-            width = self._width_of(min(CHUNK, num_visible - begin))
-            columns = torch.arange(begin, begin + width)
-            hidden = None if begin + width <= num_visible_to_all else (columns > last.unsqueeze(1)) * MASKED
-            chunks.append((width, hidden))
+    def _chunks(self, last: Tensor, size: int, first_chunk: int) -> list[_Chunk]:
+        """What ``size`` tokens see of each chunk; ``last`` [padded M]: the last position that each attends to.
+
+        first_chunk: of those that the row gathers.
+        """
+        paging = self._paging
+        num_visible, num_visible_to_all = int(last[size - 1]) + 1, int(last[0]) + 1
+        first_visible_to_all = paging.first_seen(num_visible - 1)
+        chunks: list[_Chunk] = []
+        for begin in range(paging.first_seen(int(last[0])) // CHUNK * CHUNK, num_visible, CHUNK):
+            chunk, width = begin // CHUNK, self._width_of(min(CHUNK, num_visible - begin))
+            hidden: Tensor | None = None
+            if begin + width > num_visible_to_all or begin < first_visible_to_all:
+                columns = torch.arange(begin, begin + width)
+                is_hidden = columns > last.unsqueeze(1)
+                if paging.window is not None:
+                    is_hidden |= columns <= last.unsqueeze(1) - paging.window
+                hidden = is_hidden * MASKED
+            chunks.append(_Chunk(chunk - first_chunk, paging.slot(chunk), width, hidden))
         return chunks
+
+    def _grouped_sinks(self, layer: int) -> Tensor:
+        """[K, G] in fp32."""
+        return self._sinks[layer].float().view(self._num_kv_heads, self._group)
 
     def _attend_prefill(self, row: _PrefillRow, q: Tensor, layer: int, out: Tensor) -> None:
         """The tokens of a prefill row: q [T, H, E] of the step -> their rows of out [T, H * E]."""
@@ -291,13 +337,18 @@ class FusedAttention:
             queries = q[block.start : block.stop].view(size, kv_heads, group, head_size).permute(1, 2, 0, 3)
             if padding := -size % self._limits.rows:
                 queries = functional.pad(queries, (0, 0, 0, padding))
-            parts = []
-            for chunk, (width, hidden) in enumerate(block.chunks):
-                seen = (part[chunk, :, None, :width].expand(-1, group, -1, -1) for part in (keys, values))
-                mask = None if hidden is None else hidden.view(1, 1, *hidden.shape)
-                parts.append(_attend(queries, *seen, hidden=mask, scale=self._scale))
-            outputs, sums = zip(*parts, strict=True)
-            merged = outputs[0] if len(parts) == 1 else _combine(torch.stack(outputs), torch.stack(sums))
+            parts: dict[int, Sums] = {}
+            for chunk in block.chunks:
+                seen = (part[chunk.number, :, None, : chunk.width].expand(-1, group, -1, -1) for part in (keys, values))
+                mask = None if chunk.hidden is None else chunk.hidden.view(1, 1, *chunk.hidden.shape)
+                parts[chunk.slot] = _attend(queries, *seen, hidden=mask, scale=self._scale)
+            if len(parts) == 1 and not self._sinks:
+                [(merged, _)] = parts.values()
+            else:
+                outputs, sums = _by_slot(parts)
+                if self._sinks:
+                    outputs, sums = _with_sinks(outputs, sums, self._grouped_sinks(layer).unsqueeze(-1))
+                merged = _combine(outputs, sums)
             target = out[block.start : block.stop].view(size, kv_heads, group, head_size)
             target.copy_(merged[:, :, :size].permute(2, 0, 1, 3))
 

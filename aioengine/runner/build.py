@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from aioengine import folder_files, models, plugins
-from aioengine.attention import fused
+from aioengine.attention import _mixed, fused
 from aioengine.attention._base import BackendUnavailableError
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
@@ -93,7 +93,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     times.end("largest_step")
     with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
         kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=kv_dtype, device=device)
-        attention = choice.build(shape, kv_pool.tensor)
+        attention = choice.build(shape, kv_pool.tensors)
     times.end("kv_pool")
     parts = DeviceParts(
         model=model,
@@ -259,10 +259,9 @@ class AttentionChoice:
     name: str
     warning: str = ""
 
-    def build(self, shape: AttentionShape, kv_pool: Tensor) -> AttentionBackend:
-        """The backend over ``kv_pool`` [L, 1 or 2, N, K, S, E]."""
-        backend: AttentionBackend = plugins.load("attention", self.name)(shape, kv_pool)
-        return backend
+    def build(self, shape: AttentionShape, kv_pools: list[Tensor]) -> AttentionBackend:
+        """The backend over the pools [L, 1 or 2, N, K, S, E] of the groups of layers."""
+        return _mixed.build(plugins.load("attention", self.name), shape, kv_pools)
 
 
 def choose_attention(
@@ -286,7 +285,7 @@ def choose_attention(
     if name not in known:
         message = f"attention_backend {name!r} is not known; what works: {', '.join(known)}"
         raise ValueError(message)
-    if shape.is_special and name != "torch":
+    if name in {"flashinfer", "triton"} and (any(shape.windows) or shape.soft_cap is not None or shape.sinks):
         if not settings.fallback_backend:
             message = f"attention_backend {name!r} has no sliding windows, soft caps or sinks; 'torch' and 'auto' work"
             raise ValueError(message)
@@ -296,9 +295,7 @@ def choose_attention(
             message = "attention_backend 'flashinfer' has no latent attention; 'triton', 'torch' and 'auto' work"
             raise ValueError(message)
         name = settings.fallback_backend
-    if name == "fused" and (
-        kv_dtype != dtype or shape.value_size is not None or not fused.serves(shape.head_size, dtype, device)
-    ):
+    if name == "fused" and (kv_dtype != dtype or not fused.serves(shape, dtype, device)):
         return AttentionChoice("torch")
     if kv_dtype != dtype and name != "torch":
         message = (

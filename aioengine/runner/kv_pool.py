@@ -30,7 +30,7 @@ FIRST_PAGE = 1
 
 
 class KVPool:
-    """Keys and values of all layers, by page: ``tensor`` in the layout of ``attention.kv_pool_shape``.
+    """Keys and values of all layers, by page.
 
     It starts as zeros. On a CPU these come from the operating system, page by page as they are written: a pool costs
     time and memory only as far as it is used.
@@ -38,29 +38,48 @@ class KVPool:
     A model that attends in both directions keeps no keys and values: its pages are numbers without memory.
 
     Attributes:
-        num_pages: pages that requests can have; the tensor has the padding page before them.
+        num_pages: pages that requests can have; the tensors have the padding page before them.
+        tensors: one for each of ``AttentionShape.groups``, in the layout of ``attention.kv_pool_shape``.
     """
 
     def __init__(
         self, shape: AttentionShape, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        size = kv_pool_shape(shape, num_pages=FIRST_PAGE + num_pages, page_size=page_size)
         self.num_pages = num_pages
         self.page_size = page_size
-        self.num_bytes = math.prod(size) * dtype.itemsize
-        self._memory: mmap.mmap | None = None
-        if device.type == "cpu" and self.num_bytes:
-            self._memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(size)
-        else:
-            self.tensor = torch.zeros(size, dtype=dtype, device=device)
+        self.tensors: list[Tensor] = []
+        self._groups = shape.groups
+        self._memory: list[mmap.mmap] = []
+        for layers in self._groups:
+            size = kv_pool_shape(shape.part(layers), num_pages=FIRST_PAGE + num_pages, page_size=page_size)
+            num_bytes = math.prod(size) * dtype.itemsize
+            if device.type == "cpu" and num_bytes:
+                self._memory.append(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+                self.tensors.append(torch.frombuffer(self._memory[-1], dtype=dtype).view(size))
+            else:
+                self.tensors.append(torch.zeros(size, dtype=dtype, device=device))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def layers(self) -> list[Tensor]:
+        """Keys and values [1 or 2, N, K, S, E] of each layer of the model."""
+        found = {
+            layer: each
+            for layers, tensor in zip(self._groups, self.tensors, strict=True)
+            for layer, each in zip(layers, tensor, strict=False)  # a model that keeps no K and V has none
+        }
+        return [found[layer] for layer in sorted(found)]
 
     def release(self) -> None:
         """Free the memory; nothing may be computed after this."""
-        if self._memory is None:
-            self.tensor.untyped_storage().resize_(0)
-        else:
-            self._memory.madvise(mmap.MADV_DONTNEED)
+        for memory in self._memory:
+            memory.madvise(mmap.MADV_DONTNEED)
+        if not self._memory:
+            for tensor in self.tensors:
+                tensor.untyped_storage().resize_(0)
 
     def clean(self, pages: list[int]) -> None:
         """Set the non-finite numbers in these pages to zero.
@@ -68,8 +87,8 @@ class KVPool:
         Attention multiplies the unwritten slots of a page by zero, so a NaN that a failed request left there would
         reach the next one. Finite numbers stay: pages of a shared prefix lose nothing.
         """
-        indices = torch.tensor(pages, dtype=torch.int64, device=self.tensor.device)
-        for layer in self.tensor:  # one layer at a time bounds the copy
+        indices = torch.tensor(pages, dtype=torch.int64, device=self.tensors[0].device)
+        for layer in chain.from_iterable(self.tensors):  # one layer at a time bounds the copy
             layer[:, indices] = layer[:, indices].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def clean_marked(self, pages: dict[int, list[int]], marks: Tensor, upload: Upload) -> None:
@@ -82,4 +101,6 @@ class KVPool:
         counts = np.fromiter(map(len, pages.values()), np.int32, len(pages))
         rows = np.stack((np.fromiter(pages, np.int32, len(pages)), counts.cumsum(dtype=np.int32) - counts, counts), 1)
         page_ids = np.fromiter(chain.from_iterable(pages.values()), np.int32, int(counts.sum()))
-        clean_pages(self.tensor, marks, upload(rows), upload(page_ids))
+        spans, pages_on_device = upload(rows), upload(page_ids)
+        for tensor in self.tensors:
+            clean_pages(tensor, marks, spans, pages_on_device)

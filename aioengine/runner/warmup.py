@@ -138,7 +138,7 @@ def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
     attention, max_rows = parts.attention, parts.max_rows
     if isinstance(attention, PiecewiseAttention):
         tiles = None if parts.adapters is None else parts.adapters.tiles
-        return PieceGraphs(parts.model, attention, parts.kv_pool.tensor, max_rows=max_rows, adapters=tiles)
+        return PieceGraphs(parts.model, attention, parts.kv_pool.layers, max_rows=max_rows, adapters=tiles)
     if isinstance(attention, WholeAttention) and attention.has_kernel:
         return EncoderGraphs(
             *(parts.model, attention),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from aioengine.attention import _mixed
 from aioengine.attention._base import ForwardBatch, StepAttention, kv_pool_shape
 from aioengine.attention.fused import FusedAttention, serves
 from aioengine.attention.torch import TorchAttention
@@ -76,13 +77,13 @@ class Stepper:
     def __init__(self, model: Model, *, page_size: int = 16, num_pages: int = 128) -> None:
         self.model = model
         self.page_size = page_size
-        pool = torch.zeros(kv_pool_shape(model.attention_shape, num_pages=num_pages, page_size=page_size)).to(
-            model.dtype
-        )
-        is_fused = not model.attention_shape.is_special and serves(
-            model.attention_shape.head_size, model.dtype, pool.device
-        )
-        self.attention = (FusedAttention if is_fused else TorchAttention)(model.attention_shape, pool)
+        shape = model.attention_shape
+        pools = [
+            torch.zeros(kv_pool_shape(shape.part(layers), num_pages=num_pages, page_size=page_size)).to(model.dtype)
+            for layers in shape.groups
+        ]
+        plugin = FusedAttention if serves(shape, model.dtype, torch.device("cpu")) else TorchAttention
+        self.attention = _mixed.build(plugin, shape, pools)
         generator = torch.Generator().manual_seed(0)
         self.free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
 

@@ -170,22 +170,43 @@ def run_attention(
 
 @pytest.mark.parametrize("backend_class", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("sizes", "num_threads"), [*((sizes, 2) for sizes in ATTENTIONS), (ATTENTIONS[0], 1)])
+@pytest.mark.parametrize(
+    ("sizes", "num_threads", "window", "has_sinks"),
+    [
+        *((sizes, 2, None, False) for sizes in ATTENTIONS),
+        (ATTENTIONS[0], 1, None, False),
+        (ATTENTIONS[0], 1, 300, True),
+        (ATTENTIONS[1], 2, 5, False),
+        (ATTENTIONS[2], 2, 600, False),
+        (ATTENTIONS[4], 1, None, True),
+    ],
+)
 def test_attention_of_a_token_does_not_depend_on_chunks_rows_or_pages(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype, num_threads: int, backend_class: type[Backend]
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    num_threads: int,
+    window: int | None,
+    has_sinks: bool,
+    backend_class: type[Backend],
 ) -> None:
     torch.set_num_threads(num_threads)
     torch.manual_seed(0)
     num_heads, num_kv_heads, head_size, page_size = sizes
     length = 2 * CHUNK + 77
     shape = AttentionShape(
-        num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        scale=head_size**-0.5,
+        windows=(window,),
+        sinks=(torch.randn(num_heads),) if has_sinks else (),
     )
     heads = (num_heads, num_kv_heads, num_kv_heads)
     tokens = tuple(torch.randn(length, number, head_size).to(dtype) for number in heads)
     num_pages = -(-length // page_size)
     pool = torch.zeros(kv_pool_shape(shape, num_pages=2 * num_pages, page_size=page_size), dtype=dtype)
-    if backend_class is FusedAttention and not fused.serves(head_size, dtype, pool.device):
+    if backend_class is FusedAttention and not fused.serves(shape, dtype, pool.device):
         with pytest.raises(ValueError, match=f"heads of {head_size}"):
             backend_class(shape, pool)
         return
@@ -212,17 +233,42 @@ def test_attention_of_a_token_does_not_depend_on_chunks_rows_or_pages(
 
 @pytest.mark.parametrize("backend_class", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_is_that_of_the_definition(dtype: torch.dtype, backend_class: type[Backend]) -> None:
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "has_sinks"),
+    [(None, None, False), (1, None, False), (70, None, True), (530, 3.0, False), (None, 0.5, True)],
+)
+def test_attention_is_that_of_the_definition(
+    dtype: torch.dtype, window: int | None, soft_cap: float | None, has_sinks: bool, backend_class: type[Backend]
+) -> None:
     torch.manual_seed(0)
     length = CHUNK + 50
-    shape = AttentionShape(num_layers=2, num_heads=6, num_kv_heads=2, head_size=32, scale=0.2)
+    shape = AttentionShape(
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=32,
+        scale=0.2,
+        windows=(window, window),
+        soft_cap=soft_cap,
+        sinks=(torch.randn(6) * 3,) * 2 if has_sinks else (),
+    )
+    if backend_class is FusedAttention and soft_cap is not None:
+        assert not fused.serves(shape, dtype, torch.device("cpu"))
+        return
     q, k, v = (torch.randn(length, number, 32).to(dtype) for number in (6, 2, 2))
     pool = torch.zeros(kv_pool_shape(shape, num_pages=64, page_size=16), dtype=dtype)
     result = run_attention(backend_class(shape, pool), (q, k, v), [(0, length)], list(range(40)))
     keys, values = (part.double().repeat_interleave(3, dim=1).transpose(0, 1) for part in (k, v))
     scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * 0.2
-    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-    expected = (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values).transpose(0, 1).reshape(length, -1)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    distances = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    hidden = (distances < 0) | (distances >= (window or length))
+    weights = scores.masked_fill(hidden, float("-inf")).exp()
+    total = weights.sum(-1, keepdim=True)
+    if has_sinks:
+        total += shape.sinks[0].double().exp().view(-1, 1, 1)
+    expected = (weights / total @ values).transpose(0, 1).reshape(length, -1)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-6
     torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -251,7 +297,7 @@ def test_torch_attention_takes_pages_of_any_size(page_size: int) -> None:
 def test_fused_attention_is_refused_where_rows_would_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
     monkeypatch.setattr(fused, "find_limits", lambda *_: None)
-    assert not fused.serves(8, torch.float32, torch.device("cpu"))
+    assert not fused.serves(shape, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="heads of 8"):
         FusedAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=16)))
 

@@ -17,26 +17,26 @@ def pool() -> KVPool:
 
 
 def test_zeros_and_a_padding_page_that_is_not_counted(pool: KVPool) -> None:
-    assert pool.tensor.shape == (2, 2, 6, 2, 4, 8)
-    assert pool.tensor.dtype == torch.bfloat16
-    assert pool.num_bytes == pool.tensor.nbytes
-    assert not pool.tensor.any()
+    assert pool.tensors[0].shape == (2, 2, 6, 2, 4, 8)
+    assert pool.tensors[0].dtype == torch.bfloat16
+    assert pool.num_bytes == pool.tensors[0].nbytes
+    assert not pool.tensors[0].any()
     assert (PADDING_PAGE, FIRST_PAGE + pool.num_pages) == (0, 6)
 
 
 def test_cleaning_takes_bad_numbers_out_of_these_pages_alone(pool: KVPool) -> None:
-    pool.tensor.fill_(2.0)
+    pool.tensors[0].fill_(2.0)
     for page in (2, 3):
-        pool.tensor[1, 0, page, 0, 1] = torch.nan
-        pool.tensor[0, 1, page, 1, 0] = -torch.inf
+        pool.tensors[0][1, 0, page, 0, 1] = torch.nan
+        pool.tensors[0][0, 1, page, 1, 0] = -torch.inf
     pool.clean([2, 4])
-    assert pool.tensor[:, :, [2, 4]].isfinite().all()
-    assert pool.tensor[1, 0, 2, 0].tolist() == [[2.0] * 8, [0.0] * 8, [2.0] * 8, [2.0] * 8]
-    assert not pool.tensor[:, :, 3].isfinite().all()
+    assert pool.tensors[0][:, :, [2, 4]].isfinite().all()
+    assert pool.tensors[0][1, 0, 2, 0].tolist() == [[2.0] * 8, [0.0] * 8, [2.0] * 8, [2.0] * 8]
+    assert not pool.tensors[0][:, :, 3].isfinite().all()
 
 
 def test_release_gives_the_memory_back(pool: KVPool) -> None:
-    pool.tensor.fill_(1.0)
+    pool.tensors[0].fill_(1.0)
     pool.release()
     pool.release()
-    assert not pool.tensor.any()
+    assert not pool.tensors[0].any()

@@ -28,7 +28,7 @@ from aioengine.runner.graphs.padded_inputs import PaddedAdapters, PaddedInputs
 from aioengine.runner.timing import part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -116,18 +116,18 @@ class PieceGraphs:
         self,
         model: Model,
         attention: PiecewiseAttention,
-        kv_pool: Tensor,
+        kv_layers: Sequence[Tensor],
         *,
         max_rows: int,
         adapters: TileRows | None = None,
     ) -> None:
-        """kv_pool: [L, 1 or 2, N, K, S, E]. max_rows: of a step. adapters: None where there are none."""
+        """kv_layers: [1 or 2, N, K, S, E] of each layer. max_rows: of a step. adapters: None where there are none."""
         self._model = model
         self._attention = attention
-        self._kv_pool = keys_and_values(kv_pool, model.attention_shape)
-        self._device = kv_pool.device
+        self._kv_pool = keys_and_values(kv_layers, model.attention_shape)
+        self._device = kv_layers[0].device
         self._max_rows = max_rows
-        self._stream = torch.cuda.Stream(kv_pool.device)
+        self._stream = torch.cuda.Stream(self._device)
         self._steps: dict[int, _Pieces] = {}  # ascending
         self._adapters = adapters
         self._steps_with_adapters: dict[int, _Pieces] = {}

@@ -131,7 +131,7 @@ def test_steps_of_all_kinds(model: Model, spec: InputSpec) -> None:
 @torch.inference_mode()
 def test_what_is_computed_before_each_size_is_captured(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = torch.zeros(_base.kv_pool_shape(model.attention_shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
-    graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), pool, max_rows=40)
+    graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), list(pool), max_rows=40)
     plain, plain_block, computed = model.forward, model.forward_block, list[tuple[int, int]]()
 
     def forward(inputs: ModelInputs, attention: _base.StepAttention) -> Tensor:
@@ -179,7 +179,7 @@ def test_a_graph_reads_no_place_that_a_larger_step_left(model: Model) -> None:
 
 def test_what_does_not_fit(model: Model) -> None:
     pool = torch.zeros(_base.kv_pool_shape(model.attention_shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
-    graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), pool, max_rows=2)
+    graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), list(pool), max_rows=2)
     assert not graphs.fits(make_batch([(0, 2)], [[1]], PAGE_SIZE)), "nothing is captured yet"
     with torch.inference_mode():
         graphs.capture(20, lambda *_: None)
