@@ -89,6 +89,23 @@ class HeadNorm(Struct, frozen=True, kw_only=True):
     extent: Literal["head", "all_heads"] = "head"
 
 
+class LatentConfig(Struct, frozen=True, kw_only=True):
+    """Latent attention (arXiv 2405.04434): of each token one vector is kept, for the keys and values of all heads.
+
+    Attributes:
+        rank: its size, without the numbers that are rotated.
+        query_rank: size of the vector that the queries of a token are made of; None: they are made of the stream.
+        plain_size, rotated_size: numbers of a query head that are not rotated, and that are.
+        value_size: of a head.
+    """
+
+    rank: int
+    query_rank: int | None
+    plain_size: int
+    rotated_size: int
+    value_size: int
+
+
 class AttentionConfig(Struct, frozen=True, kw_only=True):
     """Self-attention.
 
@@ -99,6 +116,8 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
         scale: multiplies the dot products of queries and keys; None: 1 / sqrt(head size).
         soft_cap: as in ``AttentionShape``.
         is_interleaved: the rotation pairs neighbours; else the first half of what is rotated with the second.
+        latent: None: keys and values are kept. Otherwise ``qkv`` means nothing, and ``qkv_bias`` is of the layers that
+            read the stream.
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -110,6 +129,7 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
     soft_cap: float | None = None
     is_interleaved: bool = False
     head_norm: HeadNorm | None = None
+    latent: LatentConfig | None = None
 
 
 class MlpConfig(Struct, frozen=True, kw_only=True):

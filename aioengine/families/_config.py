@@ -151,6 +151,7 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         embedding_scale: multiplies the embeddings. logits_scale: multiplies the logits.
         logits_cap: logits become cap * tanh(logits / cap); None: they stay.
         head_bias: whether the output head has a bias.
+        ignored: what the names of tensors begin with that are not used.
     """
 
     tied: bool
@@ -166,6 +167,7 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     logits_scale: float = 1.0
     logits_cap: float | None = None
     head_bias: bool = False
+    ignored: tuple[str, ...] = ()
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of this layer; None: it has none."""

@@ -12,6 +12,7 @@ from aioengine.families._encoders import EncoderConfig, LinearShape
 from aioengine.families._vision import VisionConfig
 
 if TYPE_CHECKING:
+    from aioengine.families._block_config import LatentConfig
     from aioengine.families._config import TransformerConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -53,13 +54,17 @@ def is_ignored(config: TransformerConfig, name: str) -> bool:
     if isinstance(config, VisionConfig) and name.startswith(config.towers):
         return True
     assert isinstance(config, DecoderConfig)
+    if config.ignored and name.startswith(config.ignored):
+        return True
     has_no_head = config.task is not Task.GENERATE or config.tied
     return name.endswith("rotary_emb.inv_freq") or (has_no_head and name.startswith(f"{config.names.head}."))
 
 
 def attention_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
-    """The linear layers of the attention of this layer."""
+    """The linear layers of the attention of this layer that adapters may change."""
     chosen, prefix, size = config.attention, config.block.attention, config.hidden_size
+    if chosen.latent is not None:
+        return _latent_linears(config, chosen.latent)
     inner, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     sizes = (inner, kv_size, kv_size) if len(chosen.qkv) > 1 else (inner + 2 * kv_size,)
     return [
@@ -71,11 +76,41 @@ def attention_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
     ]
 
 
+def _latent_linears(config: DecoderConfig, latent: LatentConfig) -> list[LinearShape]:
+    chosen, prefix, size = config.attention, config.block.attention, config.hidden_size
+    queries = config.num_heads * (latent.plain_size + latent.rotated_size)
+    if latent.query_rank is None:
+        found = [LinearShape(f"{prefix}q_proj", queries, size, chosen.qkv_bias)]
+    else:
+        found = [
+            LinearShape(f"{prefix}q_a_proj", latent.query_rank, size, chosen.qkv_bias),
+            LinearShape(f"{prefix}q_b_proj", queries, latent.query_rank, False),
+        ]
+    inner = config.num_heads * latent.value_size
+    return [
+        *found,
+        LinearShape(f"{prefix}kv_a_proj_with_mqa", latent.rank + latent.rotated_size, size, chosen.qkv_bias),
+        LinearShape(f"{prefix}{chosen.output}", size, inner, chosen.output_bias),
+    ]
+
+
+def _latent_shapes(config: DecoderConfig, latent: LatentConfig) -> Shapes:
+    """The tensors of latent attention that are in none of its linear layers."""
+    prefix, head_size = config.block.attention, latent.plain_size + latent.value_size
+    found: Shapes = {f"{prefix}kv_b_proj.weight": (config.num_heads * head_size, latent.rank)}
+    found |= _norm(f"{prefix}kv_a_layernorm", latent.rank, config.norm)
+    return (
+        found if latent.query_rank is None else found | _norm(f"{prefix}q_a_layernorm", latent.query_rank, config.norm)
+    )
+
+
 def attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """The tensors of the attention of this layer."""
     found: Shapes = {}
     for linear in attention_linears(config, layer):
         found |= _linear(linear, is_transposed=config.is_transposed)
+    if (latent := config.attention.latent) is not None:
+        found |= _latent_shapes(config, latent)
     if (head_norm := config.attention.head_norm) is not None:
         for name, num_heads in zip(head_norm.names, (config.num_heads, config.num_kv_heads), strict=True):
             size = config.head_size * (num_heads if head_norm.extent == "all_heads" else 1)

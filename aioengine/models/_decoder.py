@@ -58,6 +58,7 @@ class Decoder:
             is_causal=config.is_causal,
             windows=reached_windows(config.windows, options.max_positions),
             soft_cap=config.attention.soft_cap,
+            value_size=None if config.attention.latent is None else config.attention.latent.rank,
         )
         self.task = config.task
         self.input_spec = InputSpec()

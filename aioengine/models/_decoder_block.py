@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aioengine.layers.attention import SelfAttention
+from aioengine.layers.latent_attention import LatentAttention
 from aioengine.layers.mlp import MLP
 from aioengine.layers.norm import make_norm
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 def make_attention(config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement) -> AttentionLayer:
     """The attention of this layer. Another kind is made here, as its config says."""
+    if config.attention.latent is not None:
+        return LatentAttention(
+            config.hidden_size, shape, placement, config=config.attention, latent=config.attention.latent
+        )
     rope = config.rope_of(layer)
     return SelfAttention(
         config.hidden_size,

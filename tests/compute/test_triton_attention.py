@@ -105,6 +105,32 @@ for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tenso
     given = heads.clone()
     rotate(given, HEADS, tables, norms)
     torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+
+from aioengine.kernels import head_linear, latent_heads
+from aioengine.kernels.triton import head_linear as triton_head_linear
+from aioengine.kernels.triton import latent_heads as triton_latent_heads
+
+weight = torch.randn(3, 70, 40)
+for weights in (weight, weight.transpose(1, 2)):
+    x, outs = torch.randn(37, 3, weights.shape[1] + 4)[..., 4:], torch.zeros(2, 37, 4, weights.shape[2])
+    head_linear.reference(x, weights, outs[0][:, :-1])
+    triton_head_linear.matmul(x, weights, outs[1][:, :-1])
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-4)
+
+for value_size, rotated_size, num_heads in ((24, 12, 3), (32, 8, 17)):
+    q, both = torch.randn(5, num_heads, 10 + rotated_size), torch.randn(5, value_size + rotated_size + 6)
+    latents, norm = both[:, 6:], (torch.randn(value_size), torch.tensor(1e-6))
+    angles = torch.randn(5, 1, rotated_size // 2)
+    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    keys = torch.full((6, 1, PAGE_SIZE, latents.shape[1]), 7.0)
+    wanted_keys = keys.clone()
+    found, wanted = torch.zeros(2, 5, num_heads + 1, latents.shape[1])
+    target = rotate_and_write.KVTarget(slots, wanted_keys, wanted_keys[..., :value_size])
+    latent_heads.latent_heads(q, latents, wanted, norm=norm, tables=tables, target=target)
+    triton_latent_heads.rotate(q, latents, found, norm=norm, tables=tables, target=(slots, keys))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(keys, wanted_keys, rtol=1e-4, atol=1e-5)
+    assert (keys.view(-1, latents.shape[1])[slots.long()] != 7).all()
 """
 
 

@@ -1,0 +1,150 @@
+"""The key of each token and the rotated part of its queries for latent attention, on a GPU, in one pass.
+
+T tokens, H query heads, V size of the latent vector, P rotated numbers, E = V + P, B pages, S page size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2, options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEADS = 16
+"""Query heads that one program works on."""
+
+
+@triton.jit
+def _rotated(
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    offsets: tl.tensor,
+    inside: tl.tensor,
+    HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both halves of the rotated vectors at ``offsets`` [Y, 1]; ``cos`` and ``sin`` of the token."""
+    columns = tl.arange(0, COLUMNS)[None, :]
+    is_column = columns < HALF
+    cosine = tl.load(cos + columns, mask=is_column, other=0.0)
+    sine = tl.load(sin + HALF + columns, mask=is_column, other=0.0)
+    low = tl.load(x + offsets + columns, mask=inside, other=0.0)
+    high = tl.load(x + offsets + HALF + columns, mask=inside, other=0.0)
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    turned_low = (wide_low * cosine - wide_high * sine).to(low.dtype)
+    return turned_low, (wide_high * cosine + wide_low * sine).to(low.dtype)
+
+
+@triton.jit
+def _store_key(
+    target: tl.tensor,
+    latent: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    VALUE_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    """The normed latent vector, and both halves of what is rotated."""
+    values = tl.arange(0, latent.shape[0])
+    columns = tl.arange(0, low.shape[1])[None, :]
+    tl.store(target + values, latent, mask=values < VALUE_SIZE)
+    tl.store(target + VALUE_SIZE + columns, low, mask=columns < HALF)
+    tl.store(target + VALUE_SIZE + HALF + columns, high, mask=columns < HALF)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _heads_kernel(
+    q: tl.tensor,
+    latents: tl.tensor,
+    weight: tl.tensor,
+    epsilon: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    heads: tl.tensor,
+    slots: tl.tensor,
+    keys: tl.tensor,
+    Q_STRIDE: tl.constexpr,
+    LATENT_STRIDE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    QUERY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WRITES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    KEY_SIZE: tl.constexpr = VALUE_SIZE + 2 * HALF
+    token = tl.program_id(0).to(tl.int64)
+    cos, sin = cos + token * (2 * HALF), sin + token * (2 * HALF)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    target = heads + token * ((NUM_HEADS + 1) * KEY_SIZE)
+    if tl.program_id(1) > 0:
+        if DEPENDENT:
+            gdc_launch_dependents()
+            gdc_wait()
+        head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)[:, None]
+        inside = (head < NUM_HEADS) & (columns < HALF)
+        offsets = token * Q_STRIDE + head * QUERY_SIZE + QUERY_SIZE - 2 * HALF
+        low, high = _rotated(q, cos, sin, offsets, inside, HALF, COLUMNS)
+        places = target + head * KEY_SIZE + VALUE_SIZE + columns
+        tl.store(places, low, mask=inside)
+        tl.store(places + HALF, high, mask=inside)
+    else:
+        values = tl.arange(0, VALUE_COLUMNS)
+        is_value = values < VALUE_SIZE
+        scale = tl.load(weight + values, mask=is_value, other=0.0)
+        least = tl.load(epsilon)
+        if DEPENDENT:
+            gdc_launch_dependents()
+            gdc_wait()
+        latent = tl.load(latents + token * LATENT_STRIDE + values, mask=is_value, other=0.0)
+        wide = latent.to(tl.float32)
+        inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / VALUE_SIZE + least)
+        normed = (wide * inverse).to(latent.dtype) * scale
+        inside = columns < HALF
+        offsets = tl.zeros((1, 1), tl.int64) + token * LATENT_STRIDE + VALUE_SIZE
+        low, high = _rotated(latents, cos, sin, offsets, inside, HALF, COLUMNS)
+        target += NUM_HEADS * KEY_SIZE
+        _store_key(target, normed, low, high, VALUE_SIZE, HALF)
+        if WRITES:
+            _store_key(keys + tl.load(slots + token).to(tl.int64) * KEY_SIZE, normed, low, high, VALUE_SIZE, HALF)
+
+
+_heads = Launcher(_heads_kernel)
+
+
+def rotate(
+    q: Tensor,
+    latents: Tensor,
+    heads: Tensor,
+    *,
+    norm: tuple[Tensor, Tensor],
+    tables: tuple[Tensor, Tensor],
+    target: tuple[Tensor, Tensor] | None,
+) -> None:
+    """q [T, H, N + P] and latents [T, V + P] to contiguous heads [T, H + 1, E]: see ``kernels.latent_heads``.
+
+    norm: weight [V] and epsilon []. target: slots [T] of the keys [B, 1, S, E], where the keys of the tokens go too.
+    """
+    num_tokens, num_heads, query_size = q.shape
+    value_size = norm[0].shape[0]
+    half = (latents.shape[1] - value_size) // 2
+    slots, keys = target or (tables[0], heads)
+    sizes = (
+        *(q.stride(0), latents.stride(0), num_heads, query_size, value_size, half),
+        *(next_power_of_2(value_size), next_power_of_2(half), HEADS, target is not None, has_dependent_launch()),
+    )
+    tensors = q, latents, *norm, *tables, heads, slots, keys
+    alignments = tuple(tensor.data_ptr() % 16 for tensor in (q, latents, norm[0], heads, keys))
+    key = q.dtype, keys.dtype, slots.dtype, sizes, alignments
+    grid = num_tokens, -(-num_heads // HEADS) + 1, 1
+    _heads(grid, key, (*tensors, *sizes), options(4))

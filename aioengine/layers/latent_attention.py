@@ -1,0 +1,153 @@
+"""Latent attention (DeepSeek-V2, arXiv 2405.04434), in the absorbed form, with rotary embeddings.
+
+The cache holds one latent vector of each token, from which the keys and values of all heads would be made by one matrix
+(``kv_b_proj``). They never are: its part for the keys is multiplied with the queries, and that for the values with the
+result of attention. So all tokens, of a prompt and generated ones, are computed in one way.
+
+T tokens, D model size, H heads, N and P sizes of a query head that are not and that are rotated, V latent size, E = V +
+P key size, O value size of a head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.kernels import head_linear
+from aioengine.kernels.latent_heads import latent_heads
+from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.layers.heads import pair_order
+from aioengine.layers.linear import Linear, Stored
+from aioengine.layers.norm import RMSNorm
+from aioengine.layers.placement import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionShape, StepAttention
+    from aioengine.families._block_config import AttentionConfig, LatentConfig
+    from aioengine.kernels.head_linear import HeadMatmul
+    from aioengine.layers.adapters import AdapterRows
+    from aioengine.layers.placement import Placement
+
+EPSILON = 1e-6
+"""Of the norms of the latent vectors; config.json has it for other norms alone."""
+
+
+class LatentAttention:
+    """[T, D] -> [T, D], or [S, D] for selected tokens. Writes latent vectors to the KV cache."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        shape: AttentionShape,
+        placement: Placement,
+        *,
+        config: AttentionConfig,
+        latent: LatentConfig,
+    ) -> None:
+        self._sizes = latent
+        self._num_heads = num_heads = shape.num_heads
+        query_size = num_heads * (latent.plain_size + latent.rotated_size)
+        queries, latents = _orders(latent, num_heads, config, placement.device)
+        query = {"q_proj": query_size} if latent.query_rank is None else {"q_a_proj": latent.query_rank}
+        first = self._first_size = next(iter(query.values()))
+        first_order = queries if latent.query_rank is None else torch.arange(first, device=placement.device)
+        self._inputs = Linear(
+            hidden_size,
+            {**query, "kv_a_proj_with_mqa": shape.head_size},
+            placement,
+            bias=config.qkv_bias,
+            stored=Stored(torch.cat((first_order, first + latents)) if config.is_interleaved else None),
+        )
+        self._query_norm: RMSNorm | None = None
+        self._query: Linear | None = None
+        if latent.query_rank is not None:
+            self._query_norm = RMSNorm(latent.query_rank, EPSILON, placement)
+            stored = Stored(queries if config.is_interleaved else None)
+            self._query = Linear(latent.query_rank, {"q_b_proj": query_size}, placement, stored=stored)
+        self._latent_norm = RMSNorm(latent.rank, EPSILON, placement)
+        self._expansion = placement.empty(num_heads, latent.plain_size + latent.value_size, latent.rank)
+        self._batch_invariant = placement.batch_invariant
+        self._to_latent: HeadMatmul | None = None
+        self._from_latent: HeadMatmul | None = None
+        output = {config.output: hidden_size}
+        self._output = Linear(num_heads * latent.value_size, output, placement, bias=config.output_bias)
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        found = self._inputs.weights(prefix) | self._output.weights(prefix)
+        found |= self._latent_norm.weights(f"{prefix}kv_a_layernorm")
+        found[f"{prefix}kv_b_proj.weight"] = Target(self._expansion.flatten(0, 1))
+        if self._query is not None and self._query_norm is not None:
+            found |= self._query.weights(prefix) | self._query_norm.weights(f"{prefix}q_a_layernorm")
+        return found
+
+    def finish_loading(self) -> None:
+        for linear in self.linears():
+            linear.finish_loading()
+        for_keys, for_values = self._expansion.split((self._sizes.plain_size, self._sizes.value_size), dim=1)
+        invariant = self._batch_invariant
+        self._to_latent = head_linear.prepare(for_keys, batch_invariant=invariant)
+        self._from_latent = head_linear.prepare(for_values.transpose(1, 2), batch_invariant=invariant)
+
+    def open_for_loading(self) -> None:
+        for linear in self.linears():
+            linear.open_for_loading()
+
+    def linears(self) -> list[Linear]:
+        """The linear layers; ``kv_b_proj`` is none of them, since it is never applied to its input."""
+        more = [] if self._query is None else [self._query]
+        return [self._inputs, *more, self._output]
+
+    def __call__(
+        self,
+        x: Tensor,
+        tables: tuple[Tensor, Tensor],
+        attention: StepAttention,
+        layer: int,
+        *,
+        outputs: Tensor | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``. The arguments are those of ``SelfAttention``."""
+        assert self._to_latent is not None, "finish_loading was not called"
+        assert self._from_latent is not None, "finish_loading was not called"
+        rows = None if adapters is None else adapters.tokens
+        q, latents = self._inputs(x, rows).tensor_split((self._first_size,), dim=1)
+        if self._query is not None and self._query_norm is not None:
+            q = self._query(self._query_norm(q), rows)
+        q = q.unflatten(1, (self._num_heads, -1))
+        target = attention.target(layer)
+        direct = target if isinstance(target, KVTarget) else None
+        heads = None if direct is None else direct.heads
+        if heads is None:
+            heads = x.new_empty(x.shape[0], self._num_heads + 1, latents.shape[1])
+        norm = self._latent_norm.weight, self._latent_norm.epsilon
+        latent_heads(q, latents, heads, norm=norm, tables=tables, target=direct)
+        self._to_latent(q[..., : self._sizes.plain_size], heads[:, :-1, : self._sizes.rank])
+        q, k = heads[:, :-1], heads[:, -1:]
+        v = k[..., : self._sizes.rank]
+        if not isinstance(target, KVTarget):
+            target(k, v)
+        attended = attention.attend(q, k, v, layer)
+        if outputs is not None:
+            attended = attended.index_select(0, outputs)
+            rows = None if adapters is None else adapters.outputs
+        values = attended.new_empty(attended.shape[0], self._num_heads, self._sizes.value_size)
+        self._from_latent(attended.unflatten(1, (self._num_heads, -1)), values)
+        return self._output(values.flatten(1), rows)
+
+
+def _orders(
+    latent: LatentConfig, num_heads: int, config: AttentionConfig, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Where the checkpoint has each number of the queries [H * (N + P)] and of the latent vectors [V + P], with the
+    pairs that are rotated as the kernels take them.
+    """
+    size, plain_size = latent.rotated_size, latent.plain_size
+    pairs = pair_order(size, size, is_interleaved=config.is_interleaved) or [*range(size)]
+    head = torch.tensor([*range(plain_size), *(plain_size + number for number in pairs)], device=device)
+    first = torch.arange(num_heads, device=device).unsqueeze(1) * (plain_size + size)
+    latents = [*range(latent.rank), *(latent.rank + number for number in pairs)]
+    return (first + head).flatten(), torch.tensor(latents, device=device)
