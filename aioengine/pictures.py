@@ -1,6 +1,7 @@
 """Picture files to RGB, with Pillow.
 
-Only formats that Pillow decodes itself are read, and none whose header says more pixels than allowed. Everything here
+Only formats that Pillow decodes itself are read, and none whose header says more pixels than allowed, or that is made
+of millions of small parts, which Pillow reads one by one. Everything here
 may take long, or crash in a decoder: it runs in the media process, and only pictures that a caller holds as objects of
 Pillow become RGB on a thread of the caller's process.
 """
@@ -8,7 +9,8 @@ Pillow become RGB on a thread of the caller's process.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Final
+from os import SEEK_END
+from typing import TYPE_CHECKING, Final, cast
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
@@ -26,6 +28,32 @@ makes gigabytes of a thin line. Qwen's refuse the same pictures.
 PillowImage = Image.Image
 
 _MAX_SHORT: Final = 0xFFFF
+_MAX_READS: Final = 10_000
+_BYTES_PER_READ: Final = 64
+"""A file may be read in ``_MAX_READS`` parts, and one more for each of these bytes. Parts of real files have hundreds
+of bytes, but for some in their headers; a million parts take a second.
+"""
+
+
+class _Parts:
+    """A file that is read in a limited number of parts."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._num_left = _MAX_READS + file.seek(0, SEEK_END) // _BYTES_PER_READ
+        file.seek(0)
+
+    def read(self, size: int = -1) -> bytes:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise ValueError("it has more parts than its length explains")
+        return self._file.read(size)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
 
 
 def limit_pixels(max_pixels: int) -> None:
@@ -42,13 +70,15 @@ def open_picture(file: BinaryIO, max_pixels: int) -> Image.Image:
     """
     Image.init()
     try:
-        image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
+        image = Image.open(cast("BinaryIO", _Parts(file)), formats=[name for name in FORMATS if name in Image.OPEN])
     except UnidentifiedImageError:
         raise ValueError(f"it is no picture in a format that is read ({', '.join(FORMATS)})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"its header says more than max_image_pixels={max_pixels} pixels ({error})") from None
     except Exception as error:  # decoders raise anything for a broken header
         raise ValueError(f"its header cannot be read: {type(error).__name__}: {error}") from error
+    if any(tile[0] == "ppm_plain" for tile in image.tile):  # takes long to read where it has comments
+        raise ValueError("it is a PPM whose pixels are text; those of bytes are read")
     check_pixels(image, max_pixels)
     return image
 

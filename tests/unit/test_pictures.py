@@ -116,3 +116,33 @@ def test_thin_lines_are_refused_before_they_are_made_large(size: tuple[int, int]
     with pytest.raises(ValueError, match="one side may be 200 times the other at most"):
         read(saved(Image.new("L", size), "PNG"))
     assert read(saved(Image.new("L", (200, 1)), "PNG")).size == (200, 1)
+
+
+def many_parts(kind: str) -> bytes:
+    """A small picture with hundreds of thousands of bytes in tiny parts, or in one that Pillow reads byte by byte."""
+    file = saved(RGB, kind)
+    if kind == "PPM":
+        return file[:3] + b"#" + b"x" * 200_000 + b"\n" + file[3:]
+    if kind == "PNG":
+        return file[:33] + chunk(b"abCd", b"") * 20_000 + file[33:]
+    if kind == "JPEG":
+        return file[:2] + b"\xff" * 200_000 + file[2:]
+    place = file.index(b"\x2c", 13)
+    return file[:place] + b"\x21\xfe" + b"\x01c" * 100_000 + b"\0" + file[place:]
+
+
+@pytest.mark.parametrize("kind", ["PPM", "PNG", "JPEG", "GIF"])
+def test_files_of_countless_small_parts_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="more parts than its length explains"):
+        read(many_parts(kind))
+
+
+def test_chunks_behind_the_pixels_count_too() -> None:
+    file = saved(RGB, "PNG")
+    with pytest.raises(ValueError, match="more parts than its length explains"):
+        read(file[:-12] + chunk(b"abCd", b"") * 20_000 + file[-12:])
+
+
+def test_pixels_written_as_text_are_refused() -> None:
+    with pytest.raises(ValueError, match="a PPM whose pixels are text"):
+        read(b"P3\n1 1\n255\n1 2 3\n")
