@@ -13,7 +13,6 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
@@ -23,13 +22,23 @@ import msgspec
 from aioengine.errors import RequestError, describe
 from aioengine.frontend.image_sources import read_source
 from aioengine.media._base import ImageShape
-from aioengine.protocol.media import Broken, Fetched, FetchJob, JobEnd, MediaOrders, Prepared, PrepareJob, Refused
+from aioengine.protocol.media import (
+    Broken,
+    Cancelled,
+    Fetched,
+    FetchJob,
+    JobEnd,
+    MediaOrders,
+    Prepared,
+    PrepareJob,
+    Refused,
+)
 from aioengine.supervision.media_jobs import NUM_FETCHES, MediaProcess
 from aioengine.supervision.tasks import WorkerThread, post
 from aioengine.transport.addresses import MEDIA_SUFFIX, PrivateDirectory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from aioengine.frontend.image_sources import ImageSource
@@ -53,7 +62,7 @@ class ImageFile(msgspec.Struct):
 
     Attributes:
         content: sha256 of its bytes and of how they are prepared. shape: None until it is prepared.
-        num_users: prompts that need it. waiters: called when it is prepared, or with what went wrong.
+        num_users: prompts that need it. waiters: what waits until it is prepared.
     """
 
     content: bytes
@@ -61,7 +70,7 @@ class ImageFile(msgspec.Struct):
     shape: ImageShape | None = None
     num_bytes: int = 0
     num_users: int = 0
-    waiters: list[Callable[[ImageFile | ImageError], None]] = []
+    waiters: list[_Unit] = []
 
 
 class _Read(NamedTuple):
@@ -164,6 +173,7 @@ class ImageIntake:
         self._files_thread: WorkerThread[None] | None = None
         self._waiting: deque[_Unit] = deque()
         self._active = {True: 0, False: 0}  # units by ``is_web``
+        self._jobs: dict[int, list[_Unit]] = {}  # what waits for the end of a job that was not cancelled, by its number
         self._numbers = itertools.count()
         self._is_closed = False
         self.process = MediaProcess(
@@ -194,6 +204,10 @@ class ImageIntake:
         prompt.is_released = True
         for file in prompt.prepared:
             file.num_users -= 1
+        for number, units in list(self._jobs.items()):
+            if all(unit.prompt.is_over for unit in units):
+                del self._jobs[number]
+                self.process.cancel(number)
         self._evict()
         self._go_on()
 
@@ -236,9 +250,9 @@ class ImageIntake:
     def _begin_unit(self, unit: _Unit) -> None:
         try:
             if unit.is_web:
-                path = self._new_path("fetched")
-                job = FetchJob(next(self._numbers), cast("str", unit.source.value), path)
-                self.process.do(job, partial(self._fetched, unit, path))
+                job = FetchJob(next(self._numbers), cast("str", unit.source.value), self._new_path("fetched"))
+                self._jobs[job.id] = [unit]
+                self.process.do(job, partial(self._fetched, unit, job))
             else:
                 self._read(unit)
         except Exception as error:  # no thread, for example
@@ -272,11 +286,12 @@ class ImageIntake:
         else:
             self._end_unit(unit, RequestError(STAGE, describe(error)))
 
-    def _fetched(self, unit: _Unit, path: str, end: JobEnd) -> None:
+    def _fetched(self, unit: _Unit, job: FetchJob, end: JobEnd) -> None:
+        self._jobs.pop(job.id, None)
         if isinstance(end, Fetched):
-            self._prepare(unit, _Read(self._content(bytes.fromhex(end.digest)), path))
+            self._prepare(unit, _Read(self._content(bytes.fromhex(end.digest)), job.path))
         else:
-            self._remove(path)
+            self._remove(job.path)
             self._end_unit(unit, _error_of(end))
 
     def _prepare(self, unit: _Unit, read: _Read) -> None:
@@ -289,7 +304,7 @@ class ImageIntake:
             if unit.prompt.is_over or file.shape is not None:
                 self._end_unit(unit, file)
             else:
-                file.waiters.append(partial(self._end_unit, unit))
+                file.waiters.append(unit)
             return
         if unit.prompt.is_over:
             self._remove(read.source)
@@ -298,11 +313,13 @@ class ImageIntake:
             self._begin_unit(unit)
         else:
             path = self._new_path("")
-            file = self.files[read.content] = ImageFile(read.content, path, waiters=[partial(self._end_unit, unit)])
+            file = self.files[read.content] = ImageFile(read.content, path, waiters=[unit])
             job = PrepareJob(next(self._numbers), read.source, path, read.size)
+            self._jobs[job.id] = file.waiters
             self.process.do(job, partial(self._prepared, file, job))
 
     def _prepared(self, file: ImageFile, job: PrepareJob, end: JobEnd) -> None:
+        self._jobs.pop(job.id, None)
         waiters, file.waiters = file.waiters, []
         found: ImageFile | ImageError = file
         if isinstance(end, Prepared):
@@ -312,8 +329,11 @@ class ImageIntake:
             self._remove(job.source)
             self._remove(file.path)
             found = _error_of(end)
-        for waiter in waiters:
-            waiter(found)
+        for unit in waiters:
+            if isinstance(end, Cancelled) and not unit.prompt.is_over:
+                self._begin_unit(unit)  # it came when the others had gone
+            else:
+                self._end_unit(unit, found)
         self._evict()
 
     def _end_unit(self, unit: _Unit, found: ImageFile | ImageError) -> None:

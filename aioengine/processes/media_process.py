@@ -28,9 +28,11 @@ from aioengine.errors import describe
 from aioengine.media._base import ImageShape
 from aioengine.processes.host import die_with_parent, handle_signals, limit_threads, name_process
 from aioengine.processes.image_arrays import faster
-from aioengine.processes.web import WebLimits, fetch
+from aioengine.processes.web import Cancellation, WebLimits, fetch
 from aioengine.protocol.media import (
     Broken,
+    CancelJob,
+    Cancelled,
     Fetched,
     FetchJob,
     MediaOrders,
@@ -105,29 +107,52 @@ class MediaWorker:
         self._max_pixels = orders.max_pixels
         self._processor = processor
         self._gate = PixelGate(orders.max_pixels)
+        self._accepted: dict[int, Cancellation] = {}
+
+    def accept(self, job: Job) -> None:
+        """Let a job be cancelled from now on."""
+        self._accepted[job.id] = Cancellation()
+
+    def cancel(self, number: int) -> None:
+        """End a job early, if it is not over."""
+        cancellation = self._accepted.get(number)
+        if cancellation is not None:
+            cancellation.cancel()
 
     def do(self, job: Job, tell: Callable[[Waits], None]) -> JobEnd:
         """``tell`` gets what is to be said before the end."""
+        cancellation = self._accepted[job.id]
         try:
-            return self._fetch(job) if isinstance(job, FetchJob) else self._prepare(job, tell)
+            if isinstance(job, FetchJob):
+                return self._fetch(job, cancellation)
+            return self._prepare(job, cancellation, tell)
+        except _CancelledError:
+            return Cancelled(job.id)
         except ValueError as error:
-            return Refused(job.id, str(error))
+            return Cancelled(job.id) if cancellation.is_cancelled else Refused(job.id, str(error))
         except Exception as error:
             return Broken(job.id, describe(error))
+        finally:
+            del self._accepted[job.id]
 
-    def _fetch(self, job: FetchJob) -> Fetched:
-        body = fetch(job.url, self._limits)
+    def _fetch(self, job: FetchJob, cancellation: Cancellation) -> Fetched:
+        _check(cancellation)
+        body = fetch(job.url, self._limits, cancellation)
         Path(job.path).write_bytes(body)
         return Fetched(job.id, hashlib.sha256(body).hexdigest())
 
-    def _prepare(self, job: PrepareJob, tell: Callable[[Waits], None]) -> Prepared:
+    def _prepare(self, job: PrepareJob, cancellation: Cancellation, tell: Callable[[Waits], None]) -> Prepared:
+        _check(cancellation)
         with Path(job.source).open("rb") as file:
             if job.size != (0, 0):
                 image = Image.frombytes("RGB", job.size, file.read())
             else:
                 image = pictures.open_picture(file, self._max_pixels)
             with self._gate.holding(image.width * image.height, lambda is_over: tell(Waits(job.id, is_over))):
-                arrays = self._arrays(pictures.decode(image))
+                _check(cancellation)
+                decoded = pictures.decode(image)
+                _check(cancellation)
+                arrays = self._arrays(decoded)
         tensors = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
         save_file(tensors, job.path)
         os.unlink(job.source)
@@ -144,6 +169,15 @@ class MediaWorker:
             name: np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
             for name, value in found.items()
         }
+
+
+class _CancelledError(Exception):
+    """Nobody waits for this job any more."""
+
+
+def _check(cancellation: Cancellation) -> None:
+    if cancellation.is_cancelled:
+        raise _CancelledError
 
 
 def _shape(arrays: Mapping[str, object]) -> ImageShape:
@@ -191,6 +225,10 @@ def _serve(channel: socket.socket, worker: MediaWorker, num_workers: int) -> Non
     send(MediaReady())
     for line in channel.makefile("rb"):
         job = decode_job(line)
+        if isinstance(job, CancelJob):
+            worker.cancel(job.id)
+            continue
+        worker.accept(job)
         pool = fetches if isinstance(job, FetchJob) else prepares
         pool.submit(lambda job=job: send(worker.do(job, send)))
 

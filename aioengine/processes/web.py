@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -39,15 +39,38 @@ class WebLimits(NamedTuple):
     allows_private: bool = False
 
 
-def fetch(url: str, limits: WebLimits) -> bytes:
+class Cancellation:
+    """Ends work early, from any thread. What waits is woken by ``wake``, which is called once at most."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self._wake: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.is_cancelled = True
+            if self._wake is not None:
+                self._wake()
+
+    def set_wake(self, wake: Callable[[], None] | None) -> None:
+        """None: nothing waits. It is called now where this is cancelled already."""
+        with self._lock:
+            self._wake = wake
+            if self.is_cancelled and wake is not None:
+                wake()
+
+
+def fetch(url: str, limits: WebLimits, cancellation: Cancellation | None = None) -> bytes:
     """The body at ``url``.
 
     Raises:
-        ValueError: it could not be got within the limits; the message has no URL.
+        ValueError: it could not be got within the limits, or was cancelled; the message has no URL.
     """
     deadline = time.monotonic() + limits.timeout_s
+    cancellation = cancellation or Cancellation()
     for _ in range(MAX_REDIRECTS + 1):
-        body, url = _one_request(url, limits, deadline)
+        body, url = _one_request(url, limits, deadline, cancellation)
         if body is not None:
             return body
     raise ValueError(f"more than {MAX_REDIRECTS} redirects")
@@ -68,10 +91,14 @@ def is_public(address: Address) -> bool:
 
 
 class _Cutter:
-    """Shuts a connection down at the deadline: whatever waits for it then goes on, however slowly bytes trickled."""
+    """Shuts a connection down at the deadline, or when it is cancelled: whatever waits for it then goes on, however
+    slowly bytes trickled.
+    """
 
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
+    def __init__(self, connection: socket.socket, deadline: float, cancellation: Cancellation) -> None:
         self._own = connection.dup()  # another descriptor of it, which stays this connection until ``end``
+        self._cancellation = cancellation
+        cancellation.set_wake(self._cut)
         self._timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._cut)
         self._timer.daemon = True
         self._timer.start()
@@ -81,6 +108,7 @@ class _Cutter:
             self._own.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
+        self._cancellation.set_wake(None)
         self._timer.cancel()
         self._timer.join()
         self._own.close()
@@ -89,16 +117,17 @@ class _Cutter:
 class _Connection(http.client.HTTPConnection):
     """A connection to an address that was checked, under the name of its host."""
 
-    def __init__(self, target: SplitResult, limits: WebLimits, deadline: float) -> None:
+    def __init__(self, target: SplitResult, limits: WebLimits, deadline: float, cancellation: Cancellation) -> None:
         self._is_secure = target.scheme == "https"
         super().__init__(target.hostname or "", target.port or (443 if self._is_secure else 80))
         self._limits = limits
         self._deadline = deadline
+        self._cancellation = cancellation
         self._cutter: _Cutter | None = None
 
     def connect(self) -> None:
         self.sock = _connected(self.host, self.port, self._limits, self._deadline)
-        self._cutter = _Cutter(self.sock, self._deadline)
+        self._cutter = _Cutter(self.sock, self._deadline, self._cancellation)
         if self._is_secure:
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
 
@@ -156,10 +185,10 @@ def _addresses(host: str, port: int, deadline: float) -> list[str]:
     return list(found)
 
 
-def _one_request(url: str, limits: WebLimits, deadline: float) -> tuple[bytes | None, str]:
+def _one_request(url: str, limits: WebLimits, deadline: float, cancellation: Cancellation) -> tuple[bytes | None, str]:
     """(its body, url), or (None, the URL that it redirects to)."""
     target = _checked_url(url)
-    connection, answer = _Connection(target, limits, deadline), None
+    connection, answer = _Connection(target, limits, deadline, cancellation), None
     try:
         path = (target.path or "/") + (f"?{target.query}" if target.query else "")
         connection.request("GET", path, headers=_HEADERS)

@@ -1,7 +1,7 @@
 """What the frontend and the media process say to each other: one JSON object a line, over a pair of sockets.
 
-frontend --> media process      MediaOrders (first), then FetchJob, PrepareJob
-media process --> frontend      MediaReady (first), Waits, and for each job Fetched, Prepared, Refused or Broken
+frontend --> media process      MediaOrders (first), then FetchJob, PrepareJob, and CancelJob for one that is not over
+media process --> frontend      MediaReady (first), Waits, and for each job one of ``JobEnd``
 """
 
 from __future__ import annotations
@@ -51,6 +51,12 @@ class PrepareJob(Struct, tag="prepare", frozen=True):
     size: tuple[int, int] = (0, 0)
 
 
+class CancelJob(Struct, tag="cancel", frozen=True):
+    """Nobody waits for this job any more. It ends soon, cancelled or as it would have."""
+
+    id: int
+
+
 class MediaReady(Struct, tag="ready", frozen=True):
     """It takes jobs."""
 
@@ -91,10 +97,16 @@ class Broken(Struct, tag="broken", frozen=True):
     reason: str
 
 
+class Cancelled(Struct, tag="cancelled", frozen=True):
+    """By the frontend."""
+
+    id: int
+
+
 Job = FetchJob | PrepareJob
-JobEnd = Fetched | Prepared | Refused | Broken
+JobEnd = Fetched | Prepared | Refused | Broken | Cancelled
 
 encode_line = msgspec.json.Encoder().encode_lines
-decode_job = msgspec.json.Decoder(Job).decode
+decode_job = msgspec.json.Decoder(Job | CancelJob).decode
 decode_reply = msgspec.json.Decoder(MediaReady | Waits | JobEnd).decode
 decode_media_orders = msgspec.json.Decoder(MediaOrders).decode

@@ -25,6 +25,8 @@ from aioengine.file_descriptors import SpareDescriptors
 from aioengine.logs import warn
 from aioengine.protocol.media import (
     Broken,
+    CancelJob,
+    Cancelled,
     FetchJob,
     Job,
     JobEnd,
@@ -40,7 +42,7 @@ from aioengine.supervision.spawning import start_child
 from aioengine.supervision.tasks import WorkerThread, post
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -100,6 +102,17 @@ class MediaProcess:
         """Do a job after those that wait. ``done`` gets its end on the loop, exactly once unless this is closed."""
         self._waiting.append(_Given(job, done))
         self._go_on()
+
+    def cancel(self, number: int) -> None:
+        """Nobody waits for this job any more. Its end comes soon, ``Cancelled`` or another."""
+        for given in self._waiting:
+            if given.job.id == number:
+                self._waiting.remove(given)
+                self._loop.call_soon(given.done, Cancelled(number))
+                return
+        if number in self._running:
+            with contextlib.suppress(OSError):  # it has just ended, or reads nothing: its jobs end in another way
+                self._send([CancelJob(number)])
 
     def start(self) -> None:
         """Start it before the first job, which takes a second or two. A process that fails is started for each job."""
@@ -242,17 +255,20 @@ class MediaProcess:
             self._running[given.job.id] = given, now
         if chosen and self._channel is not None and self.child is not None:
             self._watch_time()
-            line = encode_line([given.job for given in chosen])
             try:
-                num_sent = self._channel.send(line)
+                self._send([given.job for given in chosen])
             except OSError as error:  # it has just ended, and never got these
                 for given in reversed(chosen):
                     del self._running[given.job.id]
                     self._waiting.appendleft(given)
                 self._lost(self.child, f"the media process takes no more jobs: {describe(error)}")
-            else:
-                if num_sent < len(line):
-                    self._lost(self.child, "the media process does not read its jobs")
+
+    def _send(self, orders: Sequence[Job | CancelJob]) -> None:
+        """Raises OSError: it takes nothing."""
+        if self._channel is not None and self.child is not None:
+            line = encode_line(orders)
+            if self._channel.send(line) < len(line):
+                self._lost(self.child, "the media process does not read its jobs")
 
     def _read(self) -> None:
         channel, child = self._channel, self.child

@@ -160,7 +160,8 @@ def prepare_ms(folder: Path, repeat: int) -> float:
     times: list[float] = []
     for seed in range(repeat):
         source.write_bytes(image_of(seed))
-        times.append(milliseconds(lambda: worker.do(PrepareJob(0, str(source), str(made)), print)))
+        worker.accept(job := PrepareJob(seed, str(source), str(made)))
+        times.append(milliseconds(lambda job=job: worker.do(job, print)))
     made.unlink()
     return statistics.median(times)
 

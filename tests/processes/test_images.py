@@ -26,10 +26,11 @@ from safetensors.numpy import load_file
 from aioengine import AsyncEngine, EngineError, RequestError
 from aioengine.config import MediaConfig, TextSettings
 from aioengine.frontend import image_prompts
+from aioengine.frontend.image_intake import ImageIntake
 from aioengine.frontend.startup import Blueprint
 from aioengine.media._base import find_image_model
-from aioengine.processes.media_process import PixelGate
-from aioengine.protocol.media import Waits, encode_line
+from aioengine.processes.media_process import MediaWorker, PixelGate
+from aioengine.protocol.media import Cancelled, FetchJob, PrepareJob, Waits, encode_line
 from aioengine.protocol.messages import Submit
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.tokenizer import Tokenizer
@@ -344,6 +345,35 @@ async def test_an_image_that_hangs_is_given_up(engine: AsyncEngine, monkeypatch:
         await engine.async_generate("<image> a", SHORT, image_data=png(picture(401)))
     monkeypatch.undo()
     await engine.async_generate("<image> a", SHORT, image_data=png(picture(401)))
+
+
+async def test_an_image_of_a_cancelled_request_is_given_up_or_prepared_for_the_next(engine: AsyncEngine) -> None:
+    process = intake(engine).process
+    await engine.async_generate("<image> a", SHORT, image_data=png(picture(405)))
+    os.kill(process.child.pid, signal.SIGSTOP)
+    try:
+        first = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=png(picture(406))))
+        await until(lambda: process._running)
+        first.cancel()
+        await until(lambda: not intake(engine)._jobs)
+        second = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=png(picture(406))))
+        await until(lambda: any(len(file.waiters) > 1 for file in intake(engine).files.values()))
+    finally:
+        os.kill(process.child.pid, signal.SIGCONT)
+    assert (await second)["meta_info"]["image_tokens"] == FEATURES
+    await settled(engine)
+
+
+async def test_a_cancelled_job_does_nothing(folder: Path, tmp_path: Path) -> None:
+    images = find_image_model(folder)
+    assert images is not None
+    worker = MediaWorker(ImageIntake(images, 1).process._orders, lambda *_, **__: pytest.fail("it is not prepared"))
+    (tmp_path / "source").write_bytes(png(picture(1)))
+    for job in (PrepareJob(1, str(tmp_path / "source"), ""), FetchJob(2, "http://127.0.0.1:1/x.png", "")):
+        worker.accept(job)
+        worker.cancel(job.id)
+        assert worker.do(job, lambda _: None) == Cancelled(job.id)
+        worker.cancel(job.id)
 
 
 async def test_an_image_that_waits_for_others_does_not_hang(

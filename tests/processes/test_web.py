@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import ipaddress
 import socket
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from aioengine.processes import web
-from aioengine.processes.web import MAX_REDIRECTS, WebLimits, fetch, is_public
+from aioengine.processes.web import MAX_REDIRECTS, Cancellation, WebLimits, fetch, is_public
 
 LIMITS = WebLimits(max_bytes=100_000, timeout_s=5.0, allows_private=True)
 BODY = bytes(range(256)) * 16
@@ -199,3 +200,18 @@ def test_addresses_that_are_public(address: str) -> None:
 def test_odd_urls_are_refused(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         fetch(url, LIMITS)
+
+
+def test_a_download_is_cancelled_while_it_waits(server: Server) -> None:
+    cancellation = Cancellation()
+
+    def write(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\nsome")
+        cancellation.cancel()
+        connection.recv(1)  # until the other side ends it
+
+    server.answers["/cancelled"] = write
+    with contextlib.suppress(ValueError):  # the end of the connection may be that of the body
+        assert fetch(server.url + "/cancelled", LIMITS._replace(timeout_s=600), cancellation) == b"some"
+    with contextlib.suppress(ValueError):
+        fetch(server.url + "/cancelled", LIMITS._replace(timeout_s=600), cancellation)
