@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -219,7 +220,8 @@ def read_folder(folder: Path) -> AdapterFolder:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of the two files: sizes, times of their last change, the whole configuration and the header of the tensors.
+    """Of the two files: which they are, sizes, times of their last change, the whole configuration and the header of
+    the tensors. No program can set the change time of a file (ctime), so one that was replaced is noticed.
 
     Raises:
         ValueError: one of them cannot be read.
@@ -231,8 +233,9 @@ def fingerprint(folder: Path) -> str:
             raise ValueError(f"{str(folder)!r} has no {name} any more")
         with file:
             content = checkpoint.header_bytes(file) if name == TENSORS else file.read(folder_files.MAX_BYTES)
-        stat = (folder / name).stat()
-        digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns} ".encode() + content)
+            stat = os.fstat(file.fileno())
+        facts = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+        digest.update(f"{name} {facts} ".encode() + content)
     return digest.hexdigest()
 
 

@@ -8,11 +8,13 @@ fails its requests alone; the next request for it tries again.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import OrderedDict
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import cached_property
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast, runtime_checkable
 
 from aioengine import adapter_folder
 from aioengine.errors import describe
@@ -29,7 +31,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_READS: Final = 2
-"""Adapters that are read at a time."""
+"""Adapters that are read at a time, but for slow ones."""
+
+SLOW_READ_S: Final = 5.0
+"""From then on a read is a slow one, which holds up no other: its file system may hang."""
+
+READ_TIMEOUT_S: Final = 120.0
+MAX_THREADS: Final = 64
+"""Of reads, with slow ones, and with those that are given up and still hang."""
 
 STAGE: Final = "adapter"
 """The stage in the errors of requests whose adapter failed."""
@@ -116,6 +125,14 @@ class Copies:
         return number <= 1 or self._num_bytes + bool(num_new) <= self._max_bytes
 
 
+class _Read(NamedTuple):
+    """An adapter that is read in a thread of its own."""
+
+    host: Future[HostAdapter]
+    path: str
+    started_at: float
+
+
 class Adapters:
     """The adapters of an engine, on the scheduler's thread."""
 
@@ -124,7 +141,8 @@ class Adapters:
         self._requests = requests
         self._slots = requests.adapters
         self._copies = copies
-        self._reads: dict[Key, Future[HostAdapter]] = {}
+        self._reads: dict[Key, _Read] = {}
+        self._given_up: list[Future[HostAdapter]] = []
         self._placing: dict[Key, tuple[Future[None], HostAdapter]] = {}
         self._pinned: dict[int, Adapter] = {}
         self._loads: dict[int, tuple[Adapter, Callable[[Reply], None]]] = {}  # by the id of the call
@@ -141,13 +159,15 @@ class Adapters:
 
     def step(self) -> None:
         """Take in what has been read and copied, read and copy what is needed next, and release requests."""
-        if not self._slots.is_changed and not any(future.done() for future in self._futures):
+        now = time.monotonic()
+        is_slow = any(now > read.started_at + SLOW_READ_S for read in self._reads.values())
+        if not (self._slots.is_changed or is_slow or any(future.done() for future in self._futures)):
             return
-        self._take_reads()
+        self._take_reads(now)
         self._take_placed()
         claims = self._slots.claims()
         self._answer_loads()
-        self._start_reads([key for _, key in claims])
+        self._start_reads([key for _, key in claims], now)
         placements, released = self._slots.assign([claim for claim in claims if claim[1] in self._copies])
         for placement in placements:
             self._place(placement)
@@ -170,18 +190,11 @@ class Adapters:
         """Answer no call that is under way: those that made them will make them again."""
         self._loads.clear()
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
     # ------------------------------------------------------------ inside
-
-    @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(MAX_READS, thread_name_prefix="adapter")
 
     @property
     def _futures(self) -> list[Future[Any]]:
-        return [*self._reads.values(), *(future for future, _ in self._placing.values())]
+        return [*(read.host for read in self._reads.values()), *(future for future, _ in self._placing.values())]
 
     def _unload(self, adapter: Adapter) -> None:
         key = key_of(adapter)
@@ -192,16 +205,20 @@ class Adapters:
         if not self._slots.line.uids(key):
             self._copies.remove(key)
 
-    def _take_reads(self) -> None:
+    def _take_reads(self, now: float) -> None:
         for key, read in list(self._reads.items()):
-            if not read.done():
-                continue
-            del self._reads[key]
-            error = read.exception()
-            if error is None:
-                self._copies.add(key, read.result())
-            else:
-                self._fail(key, error)
+            if read.host.done():
+                del self._reads[key]
+                error = read.host.exception()
+                if error is None:
+                    self._copies.add(key, read.host.result())
+                else:
+                    self._fail(key, error)
+            elif now > read.started_at + READ_TIMEOUT_S:
+                del self._reads[key]
+                self._given_up.append(read.host)
+                why = f"{read.path} could not be read within {READ_TIMEOUT_S:g} seconds; its file system may hang"
+                self._fail(key, ValueError(why))
 
     def _take_placed(self) -> None:
         for key, (future, _) in list(self._placing.items()):
@@ -215,18 +232,23 @@ class Adapters:
                 self._slots.fail(key)
                 self._fail(key, error)
 
-    def _start_reads(self, claims: list[Key]) -> None:
+    def _start_reads(self, claims: list[Key], now: float) -> None:
         """Read what is needed and not in memory, the next to be placed first, as far as there is room."""
         wanted = [key_of(adapter) for adapter, _ in self._loads.values() if not self._is_known(adapter)] + claims
         needed = {*wanted}
+        self._given_up = [read for read in self._given_up if not read.done()]
+        num_slow = sum(now > read.started_at + SLOW_READ_S for read in self._reads.values())
         for key in wanted:
             if key in self._copies or key in self._reads:
                 continue
-            if len(self._reads) == MAX_READS or not self._copies.make_room(len(self._reads) + 1, needed):
+            num_quick, num_threads = len(self._reads) - num_slow, len(self._reads) + len(self._given_up)
+            if num_quick >= MAX_READS or num_threads >= MAX_THREADS:
+                break
+            if not self._copies.make_room(num_quick + 1, needed):
                 break
             adapter = self._adapter_of(key)
             if adapter is not None:
-                self._reads[key] = self._threads.submit(self._read, adapter)
+                self._reads[key] = _Read(_in_thread(partial(self._read, adapter)), adapter.path, now)
         self._copies.make_room(0, needed)
 
     def _read(self, adapter: Adapter) -> HostAdapter:
@@ -285,6 +307,23 @@ class Adapters:
             if is_there:
                 del self._loads[call_id]
                 answer(Reply(call_id, True))
+
+
+def _in_thread(read: Callable[[], HostAdapter]) -> Future[HostAdapter]:
+    """A thread that hangs with its file system ends with the process."""
+    future = Future[HostAdapter]()
+
+    def run() -> None:
+        try:
+            future.set_result(read())
+        except BaseException as error:
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="adapter", daemon=True).start()
+    except RuntimeError as error:  # no more threads
+        future.set_exception(error)
+    return future
 
 
 def _check_unchanged(adapter: Adapter) -> None:

@@ -197,8 +197,6 @@ class SchedulerService:
         self._profile.close()
         if self._grammars is not None:
             self._grammars.close()
-        if self.adapters is not None:
-            self.adapters.close()
         self._runner.close()
 
     def _submit(self, submit: Submit, now: float) -> None:

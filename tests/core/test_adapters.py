@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from aioengine import adapter_folder
+from aioengine.processes import adapter_loading
 from aioengine.processes.adapter_loading import Adapters, Copies
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Control, FinishCode, Limits, Reply
 from aioengine.scheduler.core import SchedulerCore
@@ -301,3 +303,30 @@ def test_a_pinned_adapter_that_cannot_be_read_is_not_waited_for(adapters: dict[s
     world.run()
     assert not world.replies[call].success
     assert not world.core.requests.adapters.claims()
+
+
+def test_reads_that_hang_hold_up_no_other_and_fail_by_name(
+    adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, ends = world_of(), threading.Event()
+    read = world.fake.read_adapter
+
+    def hangs(adapter: Adapter) -> FakeAdapter:
+        if adapter.name in "ab":
+            ends.wait()
+        return read(adapter)
+
+    monkeypatch.setattr(world.fake, "read_adapter", hangs)
+    monkeypatch.setattr(adapter_loading, "SLOW_READ_S", 0.01)
+    for uid, name in enumerate("abc"):
+        world.submit(with_adapter(submit_of(uid, [1]), adapters[name]))
+    while 2 not in world.ended:
+        world.step()
+    assert not world.ended.keys() & {0, 1}
+    monkeypatch.setattr(adapter_loading, "READ_TIMEOUT_S", 0.01)
+    world.run()
+    ends.set()
+    for uid, name in enumerate("ab"):
+        assert world.ended[uid].code is FinishCode.FAILED
+        assert f"{adapters[name].path} could not be read within 0.01 seconds" in world.ended[uid].message
+    assert world.outputs[2] == world.reference(2)
