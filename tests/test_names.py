@@ -61,6 +61,7 @@ SAME_NAME = {"__init__", "_base", "base", "requests", "torch", "llama", "mistral
     "qwen3_vl",
     "idefics3",
     "smolvlm",
+    "youtu",
 }
 """File names that may stand in several folders: the same role in each. (A kernel is named after its operation.)"""
 

@@ -22,6 +22,11 @@ MAX_SIZES: Final = {
     "num_attention_heads": 2**14,
     "num_key_value_heads": 2**14,
     "head_dim": 2**14,
+    "kv_lora_rank": 2**14,
+    "q_lora_rank": 2**20,
+    "qk_nope_head_dim": 2**14,
+    "qk_rope_head_dim": 2**14,
+    "v_head_dim": 2**14,
 }
 """Far beyond all models: a larger value is a mistake, which would cost hours and memory before it is noticed."""
 

@@ -1,0 +1,68 @@
+"""Models with latent attention, as config.json describes them (DeepSeek-V2, arXiv 2405.04434). No torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from aioengine.families._block_config import AttentionConfig, LatentConfig
+from aioengine.families._config import FamilyConfig, not_implemented
+
+if TYPE_CHECKING:
+    from aioengine.families._config import DecoderConfig, RopeConfig
+
+
+class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
+    """``rope_interleave``: the rotation pairs neighbours."""
+
+    kv_lora_rank: int = 512
+    q_lora_rank: int | None = 1536
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    attention_bias: bool = False
+    rope_interleave: bool = True
+
+    def __post_init__(self) -> None:
+        for field, size in (("kv_lora_rank", self.kv_lora_rank), ("qk_rope_head_dim", self.qk_rope_head_dim)):
+            if size % 2:
+                not_implemented(field, size, "an even number")
+        super().__post_init__()
+        num_heads = self.num_attention_heads
+        if self.num_kv_heads != num_heads:
+            not_implemented("num_key_value_heads", self.num_kv_heads, f"{num_heads}, the number of heads, or null")
+        if self.attention_bias and self.q_lora_rank is None:
+            not_implemented("attention_bias", self.attention_bias, "false where q_lora_rank is null")
+
+    @property
+    def head_size(self) -> int:
+        """The size of a key in the KV cache, whatever ``head_dim`` is."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def latent_decoder(self, rope: RopeConfig) -> DecoderConfig:
+        attention = AttentionConfig(
+            qkv_bias=self.attention_bias,
+            output_bias=self.attention_bias,
+            scale=self._scale(rope),
+            is_interleaved=self.rope_interleave,
+            latent=LatentConfig(
+                rank=self.kv_lora_rank,
+                query_rank=self.q_lora_rank,
+                plain_size=self.qk_nope_head_dim,
+                rotated_size=self.qk_rope_head_dim,
+                value_size=self.v_head_dim,
+            ),
+        )
+        return replace(self.decoder(rope), num_kv_heads=1, rope_size=self.qk_rope_head_dim, attention=attention)
+
+    def _scale(self, rope: RopeConfig) -> float:
+        """Of the dot products: 1 / sqrt(size of a query head), times what ``mscale_all_dim`` adds for long contexts."""
+        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        if rope.rope_type == "default" or not rope.mscale_all_dim:
+            return scale
+        if rope.factor is None:
+            not_implemented("rope_parameters.factor", None, "a number where mscale_all_dim is given")
+        magnitude = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+        return scale * magnitude * magnitude

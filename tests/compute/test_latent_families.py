@@ -1,0 +1,124 @@
+"""Families with latent attention against transformers, in fp32, on small random weights that transformers saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, YoutuConfig
+
+from aioengine import models
+from aioengine.families import youtu
+from aioengine.families._tensors import tensor_shapes
+from aioengine.runner import weights
+from aioengine.runner.device_memory import kv_bytes_per_token
+from tests.compute.stepping import Request, Stepper, options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from transformers import PreTrainedConfig
+
+    from aioengine.models._base import Model
+
+NUM_TOKENS = 50
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.707,
+    }
+}
+CASES: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, object]]] = {
+    "youtu": (YoutuConfig, {"q_lora_rank": 28}),
+    "youtu yarn, halves": (YoutuConfig, {**YARN, "rope_interleave": False, "tie_word_embeddings": False}),
+    "youtu biases": (YoutuConfig, {"q_lora_rank": 28, "attention_bias": True, "v_head_dim": 8}),
+}
+
+
+def pair(config: PreTrainedConfig, folder: Path) -> tuple[torch.nn.Module, Model]:
+    """The model of transformers with lively random weights, and ours with those that it saved in the folder."""
+    torch.manual_seed(1)
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    for parameter in theirs.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+    theirs.save_pretrained(folder)
+    ours = models.build({**config.to_dict(), "architectures": [type(theirs).__name__]}, options())
+    weights.load(ours, folder, load_format="auto", seed=0, report=lambda *_: None)
+    return theirs, ours
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    config_type, differences = CASES[case]
+    theirs, ours = pair(config_type(**{**SIZES, **differences}), tmp_path)
+    token_ids = torch.randint(0, SIZES["vocab_size"] or 0, (NUM_TOKENS,))
+    expected = theirs(token_ids.unsqueeze(0)).logits[0]
+    whole = Stepper(ours).run(token_ids.tolist(), [NUM_TOKENS])
+    torch.testing.assert_close(whole, expected, atol=5e-5, rtol=1e-5)
+    assert torch.equal(whole.argmax(-1), expected.argmax(-1))
+    assert torch.equal(Stepper(ours, page_size=3).run(token_ids.tolist(), [7, 20, 1, 19]), whole)
+    together = Stepper(ours)
+    requests = [Request(token_ids.tolist()), Request(token_ids.flip(0).tolist()), Request(token_ids[:9].tolist())]
+    together.step([(request, count) for request, count in zip(requests, (30, 2, 9), strict=True)])
+    together.step([(requests[1], 48), (requests[0], 20)])
+    assert torch.equal(torch.stack(requests[0].logits), whole)
+
+
+def test_one_vector_a_token_is_kept(tmp_path: Path) -> None:
+    _, ours = pair(YoutuConfig(**SIZES), tmp_path)
+    assert kv_bytes_per_token(ours.attention_shape, torch.float32) == 3 * (24 + 8) * 4
+    raw = {**YoutuConfig(**SIZES).to_dict(), "architectures": ["YoutuForCausalLM"]}
+    ours.open_for_loading()
+    assert {name: target.shape for name, target in ours.weights().items()} == tensor_shapes(youtu.read(raw))
+
+
+def test_weights_loaded_anew(tmp_path: Path) -> None:
+    """Those that are changed by loading, like the order of what is rotated, and those that are not."""
+    theirs, ours = pair(YoutuConfig(**{**SIZES, "q_lora_rank": 28}), tmp_path)
+    token_ids = list(range(NUM_TOKENS))
+    for parameter in theirs.parameters():
+        parameter.mul_(1.1)
+    expected = theirs(torch.tensor([token_ids])).logits[0]
+    ours.open_for_loading()
+    for name, target in ours.weights().items():
+        torch.testing.assert_close(target.tensor * 1.1, theirs.state_dict()[name])
+        target.tensor.copy_(theirs.state_dict()[name])
+    ours.finish_loading()
+    torch.testing.assert_close(Stepper(ours).run(token_ids, [NUM_TOKENS]), expected, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_key_value_heads", 2),
+        ("qk_rope_head_dim", 7),
+        ("attention_bias", True),
+        ("kv_lora_rank", 0),
+        ("quantization_config", {"quant_method": "fp8"}),
+    ],
+)
+def test_value_that_is_not_implemented_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        youtu.read({**YoutuConfig(**SIZES).to_dict(), field: value})
