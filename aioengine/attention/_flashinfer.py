@@ -12,28 +12,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from torch import Tensor
 
 from aioengine.attention._base import Sharable, SharedPages
-from aioengine.attention._gpu_rows import FixedDecodeRows, flat_pages, page_columns, pinned, starts_of
+from aioengine.attention._gpu_rows import FixedDecodeRows, flat_pages, layer_rules, page_columns, pinned, starts_of
 from aioengine.attention._shared_rows import SharedRows, find_shared
 from aioengine.kernels.triton.decode import decode
-from aioengine.kernels.triton.merge import merge
+from aioengine.kernels.triton.merge import add_sinks, merge
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, DecodeBuffers
     from aioengine.kernels.rotate_and_write import KVTarget
+    from aioengine.kernels.triton.scores import ScoreRules
 
     Ints = npt.NDArray[np.int32]
     Pool = tuple[Tensor, Tensor]
 
 WORKSPACE_BYTES = 512 << 20
+_workspaces: WeakValueDictionary[torch.device, Tensor] = WeakValueDictionary()
+"""One for each device, however many backends a model has: kernels of a stream run one after the other."""
 PLAN_BYTES = 1 << 20
 """Size of a plan of few rows and tokens, on the device and on the host."""
 MIN_FRESH_TOKENS = 256
@@ -59,10 +63,16 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """State that all plans of a backend share. ``pool``: keys and values of each layer, [N, K, S, E]."""
+    """State that all plans of a backend share.
+
+    Attributes:
+        pool: keys and values of each layer, [N, K, S, E].
+        rules: of each layer.
+    """
 
     shape: AttentionShape
     pool: list[Pool]
+    rules: list[ScoreRules]
     workspace: Tensor
     staging: Staging
     dtype: torch.dtype
@@ -70,8 +80,12 @@ class Shared:
     @classmethod
     def make(cls, shape: AttentionShape, kv_pool: Tensor) -> Shared:
         """``kv_pool``: [L, 2, N, K, S, E]."""
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
-        return cls(shape, [(layer[0], layer[1]) for layer in kv_pool], workspace, Staging(), kv_pool.dtype)
+        device = kv_pool.device
+        workspace = _workspaces.get(device)
+        if workspace is None:
+            workspace = _workspaces[device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        pool = [(layer[0], layer[1]) for layer in kv_pool]
+        return cls(shape, pool, layer_rules(shape), workspace, Staging(), kv_pool.dtype)
 
     @property
     def page_size(self) -> int:
@@ -79,6 +93,17 @@ class Shared:
 
     def heads(self) -> tuple[int, int, int]:
         return self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_size
+
+    @property
+    def can_share(self) -> bool:
+        """Whether attention to the first pages of rows is merged with that to the others."""
+        return self.shape.only_window is None
+
+    @property
+    def window_left(self) -> int:
+        """Positions before its own that a token attends to; -1: all."""
+        window = self.shape.only_window
+        return -1 if window is None else window - 1
 
 
 class SharedBeginning:
@@ -106,6 +131,7 @@ class SharedBeginning:
             q_data_type=shared.dtype,
             kv_data_type=shared.dtype,
             sm_scale=shared.shape.scale,
+            logits_soft_cap=shared.shape.soft_cap,
             max_token_per_sequence=num_tokens,
             max_sequence_kv=num_positions,
         )
@@ -153,7 +179,7 @@ class PrefillRows:
         self._is_shared = False
         if num_paged:
             pages, lengths, queries = page_table[:num_paged], kv_lengths[:num_paged], query_lengths[:num_paged]
-            if host_pages is not None:
+            if host_pages is not None and shared.can_share and not shared.shape.sinks:
                 found = find_shared(host_pages[:num_paged], queries, lengths, shared.page_size)
                 if found is not None:
                     page_ids = host_pages[found.first, : found.num_pages]
@@ -169,20 +195,28 @@ class PrefillRows:
                 q_data_type=shared.dtype,
                 kv_data_type=shared.dtype,
                 sm_scale=shared.shape.scale,
+                logits_soft_cap=shared.shape.soft_cap,
+                window_left=shared.window_left,
                 max_token_per_sequence=longest,
                 max_sequence_kv=longest,
             )
         shared.staging.mark()
 
-    def attend(self, q: Tensor, kv: Pool, pool: Pool, out: Tensor) -> None:
+    def attend(self, q: Tensor, kv: Pool, layer: int, out: Tensor) -> None:
         """q and out [T, H, E] of these rows, and their keys and values [T, K, E], which are in their slots too."""
-        split = self._num_paged
-        if split and self._is_shared:
+        split, pool, sinks = self._num_paged, self._shared.pool[layer], self._shared.rules[layer].sinks
+        if split and (self._is_shared or sinks is not None):
             _, weights = self._paged.run(q[:split], pool, out=out[:split], return_lse=True)
-            self.beginning.add(q, pool, out, weights)
+            if sinks is None:
+                self.beginning.add(q, pool, out, weights)
+            else:
+                add_sinks(out[:split], weights, sinks)
         elif split:
             self._paged.run(q[:split], pool, out=out[:split])
-        if self._has_fresh:
+        if self._has_fresh and sinks is not None:
+            _, weights = self._ragged.run(q[split:], kv[0][split:], kv[1][split:], out=out[split:], return_lse=True)
+            add_sinks(out[split:], weights, sinks)
+        elif self._has_fresh:
             self._ragged.run(q[split:], kv[0][split:], kv[1][split:], out=out[split:])
 
     def _plan_shared(
@@ -237,6 +271,8 @@ def plan_paged(
         q_data_type=shared.dtype,
         kv_data_type=shared.dtype,
         sm_scale=shared.shape.scale,
+        logits_soft_cap=shared.shape.soft_cap,
+        window_left=shared.window_left,
         seq_lens=pinned(pages.lengths),
         max_token_per_sequence=int(query_lengths.max()),
     )
@@ -312,5 +348,6 @@ class FixedFlashInferCascade:
         pool = self._shared.pool[layer]
         beginnings = self._wrapper.run(q, pool, return_lse=True)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decode(q, pool, self._own.rows, scale=self._shared.shape.scale, out=out, other=beginnings)
+        scale, rules = self._shared.shape.scale, self._shared.rules[layer]
+        decode(q, pool, self._own.rows, scale=scale, out=out, other=beginnings, rules=rules)
         return out.view(q.shape[0], -1)

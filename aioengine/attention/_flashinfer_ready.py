@@ -10,9 +10,9 @@ import torch
 from flashinfer.jit.attention import gen_batch_prefill_module
 from flashinfer.utils import determine_attention_backend
 
+from aioengine.attention import flashinfer
 from aioengine.attention._base import AttentionShape, BackendUnavailableError, kv_pool_shape
 from aioengine.attention._compilation import Compilation, CompilationTimeoutError
-from aioengine.attention.flashinfer import FlashInferAttention
 from aioengine.kernels.triton.launcher import compile_only
 
 if TYPE_CHECKING:
@@ -30,12 +30,15 @@ _NO_ROTATION = 0
 
 
 def kernels(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[JitSpec]:
-    """Those of prefill."""
+    """Those of prefill: with a window, or without, or both."""
     types = (dtype, dtype, dtype, torch.int32)
     sizes = (shape.head_size, shape.head_size, _NO_ROTATION)
-    is_windowed = is_capped = False
+    is_capped = shape.soft_cap is not None
     name = determine_attention_backend(device, _NO_ROTATION, False, False, dtype, dtype)
-    return [gen_batch_prefill_module(name, *types, *sizes, is_windowed, is_capped, False)]
+    return [
+        gen_batch_prefill_module(name, *types, *sizes, is_windowed, is_capped, False)
+        for is_windowed in sorted({window is not None for window in shape.windows or (None,)})
+    ]
 
 
 def make_ready(
@@ -65,9 +68,11 @@ def make_ready(
         specs = kernels(shape, dtype, device)
         logger.info("FlashInfer's kernels: %s", ", ".join(f"{spec.name} ({_state(spec)})" for spec in specs))
         Compilation(time.monotonic() + timeout_s, report).bring_up_to_date(specs)
-        pool = torch.zeros(kv_pool_shape(shape, num_pages=1, page_size=16), dtype=dtype, device=device)
-        with compile_only():  # of our own, that is; FlashInfer's run
-            FlashInferAttention(shape, pool).warm_up()
+        for layers in shape.groups:
+            part = shape.part(layers)
+            pool = torch.zeros(kv_pool_shape(part, num_pages=1, page_size=16), dtype=dtype, device=device)
+            with compile_only():  # of our own, that is; FlashInfer's run
+                flashinfer.build(part, pool).warm_up()
         torch.cuda.synchronize(device)
     except (BackendUnavailableError, CompilationTimeoutError):
         raise

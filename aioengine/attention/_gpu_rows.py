@@ -15,6 +15,7 @@ from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.decode import DecodeRows, decode
 from aioengine.kernels.triton.heads import flatten_pages
+from aioengine.kernels.triton.scores import ScoreRules
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -67,10 +68,16 @@ def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor) -
         attention.attend(q, k, others[0] if others else k[..., : shape.output_size], 0)
 
 
+def layer_rules(shape: AttentionShape) -> list[ScoreRules]:
+    """What the kernels do beside scaled dot products, in each layer."""
+    window, sinks = shape.only_window, shape.sinks or (None,) * shape.num_layers
+    return [ScoreRules(window, shape.soft_cap, each) for each in sinks]
+
+
 def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:
     """For R rows of one step: kv_lengths [R] on the host, page_starts [R + 1] and page_ids on the device."""
     num_rows, device = len(kv_lengths), page_ids.device
-    splits = pinned(plan_splits(kv_lengths, max_splits(num_rows, shape.num_kv_heads)))
+    splits = pinned(plan_splits(kv_lengths, max_splits(num_rows, shape.num_kv_heads), shape.only_window))
     num_done = torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device)
     return DecodeRows(page_starts, page_ids, splits.to(device, non_blocking=True), num_done)
 
@@ -84,6 +91,8 @@ class FixedDecodeRows:
     def __init__(self, shape: AttentionShape, pool: Pool, num_rows: int, buffers: DecodeBuffers) -> None:
         self._shape = shape
         self._pool = pool
+        self._window = shape.only_window
+        self._rules = layer_rules(shape)
         self._slots = buffers.slot_mapping
         places = max_splits(num_rows, shape.num_kv_heads)
         device = buffers.starts.device
@@ -109,7 +118,7 @@ class FixedDecodeRows:
         page_starts = starts.numpy()
         lengths = (page_starts[1:] - page_starts[:-1] - 1) * page_size + last_lengths.numpy()
         self._copied.synchronize()  # the last plan must not be overwritten while it is still being copied
-        self._splits.numpy()[:] = plan_splits(lengths, self._splits.shape[1])
+        self._splits.numpy()[:] = plan_splits(lengths, self._splits.shape[1], self._window)
         self.rows.splits.copy_(self._splits, non_blocking=True)
         self._copied.record()
 
@@ -119,5 +128,5 @@ class FixedDecodeRows:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [R, H, E], k and v [R, K, E] -> [R, H * E]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decode(q, self._pool[layer], self.rows, scale=self._shape.scale, out=out)
+        decode(q, self._pool[layer], self.rows, scale=self._shape.scale, out=out, rules=self._rules[layer])
         return out.view(q.shape[0], -1)

@@ -26,14 +26,17 @@ def max_splits(num_rows: int, num_kv_heads: int) -> int:
     return -(-(num_rows + num_more) // 16) * 16
 
 
-def plan_splits(lengths: Ints, places: int) -> Ints:
-    """Divide rows of ``lengths`` [R] positions into splits.
+def plan_splits(lengths: Ints, places: int, window: int | None = None) -> Ints:
+    """Divide rows of ``lengths`` [R] positions into splits; with a ``window``, only the last positions of each row.
 
     Returns:
         [COLUMNS, X]: row, begin and end of each split, the number of splits of its row, and the index of the first of
         them. Splits are about equally long, those of the longest rows come first, and those of a row are adjacent. The
         row of an unused entry is -1.
     """
+    hidden = None if window is None else np.maximum(lengths - window, 0)
+    if hidden is not None:
+        lengths = lengths - hidden
     spare = places - len(lengths)
     most = max(-(-int(lengths.sum()) // spare), -(-int(lengths.max()) // MAX_SPLITS))
     counts = -(-lengths // (-(-most // STEP) * STEP))
@@ -52,4 +55,6 @@ def plan_splits(lengths: Ints, places: int) -> Ints:
     splits[2, :num_splits] = np.minimum(begins + sizes[rows], lengths[rows])
     splits[3, :num_splits] = counts[rows]
     splits[4, :num_splits] = firsts[rows]
+    if hidden is not None:
+        splits[1:3, :num_splits] += hidden[rows]
     return splits

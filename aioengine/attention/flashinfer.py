@@ -6,9 +6,10 @@ positions: 154 to 207 us a layer, our kernel 148), and their plan costs the host
 FlashInfer's prefill kernel.
 
 At the start ``_flashinfer_ready`` checks that FlashInfer has kernels for the types and sizes of the model, and compiles
-them. FlashInfer's plans are written to pinned memory and copied from there; a plan must not be written before the copy
-of the last one has ended, for which ``Staging`` of ``_flashinfer`` waits. ``_flashinfer`` also has cascade attention:
-pages that many rows share are read once for all of them.
+them. Learned sinks are added to their results (``kernels/triton/merge.py``). FlashInfer's plans are written to pinned
+memory and copied from there; a plan must not be written before the copy of the last one has ended, for which
+``Staging`` of ``_flashinfer`` waits. ``_flashinfer`` also has cascade attention: pages that many rows share are read
+once for all of them.
 
 Shape letters: T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class FlashInferAttention:
-    """Implements ``CascadeAttention`` and ``PiecewiseAttention``. ``kv_pool``: [L, 2, N, K, S, E] in bf16 or fp16."""
+    """Implements ``CapturableAttention`` and ``PiecewiseAttention``. ``kv_pool``: [L, 2, N, K, S, E] in 16 bits."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 2, N, K, S, E]."""
@@ -74,16 +75,26 @@ class FlashInferAttention:
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
         """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
-        pool = self._shared.pool[layer]
-        split = self._num_decode
+        shared, split = self._shared, self._num_decode
         if self._decode is not None:
-            decode(q[:split], pool, self._decode, scale=self._shared.shape.scale, out=out[:split])
+            pool, scale, rules = shared.pool[layer], shared.shape.scale, shared.rules[layer]
+            decode(q[:split], pool, self._decode, scale=scale, out=out[:split], rules=rules)
         if split < q.shape[0]:
-            self._prefill.attend(q[split:], (k[split:], v[split:]), pool, out[split:])
+            self._prefill.attend(q[split:], (k[split:], v[split:]), layer, out[split:])
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecodeRows:
         """Decode steps of ``num_rows`` rows."""
         return FixedDecodeRows(self._shared.shape, self._shared.pool, num_rows, buffers)
+
+    def warm_up(self) -> None:
+        """Compile what is not compiled yet: a plan of each kind, and a first run."""
+        run_once(self, self._shared.shape, self._shared.pool[0][0])
+        if self._shared.can_share:
+            self._prefill.beginning.warm_up()
+
+
+class CascadeFlashInferAttention(FlashInferAttention):
+    """Implements ``CascadeAttention`` too, for models without windows: what many rows share, all of them attend to."""
 
     @property
     def sharable(self) -> Sharable:
@@ -93,10 +104,10 @@ class FlashInferAttention:
         """Decode steps of ``num_rows`` rows of which groups start with the same pages."""
         return FixedFlashInferCascade(self._shared, num_rows, buffers)
 
-    def warm_up(self) -> None:
-        """Compile what is not compiled yet: a plan of each kind, and a first run."""
-        run_once(self, self._shared.shape, self._shared.pool[0][0])
-        self._prefill.beginning.warm_up()
+
+def build(shape: AttentionShape, kv_pool: Tensor) -> FlashInferAttention:
+    """kv_pool: [L, 2, N, K, S, E]."""
+    return (CascadeFlashInferAttention if shape.only_window is None else FlashInferAttention)(shape, kv_pool)
 
 
-PLUGIN = FlashInferAttention
+PLUGIN = build

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import keys_and_values
-from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, run_once, starts_of
+from aioengine.attention._gpu_rows import flat_pages, layer_rules, page_columns, pinned, run_once, starts_of
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import attention as attention_kernels
 from aioengine.kernels.triton import latent_attention as latent_kernels
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
+    from aioengine.kernels.triton.scores import ScoreRules
 
     Ints = npt.NDArray[np.int32]
 
@@ -45,10 +46,16 @@ MAX_SPLITS_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all steps have in common. ``pool``: of each layer, keys [N, K, S, E] and values [N, K, S, V]."""
+    """What all steps have in common.
+
+    Attributes:
+        pool: of each layer, keys [N, K, S, E] and values [N, K, S, V].
+        rules: of each layer.
+    """
 
     shape: AttentionShape
     pool: list[tuple[Tensor, Tensor]]
+    rules: list[ScoreRules]
 
     @property
     def tiles_of_token(self) -> int:
@@ -100,12 +107,17 @@ class _Step:
 def _attend_into(shared: _Shared, step: _Step, q: Tensor, layer: int, *, out: Tensor) -> None:
     """q [T, H, E] over the pool of a layer -> out [T, H, V]."""
     pool, rows, scale = shared.pool[layer], step.rows, shared.shape.scale
-    kernels = attention_kernels if shared.shape.value_size is None else latent_kernels
-    if step.num_programs == 1:
-        kernels.attend(q, pool, rows, step.tiles, scale=scale, out=out)
+    splits = SplitPlan(step.max_splits, step.num_programs)
+    if shared.shape.value_size is None:
+        rules = shared.rules[layer]
+        if splits.num_programs == 1:
+            attention_kernels.attend(q, pool, rows, step.tiles, scale=scale, out=out, rules=rules)
+        else:
+            attention_kernels.attend_splits(q, pool, rows, splits, scale=scale, out=out, rules=rules)
+    elif splits.num_programs == 1:
+        latent_kernels.attend(q, pool, rows, step.tiles, scale=scale, out=out)
     else:
-        splits = SplitPlan(step.max_splits, step.num_programs)
-        kernels.attend_splits(q, pool, rows, splits, scale=scale, out=out)
+        latent_kernels.attend_splits(q, pool, rows, splits, scale=scale, out=out)
 
 
 def _attended(shared: _Shared, step: _Step, q: Tensor, layer: int) -> Tensor:
@@ -120,7 +132,7 @@ class TritonAttention:
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 1 or 2, N, K, S, E]."""
-        self._shared = _Shared(shape, keys_and_values(kv_pool, shape))
+        self._shared = _Shared(shape, keys_and_values(kv_pool, shape), layer_rules(shape))
         self._device = kv_pool.device
         self._step: _Step | None = None
 

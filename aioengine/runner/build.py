@@ -285,11 +285,6 @@ def choose_attention(
     if name not in known:
         message = f"attention_backend {name!r} is not known; what works: {', '.join(known)}"
         raise ValueError(message)
-    if name in {"flashinfer", "triton"} and (any(shape.windows) or shape.soft_cap is not None or shape.sinks):
-        if not settings.fallback_backend:
-            message = f"attention_backend {name!r} has no sliding windows, soft caps or sinks; 'torch' and 'auto' work"
-            raise ValueError(message)
-        return AttentionChoice("torch")
     if shape.value_size is not None and name == "flashinfer":
         if not settings.fallback_backend:
             message = "attention_backend 'flashinfer' has no latent attention; 'triton', 'torch' and 'auto' work"

@@ -79,7 +79,7 @@ def test_a_full_gpu_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) 
     package = MagicMock()
     for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.attention", "flashinfer.utils"):
         monkeypatch.setitem(sys.modules, name, package)
-    backend = SimpleNamespace(FlashInferAttention=Attention)
+    backend = SimpleNamespace(build=Attention)
     monkeypatch.setitem(sys.modules, "aioengine.attention.flashinfer", backend)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, KERNELS, raising=False)
     kernels = importlib.import_module(KERNELS)

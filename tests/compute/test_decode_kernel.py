@@ -7,12 +7,14 @@ import pytest
 from tests.compute.interpreted import run_interpreted
 
 PROGRAM = """
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from aioengine.attention._base import AttentionShape, Sharable, kv_pool_shape
+from aioengine.attention._gpu_rows import layer_rules
 from aioengine.attention._gpu_splits import max_splits, plan_splits
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels.triton import decode
@@ -104,6 +106,20 @@ for cascade in (None, found):
     if cascade:
         attended = attended[cascade.inverse]
     torch.testing.assert_close(attended, expected, rtol=1e-4, atol=1e-5)
+    rules = (40, None, False), (None, 0.6, False), (300, 2.0, True), (None, None, True)
+    for window, soft_cap, has_sinks in rules[3:] if cascade else rules:
+        special = replace(
+            shape, windows=(window,), soft_cap=soft_cap, sinks=(torch.randn(HEADS) * 3,) if has_sinks else ()
+        )
+        other_reference = TorchAttention(special, pool)
+        other_reference.prepare(batch)
+        windowed = torch.from_numpy(plan_splits(own_lengths, max_splits(SIZE, KV_HEADS), window))
+        rules = layer_rules(special)[0]
+        kept = replace(step, splits=windowed)
+        decode.decode(queries, (pool[0, 0], pool[0, 1]), kept, scale=shape.scale, out=out, other=other, rules=rules)
+        wanted = write_and_attend(other_reference, q, k, v, 0)
+        wanted = wanted[torch.from_numpy(ordered)]
+        torch.testing.assert_close(out[:num_rows].view(num_rows, -1), wanted, rtol=1e-4, atol=1e-5)
 
 # rows of several tokens behind their prompts, each of which is a row of the graph
 steps = [(0, 46, [3, 4, 5]), (1, 272, []), (4, 62, [6, 7]), (7, 288, [])]

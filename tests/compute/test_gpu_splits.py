@@ -18,19 +18,21 @@ ROWS = {
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
+@pytest.mark.parametrize("window", [None, 1, 300])
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
-def test_every_position_is_in_one_part(lengths: list[int], num_kv_heads: int) -> None:
+def test_every_position_is_in_one_part(lengths: list[int], window: int | None, num_kv_heads: int) -> None:
     places = max_splits(len(lengths), num_kv_heads)
     assert places % 16 == 0
-    splits = plan_splits(np.array(lengths, dtype=np.int32), places)
+    splits = plan_splits(np.array(lengths, dtype=np.int32), places, window)
     assert splits.shape == (5, places)
     used = splits[:, splits[0] >= 0]
     assert (splits[0, used.shape[1] :] == -1).all(), "the places without a split stand behind the others"
     for row, length in enumerate(lengths):
         own = used[:, used[0] == row]
         begins, ends, counts, firsts = own[1:].tolist()
-        assert [0, *ends] == [*begins, length], "one split begins where the one before ends"
-        assert all(begin % STEP == 0 for begin in begins)
+        first = max(length - (window or length), 0)
+        assert [first, *ends] == [*begins, length], "one split begins where the one before ends"
+        assert all((begin - first) % STEP == 0 for begin in begins)
         assert set(counts) == {len(begins)}
         assert len(begins) <= MAX_SPLITS
         assert splits[0, firsts[0] : firsts[0] + counts[0]].tolist() == [row] * counts[0]

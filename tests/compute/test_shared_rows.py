@@ -68,7 +68,7 @@ from aioengine.kernels.triton import launcher
 
 launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
-from aioengine.kernels.triton.merge import merge
+from aioengine.kernels.triton.merge import add_sinks, merge
 
 torch.manual_seed(0)
 scores, values = torch.randn(3, 5, 40), torch.randn(3, 5, 40, 24)  # tokens, heads, positions
@@ -82,9 +82,15 @@ def attended(part):
 out, weights = attended(slice(0, 9))
 merge(out, weights, *attended(slice(9, 40)))
 torch.testing.assert_close(out, attended(slice(0, 40))[0])
+
+out, weights = attended(slice(0, 40))
+sinks = torch.randn(5) * 3
+add_sinks(out, weights, sinks)
+total = torch.cat((scores, sinks.view(1, 5, 1).expand(3, 5, 1)), -1).softmax(-1)[..., :40]
+torch.testing.assert_close(out, (total[..., None] * values).sum(-2))
 """
 
 
 @pytest.mark.slow
-def test_the_kernel_merges_two_parts() -> None:
+def test_the_kernels_merge_two_parts_and_add_sinks() -> None:
     run_interpreted(PROGRAM)

@@ -37,7 +37,7 @@ def some_heads(num_tokens, num_heads=HEADS + 2 * KV_HEADS):
     return torch.randn(num_tokens, num_heads, HEAD_SIZE)
 
 
-def check(rows, num_heads, num_kv_heads, value_size=None):
+def check(rows, num_heads, num_kv_heads, value_size=None, window=None, soft_cap=None, has_sinks=False):
     shape = AttentionShape(
         num_layers=1,
         num_heads=num_heads,
@@ -45,6 +45,9 @@ def check(rows, num_heads, num_kv_heads, value_size=None):
         head_size=HEAD_SIZE,
         scale=HEAD_SIZE**-0.5,
         value_size=value_size,
+        windows=(window,),
+        soft_cap=soft_cap,
+        sinks=(torch.randn(num_heads) * 3,) if has_sinks else (),
     )
     pool = torch.randn(kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     expected_pool = pool.clone()
@@ -67,7 +70,7 @@ for length in range(1, 2049):
     assert attention_kernels.num_splits(length) == sum(start < length for start in starts), length
 # one program for a row and kv head where these are many and short, but not where one may be long
 shared = triton_attention._Shared(
-    AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_size=128, scale=1.0), []
+    AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_size=128, scale=1.0), [], []
 )
 found = [shared.num_programs(*case) for case in ((1, 96), (4, 3), (32, 4), (32, 96), (127, 96), (128, 96))]
 assert found == [32, 3, 1, 8, 8, 1], found
@@ -78,6 +81,10 @@ for rows in ([(15, 1), (300, 1)], [(40, 1), (0, 3)]):
 for rows in ([(15, 1), (300, 1)], [(0, 9), (280, 5)]):
     for num_heads, value_size in ((6, 24), (20, 32)):  # with 20, a token alone has more heads than a tile has rows
         check(rows, num_heads, 1, value_size)
+rules = (100, None, False), (1, None, True), (None, 0.7, True), (333, 5.0, True)
+for window, soft_cap, has_sinks in rules:
+    for rows in ([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], [(40, 1), (0, 33), (280, 70)]):
+        check(rows, HEADS, KV_HEADS, window=window, soft_cap=soft_cap, has_sinks=has_sinks)
 
 heads, angles = some_heads(5), torch.randn(5, 1, HEAD_SIZE // 2)
 tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.attention import _shared_rows
+from aioengine.attention import _mixed, _shared_rows
 from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from tests.compute import stepping
@@ -86,14 +86,54 @@ def test_against_torch(
         assert float((found.float() - expected).norm() / expected.norm()) < 1e-2
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(16, 8, 128), (7, 1, 64), (4, 2, 256)])
-def test_fixed_decode_rows_against_torch(num_heads: int, num_kv_heads: int, head_size: int) -> None:
-    """The same buffers for steps of other lengths, as a CUDA graph has them; the last rows are padding."""
-    from aioengine.attention.flashinfer import FlashInferAttention
-
+@pytest.mark.parametrize("rows", [ROWS["decodes"], ROWS["mixed, fresh ones last"], ROWS["decodes of many splits"]])
+@pytest.mark.parametrize(
+    ("windows", "soft_cap", "has_sinks"),
+    [((300, None, 300), None, True), ((1, 1, 1), None, False), ((), 2.0, True), ((None, 40, None), 2.0, True)],
+)
+@pytest.mark.parametrize("name", ["flashinfer", "triton"])
+def test_windows_caps_and_sinks_against_torch(
+    name: str,
+    windows: tuple[int | None, ...],
+    soft_cap: float | None,
+    has_sinks: bool,
+    rows: list[tuple[int, int]],
+) -> None:
+    sinks = tuple(torch.randn(16, device="cuda") * 3 for _ in range(3)) if has_sinks else ()
     shape = AttentionShape(
-        num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5
-    )
+        num_layers=3, num_heads=16, num_kv_heads=8, head_size=128, scale=128**-0.5,
+        windows=windows, soft_cap=soft_cap, sinks=sinks,
+    )  # fmt: skip
+    sizes = [kv_pool_shape(shape.part(layers), num_pages=NUM_PAGES, page_size=PAGE_SIZE) for layers in shape.groups]
+    pools = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+    backend = _mixed.build(importlib.import_module(f"aioengine.attention.{name}").PLUGIN, shape, pools)
+    reference = _mixed.build(TorchAttention, shape, [pool.float() for pool in pools])
+    batch = make_batch(rows)
+    heads = torch.randn(len(batch.slot_mapping), 32, 128, device="cuda", dtype=torch.bfloat16)
+    q, k, v = heads.split((16, 8, 8), dim=1)
+    backend.prepare(batch)
+    reference.prepare(batch)
+    for layer in range(3):
+        found = write_and_attend(backend, q, k, v, layer)
+        expected = write_and_attend(reference, q.float(), k.float(), v.float(), layer)
+        assert float((found.float() - expected).norm() / expected.norm()) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size", "window"),
+    [(16, 8, 128, None), (7, 1, 64, None), (4, 2, 256, None), (8, 4, 128, 300)],
+)
+@pytest.mark.parametrize("name", ["flashinfer", "triton"])
+def test_fixed_decode_rows_against_torch(
+    name: str, num_heads: int, num_kv_heads: int, head_size: int, window: int | None
+) -> None:
+    """The same buffers for steps of other lengths, as a CUDA graph has them; the last rows are padding."""
+    is_special = window is not None
+    shape = AttentionShape(
+        num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5,
+        windows=(window,), soft_cap=2.0 if is_special else None,
+        sinks=(torch.randn(num_heads, device="cuda"),) if is_special else (),
+    )  # fmt: skip
     size = kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
     pool = torch.randn(size, device="cuda", dtype=torch.bfloat16)
     num_rows = 6
@@ -104,7 +144,8 @@ def test_fixed_decode_rows_against_torch(num_heads: int, num_kv_heads: int, head
     buffers = DecodeBuffers(
         slot_mapping=slot_mapping, starts=starts, last_lengths=last_lengths, page_ids=page_ids, max_pages=NUM_PAGES
     )
-    fixed = FlashInferAttention(shape, pool).fixed_decode(num_rows, buffers)
+    plugin = importlib.import_module(f"aioengine.attention.{name}").PLUGIN
+    fixed = plugin(shape, pool).fixed_decode(num_rows, buffers)
     fixed.plan_first(np.ones(num_rows, dtype=np.int32))
     for lengths in ([1, 16, 17, 300, 1, 1], [4000, 2, 900, 33, 1000, 1]):
         batch = make_batch([(length - 1, 1) for length in lengths])

@@ -52,14 +52,23 @@ def positions_of(rows: Rows) -> torch.Tensor:
 
 
 def check_attention(
-    num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, *, length: int, ways: dict[str, Rows]
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    *,
+    length: int,
+    ways: dict[str, Rows],
+    window: int | None = None,
 ) -> None:
     """However the positions of a row are computed, each gives the same bits."""
     from aioengine.attention.triton import TritonAttention
 
     shape = AttentionShape(
-        num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5
-    )
+        num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5,
+        windows=(window,), soft_cap=None if window is None else 3.0,
+        sinks=() if window is None else (torch.randn(num_heads, device="cuda"),),
+    )  # fmt: skip
     num_pages = length // PAGE_SIZE + 10
     pool = torch.randn(kv_pool_shape(shape, num_pages=num_pages, page_size=PAGE_SIZE), device="cuda", dtype=dtype)
     heads = torch.randn(length, num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=dtype)
@@ -96,6 +105,12 @@ def test_attention(num_heads: int, num_kv_heads: int, head_size: int, dtype: tor
 
 def test_attention_of_long_rows() -> None:
     check_attention(16, 8, 128, torch.bfloat16, length=LONG, ways=LONG_WAYS)
+
+
+@pytest.mark.parametrize("window", [1, 100, 5000])
+def test_attention_with_windows_caps_and_sinks(window: int) -> None:
+    check_attention(16, 8, 128, torch.bfloat16, length=LENGTH, ways=WAYS, window=window)
+    check_attention(8, 4, 64, torch.bfloat16, length=LONG, ways=LONG_WAYS, window=window)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

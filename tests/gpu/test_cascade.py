@@ -34,7 +34,7 @@ PAGE_SIZE, NUM_PAGES = 16, 200
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (32, 8)])
 def test_against_torch(num_heads: int, num_kv_heads: int) -> None:
     """Two groups, rows of no group, and rows of padding."""
-    from aioengine.attention.flashinfer import FlashInferAttention
+    from aioengine.attention.flashinfer import CascadeFlashInferAttention
 
     shape = AttentionShape(num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=128, scale=128**-0.5)
     size = kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
@@ -55,7 +55,7 @@ def test_against_torch(num_heads: int, num_kv_heads: int) -> None:
     buffers = DecodeBuffers(
         slot_mapping=slot_mapping, starts=starts, last_lengths=last_lengths, page_ids=page_ids, max_pages=NUM_PAGES
     )
-    cascade = FlashInferAttention(shape, pool).fixed_cascade(num_rows, buffers)
+    cascade = CascadeFlashInferAttention(shape, pool).fixed_cascade(num_rows, buffers)
     cascade.plan_first(np.ones(num_rows, dtype=np.int32))
     batch = on_device(make_batch([(length - 1, 1) for length in lengths], tables, 16), torch.device("cuda"))
     own = [table[count:] for table, count in zip(tables, num_shared, strict=True)] + [[0]] * 3

@@ -76,6 +76,30 @@ def test_greedy_in_fp32_equals_transformers(model: tuple[Path, torch.nn.Module],
     assert run(folder, greedy(), depth=1, graphs=graphs, backend="torch", dtype="float32") == expected
 
 
+@pytest.mark.parametrize("graphs", [0, 16])
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("mistral", {"sliding_window": 9}),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        ),
+    ],
+)
+def test_windowed_models_in_fp32_equal_transformers(
+    tmp_path: Path, family: str, fields: dict[str, object], graphs: int
+) -> None:
+    save_model(family, tmp_path, **{**HEADS, **fields, "num_hidden_layers": 2})
+    reference = load(tmp_path, torch.float32)
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device="cuda")
+        out = reference.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0, use_cache=True)
+        expected.append(out[0, len(prompt) :].tolist())
+    assert run(tmp_path, greedy(), depth=1, graphs=graphs, backend="triton", dtype="float32") == expected
+
+
 @pytest.mark.parametrize("backend", ["flashinfer", "torch"])
 def test_logits_in_bf16_are_as_near_as_those_of_transformers(model: tuple[Path, torch.nn.Module], backend: str) -> None:
     """Greedy tokens of random weights part by rounding alone, so the logits are compared: over all prompts, the
@@ -152,7 +176,7 @@ def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], backend: str, row
     pool = torch.randn(shape, dtype=torch.bfloat16, device=device)
     pool[:, :, 0] = 0
     attention = importlib.import_module(f"aioengine.attention.{backend}").PLUGIN(ours.attention_shape, pool)
-    graphs = PieceGraphs(ours, attention, pool, max_rows=33)
+    graphs = PieceGraphs(ours, attention, list(pool), max_rows=33)
     graphs.capture(610, lambda *_: None)
     tables = [list(range(1 + 17 * row, 18 + 17 * row)) for row in range(len(rows))]
     batch = on_device(make_batch(rows, tables, 16), device)

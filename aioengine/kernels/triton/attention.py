@@ -6,6 +6,9 @@ a long row has not too many. A split is computed in one way only, by a tile of `
 ``BLOCK`` positions, whatever else is in the batch, whether the token is decoded or part of a prefill chunk. So neither
 the batch nor chunks, prefix hits or preemption change a bit of it.
 
+With a window, splits and blocks that no token of a tile sees are left out: they would add nothing, not a bit, for the
+weights of positions that a token does not see become exactly zero with the first one that it sees.
+
 A tile is some tokens of one row with all query heads of one kv head. ``attend`` goes through the splits of a tile one
 after the other; ``attend_splits`` is for few rows of one token each, whose splits are computed side by side.
 
@@ -14,7 +17,6 @@ T tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,9 +25,12 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.scores import NO_RULES, capped, with_sinks
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from aioengine.kernels.triton.scores import ScoreRules
 
 SPLIT = tl.constexpr(256)
 """Positions of each of the first splits; splits are multiples of ``BLOCK``."""
@@ -73,6 +78,15 @@ def split_start(index: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def first_split(first_seen: tl.tensor) -> tl.tensor:
+    """The split of position ``first_seen``."""
+    index = tl.full((), 0, tl.int32)
+    while split_start(index + 1) <= first_seen:
+        index += 1
+    return index
+
+
+@triton.jit
 def _attend_split(
     queries: tl.tensor,
     keys: tl.tensor,
@@ -81,29 +95,41 @@ def _attend_split(
     start: tl.tensor,
     stop: tl.tensor,
     last: tl.tensor,
+    first_seen: tl.tensor,
     scale: tl.tensor,
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Of positions start to stop: highest score, sum of weights and weighted values of each query row, which sees
-    positions up to ``last``.
+    positions up to ``last``. ``first_seen``: the first position that any of them sees.
     """
     COLUMNS: tl.constexpr = queries.shape[1]
     columns = tl.arange(0, COLUMNS)[None, :]
     highest = tl.full((queries.shape[0],), MASKED, tl.float32)
     total = tl.zeros((queries.shape[0],), tl.float32)
     sums = tl.zeros(queries.shape, tl.float32)
+    if WINDOW:
+        start += tl.maximum(first_seen - start, 0) // BLOCK * BLOCK
     for first in tl.range(start, stop, BLOCK):
         positions = first + tl.arange(0, BLOCK)
         inside = positions < stop
+        if WINDOW:
+            inside = inside & (positions >= first_seen)
         pages = tl.load(page_ids + positions // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
         offsets = (pages * PAGE_STRIDE + positions % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
         there = inside[:, None] & (columns < HEAD_SIZE)
         block_keys = tl.load(keys + offsets, mask=there, other=0.0)
         scores = tl.dot(queries, tl.trans(block_keys), input_precision="ieee") * scale
-        scores = tl.where(positions[None, :] <= last[:, None], scores, MASKED)
+        if CAP:
+            scores = capped(scores, CAP)
+        is_seen = positions[None, :] <= last[:, None]
+        if WINDOW:
+            is_seen = is_seen & (positions[None, :] > last[:, None] - WINDOW)
+        scores = tl.where(is_seen, scores, MASKED)
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
@@ -145,6 +171,7 @@ def _attend_kernel(
     page_ids: tl.tensor,
     tiles: tl.tensor,
     out: tl.tensor,
+    sinks: tl.tensor,
     scale: tl.tensor,
     TOKEN_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -154,6 +181,9 @@ def _attend_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     row = tl.load(tiles + 2 * tl.program_id(0))
     tile_start = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -179,14 +209,19 @@ def _attend_kernel(
     head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
     head_values = values + head * PAGE_SIZE * HEAD_SIZE
     index = tl.full((), 0, tl.int32)
+    first_seen = tl.maximum(length - count + tile_start - WINDOW + 1, 0)
+    if WINDOW:
+        index = first_split(first_seen)
     while split_start(index) < stop:
         start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
         split_highest, split_total, split_sums = _attend_split(
-            *(queries, head_keys, head_values, page_ids + first_page, start, end, last),
-            *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK),
+            *(queries, head_keys, head_values, page_ids + first_page, start, end, last, first_seen),
+            *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK, WINDOW, CAP),
         )
         highest, total, sums = merged(highest, total, sums, split_highest, split_total, split_sums)
         index += 1
+    if SINKS:
+        highest, total, sums = with_sinks(highest, total, sums, sinks, heads, is_member)
     targets = (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_SIZE + columns
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -215,6 +250,8 @@ def _splits_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -231,11 +268,14 @@ def _splits_kernel(
     head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
     head_values = values + head * PAGE_SIZE * HEAD_SIZE
     index = tl.program_id(2)
+    first_seen = tl.maximum(length - WINDOW, 0)
+    if WINDOW:
+        index += first_split(first_seen)
     while split_start(index) < length:
         start, end = split_start(index), tl.minimum(split_start(index + 1), length)
         highest, total, sums = _attend_split(
-            *(queries, head_keys, head_values, page_ids + first_page, start, end, last),
-            *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK),
+            *(queries, head_keys, head_values, page_ids + first_page, start, end, last, first_seen),
+            *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK, WINDOW, CAP),
         )
         targets = (row * max_splits + index) * (NUM_KV_HEADS * GROUP) + heads
         tl.store(split_marks + 2 * targets, highest, mask=is_member)
@@ -251,12 +291,15 @@ def _merge_kernel(
     page_starts: tl.tensor,
     last_lengths: tl.tensor,
     out: tl.tensor,
+    sinks: tl.tensor,
     max_splits: tl.tensor,
     NUM_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     num_pages = tl.load(page_starts + row + 1) - tl.load(page_starts + row)
@@ -269,6 +312,8 @@ def _merge_kernel(
     total = tl.zeros((HEADS,), tl.float32)
     sums = tl.zeros((HEADS, COLUMNS), tl.float32)
     index = tl.full((), 0, tl.int32)
+    if WINDOW:
+        index = first_split(tl.maximum(length - WINDOW, 0))
     while split_start(index) < length:
         sources = (row * max_splits + index) * NUM_HEADS + heads
         split_highest = tl.load(split_marks + 2 * sources, mask=is_head, other=0.0)
@@ -276,6 +321,8 @@ def _merge_kernel(
         split = tl.load(split_sums + sources[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
         highest, total, sums = merged(highest, total, sums, split_highest, split_total, split)
         index += 1
+    if SINKS:
+        highest, total, sums = with_sinks(highest, total, sums, sinks, heads, is_head)
     targets = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + columns
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -310,15 +357,26 @@ def _sizes(q: Tensor, pool: tuple[Tensor, Tensor]) -> tuple[int, ...]:
     return q.stride(0), num_kv_heads, group, page_size, head_size, columns, rows_of_tile(group), BLOCK
 
 
-def attend(q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, tiles: Tensor, *, scale: float, out: Tensor) -> None:
+def attend(
+    q: Tensor,
+    pool: tuple[Tensor, Tensor],
+    rows: Rows,
+    tiles: Tensor,
+    *,
+    scale: float,
+    out: Tensor,
+    rules: ScoreRules = NO_RULES,
+) -> None:
     """q [T, H, E] over keys and values [N, K, S, E] into ``out`` [T, H, E]. tiles: [X, 2] int32, the row of a tile and
     its first token, counted among those of the row.
     """
     sizes = _sizes(q, pool)
-    tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out)
-    key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (q, *pool, out)))
+    sizes = *sizes, rules.window or 0, rules.cap, rules.sinks is not None
+    sinks = out if rules.sinks is None else rules.sinks
+    tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out, sinks)
+    key = (q.dtype, sizes, rules.sinks_key, *(tensor.data_ptr() % 16 for tensor in (q, *pool, out)))
     options = _options(q.shape[2], q.dtype)
-    _attend((tiles.shape[0], sizes[1], 1), key, (*tensors, scale / math.log(2), *sizes), options)
+    _attend((tiles.shape[0], pool[0].shape[1], 1), key, (*tensors, rules.factor(scale), *sizes), options)
 
 
 class SplitPlan(NamedTuple):
@@ -329,25 +387,40 @@ class SplitPlan(NamedTuple):
 
 
 def attend_splits(
-    q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, splits: SplitPlan, *, scale: float, out: Tensor
+    q: Tensor,
+    pool: tuple[Tensor, Tensor],
+    rows: Rows,
+    splits: SplitPlan,
+    *,
+    scale: float,
+    out: Tensor,
+    rules: ScoreRules = NO_RULES,
 ) -> None:
     """The same bits for R rows of one token, q and out [R, H, E]."""
     num_rows, num_heads, head_size = q.shape
     max_splits, num_programs = splits
     sums = torch.empty(num_rows, max_splits, num_heads, head_size, dtype=torch.float32, device=q.device)
     marks = torch.empty(num_rows, max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
-    sizes = _sizes(q, pool)
+    sizes = *_sizes(q, pool), rules.window or 0, rules.cap
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks)
     alignments = tuple(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, marks))
     options = _options(head_size, q.dtype)
-    grid = num_rows, sizes[1], num_programs
-    _splits(
-        grid, (q.dtype, sizes, alignments), (*tensors, scale / math.log(2), max_splits, num_programs, *sizes), options
-    )
-    merge_splits(sums, marks, rows, out, max_splits=max_splits, page_size=pool[0].shape[2])
+    grid = num_rows, pool[0].shape[1], num_programs
+    numbers = rules.factor(scale), max_splits, num_programs
+    _splits(grid, (q.dtype, sizes, alignments), (*tensors, *numbers, *sizes), options)
+    merge_splits(sums, marks, rows, out, max_splits=max_splits, page_size=pool[0].shape[2], rules=rules)
 
 
-def merge_splits(sums: Tensor, marks: Tensor, rows: Rows, out: Tensor, *, max_splits: int, page_size: int) -> None:
+def merge_splits(
+    sums: Tensor,
+    marks: Tensor,
+    rows: Rows,
+    out: Tensor,
+    *,
+    max_splits: int,
+    page_size: int,
+    rules: ScoreRules = NO_RULES,
+) -> None:
     """Merge the splits of R rows of one token into ``out`` [R, H, E].
 
     Args:
@@ -356,7 +429,8 @@ def merge_splits(sums: Tensor, marks: Tensor, rows: Rows, out: Tensor, *, max_sp
     """
     num_rows, num_heads, head_size = out.shape
     sizes = num_heads, page_size, head_size, max(next_power_of_2(head_size), 16), _MERGED_HEADS
-    tensors = sums, marks, rows.page_starts, rows.last_lengths, out
-    key = (out.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out)))
+    sizes = *sizes, rules.window or 0, rules.sinks is not None
+    tensors = sums, marks, rows.page_starts, rows.last_lengths, out, out if rules.sinks is None else rules.sinks
+    key = (out.dtype, sizes, rules.sinks_key, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out)))
     grid = num_rows, -(-num_heads // _MERGED_HEADS), 1
     _merge(grid, key, (*tensors, max_splits, *sizes), {"num_warps": 4})

@@ -9,7 +9,6 @@ R rows, H query heads, K kv heads, G query heads of a kv head, E head size, N pa
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,9 +18,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2
+from aioengine.kernels.triton.scores import NO_RULES, capped, with_sinks
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from aioengine.kernels.triton.scores import ScoreRules
 
 LEAST_ROWS = 16
 """Rows of the smallest matmul on tensor cores; a kv head with fewer query heads is padded."""
@@ -59,6 +61,7 @@ def _attended(
     HEAD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Highest score, sum of weights and weighted values of each query over positions begin to end."""
     columns = tl.arange(0, HEAD_SIZE)[None, :]
@@ -71,6 +74,8 @@ def _attended(
         page = tl.load(pages + positions // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
         offsets = (page * PAGE_STRIDE + positions % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
         scores = tl.dot(queries, tl.trans(tl.load(keys + offsets))) * scale
+        if CAP:
+            scores = capped(scores, CAP)
         scores = tl.where(inside[None, :], scores, LOWEST)
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
@@ -124,11 +129,16 @@ def _finish(
     is_member: tl.tensor,
     other: tl.tensor,
     other_weights: tl.tensor,
+    sinks: tl.tensor,
+    heads: tl.tensor,
     HEAD_SIZE: tl.constexpr,
     MERGES: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
-    """Store the result of attention, merged with ``other`` where there is one."""
+    """Store the result of attention, merged with ``other`` where there is one, and with the sinks of ``heads``."""
     targets = out_heads[:, None] * HEAD_SIZE + tl.arange(0, HEAD_SIZE)[None, :]
+    if SINKS:
+        highest, total, sums = with_sinks(highest, total, sums, sinks, heads, is_member)
     if MERGES:
         weight = tl.load(other_weights + out_heads, mask=is_member, other=LOWEST)
         higher = tl.maximum(highest, weight)
@@ -153,6 +163,7 @@ def _decode_kernel(
     out: tl.tensor,
     other: tl.tensor,
     other_weights: tl.tensor,
+    sinks: tl.tensor,
     max_splits: tl.tensor,
     scale: tl.tensor,
     TOKEN_STRIDE: tl.constexpr,
@@ -164,6 +175,8 @@ def _decode_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     MERGES: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     head, split = tl.program_id(0), splits + tl.program_id(1)
@@ -181,11 +194,14 @@ def _decode_kernel(
         queries = tl.load(q + row * TOKEN_STRIDE + heads[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
         highest, total, attended = _attended(
             *(queries, keys + head * PAGE_SIZE * HEAD_SIZE, values + head * PAGE_SIZE * HEAD_SIZE, pages, begin, end),
-            *(scale, NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE, PAGE_SIZE, HEAD_SIZE, BLOCK, STAGES),
+            *(scale, NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE, PAGE_SIZE, HEAD_SIZE, BLOCK, STAGES, CAP),
         )
         out_heads = row * (NUM_KV_HEADS * GROUP) + heads
         if count == 1:
-            _finish(out, highest, total, attended, out_heads, is_member, other, other_weights, HEAD_SIZE, MERGES)
+            _finish(
+                *(out, highest, total, attended, out_heads, is_member, other, other_weights, sinks, heads),
+                *(HEAD_SIZE, MERGES, SINKS),
+            )
         else:
             split_heads = tl.program_id(1) * (NUM_KV_HEADS * GROUP) + heads
             tl.store(sums + split_heads[:, None] * HEAD_SIZE + columns, attended, mask=inside)
@@ -197,7 +213,10 @@ def _decode_kernel(
                 split_heads = first_split * (NUM_KV_HEADS * GROUP) + heads
                 merged = _merge(sums, marks, split_heads, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
                 highest, total, attended = merged
-                _finish(out, highest, total, attended, out_heads, is_member, other, other_weights, HEAD_SIZE, MERGES)
+                _finish(
+                    *(out, highest, total, attended, out_heads, is_member, other, other_weights, sinks, heads),
+                    *(HEAD_SIZE, MERGES, SINKS),
+                )
                 tl.store(done, 0)
 
 
@@ -212,11 +231,13 @@ def decode(
     scale: float,
     out: Tensor,
     other: tuple[Tensor, Tensor] | None = None,
+    rules: ScoreRules = NO_RULES,
 ) -> None:
     """q [R, H, E], heads of a row together, over keys and values [N, K, S, E] into ``out`` [R, H, E].
 
     other: what attention over further positions gave, contiguous [R, H, E], and the logarithm to base 2 of its sum of
     exponentials, [R, H] in fp32: the result is over both. A row that has none there has numbers, and a low logarithm.
+    rules: their window is that of the splits of ``rows``.
     """
     num_heads, head_size = q.shape[1:]
     _, num_kv_heads, page_size, _ = pool[0].shape
@@ -226,9 +247,9 @@ def decode(
     padded = max(next_power_of_2(group), LEAST_ROWS)
     block = 128 if head_size <= 128 else 64
     sizes = q.stride(0), num_kv_heads, group, padded, page_size, head_size, block, 3
-    sizes = (*sizes, other is not None, has_dependent_launch())
-    rest = other or (out, marks)
+    sizes = (*sizes, other is not None, rules.cap, rules.sinks is not None, has_dependent_launch())
+    rest = *(other or (out, marks)), out if rules.sinks is None else rules.sinks
     tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.splits, rows.num_done, sums, marks, out, *rest)
-    key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, marks, out, *rest)))
+    key = (q.dtype, sizes, rules.sinks_key, *(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, marks, out, *rest)))
     options = {"num_warps": 4, "launch_pdl": has_dependent_launch()}
-    _decode((num_kv_heads, max_splits, 1), key, (*tensors, max_splits, scale / math.log(2), *sizes), options)
+    _decode((num_kv_heads, max_splits, 1), key, (*tensors, max_splits, rules.factor(scale), *sizes), options)

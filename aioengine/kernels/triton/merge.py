@@ -1,4 +1,7 @@
-"""Attention over two parts of the same rows' positions, merged on a GPU. T tokens, H query heads, E head size."""
+"""Attention over two parts of the same rows' positions, merged on a GPU, or over one part and learned sinks.
+
+T tokens, H query heads, E head size.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.scores import LOG2_E
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +44,30 @@ def _merge_kernel(
     tl.store(out + targets, merged.to(own.dtype), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _sinks_kernel(
+    out: tl.tensor,
+    weights: tl.tensor,
+    sinks: tl.tensor,
+    num_rows: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_there = rows < num_rows
+    sink = tl.load(sinks + rows % NUM_HEADS, mask=is_there, other=0.0).to(tl.float32) * LOG2_E
+    share = 1.0 / (1.0 + tl.exp2(sink - tl.load(weights + rows, mask=is_there, other=0.0)))
+    columns = tl.arange(0, COLUMNS)[None, :]
+    targets = rows[:, None] * HEAD_SIZE + columns
+    inside = is_there[:, None] & (columns < HEAD_SIZE)
+    own = tl.load(out + targets, mask=inside, other=0.0)
+    tl.store(out + targets, (own.to(tl.float32) * share[:, None]).to(own.dtype), mask=inside)
+
+
 _merge = Launcher(_merge_kernel)
+_sinks = Launcher(_sinks_kernel)
 
 
 def merge(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor) -> None:
@@ -53,3 +80,15 @@ def merge(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor) ->
     sizes = head_size, next_power_of_2(head_size), HEADS
     key = (out.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors))
     _merge((-(-num_heads // HEADS), 1, 1), key, (*tensors, num_heads, *sizes), {"num_warps": 4})
+
+
+def add_sinks(out: Tensor, weights: Tensor, sinks: Tensor) -> None:
+    """Give contiguous ``out`` [T, H, E], the result of attention, the learned sinks [H] of its heads.
+
+    weights: [T, H] in fp32, the logarithm to base 2 of the sum of exponentials.
+    """
+    num_rows, (num_heads, head_size) = weights.numel(), out.shape[1:]
+    tensors = out, weights, sinks
+    sizes = num_heads, head_size, next_power_of_2(head_size), HEADS
+    key = (out.dtype, sinks.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors))
+    _sinks((-(-num_rows // HEADS), 1, 1), key, (*tensors, num_rows, *sizes), {"num_warps": 4})

@@ -110,7 +110,7 @@ def test_steps_of_all_kinds(model: Model, spec: InputSpec) -> None:
     shape = model.attention_shape
     pool = torch.zeros(_base.kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     expected_pool = pool.clone()
-    graphs = PieceGraphs(model, Piecewise(shape, pool), pool, max_rows=4)
+    graphs = PieceGraphs(model, Piecewise(shape, pool), list(pool), max_rows=4)
     heard: list[tuple[int, int]] = []
     graphs.capture(50, lambda *done: heard.append(done))
     assert heard == [(1, 2), (2, 2)]
@@ -153,7 +153,7 @@ def test_what_is_computed_before_each_size_is_captured(model: Model, monkeypatch
 def test_numbers_that_are_not_finite_do_not_reach_the_padding_of_later_steps(model: Model) -> None:
     shape = model.attention_shape
     pool = torch.zeros(_base.kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
-    graphs = PieceGraphs(model, Piecewise(shape, pool), pool, max_rows=4)
+    graphs = PieceGraphs(model, Piecewise(shape, pool), list(pool), max_rows=4)
     graphs.capture(32, lambda *_: None)
     pool[0, 1, 9] = torch.nan
     rows = [(4, 32)]
