@@ -223,7 +223,7 @@ ALL_MODULES: Final = frozenset(("all", "all-linear"))
 _DEFAULTS: Final = cast("dict[str, dict[str, object]]", to_builtins(EngineConfig()))
 
 ARGUMENTS: Final[dict[str, Argument]] = {
-    "model_path": Argument("model.path", _path, "folder or hub id of the model", "the demo model"),
+    "model_path": Argument("model.path", _path, "folder, hub id or GGUF file of the model", "the demo model"),
     "tokenizer_path": Argument(
         "model.tokenizer_path", _path, "folder or hub id of the tokenizer", "the model's folder"
     ),

@@ -14,6 +14,8 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from aioengine import checks, folder_files
+from aioengine.gguf_header import BLOCKS
+from aioengine.gguf_model import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +30,7 @@ DTYPE_BYTES: Final = FLOAT_BYTES | _OTHER_BYTES
 """All types of tensors that can be read -> bytes of a number."""
 
 _INDEX: Final = "model.safetensors.index.json"
-_FOREIGN_SUFFIXES: Final = (".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
+_FOREIGN_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
 """Of weights in forms that are not read."""
 _MAX_HEADER_BYTES: Final = 16 * 1024 * 1024
 """Enough for 100,000 tensors in one file."""
@@ -40,7 +42,8 @@ _MAX_PROBLEMS: Final = 8
 
 class Entry(Struct, frozen=True):
     """A tensor of a checkpoint, as the header of its file describes it. ``name``: with the prefix of the base model,
-    which ``stored_name`` may lack. ``begin``: the place of its first byte in the file.
+    which ``stored_name`` may lack. ``begin``: the place of its first byte in the file. ``num_heads``: as in
+    ``gguf_model.NamedTensor``.
     """
 
     name: str
@@ -49,10 +52,12 @@ class Entry(Struct, frozen=True):
     dtype: str
     stored_name: str
     begin: int = 0
+    num_heads: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
+        size, num_bytes = BLOCKS.get(self.dtype) or (1, DTYPE_BYTES[self.dtype])
+        return math.prod(self.shape) // size * num_bytes
 
 
 class _Index(Struct):
@@ -118,7 +123,8 @@ def check_entries(
     ]
     for entry in entries:
         wanted = shapes.get(entry.name)
-        allowed = [types[entry.name]] if entry.name in types else list(FLOAT_BYTES)
+        floats = BLOCKS if folder_files.is_gguf(entry.path) else FLOAT_BYTES
+        allowed = [types[entry.name]] if entry.name in types else list(floats)
         if wanted is not None and wanted != entry.shape:
             problems.append(f"{entry.name} has shape {list(entry.shape)}, the model wants {list(wanted)}")
         elif entry.dtype not in allowed:
@@ -130,7 +136,7 @@ def check_entries(
 
 
 def read_headers(folder: Path, prefix: str, renamed: Renamed = ()) -> list[Entry]:
-    """All tensors of the checkpoint in a folder, file by file.
+    """All tensors of the checkpoint in a folder, file by file, or of a GGUF file.
 
     ``prefix``: of the names of the base model's tensors. Where it was saved without a head no name has it, and it is
     added to all. ``renamed``: as in ``TransformerConfig``.
@@ -138,6 +144,8 @@ def read_headers(folder: Path, prefix: str, renamed: Renamed = ()) -> list[Entry
     Raises:
         ValueError: the folder has no safetensors files, a file is missing or damaged, or two files hold one tensor.
     """
+    if folder_files.is_gguf(folder):
+        return _entries_of_gguf(folder)
     paths = _paths(folder)
     if not paths:
         raise ValueError(missing_weights(folder))
@@ -154,6 +162,18 @@ def read_headers(folder: Path, prefix: str, renamed: Renamed = ()) -> list[Entry
     if any(name.startswith(prefix) for name in entries):
         return list(entries.values())
     return [replace(entry, name=prefix + name) for name, entry in entries.items()]
+
+
+def _entries_of_gguf(path: Path) -> list[Entry]:
+    header, file = folder_files.read_gguf(path)
+    file.close()
+    try:
+        return [
+            Entry(name, path, info.shape, info.kind, info.name, info.begin, num_heads)
+            for name, info, num_heads in tensors_of(header)
+        ]
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
 
 
 def file_states(entries: Iterable[Entry]) -> dict[Path, str]:
@@ -217,8 +237,8 @@ def _paths(folder: Path) -> list[Path]:
 
 
 def missing_weights(folder: Path) -> str | None:
-    """The reason why a folder has no weights that can be read; None: it has."""
-    if any(folder.glob("*.safetensors")):
+    """The reason why a folder has no weights that can be read; None: it has, or is a GGUF file."""
+    if folder_files.is_gguf(folder) or any(folder.glob("*.safetensors")):
         return None
     foreign = sorted(path.name for path in folder.glob("*") if path.suffix in _FOREIGN_SUFFIXES)
     if not foreign:

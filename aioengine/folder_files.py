@@ -1,4 +1,7 @@
-"""The small files of a model folder, and the tokens that they name. Errors are ValueErrors that name the file."""
+"""The small files of a model folder, and the tokens that they name. Errors are ValueErrors that name the file.
+
+A GGUF file is read like a folder: it stands for the JSON files that its header describes.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import msgspec
 
+from aioengine.gguf_header import Header, read_header
+from aioengine.gguf_model import config_of
+from aioengine.gguf_tokenizer import has_tokenizer, tokenizer_config_of, tokenizer_of
+
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
@@ -16,12 +23,15 @@ if TYPE_CHECKING:
 Json: TypeAlias = dict[str, Any]
 File = TypeVar("File")
 
+CONFIG: Final = "config.json"
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 SPECIAL_TOKENS: Final = "special_tokens_map.json"
 MAX_BYTES: Final = 32 * 1024 * 1024
 """Of every file but the next one. The largest known: the index of 100,000 tensors, 10 MB."""
 MAX_TOKENIZER_BYTES: Final = 512 * 1024 * 1024
+GGUF: Final = ".gguf"
+"""The end of the names of such files."""
 MAX_PATH: Final = 4096
 """Characters of a path in an error message: Linux has no longer ones."""
 
@@ -77,6 +87,10 @@ def open_file(path: Path) -> BinaryIO | None:
 
 def is_file(path: Path) -> bool:
     """Whether there is a file that can be opened; False: there is nothing. Raises ValueError as ``open_file``."""
+    if is_gguf(path.parent):
+        header, file = read_gguf(path.parent)
+        file.close()
+        return path.name in (CONFIG, TOKENIZER_CONFIG) or (path.name == TOKENIZER and has_tokenizer(header))
     file = open_file(path)
     if file is not None:
         file.close()
@@ -85,6 +99,8 @@ def is_file(path: Path) -> bool:
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
     """The contents of a file; None: there is none. Raises ValueError also if it has more than ``max_bytes``."""
+    if is_gguf(path.parent):
+        return _in_gguf(path)
     file = open_file(path)
     if file is None:
         return None
@@ -97,6 +113,42 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
     if max(size, len(content)) > max_bytes:
         raise _unreadable(path, f"it has more than {max_bytes} bytes")
     return content
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is a GGUF file, by its name."""
+    return path.suffix == GGUF and not path.is_dir()
+
+
+def read_gguf(path: Path) -> tuple[Header, BinaryIO]:
+    """The header of a GGUF file, and the open file.
+
+    Raises:
+        ValueError: there is no such file, or it cannot be read.
+    """
+    file = open_file(path)
+    if file is None:
+        raise ValueError(f"{_shown(path)} cannot be read: there is no such file")
+    try:
+        return read_header(file), file
+    except (OSError, ValueError) as error:
+        file.close()
+        raise _unreadable(path, error) from error
+
+
+def _in_gguf(path: Path) -> bytes | None:
+    """The contents of a JSON file that a GGUF file, its parent, stands for; None: there is none of this name."""
+    header, file = read_gguf(path.parent)
+    try:
+        with file:
+            if path.name == CONFIG:
+                return msgspec.json.encode(config_of(header, file))
+            if path.name == TOKENIZER_CONFIG:
+                return msgspec.json.encode(tokenizer_config_of(header))
+            has_it = path.name == TOKENIZER and has_tokenizer(header)
+            return msgspec.json.encode(tokenizer_of(header)) if has_it else None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path.parent, error) from error
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str | None:

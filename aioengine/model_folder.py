@@ -79,7 +79,8 @@ def locate(
     progress: bool = False,
     argument: str = "model_path",
 ) -> str:
-    """The local folder of a model: the folder itself, the demo model for None, or a download of a hub id.
+    """The local folder of a model: the folder itself, the demo model for None, or a download of a hub id; or a GGUF
+    file, given by its path or by a folder that has no other one.
 
     ``argument``: the constructor's argument that is looked up, "model_path" or "tokenizer_path".
 
@@ -92,14 +93,32 @@ def locate(
         raise ValueError(f"{argument} is empty; give a folder or hub id, or leave it out")
     folder, shown = _expanded(model_path, argument), checks.shown(model_path)
     if folder.is_dir():
-        return str(folder.resolve())
+        return str(_gguf_in(folder) or folder.resolve())
     if folder.is_file():
-        raise ValueError(f"{argument} {shown} is a file; give the folder that holds it")
+        if folder_files.is_gguf(folder):
+            return str(folder.absolute())  # not resolved: the hub's cache has other names
+        raise ValueError(f"{argument} {shown} is a file; give the folder that holds it, or a GGUF file")
     if not may_be_hub_id(model_path):
-        raise ValueError(f"{argument} {shown}: there is no such folder; {_nearest_parent(folder)}")
+        kind = "file" if folder.suffix == folder_files.GGUF else "folder"
+        raise ValueError(f"{argument} {shown}: there is no such {kind}; {_nearest_parent(folder)}")
     if download_dir is not None:
         download_dir = str(_expanded(download_dir, "download_dir"))
     return download(model_path, revision=revision, download_dir=download_dir, progress=progress, argument=argument)
+
+
+def _gguf_in(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has nothing else to read; None: it has, or it has none.
+
+    Raises:
+        ValueError: it has several.
+    """
+    if any((folder / name).exists() for name in (folder_files.CONFIG, folder_files.TOKENIZER)):
+        return None
+    found = sorted(path for path in folder.absolute().glob(f"*{folder_files.GGUF}") if folder_files.is_gguf(path))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:10])
+        raise ValueError(f"{str(folder)!r} holds {len(found)} GGUF files; give the path of one of them: {names}")
+    return found[0] if found else None
 
 
 def needs_download(path: str | None) -> bool:
@@ -245,8 +264,6 @@ def _read_config(folder: Path, is_embedding: bool | None) -> tuple[_Config, Tran
 
 
 def _what_instead(folder: Path) -> str:
-    if any(folder.glob("*.gguf")):
-        return "it holds GGUF files, which are not read; give the folder of the original model (*.safetensors)"
     if (folder / "params.json").is_file():
         return "it holds the original release; give the folder in Hugging Face form (config.json, *.safetensors)"
     inner = sorted(str(file.parent) for file in folder.glob("*/config.json"))

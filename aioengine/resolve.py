@@ -167,10 +167,14 @@ def _dtype(config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, is_o
 def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> ModelSettings:
     if model.missing_weights and config.model.load_format != "dummy":
         raise ValueError(model.missing_weights)
+    stored = "gguf" if model.path.endswith(".gguf") else "safetensors"
+    wanted = stored if config.model.load_format == "auto" else config.model.load_format
+    if wanted not in {stored, "dummy"}:
+        raise ValueError(f"load_format={wanted!r}, and {model.path!r} is a GGUF file; load_format='auto' works")
     return ModelSettings(
         path=model.path,
         dtype=dtype,
-        load_format="safetensors" if config.model.load_format == "auto" else config.model.load_format,
+        load_format=wanted,
         context_length=context_length(config, model),
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,

@@ -35,7 +35,7 @@ FLOORS = {
             "file_descriptors",
             "foreign_names",
             "vocabulary",
-            "folder_files",
+            "folder_files > gguf_model, gguf_tokenizer > gguf_header",
         ),
         "0",
         "msgspec regex",

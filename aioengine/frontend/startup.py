@@ -322,8 +322,10 @@ def _lines(settings: Settings, facts: Mapping[str, object]) -> list[str]:
     size, pages = facts.get("weights_bytes"), facts.get("num_pages", "unknown number of")
     count = facts.get("num_threads") if facts.get("device") == "cpu" else None
     threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
+    is_gguf = settings.model.load_format == "gguf"
+    form = f", all in {settings.model.dtype} (the file's blocks were dequantized)" if is_gguf else ""
     return [
-        f"model: {settings.model.path}" + (f", {_megabytes(size)} of weights" if size is not None else ""),
+        f"model: {settings.model.path}" + (f", {_megabytes(size)} of weights{form}" if size is not None else ""),
         f"device: {facts.get('device_name', settings.runner.device)}{threads}",
         f"dtype: {facts.get('dtype', settings.model.dtype)}, attention: "
         f"{facts.get('attention_backend', settings.runner.attention_backend)}",

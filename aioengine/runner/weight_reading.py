@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from aioengine import folder_files
+from aioengine.runner.gguf_blocks import dequantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,6 +47,8 @@ DTYPES: Final = {
 }
 
 PIECE_BYTES: Final = 8 << 20
+PIECE_NUMBERS: Final = 2 << 20
+"""Of a piece of blocks, which become several tensors in fp32 on their way."""
 NUM_READERS: Final = 8
 NUM_CPU_READERS: Final = 4
 NUM_BUFFERS: Final = 2
@@ -63,6 +66,7 @@ class _Piece:
         shape: of the numbers that are read.
         index: of those that are wanted among them.
         target: where they go.
+        head_size: rows of each head whose halves take turns; 0: they do not.
     """
 
     entry: Entry
@@ -71,15 +75,22 @@ class _Piece:
     shape: tuple[int, ...]
     target: Tensor
     index: tuple[slice, ...] = ()
+    head_size: int = 0
 
     @property
     def is_plain(self) -> bool:
         """Whether the bytes in the file are those of the target."""
-        return not self.index and DTYPES[self.entry.dtype] == self.target.dtype and self.target.is_contiguous()
+        is_changed = self.index or self.head_size or DTYPES.get(self.entry.dtype) != self.target.dtype
+        return not is_changed and self.target.is_contiguous()
 
     def numbers(self, content: Tensor) -> Tensor:
-        """content [X] of bytes -> the wanted numbers, in the shape of the target."""
-        return content.view(DTYPES[self.entry.dtype]).view(self.shape)[self.index]
+        """content [X] of bytes -> the wanted numbers, in the shape of the target [...]."""
+        entry = self.entry
+        dtype = DTYPES.get(entry.dtype)
+        found = (dequantized(content, entry.dtype) if dtype is None else content.view(dtype)).view(self.shape)
+        if self.head_size:
+            found = _halves_apart(found, self.head_size)
+        return found[self.index]
 
 
 def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -> None:
@@ -109,18 +120,25 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
 
 
 def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
-    """Pieces of whole rows; the tensor itself where it cannot be divided. None of a tensor without numbers."""
+    """Pieces of whole rows and heads; the tensor itself where it cannot be divided. None where it has no numbers."""
     if not entry.num_bytes:
         return
+    head_size = entry.shape[0] // entry.num_heads if entry.num_heads and entry.shape else 0
     rows = None if target.source else _as_rows(target.tensor, entry.shape[-1] if len(entry.shape) > 1 else 1)
     if rows is None:
-        yield _Piece(entry, entry.begin, entry.num_bytes, entry.shape, target.tensor.detach(), target.index)
+        whole = target.tensor.detach()
+        yield _Piece(entry, entry.begin, entry.num_bytes, entry.shape, whole, target.index, head_size)
         return
     row_bytes = entry.num_bytes // len(rows)
-    step = max(1, PIECE_BYTES // row_bytes)
+    step = PIECE_BYTES // row_bytes
+    if entry.dtype not in DTYPES:
+        step = min(step, PIECE_NUMBERS // rows.shape[1])
+    unit = head_size or 1
+    step = max(step // unit, 1) * unit
     for first in range(0, len(rows), step):
         part = rows[first : first + step]
-        yield _Piece(entry, entry.begin + first * row_bytes, len(part) * row_bytes, tuple(part.shape), part)
+        begin, num_bytes = entry.begin + first * row_bytes, len(part) * row_bytes
+        yield _Piece(entry, begin, num_bytes, tuple(part.shape), part, head_size=head_size)
 
 
 def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:
@@ -129,6 +147,11 @@ def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:
         return tensor.detach().view(-1, row_size)
     except RuntimeError:
         return None
+
+
+def _halves_apart(rows: Tensor, head_size: int) -> Tensor:
+    """rows [R] or [R, C], in which the two halves of each head take turns -> in the order of the halves."""
+    return rows.view(-1, head_size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 class _Work:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Report = Callable[[int, int], None]
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 _EXACT_TYPES = {
     torch.int8: "I8",
@@ -41,7 +41,7 @@ _DUMMY_BLOCK = 1_048_573  # a prime: rows of a matrix never repeat one another
 
 
 def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Report) -> int:
-    """Fill ``model.weights()`` and finish the model; gives the bytes of the parameters.
+    """Fill ``model.weights()`` and finish the model; gives the bytes of the parameters. ``folder`` may be a GGUF file.
 
     ``report`` is called with the bytes read so far and in all.
 

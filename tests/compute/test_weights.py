@@ -150,10 +150,9 @@ def test_folders_without_safetensors_say_what_would_work(tmp_path: Path) -> None
     check_refused(tmp_path / "none", "holds no weights")
     check_refused(tmp_path, "holds no weights", "safetensors")
     (tmp_path / "pytorch_model.bin").touch()
-    (tmp_path / "model-q4.gguf").touch()
-    check_refused(tmp_path, "model-q4.gguf, which is not read", "save_pretrained")
-    with pytest.raises(ValueError, match="load_format 'gguf' is not known; what works: auto, safetensors, dummy"):
-        load(FakeModel(), tmp_path, "gguf")
+    check_refused(tmp_path, "pytorch_model.bin, which is not read", "save_pretrained")
+    with pytest.raises(ValueError, match="load_format 'pt' is not known; what works: auto, safetensors, gguf, dummy"):
+        load(FakeModel(), tmp_path, "pt")
 
 
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])

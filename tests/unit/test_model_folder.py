@@ -105,7 +105,8 @@ def test_models_that_cannot_be_served(tmp_path: Path, changes: dict[str, object]
     ("files", "message"),
     [
         ({}, "config.json is missing"),
-        ({"model.gguf": ""}, "GGUF"),
+        ({"model.gguf": ""}, r"model\.gguf' cannot be read: it is truncated"),
+        ({"a.gguf": "", "b.gguf": ""}, "2 GGUF files"),
         ({"params.json": "{}"}, "Hugging Face form"),
         ({"config.json": "{"}, "cannot be read"),
         ({"config.json": "[]"}, "cannot be read"),
@@ -129,7 +130,7 @@ def test_a_folder_one_level_too_high_names_the_inner_one(tmp_path: Path) -> None
     [
         ({}, "no weights.*dummy"),
         ({"pytorch_model.bin": ""}, "pytorch_model.bin.*safetensors"),
-        ({"a.gguf": ""}, "a.gguf"),
+        ({"model.pth": ""}, "model.pth"),
     ],
 )
 def test_missing_weights_are_a_fact(tmp_path: Path, files: dict[str, str], message: str) -> None:

@@ -1,0 +1,277 @@
+"""The model in a GGUF file, as a model folder describes it: fields of config.json, and names of tensors.
+
+llama.cpp's names are https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py. Metadata that changes
+results and is not read here is refused by its name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from aioengine import checks
+from aioengine.gguf_header import Array
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import BinaryIO
+
+    from aioengine.gguf_header import Header, Scalar, TensorInfo
+
+_ARCHITECTURES: Final = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""``general.architecture``, which is the ``model_type`` too -> the architecture in config.json."""
+
+_FIELDS: Final = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+"""Keys behind the architecture's name -> fields of config.json."""
+
+_EXPECTED: Final[dict[str, tuple[object, ...]]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "attention.causal": (True,),
+    "rope.scaling.attn_factor": (1.0,),
+    "tensor_data_layout": ("Meta AI original pth",),
+    "use_parallel_residual": (False,),
+}
+"""Keys behind the architecture's name -> the values that change nothing."""
+
+_READ: Final = (
+    "vocab_size",  # the embedding has as many rows
+    "attention.value_length",
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+)
+_REQUIRED: Final = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+
+_NAMES: Final = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_BLOCK: Final = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)")
+_ROPE_FACTORS: Final = "rope_freqs.weight"
+_LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Of Llama 3.1 to 3.3: files have the factors that they come to."""
+
+
+class NamedTensor(NamedTuple):
+    """A tensor by its name in model folders.
+
+    ``num_heads``: of a matrix whose rows are in llama.cpp's order, in which the two halves of a head take turns; 0: of
+    any other tensor.
+    """
+
+    name: str
+    info: TensorInfo
+    num_heads: int = 0
+
+
+def config_of(header: Header, file: BinaryIO) -> dict[str, object]:
+    """The fields of config.json. ``file``: the open file.
+
+    Raises:
+        ValueError: the model cannot be served; the message names the key, and not the file.
+    """
+    metadata = header.metadata
+    architecture = _architecture(metadata)
+    own = {
+        key.removeprefix(f"{architecture}."): _one(key, value)
+        for key, value in metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
+    _check_known(architecture, own)
+    tensors = {info.name: info for info in header.tensors}
+    config: dict[str, object] = {
+        "architectures": [_ARCHITECTURES[architecture]],
+        "model_type": architecture,
+        "dtype": _dtype(header),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        **{field: own[key] for key, field in _FIELDS.items() if key in own},
+    }
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ValueError("it has no tensor 'token_embd.weight' with two dimensions")
+    config["vocab_size"] = embedding.shape[0]
+    if architecture == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    _check_heads(architecture, own, config)
+    if (rope := _rope(architecture, own, tensors.get(_ROPE_FACTORS), file)) is not None:
+        config["rope_scaling"] = rope
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    config["eos_token_id"] = list(dict.fromkeys(token_id for token_id in ends if isinstance(token_id, int)))
+    return config
+
+
+def tensors_of(header: Header) -> list[NamedTensor]:
+    """The tensors by their names in model folders; an unknown one keeps its name.
+
+    Raises:
+        ValueError: the architecture is not supported.
+    """
+    num_heads: dict[str, object] = {}
+    if _architecture(header.metadata) == "llama":
+        found = {key: _one(key, value) for key, value in header.metadata.items() if key.startswith("llama.attention.")}
+        heads = found.get("llama.attention.head_count")
+        num_heads = {"attn_q": heads, "attn_k": found.get("llama.attention.head_count_kv", heads)}
+    return [_named(info, num_heads) for info in header.tensors if info.name != _ROPE_FACTORS]
+
+
+def _named(info: TensorInfo, num_heads: Mapping[str, object]) -> NamedTensor:
+    if (found := _BLOCK.fullmatch(info.name)) is not None and found[2] in _NAMES:
+        heads = num_heads.get(found[2], 0)
+        name = f"model.layers.{int(found[1])}.{_NAMES[found[2]]}.{found[3]}"
+        return NamedTensor(name, info, heads if isinstance(heads, int) else 0)
+    stem, _, suffix = info.name.rpartition(".")
+    return NamedTensor(f"{_NAMES[stem]}.{suffix}" if stem in _NAMES else info.name, info)
+
+
+def _architecture(metadata: Mapping[str, Scalar | Array]) -> str:
+    found, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
+    if kind != "model":
+        raise ValueError(f"general.type is {checks.shown(kind)}; what works: 'model'")
+    if not isinstance(found, str) or found not in _ARCHITECTURES:
+        raise ValueError(
+            f"general.architecture is {checks.shown(found)}, which is not read from GGUF files; what works: "
+            f"{', '.join(_ARCHITECTURES)}; give the folder of the original model (*.safetensors)"
+        )
+    num_parts = metadata.get("split.count", 0)
+    if isinstance(num_parts, int) and num_parts > 1:
+        raise ValueError(
+            f"it is one of {num_parts} parts; join them first: llama-gguf-split --merge FIRST_PART NEW_FILE"
+        )
+    return found
+
+
+def _one(key: str, value: Scalar | Array) -> Scalar:
+    """The value of a key that describes the model: one number, or the same one for all layers."""
+    if not isinstance(value, Array):
+        return value
+    distinct = set(value.texts() if value.kind == 8 else value.numbers())
+    if len(distinct) != 1:
+        raise ValueError(f"{checks.shown(key)} has {len(distinct)} values; what works: the same one for all layers")
+    return distinct.pop()
+
+
+def _check_known(architecture: str, own: Mapping[str, Scalar]) -> None:
+    """Raise ValueError for a key that is missing, or one that is not implemented."""
+    for key in _REQUIRED:
+        if key not in own:
+            raise ValueError(f"it has no {architecture}.{key}")
+    for key, value in own.items():
+        if key in _FIELDS or key in _READ:
+            continue
+        if value not in _EXPECTED.get(key, ()):
+            words = ", ".join(map(str, _EXPECTED.get(key, ()))) or "files without it"
+            raise ValueError(
+                f"{checks.shown(f'{architecture}.{key}')} {checks.shown(value)} is not implemented; what works: {words}"
+            )
+
+
+def _check_heads(architecture: str, own: Mapping[str, Scalar], config: dict[str, object]) -> None:
+    """Set ``head_dim``; raise ValueError where values are of another size than keys, or are rotated in part."""
+    hidden, heads = own["embedding_length"], own["attention.head_count"]
+    rotated = own.get("rope.dimension_count")
+    size = own.get("attention.key_length", rotated)
+    if size is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        size = hidden // heads
+    config["head_dim"] = size
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if own.get(key, size) != size:
+            raise ValueError(
+                f"{architecture}.{key} {checks.shown(own[key])} is not implemented; what works: the size of a head, "
+                f"{size}"
+            )
+
+
+def _rope(
+    architecture: str, own: Mapping[str, Scalar], factors: TensorInfo | None, file: BinaryIO
+) -> dict[str, object] | None:
+    """``rope_scaling`` of config.json; None: positions are not scaled."""
+    kind = own.get("rope.scaling.type", "none")
+    if factors is not None:
+        if kind not in {"none", "llama3"}:
+            raise ValueError(f"it has {_ROPE_FACTORS} beside {architecture}.rope.scaling.type {checks.shown(kind)}")
+        return _llama3(own, factors, file)
+    if kind == "none":
+        return None
+    if kind not in {"linear", "yarn"}:
+        raise ValueError(
+            f"{architecture}.rope.scaling.type {checks.shown(kind)} is not implemented; what works: none, linear, yarn"
+        )
+    found: dict[str, object] = {"rope_type": kind, "factor": own.get("rope.scaling.factor")}
+    original = own.get("rope.scaling.original_context_length")
+    return found if kind == "linear" or original is None else {**found, "original_max_position_embeddings": original}
+
+
+def _llama3(own: Mapping[str, Scalar], info: TensorInfo, file: BinaryIO) -> dict[str, object] | None:
+    """The scaling of Llama 3.1 and later that gives the factors in the file, one for each pair of a head's numbers.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if info.kind != "F32" or info.num_bytes > 1 << 16:
+        raise ValueError(f"{_ROPE_FACTORS} is of type {info.kind} and has {info.num_bytes} bytes")
+    file.seek(info.begin)
+    content = file.read(info.num_bytes)
+    if len(content) != info.num_bytes:
+        raise ValueError("it was changed while it was read")
+    given = struct.unpack(f"<{info.num_bytes // 4}f", content)
+    if all(factor == 1 for factor in given):
+        return None
+    scaling, theta = {"factor": round(max(given), 4), **_LLAMA3}, own.get("rope.freq_base", 10_000.0)
+    is_usual = 1 < scaling["factor"] < 1e6 and isinstance(theta, float) and 1 < theta < math.inf
+    if not is_usual or not all(
+        math.isclose(factor, expected, rel_tol=1e-4)
+        for factor, expected in zip(given, _llama3_factors(scaling, float(theta), len(given)), strict=True)
+    ):
+        raise ValueError(f"{_ROPE_FACTORS} has other factors than those of Llama 3.1 to 3.3, which are not implemented")
+    return {"rope_type": "llama3", **scaling}
+
+
+def _llama3_factors(scaling: Mapping[str, float], theta: float, num_factors: int) -> Iterator[float]:
+    """By how much each frequency is divided: as rope_type 'llama3' of transformers."""
+    low, high, original = (
+        scaling[name] for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    for place in range(num_factors):
+        turns = original * theta ** (-place / num_factors) / (2 * math.pi)
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        yield 1 / ((1 - share) / scaling["factor"] + share)
+
+
+def _dtype(header: Header) -> str:
+    """The type that holds the matrices: their own, or bfloat16 for those of fewer bits."""
+    kinds = {info.kind for info in header.tensors if len(info.shape) > 1}
+    if kinds <= {"F32"}:
+        return "float32"
+    return "float16" if kinds <= {"F16", "F32"} else "bfloat16"

@@ -1,0 +1,68 @@
+"""Numbers from the blocks of quantized tensors in GGUF files, in fp32 as ggml computes them.
+
+N blocks of a tensor. A byte of 4-bit numbers has one of the first half of a group in its lower bits, and one of the
+second half in its upper bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from aioengine.gguf_header import BLOCKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+def dequantized(content: Tensor, kind: str) -> Tensor:
+    """content [X] of bytes, whole blocks of type ``kind`` -> their numbers in fp32 [Y]."""
+    _, block_bytes = BLOCKS[kind]
+    return _FORMS[kind](content.view(-1, block_bytes)).reshape(-1)
+
+
+def _half(blocks: Tensor, place: int) -> Tensor:
+    """The fp16 number at ``place`` of blocks [N, bytes] -> [N, 1] in fp32."""
+    return blocks[:, place : place + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """packed [N, groups, B] -> [N, groups, 2 * B]: the lower halves of a group's bytes, then the upper ones."""
+    return torch.cat([packed & 15, packed >> 4], dim=-1)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    """[N, 18] -> [N, 32]."""
+    numbers = _nibbles(blocks[:, None, 2:]).flatten(1).to(torch.int8) - 8
+    return _half(blocks, 0) * numbers
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    """[N, 34] -> [N, 32]."""
+    return _half(blocks, 0) * blocks[:, 2:].view(torch.int8)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    """[N, 144] -> [N, 8, 32]: each of the 8 groups has a scale and a minimum, of 6 bits."""
+    low, mid, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=1)
+    minima = torch.cat([mid & 63, (high >> 4) | (mid >> 6 << 4)], dim=1)
+    numbers = _nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32)
+    scale, minimum = _half(blocks, 0) * scales, _half(blocks, 2) * minima
+    return scale[:, :, None] * numbers - minimum[:, :, None]
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    """[N, 210] -> [N, 16, 16]: 4 bits of each number, then its 2 upper bits; 16 numbers share a scale of 8 bits."""
+    lower = _nibbles(blocks[:, :128].view(-1, 2, 64))
+    bits = blocks[:, 128:192].view(-1, 2, 32)
+    upper = torch.cat([(bits >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    numbers = (lower | (upper << 4)).to(torch.int8) - 32
+    scale = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
+    return scale[:, :, None] * numbers.view(-1, 16, 16)
+
+
+_FORMS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"Q4_0": _q4_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k}
