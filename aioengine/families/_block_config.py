@@ -24,9 +24,15 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
 
 
 class TensorNames(Struct, frozen=True, kw_only=True):
-    """Names in the checkpoint of the parts of a decoder. ``layers``: of the list of its blocks."""
+    """Names in the checkpoint of the parts of a decoder.
+
+    Attributes:
+        positions: of learned positions, which are added to the embeddings; "": there are none.
+        layers: of the list of its blocks.
+    """
 
     embedding: str = "model.embed_tokens"
+    positions: str = ""
     layers: str = "model.layers"
     norm: str = "model.norm"
     head: str = "lm_head"
@@ -82,11 +88,17 @@ class HeadNorm(Struct, frozen=True, kw_only=True):
     """Norms of queries and keys, before they are rotated.
 
     Attributes:
-        extent: "head": of each head, with one weight for all; "all_heads": one norm over all heads together.
+        extent: "head": of each head, with one weight for all heads; "each_head": with a weight for each head, whose
+            tensors are numbered; "all_heads": one norm over all heads together.
     """
 
     names: tuple[str, str] = ("q_norm", "k_norm")
-    extent: Literal["head", "all_heads"] = "head"
+    norm: NormConfig = NormConfig()
+    extent: Literal["head", "each_head", "all_heads"] = "head"
+
+    def parts(self, name: str, num_heads: int) -> list[str]:
+        """The names of the norms in the checkpoint, of ``names``: one, or one for each head."""
+        return [f"{name}.norms.{head}" for head in range(num_heads)] if self.extent == "each_head" else [name]
 
 
 class LatentConfig(Struct, frozen=True, kw_only=True):

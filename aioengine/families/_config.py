@@ -9,7 +9,14 @@ from typing import ClassVar, Final, Literal, NoReturn, TypeVar
 import msgspec
 
 from aioengine.checks import shown
-from aioengine.families._block_config import AttentionConfig, BlockConfig, MlpConfig, NormConfig, TensorNames
+from aioengine.families._block_config import (
+    ACTIVATIONS,
+    AttentionConfig,
+    BlockConfig,
+    MlpConfig,
+    NormConfig,
+    TensorNames,
+)
 
 ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
 
@@ -47,6 +54,7 @@ _NEEDED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 
@@ -62,11 +70,13 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``rope_parameters`` of config.json, or ``rope_theta`` and ``rope_scaling`` of older ones.
 
     Attributes:
+        short_factor, long_factor: of "longrope", what divides each frequency: in a context of up to
+            ``original_max_position_embeddings``, and in a longer one.
         mrope_section: where positions have three axes (time, height, width), how many of the pairs of numbers of a head
             are rotated by each. mrope_interleaved: the axes take turns, else their pairs follow one another.
     """
 
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"
     rope_theta: float = 10_000.0
     partial_rotary_factor: float = 1.0
     factor: float | None = None
@@ -79,6 +89,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
 
@@ -95,6 +107,9 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
                 not_implemented(f"rope_parameters.{field}", given[field], f"{_MIN_POSITIVE:g} to {_MAX_POSITIVE:g}")
         if self.rope_type == "yarn":
             self._check_yarn()
+        for field, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
+            if any(not _MIN_POSITIVE <= factor <= _MAX_POSITIVE for factor in factors or ()):
+                not_implemented(f"rope_parameters.{field}", factors, f"{_MIN_POSITIVE:g} to {_MAX_POSITIVE:g}")
         low, high = self.low_freq_factor, self.high_freq_factor
         if self.rope_type == "llama3" and low is not None and high is not None and high <= low:
             not_implemented("rope_parameters.high_freq_factor", high, f"more than low_freq_factor, which is {low}")
@@ -102,6 +117,17 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def rotary_size(self, head_size: int) -> int:
         """The first numbers of a head that are rotated."""
         return int(head_size * self.partial_rotary_factor)
+
+    def check_head(self, head_size: int) -> None:
+        """Raise ValueError where heads of this size cannot be rotated so."""
+        size = self.rotary_size(head_size)
+        if size % 2 or not size:
+            not_implemented(
+                "partial_rotary_factor", self.partial_rotary_factor, f"an even part of heads of {head_size}"
+            )
+        for field, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
+            if self.rope_type == "longrope" and len(factors or ()) != size // 2:
+                not_implemented(f"rope_parameters.{field}", f"of {len(factors or ())} numbers", f"{size // 2}")
 
     def _check_yarn(self) -> None:
         if self.factor is not None and self.factor < 1:
@@ -157,6 +183,7 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         logits_cap: logits become cap * tanh(logits / cap); None: they stay.
         head_bias: whether the output head has a bias.
         ignored: what the names of tensors begin with that are not used.
+        buffers: ends of the names of tensors in checkpoints that are no weights.
     """
 
     tied: bool
@@ -173,6 +200,7 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     logits_cap: float | None = None
     head_bias: bool = False
     ignored: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of this layer; None: it has none."""
@@ -193,8 +221,10 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tasks: the end of a name in ``architectures`` -> the task of such a model.
+        default_partial: the part of a head that is rotated where the file does not say it; None: always all of it.
     """
 
+    default_partial: ClassVar[float | None] = None
     tasks: ClassVar[Mapping[str, Task]] = {
         "ForCausalLM": Task.GENERATE,
         "ForSequenceClassification": Task.CLASSIFY,
@@ -212,17 +242,18 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
-    hidden_act: Literal["silu"] = "silu"
+    hidden_act: str = "silu"
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: float | None = None
     id2label: dict[int | str, object] | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        if self.partial_rotary_factor != 1.0:
+        self._check_choice("hidden_act", ACTIVATIONS)
+        if self.default_partial is None and self.partial_rotary_factor not in (None, 1.0):
             not_implemented("partial_rotary_factor", self.partial_rotary_factor, "1.0")
         if not 0 < self.rms_norm_eps <= 1:
-            not_implemented("rms_norm_eps", self.rms_norm_eps, "more than 0, at most 1")
+            not_implemented(file_names(self)["rms_norm_eps"], self.rms_norm_eps, "more than 0, at most 1")
         if self.num_attention_heads % self.num_kv_heads:
             not_implemented("num_key_value_heads", self.num_kv_heads, f"a divisor of {self.num_attention_heads} heads")
         if self.head_size % 2 or not self.head_size:
@@ -237,6 +268,11 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.window is None and "sliding_attention" in (self.layer_types or ()):
             not_implemented("layer_types", self.layer_types, "full_attention alone, where there is no sliding window")
+
+    def _check_choice(self, field: str, known: Mapping[str, object]) -> None:
+        value = getattr(self, field)
+        if value not in known:
+            not_implemented(file_names(self)[field], value, ", ".join(known))
 
     @property
     def num_kv_heads(self) -> int:
@@ -263,7 +299,15 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
     def task(self) -> Task:
         return task_of(self.architectures, self.tasks)
 
+    def rope(self, raw: Mapping[str, object]) -> RopeConfig:
+        """The rotary embedding that config.json describes."""
+        if self.default_partial is None:
+            return read_rope(raw)
+        partial = self.partial_rotary_factor
+        return read_rope(raw, partial=self.default_partial if partial is None else partial)
+
     def decoder(self, rope: RopeConfig) -> DecoderConfig:
+        rope.check_head(self.head_size)
         return DecoderConfig(
             task=self.task,
             num_labels=num_labels(self.id2label) if self.task is Task.CLASSIFY else 0,
@@ -279,6 +323,7 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_position_embeddings=self.max_position_embeddings,
             rope=rope,
             windows=self.windows,
+            mlp=MlpConfig(activation=ACTIVATIONS[self.hidden_act]),
         )
 
 
@@ -303,10 +348,15 @@ def num_labels(id2label: Mapping[int | str, object] | None) -> int:
 
 def check_sizes(config: msgspec.Struct) -> None:
     """Raise ValueError for a size beyond ``MAX_SIZES``."""
-    given = msgspec.structs.asdict(config)
+    given, names = msgspec.structs.asdict(config), file_names(config)
     for name, most in MAX_SIZES.items():
         if given.get(name) is not None and not 1 <= given[name] <= most:
-            not_implemented(name, given[name], f"1 to {most}")
+            not_implemented(names[name], given[name], f"1 to {most}")
+
+
+def file_names(config: msgspec.Struct) -> dict[str, str]:
+    """The name in config.json of each field."""
+    return {field.name: field.encode_name for field in msgspec.structs.fields(config)}
 
 
 def as_embedder(raw: Mapping[str, object]) -> dict[str, object]:

@@ -26,6 +26,8 @@ def tensor_shapes(config: TransformerConfig) -> Shapes:
     names, size = config.names, config.hidden_size
     found: Shapes = {f"{names.embedding}.weight": (config.vocab_size, size)}
     found |= _norm(names.norm, size, config.norm)
+    if names.positions:
+        found[f"{names.positions}.weight"] = (config.max_position_embeddings, size)
     for name, outputs in config.head.items():
         found |= _linear(LinearShape(name, outputs, size, config.head_bias and name == names.head))
     for layer in range(config.num_layers):
@@ -57,7 +59,7 @@ def is_ignored(config: TransformerConfig, name: str) -> bool:
     if config.ignored and name.startswith(config.ignored):
         return True
     has_no_head = config.task is not Task.GENERATE or config.tied
-    return name.endswith("rotary_emb.inv_freq") or (has_no_head and name.startswith(f"{config.names.head}."))
+    return name.endswith(config.buffers) or (has_no_head and name.startswith(f"{config.names.head}."))
 
 
 def attention_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
@@ -114,7 +116,8 @@ def attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     if (head_norm := config.attention.head_norm) is not None:
         for name, num_heads in zip(head_norm.names, (config.num_heads, config.num_kv_heads), strict=True):
             size = config.head_size * (num_heads if head_norm.extent == "all_heads" else 1)
-            found |= _norm(f"{config.block.attention}{name}", size, config.norm)
+            for part in head_norm.parts(name, num_heads):
+                found |= _norm(f"{config.block.attention}{part}", size, head_norm.norm)
     return found
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, MlpConfig
-from aioengine.families._config import FamilyConfig, decode_config, read_rope
+from aioengine.families._block_config import AttentionConfig
+from aioengine.families._config import FamilyConfig, decode_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,10 +22,11 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
     found = decode_config(config, Config)
+    decoder = found.decoder(found.rope(config))
     return replace(
-        found.decoder(read_rope(config)),
+        decoder,
         attention=AttentionConfig(qkv_bias=found.attention_bias, output_bias=found.attention_bias),
-        mlp=MlpConfig(has_bias=found.mlp_bias),
+        mlp=replace(decoder.mlp, has_bias=found.mlp_bias),
     )
 
 

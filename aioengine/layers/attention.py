@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, StepAttention
-    from aioengine.families._block_config import AttentionConfig, NormConfig
+    from aioengine.families._block_config import AttentionConfig
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.placement import Placement, Target
 
@@ -51,7 +51,7 @@ class SelfAttention:
     """[T, D] -> [T, D], or [S, D] for selected tokens. Writes keys and values to the KV cache.
 
     Args:
-        norm, epsilon: of queries and keys, where ``config`` has such norms.
+        epsilon: of the norms of queries and keys, where there are such norms.
         rotary_size: numbers of a head that are rotated, E or fewer.
         is_transposed: the weights in the checkpoint are [inputs, outputs].
     """
@@ -63,7 +63,7 @@ class SelfAttention:
         placement: Placement,
         *,
         config: AttentionConfig,
-        norm: tuple[NormConfig, float],
+        epsilon: float,
         rotary_size: int,
         is_transposed: bool = False,
     ) -> None:
@@ -80,7 +80,7 @@ class SelfAttention:
         self._output = Linear(q_size, output, placement, bias=config.output_bias, stored=stored)
         self._head_norms: HeadNorms | None = None
         if config.head_norm is not None:
-            self._head_norms = HeadNorms(config.head_norm, norm, shape, placement, pairs=pairs)
+            self._head_norms = HeadNorms(config.head_norm, epsilon, shape, placement, pairs=pairs)
         self._norms = None if self._head_norms is None else self._head_norms.fused
 
     def weights(self, prefix: str) -> dict[str, Target]:

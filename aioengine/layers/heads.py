@@ -10,15 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
 from aioengine.layers.norm import RMSNorm
+from aioengine.layers.placement import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape
-    from aioengine.families._block_config import HeadNorm, NormConfig
-    from aioengine.layers.placement import Placement, Target
+    from aioengine.families._block_config import HeadNorm
+    from aioengine.layers.placement import Placement
 
 
 def pair_order(head_size: int, rotary_size: int, *, is_interleaved: bool) -> list[int] | None:
@@ -57,6 +59,62 @@ def qkv_order(
     return heads.flatten()
 
 
+class HeadLayerNorm:
+    """[T, H, E] -> [T, H, E], the mean of each head taken away; computed in fp32 and rounded once.
+
+    Args:
+        num_weights: 1, or the number of heads where each has a weight of its own.
+        order: [E] int64 indices of the loaded weights; None: in the same order.
+    """
+
+    def __init__(
+        self, num_weights: int, size: int, epsilon: float, placement: Placement, *, bias: bool, order: Tensor | None
+    ) -> None:
+        """``order``: [E]."""
+        self._epsilon, self._order = epsilon, order
+        shape = (num_weights, size)
+        self._loaded = {
+            name: torch.empty(shape, dtype=torch.float32, device=placement.device)
+            for name in ("weight", "bias")
+            if bias or name == "weight"
+        }
+        self._used = {name: torch.empty_like(tensor) for name, tensor in self._loaded.items()}
+
+    def weights(self, names: list[str]) -> dict[str, Target]:
+        """``names``: of the norm, or of the norm of each head."""
+        return {
+            f"{part}.{name}": Target(row)
+            for name, tensor in self._loaded.items()
+            for part, row in zip(names, tensor.unbind(), strict=True)
+        }
+
+    def finish_loading(self) -> None:
+        for name, tensor in self._loaded.items():
+            self._used[name].copy_(tensor if self._order is None else tensor.index_select(1, self._order))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, H, E] -> [T, H, E]."""
+        wide = functional.layer_norm(x.float(), x.shape[-1:], eps=self._epsilon).mul_(self._used["weight"])
+        if "bias" in self._used:
+            wide.add_(self._used["bias"])
+        return wide.to(x.dtype)
+
+
+def _norm(
+    config: HeadNorm, num_heads: int, epsilon: float, placement: Placement, *, size: int, order: Tensor | None
+) -> RMSNorm | HeadLayerNorm:
+    """``size``: E. ``order``: [E], as in ``HeadLayerNorm``."""
+    norm = config.norm
+    if norm.kind == "layer":
+        num_weights = num_heads if config.extent == "each_head" else 1
+        return HeadLayerNorm(num_weights, size, epsilon, placement, bias=norm.has_bias, order=order)
+    if config.extent == "all_heads":
+        if order is not None:
+            order = (torch.arange(num_heads, device=order.device).unsqueeze(1) * size + order).flatten()
+        size *= num_heads
+    return RMSNorm(size, epsilon, placement, is_wide=norm.is_wide, offset=norm.offset, order=order)
+
+
 class HeadNorms:
     """The norms of queries and keys.
 
@@ -68,35 +126,31 @@ class HeadNorms:
     def __init__(
         self,
         config: HeadNorm,
-        norm: tuple[NormConfig, float],
+        epsilon: float,
         shape: AttentionShape,
         placement: Placement,
         *,
         pairs: list[int] | None,
     ) -> None:
-        self._names = config.names
-        self._num_heads, self._num_kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_size
-        (kind, epsilon), is_joint = norm, config.extent == "all_heads"
+        """``pairs``: as ``pair_order`` returns it, of [E] numbers."""
+        self._config = config
+        self._num_heads = shape.num_heads, shape.num_kv_heads
         order = None if pairs is None else torch.tensor(pairs, device=placement.device)
-        assert kind.kind == "rms", "other norms of heads"
-        assert order is None or not is_joint, "another order in a norm of all heads"
         self._norms = [
-            RMSNorm(
-                size * num_heads if is_joint else size,
-                epsilon,
-                placement,
-                is_wide=kind.is_wide,
-                offset=kind.offset,
-                order=order,
-            )
-            for num_heads in (self._num_heads, self._num_kv_heads)
+            _norm(config, num_heads, epsilon, placement, size=shape.head_size, order=order)
+            for num_heads in self._num_heads
         ]
+        self.fused: tuple[Tensor, Tensor, Tensor] | None = None
         query_norm, key_norm = self._norms
-        self.fused = None if is_joint else (query_norm.weight, key_norm.weight, query_norm.epsilon)
+        if config.extent == "head" and isinstance(query_norm, RMSNorm) and isinstance(key_norm, RMSNorm):
+            self.fused = query_norm.weight, key_norm.weight, query_norm.epsilon
 
     def weights(self, prefix: str) -> dict[str, Target]:
-        query, key = (norm.weights(f"{prefix}{name}") for name, norm in zip(self._names, self._norms, strict=True))
-        return query | key
+        found: dict[str, Target] = {}
+        for name, norm, num_heads in zip(self._config.names, self._norms, self._num_heads, strict=True):
+            names = [f"{prefix}{part}" for part in self._config.parts(name, num_heads)]
+            found |= norm.weights(names) if isinstance(norm, HeadLayerNorm) else norm.weights(names[0])
+        return found
 
     def finish_loading(self) -> None:
         for norm in self._norms:
@@ -105,7 +159,8 @@ class HeadNorms:
     def apply(self, heads: Tensor) -> None:
         """Norm the queries and keys in heads [T, H + 2 K, E], in place."""
         first = 0
-        for norm, num_heads in zip(self._norms, (self._num_heads, self._num_kv_heads), strict=True):
+        for norm, num_heads in zip(self._norms, self._num_heads, strict=True):
             part = heads.narrow(1, first, num_heads)
-            part.copy_(norm(part.flatten(1)).view(part.shape))
+            given = part.flatten(1) if self._config.extent == "all_heads" else part
+            part.copy_(norm(given).view(part.shape))
             first += num_heads

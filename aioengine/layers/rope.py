@@ -1,10 +1,14 @@
 """Rotary embeddings: frequencies for all scaling types that checkpoints use, and tables of cos and sin. E head size.
 
 Formulas: default, RoFormer; linear, position interpolation; dynamic, NTK-aware interpolation; yarn, arXiv 2309.00071;
-llama3, the Llama 3.1 model card. The values are those of transformers, with one difference: its dynamic scaling
-computes the base from the longest sequence of a call, so that the keys of a token depend on how the prompt was split
-into chunks. Here the token at position p always has the base for a sequence of p + 1 tokens. The results are equal up
-to ``max_position_embeddings``, and beyond it for tokens that are generated one by one.
+llama3, the Llama 3.1 model card; longrope, arXiv 2402.13753. The values are those of transformers, with two
+differences: there, two scalings depend on the longest sequence of a call, and so the keys of a token on how the prompt
+was split into chunks.
+Dynamic: the token at position p always has the base for a sequence of p + 1 tokens. The results are equal up to
+``max_position_embeddings``, and beyond it for tokens that are generated one by one.
+Longrope: the context of the engine decides, not the sequence. With a context of up to
+``original_max_position_embeddings`` all tokens have the short factors, with a longer one the long factors. The results
+are equal for sequences of up to that length in the first case, for longer ones in the second.
 """
 
 from __future__ import annotations
@@ -74,14 +78,37 @@ def _yarn(config: RopeConfig, head_size: int, original: int, max_positions: int)
     return frequencies / factor * (1 - keep) + frequencies * keep, attention_factor
 
 
-def frequencies(config: RopeConfig, head_size: int, max_position_embeddings: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [E / 2], and the factor for cos and sin; for dynamic scaling, the unscaled frequencies."""
+def _longrope(
+    config: RopeConfig, head_size: int, original: int, *, max_positions: int, num_positions: int
+) -> tuple[Tensor, float]:
+    """Inverse frequencies [E / 2], and the factor for cos and sin."""
+    factors = config.long_factor if num_positions > original else config.short_factor
+    assert factors is not None, "RopeConfig checks that a scaling has its parameters"
+    found = 1.0 / (torch.tensor(factors, dtype=torch.float32) * (1.0 / _unscaled(config.rope_theta, head_size)))
+    factor = max_positions / original if config.factor is None else config.factor
+    attention_factor = config.attention_factor
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return found, attention_factor
+
+
+def frequencies(
+    config: RopeConfig, head_size: int, max_position_embeddings: int, num_positions: int
+) -> tuple[Tensor, float]:
+    """Inverse frequencies [E / 2], and the factor for cos and sin; for dynamic scaling, the unscaled frequencies.
+
+    ``num_positions``: of the longest sequence that will be computed.
+    """
     original = config.original_max_position_embeddings or max_position_embeddings
     match config.rope_type:
         case "llama3":
             return _llama3(config, head_size, original), 1.0
         case "yarn":
             return _yarn(config, head_size, original, max_position_embeddings)
+        case "longrope":
+            return _longrope(
+                config, head_size, original, max_positions=max_position_embeddings, num_positions=num_positions
+            )
         case "linear":
             return _unscaled(config.rope_theta, head_size) / _required(config.factor), 1.0
         case _:
@@ -129,7 +156,7 @@ class RotaryEmbedding:
         rotary_size = 0 if config is None else config.rotary_size(head_size)
         self._num_unrotated = (head_size - rotary_size) // 2
         config = config or RopeConfig()
-        fixed, self._factor = frequencies(config, rotary_size, max_position_embeddings)
+        fixed, self._factor = frequencies(config, rotary_size, max_position_embeddings, num_positions)
         self._frequencies = fixed if num_positions <= MAX_TABLE else fixed.to(device)
         self._dynamic = partial(_dynamic, config, rotary_size, max_position_embeddings=max_position_embeddings)
         self._is_dynamic = config.rope_type == "dynamic"

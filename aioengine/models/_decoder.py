@@ -68,6 +68,10 @@ class Decoder:
         self.prefix = config.prefix
         self.renamed = config.renamed
         self._embedding = Embedding(config.vocab_size, config.hidden_size, placement)
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=options.dtype).item()
+        self._positions: Embedding | None = None
+        if config.names.positions:
+            self._positions = Embedding(config.max_position_embeddings, config.hidden_size, placement)
         ropes = list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
         self._ropes = [_rotary_embedding(rope, config, options) for rope in ropes]
         self._blocks = [
@@ -84,6 +88,8 @@ class Decoder:
     def weights(self) -> dict[str, Target]:
         names = self._config.names
         found = self._embedding.weights(names.embedding) | self._norm.weights(names.norm)
+        if self._positions is not None:
+            found |= self._positions.weights(names.positions)
         for layer, block in enumerate(self._blocks):
             found |= block.weights(names.block(layer))
         return found if self._head is None else found | self._head.weights("")
@@ -114,7 +120,7 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> [T, D]."""
         found = self._embedding(token_ids)
-        return found if self._config.embedding_scale == 1.0 else found.mul_(self._config.embedding_scale)
+        return found if self._embedding_scale == 1.0 else found.mul_(self._embedding_scale)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
@@ -124,6 +130,8 @@ class Decoder:
         else:
             assert inputs.token_ids is not None, "neither token ids nor embeddings"
             x = self.embed(inputs.token_ids)
+        if self._positions is not None:
+            x.add_(self._positions(inputs.positions))
         delta: Tensor | None = None
         for layer, block in enumerate(self._blocks):
             is_last = layer == len(self._blocks) - 1

@@ -40,7 +40,7 @@ def make_attention(config: DecoderConfig, layer: int, shape: AttentionShape, pla
         shape,
         placement,
         config=config.attention,
-        norm=(config.norm, config.epsilon),
+        epsilon=config.epsilon,
         rotary_size=config.head_size if rope is None else rope.rotary_size(config.head_size),
         is_transposed=config.is_transposed,
     )

@@ -21,6 +21,7 @@ from aioengine.kernels.rms_norm import rms_norm
 from aioengine.kernels.rope import rope
 from aioengine.kernels.silu_and_mul import silu_and_mul
 from tests.compute.stepping import Request, Stepper, make_batch, make_inputs, options, write_and_attend
+from tests.kit.decoders import ONE_OF_EACH, config_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -325,7 +326,11 @@ def random_model(dtype: torch.dtype, head_size: int) -> models.Model:
         vocab_size=300, hidden_size=72, intermediate_size=200, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, head_dim=head_size, attention_bias=True,
     )  # fmt: skip
-    model = models.build(config.to_dict(), options(dtype, max_positions=800))
+    return filled(models.build(config.to_dict(), options(dtype, max_positions=800)))
+
+
+def filled(model: models.Model) -> models.Model:
+    """The model with random weights."""
     generator = torch.Generator().manual_seed(0)
     for target in model.weights().values():
         target.tensor.copy_(torch.randn(target.shape, generator=generator) * 0.2)
@@ -349,6 +354,27 @@ def test_logits_are_the_same_bits_alone_and_in_any_batch_and_chunks(dtype: torch
         )
     for request, expected in zip(requests, alone, strict=True):
         assert torch.equal(torch.stack(request.logits), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", ONE_OF_EACH)
+def test_a_token_of_every_family_has_the_same_bits_in_any_batch(model_type: str, dtype: torch.dtype) -> None:
+    model = filled(models.build(config_of(ONE_OF_EACH[model_type]).to_dict(), options(dtype, max_positions=64)))
+    prompts = [torch.randint(0, model.vocab_size, (length,)).tolist() for length in (50, 1, 33)]
+    alone = [Stepper(model).run(prompt, [len(prompt)]) for prompt in prompts]
+    assert torch.equal(Stepper(model, page_size=4).run(prompts[0], [20, 1, 27]), alone[0])
+    together, requests = Stepper(model), [Request(prompt) for prompt in prompts]
+    together.step([(requests[0], 17), (requests[1], 1)])
+    together.step([(requests[0], 32), (requests[2], 30)])
+    together.step([(requests[0], 1), (requests[2], 3)])
+    for request, expected in zip(requests, alone, strict=True):
+        assert torch.equal(torch.stack(request.logits), expected)
+    rows = [(0, 40), (0, 7)]
+    inputs = make_inputs(model, rows, torch.randint(0, model.vocab_size, (47,)))
+    together.attention.prepare(make_batch(rows, [list(range(20)), list(range(20, 30))], 16))
+    whole = model.forward(replace(inputs, outputs=None), together.attention)
+    assert inputs.outputs is not None
+    assert torch.equal(model.forward(inputs, together.attention), whole[inputs.outputs])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

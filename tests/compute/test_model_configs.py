@@ -7,10 +7,13 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from aioengine import models, plugins
+from aioengine.adapter_folder import linear_layers
 from aioengine.args import engine_config
 from aioengine.families._tensors import is_ignored, tensor_shapes
 from aioengine.model_folder import supported_model_types
+from aioengine.models._decoder import Decoder
 from tests.compute.stepping import options
+from tests.kit import decoders
 
 CONFIGS = {config.model_type: config for config in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)}
 SIZES = {
@@ -37,7 +40,7 @@ def test_untouched_config_is_taken(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("hidden_act", "gelu"),
+        ("hidden_act", "tanh"),
         ("layer_types", ["full_attention", "sliding_attention"]),
         ("partial_rotary_factor", 0.5),
         ("quantization_config", {"quant_method": "fp8"}),
@@ -80,28 +83,24 @@ def test_sliding_windows_that_no_row_exceeds_are_none(
     assert models.build(config, options(max_positions=128)).attention_shape.windows == ()
 
 
-@pytest.mark.parametrize(
-    ("model_type", "fields"),
-    [
-        ("llama", {}),
-        ("llama", {"tie_word_embeddings": True}),
-        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
-        ("mistral", {}),
-        ("qwen2", {}),
-        ("qwen2", {"tie_word_embeddings": True}),
-        ("qwen3", {}),
-        ("qwen3", {"attention_bias": True, "num_key_value_heads": 1}),
-    ],
-)
-def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(
-    model_type: str, fields: dict[str, object]
-) -> None:
-    config = config_of(model_type, **fields)
+@pytest.mark.parametrize("architecture", ["ForCausalLM", "ForSequenceClassification", "Model"])
+@pytest.mark.parametrize("case", decoders.CASES)
+def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(case: str, architecture: str) -> None:
+    config = decoders.config_of(case).to_dict()
+    end = "LMHeadModel" if (config["model_type"], architecture) == ("gpt2", "ForCausalLM") else architecture
+    config["architectures"] = [f"Any{end}"]
     model = models.build(config, options())
-    decoder = plugins.load("families", model_type)(config)
+    assert isinstance(model, Decoder)
+    decoder = plugins.load("families", config["model_type"])(config)
     assert tensor_shapes(decoder) == {name: target.shape for name, target in model.weights().items()}
     for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"):
         assert is_ignored(decoder, name) == model.is_ignored(name)
+    parts = [
+        (f"{prefix}{part}", (size, linear.in_features))
+        for prefix, linear in model.linears()
+        for part, size in linear.sizes.items()
+    ]
+    assert linear_layers(decoder) == dict(parts)
 
 
 def test_every_model_has_a_family() -> None:
@@ -117,7 +116,8 @@ def test_missing_size_is_named() -> None:
 
 def test_unknown_model_names_those_that_work() -> None:
     with pytest.raises(
-        ValueError, match="'mamba'.*bert, .*llama, llava, mistral, modernbert, qwen2, .*qwen3, .*roberta, .*xlm_roberta"
+        ValueError,
+        match="'mamba'.*bert, .*llama, llava, mistral, .*modernbert, .*qwen2, .*qwen3, .*roberta, .*xlm_roberta",
     ):
         models.build({"model_type": "mamba"}, options())
 

@@ -1,0 +1,81 @@
+"""Falcon 7B, 40B, 180B and Falcon 2: attention and MLP side by side; rotary positions, not ALiBi."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from aioengine.families._block_config import AttentionConfig, BlockConfig, NormConfig, TensorNames
+from aioengine.families._config import FamilyConfig, decode_config, not_implemented
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import DecoderConfig
+
+
+class Config(FamilyConfig, frozen=True, kw_only=True):
+    hidden_act: str = msgspec.field(default="gelu", name="activation")
+    rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_epsilon")
+    num_key_value_heads: int | None = msgspec.field(default=None, name="num_kv_heads")
+    intermediate_size: int = msgspec.field(name="ffn_hidden_size")
+    tie_word_embeddings: bool = True
+    alibi: Literal[False] | None = False
+    bias: bool | None = False
+    multi_query: bool | None = True
+    is_parallel: bool | None = msgspec.field(default=True, name="parallel_attn")
+    new_decoder_architecture: bool | None = False
+    num_norms: Literal[1, 2] | None = msgspec.field(default=None, name="num_ln_in_parallel_attn")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.new_decoder_architecture and not self.is_parallel:
+            not_implemented("parallel_attn", self.is_parallel, "true with new_decoder_architecture")
+
+    @property
+    def num_kv_heads(self) -> int:
+        if self.new_decoder_architecture:
+            return self.num_key_value_heads or self.num_attention_heads
+        return 1 if self.multi_query else self.num_attention_heads
+
+    def block(self) -> BlockConfig:
+        """Its norms: one for both, one each, or one before attention and one before the MLP."""
+        if not self.is_parallel:
+            return BlockConfig(attention="self_attention.")
+        if self.new_decoder_architecture and self.num_norms != 1:
+            return BlockConfig(
+                attention="self_attention.", attention_norm="ln_attn", mlp_norm="ln_mlp", is_parallel=True
+            )
+        return BlockConfig(attention="self_attention.", mlp_norm="", is_parallel=True)
+
+
+def read(config: Mapping[str, object]) -> DecoderConfig:
+    found = decode_config(_with_sizes(config), Config)
+    decoder, bias = found.decoder(found.rope(config)), bool(found.bias)
+    return replace(
+        decoder,
+        names=TensorNames(embedding="transformer.word_embeddings", layers="transformer.h", norm="transformer.ln_f"),
+        prefix="transformer.",
+        norm=NormConfig(kind="layer", has_bias=True),
+        block=found.block(),
+        attention=AttentionConfig(
+            qkv=("query_key_value",), is_grouped=True, output="dense", qkv_bias=bias, output_bias=bias
+        ),
+        mlp=replace(decoder.mlp, first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False, has_bias=bias),
+    )
+
+
+def _with_sizes(raw: Mapping[str, object]) -> dict[str, object]:
+    """config.json with what is computed of other sizes where it is not there."""
+    size = raw.get("n_embed", raw.get("hidden_size"))
+    inner = raw.get("ffn_hidden_size")
+    return {
+        **raw,
+        "hidden_size": size,
+        "ffn_hidden_size": 4 * size if inner is None and isinstance(size, int) else inner,
+    }
+
+
+PLUGIN = read

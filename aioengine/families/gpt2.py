@@ -1,0 +1,70 @@
+"""GPT-2: learned positions; the checkpoint has its weights with inputs first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from aioengine.families._block_config import AttentionConfig, BlockConfig, NormConfig, TensorNames
+from aioengine.families._config import FamilyConfig, RopeConfig, Task, decode_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import DecoderConfig
+
+
+TASKS: Final = {
+    "LMHeadModel": Task.GENERATE,
+    "ForSequenceClassification": Task.CLASSIFY,
+    "Model": Task.EMBED,
+}
+
+
+class Config(FamilyConfig, frozen=True, kw_only=True):
+    tasks = TASKS
+
+    vocab_size: int = 50_257
+    hidden_size: int = msgspec.field(default=768, name="n_embd")
+    intermediate_size: int = msgspec.field(name="n_inner")
+    num_hidden_layers: int = msgspec.field(default=12, name="n_layer")
+    num_attention_heads: int = msgspec.field(default=12, name="n_head")
+    max_position_embeddings: int = msgspec.field(default=1024, name="n_positions")
+    hidden_act: str = msgspec.field(default="gelu_new", name="activation_function")
+    rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_epsilon")
+    tie_word_embeddings: bool = True
+    is_scaled: bool = msgspec.field(default=True, name="scale_attn_weights")
+    is_scaled_by_layer: Literal[False] = msgspec.field(default=False, name="scale_attn_by_inverse_layer_idx")
+    add_cross_attention: Literal[False] = False
+
+
+def read(config: Mapping[str, object]) -> DecoderConfig:
+    size = config.get("n_embd", 768)
+    inner = 4 * size if config.get("n_inner") is None and isinstance(size, int) else config.get("n_inner")
+    found = decode_config({**config, "n_inner": inner}, Config)
+    decoder = found.decoder(RopeConfig())
+    return replace(
+        decoder,
+        names=TensorNames(
+            embedding="transformer.wte", positions="transformer.wpe", layers="transformer.h", norm="transformer.ln_f"
+        ),
+        prefix="transformer.",
+        norm=NormConfig(kind="layer", has_bias=True),
+        block=BlockConfig(attention="attn.", attention_norm="ln_1", mlp_norm="ln_2"),
+        attention=AttentionConfig(
+            qkv=("c_attn",),
+            output="c_proj",
+            qkv_bias=True,
+            output_bias=True,
+            scale=None if found.is_scaled else 1.0,
+        ),
+        mlp=replace(decoder.mlp, first=("c_fc",), second="c_proj", is_gated=False, has_bias=True),
+        is_transposed=True,
+        layer_ropes=(None,) * decoder.num_layers,
+        buffers=(".attn.bias", ".attn.masked_bias"),
+    )
+
+
+PLUGIN = read

@@ -1,0 +1,45 @@
+"""Granite: a Llama whose embeddings, residuals, attention scores and logits have factors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from aioengine.families._block_config import AttentionConfig, BlockConfig
+from aioengine.families._config import FamilyConfig, decode_config, not_implemented
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import DecoderConfig
+
+
+class Config(FamilyConfig, frozen=True, kw_only=True):
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.logits_scaling:
+            not_implemented("logits_scaling", self.logits_scaling, "another number than 0")
+
+
+def read(config: Mapping[str, object]) -> DecoderConfig:
+    found = decode_config(config, Config)
+    decoder, bias = found.decoder(found.rope(config)), found.attention_bias
+    return replace(
+        decoder,
+        block=BlockConfig(residual_scale=found.residual_multiplier),
+        attention=AttentionConfig(qkv_bias=bias, output_bias=bias, scale=found.attention_multiplier),
+        mlp=replace(decoder.mlp, has_bias=found.mlp_bias),
+        embedding_scale=found.embedding_multiplier,
+        logits_scale=1 / found.logits_scaling,
+    )
+
+
+PLUGIN = read

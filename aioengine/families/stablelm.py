@@ -1,0 +1,41 @@
+"""StableLM: norms with means; a part of each head is rotated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+from msgspec.structs import replace
+
+from aioengine.families._block_config import AttentionConfig, BlockConfig, HeadNorm, NormConfig
+from aioengine.families._config import FamilyConfig, decode_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import DecoderConfig
+
+
+class Config(FamilyConfig, frozen=True, kw_only=True):
+    default_partial: ClassVar[float | None] = 0.25
+
+    num_key_value_heads: int | None = 32
+    rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
+    max_position_embeddings: int = 4096
+    use_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    use_parallel_residual: bool = False
+
+
+def read(config: Mapping[str, object]) -> DecoderConfig:
+    found = decode_config(config, Config)
+    head_norm = HeadNorm(names=("q_layernorm", "k_layernorm"), norm=NormConfig(kind="layer"), extent="each_head")
+    return replace(
+        found.decoder(found.rope(config)),
+        norm=NormConfig(kind="layer", has_bias=True),
+        block=BlockConfig(is_parallel=True, mlp_norm="") if found.use_parallel_residual else BlockConfig(),
+        attention=AttentionConfig(qkv_bias=found.use_qkv_bias, head_norm=head_norm if found.qk_layernorm else None),
+    )
+
+
+PLUGIN = read

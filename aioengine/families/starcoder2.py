@@ -1,0 +1,44 @@
+"""StarCoder2: norms with means, biases everywhere, an MLP without gates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from aioengine.families._block_config import AttentionConfig, NormConfig
+from aioengine.families._config import FamilyConfig, decode_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import DecoderConfig
+
+
+class Config(FamilyConfig, frozen=True, kw_only=True):
+    num_key_value_heads: int | None = 2
+    hidden_act: str = "gelu_pytorch_tanh"
+    rms_norm_eps: float = msgspec.field(default=1e-5, name="norm_epsilon")
+    max_position_embeddings: int = 4096
+    tie_word_embeddings: bool = True
+    use_bias: bool = True
+    sliding_window: int | None = None
+
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window
+
+
+def read(config: Mapping[str, object]) -> DecoderConfig:
+    found = decode_config(config, Config)
+    decoder, bias = found.decoder(found.rope(config)), found.use_bias
+    return replace(
+        decoder,
+        norm=NormConfig(kind="layer", has_bias=True),
+        attention=AttentionConfig(qkv_bias=bias, output_bias=bias),
+        mlp=replace(decoder.mlp, first=("c_fc",), second="c_proj", is_gated=False, has_bias=bias),
+    )
+
+
+PLUGIN = read

@@ -1,0 +1,23 @@
+"""OLMo 2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.families import olmo2
+from aioengine.models._decoder import Decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.models._base import ModelOptions
+
+
+class Olmo2(Decoder):
+    """Norms behind attention and MLP."""
+
+    def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
+        super().__init__(olmo2.read(config), options)
+
+
+PLUGIN = Olmo2
