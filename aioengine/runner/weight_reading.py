@@ -8,8 +8,11 @@ X bytes or numbers, R rows, C numbers of a row.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
@@ -55,6 +58,7 @@ NUM_BUFFERS: Final = 2
 """Pieces of a reader: one is read while the other is copied."""
 ALONE_BYTES: Final = 32 << 20
 """Less than this is read on the thread that asks for it."""
+_MAX_REPORTS: Final = 200
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +71,7 @@ class _Piece:
         index: of those that are wanted among them.
         target: where they go.
         head_size: rows of each head whose halves take turns; 0: they do not.
+        same_bytes: the bytes [X] of ``target``, where they are those in the file; None: they are not.
     """
 
     entry: Entry
@@ -76,12 +81,7 @@ class _Piece:
     target: Tensor
     index: tuple[slice, ...] = ()
     head_size: int = 0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the bytes in the file are those of the target."""
-        is_changed = self.index or self.head_size or DTYPES.get(self.entry.dtype) != self.target.dtype
-        return not is_changed and self.target.is_contiguous()
+    same_bytes: Tensor | None = None
 
     def numbers(self, content: Tensor) -> Tensor:
         """content [X] of bytes -> the wanted numbers, in the shape of the target [...]."""
@@ -107,16 +107,14 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
     report(0, total)
     if not pieces:
         return
-    device = pieces[0].target.device
-    sums = torch.zeros(len(pieces), dtype=torch.float32, device=device)
-    work = _Work(pieces, sums)
-    num_readers = NUM_READERS if device.type == "cuda" else min(NUM_CPU_READERS, torch.get_num_threads())
-    sizes = work.read() if total < ALONE_BYTES else _read_in_threads(work, num_readers)
-    done = 0
-    for size in sizes:
+    work = _Work(pieces)
+    done = reported = 0
+    for size in work.read_alone() if total < ALONE_BYTES else work.read_in_threads():
         done += size
-        report(done, total)
-    _check_finite(pieces, sums)
+        if done == total or done - reported >= total / _MAX_REPORTS:
+            reported = done
+            report(done, total)
+    _check_finite(entries, targets, work.sums)
 
 
 def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
@@ -138,7 +136,9 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
     for first in range(0, len(rows), step):
         part = rows[first : first + step]
         begin, num_bytes = entry.begin + first * row_bytes, len(part) * row_bytes
-        yield _Piece(entry, begin, num_bytes, tuple(part.shape), part, head_size=head_size)
+        is_same = not head_size and DTYPES.get(entry.dtype) == part.dtype and part.is_contiguous()
+        same = part.view(-1).view(torch.uint8) if is_same else None
+        yield _Piece(entry, begin, num_bytes, tuple(part.shape), part, head_size=head_size, same_bytes=same)
 
 
 def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:
@@ -155,152 +155,152 @@ def _halves_apart(rows: Tensor, head_size: int) -> Tensor:
 
 
 class _Work:
-    """The pieces that are still to be read, for any number of threads."""
+    """The pieces that are still to be read, for any number of threads.
 
-    def __init__(self, pieces: list[_Piece], sums: Tensor) -> None:
-        """``sums``: [pieces], where the sum of each piece goes."""
-        self._waiting = iter(enumerate(pieces))
+    Attributes:
+        sums: of the numbers of each tensor that was read to a CPU, by name: finite only if all of them are.
+    """
+
+    def __init__(self, pieces: list[_Piece]) -> None:
+        self.sums: dict[str, float] = defaultdict(float)
+        self._waiting = iter(pieces)
         self._lock = threading.Lock()
-        self._sums = sums
         self._buffer_bytes = min(PIECE_BYTES, max(piece.num_bytes for piece in pieces))
-        self._before = torch.cuda.current_stream(sums.device) if sums.is_cuda else None
+        device = pieces[0].target.device
+        self._before = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def read_alone(self) -> list[int]:
+        """Read all pieces on this thread; returns the bytes of each."""
+        sizes: list[int] = []
+        self._read(sizes.append)
+        return sizes
+
+    def read_in_threads(self) -> Iterator[int]:
+        """Let several threads read; yields the bytes of each piece that was read, and raises what the first raised."""
+        results: SimpleQueue[int | BaseException | None] = SimpleQueue()
+
+        def read() -> None:
+            try:
+                self._read(results.put)
+            except BaseException as error:  # raised by the thread that waits
+                results.put(error)
+            else:
+                results.put(None)
+
+        num_readers = min(NUM_CPU_READERS, torch.get_num_threads()) if self._before is None else NUM_READERS
+        threads = [threading.Thread(target=read, name="aioengine-weights", daemon=True) for _ in range(num_readers)]
+        for thread in threads:
+            thread.start()
+        try:
+            num_running = len(threads)
+            while num_running:
+                result = results.get()
+                if isinstance(result, BaseException):
+                    raise result
+                if result is None:
+                    num_running -= 1
+                else:
+                    yield result
+        finally:
+            with self._lock:
+                self._waiting = iter(())
+            for thread in threads:
+                thread.join()
 
     @torch.inference_mode()
-    def read(self) -> Iterator[int]:
-        """Read pieces until none is left; yields the bytes of each that was read."""
-        stager = _CPUStager(self._buffer_bytes)
-        if self._before is not None:
-            stager = _GPUStager(self._buffer_bytes, self._before)
-        file: BinaryIO | None = None
-        path: Path | None = None
-        try:
-            while (item := self._next()) is not None:
-                number, piece = item
+    def _read(self, report: Callable[[int], None]) -> None:
+        """Read pieces until none is left; ``report`` gets the bytes of each."""
+        with ExitStack() as stack, ExitStack() as opened:
+            bring = self._bring_to_cpu
+            if self._before is not None:
+                staged = stack.enter_context(_Staged(self._buffer_bytes, self._before))
+                bring = staged.bring
+            file: BinaryIO | None = None
+            path: Path | None = None
+            while (piece := self._next()) is not None:
                 if file is None or piece.entry.path != path:
-                    if file is not None:
-                        file.close()
+                    opened.close()
                     path = piece.entry.path
-                    file = _opened(path)
-                stager.fill(piece, file, self._sums[number])
-                yield piece.num_bytes
-            stager.finish()
-        finally:
-            if file is not None:
-                file.close()
+                    file = opened.enter_context(_opened(path))
+                bring(piece, file)
+                report(piece.num_bytes)
 
-    def stop(self) -> None:
-        """Leave nothing to read."""
-        with self._lock:
-            self._waiting = iter(())
+    def _bring_to_cpu(self, piece: _Piece, file: BinaryIO) -> None:
+        """Read a piece to its place, and add up its numbers while they are in the cache."""
+        if piece.same_bytes is not None:
+            _fill(file, piece, piece.same_bytes)
+        else:
+            content = torch.empty(piece.num_bytes, dtype=torch.uint8)
+            piece.target.copy_(piece.numbers(_fill(file, piece, content)))
+        if _may_be_infinite(piece.target):
+            total = float(piece.target.sum())
+            with self._lock:
+                self.sums[piece.entry.name] += total
 
-    def _next(self) -> tuple[int, _Piece] | None:
+    def _next(self) -> _Piece | None:
         with self._lock:
             return next(self._waiting, None)
 
 
-class _CPUStager:
-    """Brings pieces from files into parameters of a CPU."""
-
-    def __init__(self, buffer_bytes: int) -> None:
-        self._buffer = torch.empty(buffer_bytes, dtype=torch.uint8)
-
-    def fill(self, piece: _Piece, file: BinaryIO, total: Tensor) -> None:
-        """Read a piece to its place, and its sum to ``total`` []."""
-        if piece.is_plain:
-            _read(file, piece, piece.target.view(torch.uint8))
-        else:
-            piece.target.copy_(piece.numbers(_read(file, piece, _buffer_for(piece, self._buffer))))
-        _add_up(piece, total)
-
-    def finish(self) -> None:
-        """All is in its place."""
-
-
-class _GPUStager:
-    """Brings pieces from files through pinned memory into parameters of a GPU, on a stream of its own."""
+class _Staged:
+    """Pinned memory of a thread, from which a stream of its own copies to the GPU. At the end all has arrived."""
 
     def __init__(self, buffer_bytes: int, before: torch.cuda.Stream) -> None:
         """``before``: what runs there comes first."""
         self._stream = torch.cuda.Stream(before.device)
         self._stream.wait_stream(before)
+        self._context = torch.cuda.stream(self._stream)
         self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_BUFFERS)]
         self._copied = [torch.cuda.Event() for _ in self._buffers]
         self._turn = 0
 
-    def fill(self, piece: _Piece, file: BinaryIO, total: Tensor) -> None:
-        """Read a piece, and queue its way to its place and its sum to ``total`` []."""
-        self._turn = (self._turn + 1) % NUM_BUFFERS
-        copied = self._copied[self._turn]
-        copied.synchronize()
-        content = _read(file, piece, _buffer_for(piece, self._buffers[self._turn]))
-        with torch.cuda.stream(self._stream):
-            if piece.is_plain:
-                piece.target.copy_(piece.numbers(content), non_blocking=True)
-            else:
-                piece.target.copy_(piece.numbers(content.to(piece.target.device, non_blocking=True)))
-            copied.record()
-            _add_up(piece, total)
+    def __enter__(self) -> _Staged:
+        self._context.__enter__()
+        return self
 
-    def finish(self) -> None:
-        """Wait until all is in its place."""
+    def __exit__(self, *error: object) -> None:
         self._stream.synchronize()
+        self._context.__exit__(*error)
+
+    def bring(self, piece: _Piece, file: BinaryIO) -> None:
+        """Read a piece, and queue its way to its place."""
+        self._turn = (self._turn + 1) % NUM_BUFFERS
+        buffer, copied, size = self._buffers[self._turn], self._copied[self._turn], piece.num_bytes
+        copied.synchronize()
+        content = buffer[:size] if size <= len(buffer) else torch.empty(size, dtype=torch.uint8)
+        _fill(file, piece, content)
+        if piece.same_bytes is not None:
+            piece.same_bytes.copy_(content, non_blocking=True)
+        else:
+            piece.target.copy_(piece.numbers(content.to(piece.target.device, non_blocking=True)))
+        copied.record(self._stream)
 
 
-def _buffer_for(piece: _Piece, buffer: Tensor) -> Tensor:
-    """``buffer`` [X], or memory of the piece's own if it is larger; cut to its size."""
-    size = piece.num_bytes
-    return buffer[:size] if size <= len(buffer) else torch.empty(size, dtype=torch.uint8)
+def _may_be_infinite(tensor: Tensor) -> bool:
+    """Of numbers [...] of 16 bits or more."""
+    return tensor.is_floating_point() and tensor.itemsize > 1
 
 
-def _add_up(piece: _Piece, total: Tensor) -> None:
-    """total []: the sum of the numbers of a piece, which is finite only if all of them are; 0 for whole numbers."""
-    if piece.target.is_floating_point() and piece.target.itemsize > 1:
-        total.copy_(piece.target.sum())
+@torch.inference_mode()
+def _check_finite(entries: list[Entry], targets: dict[str, Target], sums: dict[str, float]) -> None:
+    """Raise ValueError for numbers that are not finite. A sum of large numbers may overflow alone.
 
-
-def _check_finite(pieces: list[_Piece], sums: Tensor) -> None:
-    """sums [pieces]. Raises ValueError for numbers that are not finite; a sum of large ones may overflow alone."""
-    for number in (~sums.isfinite()).nonzero().flatten().tolist():
-        piece = pieces[number]
-        if not piece.target.isfinite().all():
-            kind = str(piece.target.dtype).removeprefix("torch.")
+    ``sums``: as in ``_Work``; those of a GPU are made here, as fast as its memory is read.
+    """
+    tensors = {entry.name: targets[entry.name].tensor for entry in entries}
+    names = [name for name, tensor in tensors.items() if tensor.is_cuda and _may_be_infinite(tensor)]
+    if names:
+        found = torch.stack([tensors[name].sum().float() for name in names])
+        sums = dict(zip(names, found.tolist(), strict=True))
+    for entry in entries:
+        tensor = tensors[entry.name]
+        if not math.isfinite(sums.get(entry.name, 0.0)) and not tensor.isfinite().all():
+            kind = str(tensor.dtype).removeprefix("torch.")
             message = (
-                f"{piece.entry.path}: tensor {piece.entry.stored_name} has numbers that are not finite in {kind} (NaN, "
-                "infinite, or too large); the file is damaged, or the model needs a larger dtype"
+                f"{entry.path}: tensor {entry.stored_name} has numbers that are not finite in {kind} (NaN, infinite, "
+                "or too large); the file is damaged, or the model needs a larger dtype"
             )
             raise ValueError(message)
-
-
-def _read_in_threads(work: _Work, num_readers: int) -> Iterator[int]:
-    """Let several threads read; yields the bytes of each piece that was read, and raises what the first one raised."""
-    results: SimpleQueue[int | BaseException | None] = SimpleQueue()
-
-    def read() -> None:
-        try:
-            for size in work.read():
-                results.put(size)
-        except BaseException as error:  # raised by the thread that waits
-            results.put(error)
-        else:
-            results.put(None)
-
-    threads = [threading.Thread(target=read, name="aioengine-weights", daemon=True) for _ in range(num_readers)]
-    for thread in threads:
-        thread.start()
-    try:
-        num_running = len(threads)
-        while num_running:
-            result = results.get()
-            if isinstance(result, BaseException):
-                raise result
-            if result is None:
-                num_running -= 1
-            else:
-                yield result
-    finally:
-        work.stop()
-        for thread in threads:
-            thread.join()
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -311,7 +311,7 @@ def _opened(path: Path) -> BinaryIO:
     return file
 
 
-def _read(file: BinaryIO, piece: _Piece, content: Tensor) -> Tensor:
+def _fill(file: BinaryIO, piece: _Piece, content: Tensor) -> Tensor:
     """content [X], of as many bytes as the piece, filled from the file. Python's lock is free meanwhile."""
     rest, position = memoryview(content.numpy()), piece.begin  # pyright: ignore[reportArgumentType]
     while rest:
