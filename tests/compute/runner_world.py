@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    YoutuConfig,
+)
 
 from aioengine.protocol.columns import Extra
 from aioengine.protocol.messages import End, Limits, Media, RequestKind, Sampling, Submit, TextRules
@@ -29,14 +37,23 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "youtu": YoutuConfig,
 }
+LATENT_SIZES = {
+    "num_key_value_heads": SIZES["num_attention_heads"],
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+EXTRA_SIZES: dict[str, dict[str, object]] = {"qwen3": {"head_dim": 16}, "youtu": {**LATENT_SIZES}}
 
 
 def save_model(family: str, folder: Path, *, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
     """A random model of this family, saved to the folder; gives transformers' own."""
     torch.manual_seed(7)
-    extra = {"head_dim": 16} if family == "qwen3" else {}
-    config = FAMILIES[family](**{**SIZES, **extra, **changes})
+    config = FAMILIES[family](**{**SIZES, **EXTRA_SIZES.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     model.save_pretrained(folder)
     return model
