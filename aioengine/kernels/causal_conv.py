@@ -1,0 +1,55 @@
+"""Causal convolution of each channel over the last W tokens of its row, then SiLU.
+
+T packed tokens, C channels, W tokens of the filter, N slots.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.kernels.triton import launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.state_rows import StateRows
+
+
+def reference(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+    """As ``causal_conv``: x [T, C], weight [C, W], state [N, W - 1, C] -> [T, C].
+
+    One product after the other is added up, in fp32, so a token's bits do not depend on the chunk that it is in.
+    """
+    width = weight.shape[1]
+    filters = weight.float().unbind(1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for slot, start, first, end in rows.on_host():
+        past = state[slot] if start else torch.zeros_like(state[slot])
+        seen = torch.cat((past, x[first:end]))
+        wide = seen.float()
+        total = wide[: end - first] * filters[0]
+        for place in range(1, width):
+            total.addcmul_(wide[place : place + end - first], filters[place])
+        out[first:end] = total.div_(torch.neg(total).exp_().add_(1.0))  # torch's silu: see silu_and_mul
+        state[slot] = seen[len(seen) - width + 1 :]
+    return out
+
+
+def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+    """Convolve the channels and store the last inputs of each row.
+
+    Args:
+        x: [T, C], whose rows may be parts of longer ones.
+        weight: [C, W], that of the newest token last.
+        state: [N, W - 1, C] in the dtype of x, the last inputs of each row, the newest last; changed in place.
+
+    Returns:
+        [T, C] in the dtype of x.
+    """
+    if launcher.serves(x):
+        from aioengine.kernels.triton import causal_conv as kernels
+
+        return kernels.causal_conv(x, weight, state, rows)
+    return reference(x, weight, state, rows)

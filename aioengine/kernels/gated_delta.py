@@ -1,0 +1,86 @@
+"""The gated delta rule (Gated Delta Networks, arXiv 2412.06464): attention whose past is one matrix a head.
+
+For each token, in fp32, with unit vectors q and k, and q scaled by ``K ** -0.5``:
+
+    S = exp(g) S;   S = S + k (beta (v - S^T k))^T;   output = S^T q
+
+T packed tokens, H value heads, G key heads (H / G value heads share one), K and V sizes of a head's keys and values,
+C = 2 G K + H V channels, N slots.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.kernels.triton import launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.delta_gates import DeltaGates
+    from aioengine.kernels.state_rows import StateRows
+
+EPSILON = 1e-6
+"""Of the norm of q and k."""
+
+
+def reference(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows) -> Tensor:
+    """As ``gated_delta``: channels [T, C], state [N, H, K, V] -> [T, H, V].
+
+    Token after token, each with the same operations on tensors of the same shape, so that a token's bits depend neither
+    on the chunk that it is in nor on the other rows.
+    """
+    num_heads, key_size, value_size = state.shape[1:]
+    num_key_heads = (channels.shape[1] - num_heads * value_size) // (2 * key_size)
+    keys_size = num_key_heads * key_size
+    wide = channels.float()
+    q, k = (
+        _unit(part.unflatten(1, (num_key_heads, key_size))).repeat_interleave(num_heads // num_key_heads, dim=1)
+        for part in (wide[:, :keys_size], wide[:, keys_size : 2 * keys_size])
+    )
+    q = (q * key_size**-0.5).unsqueeze(-1)
+    k = k.unsqueeze(-1)
+    v = wide[:, 2 * keys_size :].unflatten(1, (num_heads, value_size))
+    decays, betas = gates.values()
+    decays, betas = decays[:, :, None, None], betas.unsqueeze(-1)
+    out = torch.empty(v.shape, dtype=channels.dtype, device=channels.device)
+    products = torch.empty_like(state[0])
+    for slot, start, first, end in rows.on_host():
+        matrix = state[slot]
+        if not start:
+            matrix.zero_()
+        for token in range(first, end):
+            matrix.mul_(decays[token])
+            recalled = torch.mul(matrix, k[token], out=products).sum(1)
+            change = (v[token] - recalled).mul_(betas[token])
+            matrix.addcmul_(k[token], change.unsqueeze(1))
+            out[token] = torch.mul(matrix, q[token], out=products).sum(1)
+    return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x [..., K] -> [..., K] of length 1."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+
+
+def gated_delta(
+    channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, in_blocks: bool = False
+) -> Tensor:
+    """The outputs of each token's heads.
+
+    Args:
+        channels: [T, C], q of all key heads, then k, then v of all value heads.
+        state: [N, H, K, V] fp32, changed in place.
+        in_blocks: on a GPU, long rows may be computed in blocks of tokens, so that the bits of a token depend on the
+            chunks in which they come.
+
+    Returns:
+        [T, H, V] in the dtype of ``channels``.
+    """
+    if launcher.serves(channels):
+        from aioengine.kernels.triton import gated_delta as kernels
+
+        return kernels.gated_delta(channels, gates, state, rows, in_blocks=in_blocks)
+    return reference(channels, gates, state, rows)

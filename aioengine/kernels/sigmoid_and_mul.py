@@ -1,0 +1,20 @@
+"""sigmoid(gates) * x, [T, I] each -> [T, I]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def sigmoid_and_mul(gates: Tensor, x: Tensor) -> Tensor:
+    """gates and x [T, I] -> [T, I].
+
+    In fp32 on a CPU without torch's sigmoid, which rounds the last elements of a range differently (``silu_and_mul``).
+    """
+    if gates.dtype == torch.float32 and gates.device.type == "cpu":
+        return torch.div(x, torch.neg(gates).exp_().add_(1.0))
+    return torch.sigmoid(gates).mul_(x)

@@ -1,0 +1,166 @@
+"""Causal convolution over the tokens of each row, whose last inputs are kept in a pool of states.
+
+T packed tokens, C channels, W tokens of the filter, N slots, R rows, B blocks of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from aioengine.kernels.state_rows import BLOCK_TOKENS
+from aioengine.kernels.triton.launcher import Launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.state_rows import StateRows
+
+_CHANNELS = 256
+"""Of a program, where each token has programs of its own; a quarter of them in blocks of tokens."""
+
+
+@triton.jit
+def _silu(x: tl.tensor) -> tl.tensor:
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _step_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    state: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    num_channels: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One token of a row. A thread reads and writes the state of its channels alone, so none needs to wait."""
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < num_channels
+    slot = tl.load(slots + row).to(tl.int64)
+    has_past = channels < tl.where(tl.load(starts + row) > 0, num_channels, 0)
+    newest = tl.load(x + row * x_stride + channels, mask=inside, other=0.0)
+    inputs = state + slot * (WIDTH - 1) * num_channels + channels
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for place in tl.static_range(WIDTH - 1):
+        past = tl.load(inputs + place * num_channels, mask=has_past, other=0.0)
+        total += past.to(tl.float32) * tl.load(weight + channels * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
+        if place > 0:
+            tl.store(inputs + (place - 1) * num_channels, past, mask=inside)
+    tl.store(inputs + (WIDTH - 2) * num_channels, newest, mask=inside)
+    factor = tl.load(weight + channels * WIDTH + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)
+    total += newest.to(tl.float32) * factor
+    tl.store(out + row * num_channels + channels, _silu(total).to(newest.dtype), mask=inside)
+
+
+@triton.jit
+def _block_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    state: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    ends: tl.tensor,
+    blocks: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    num_channels: tl.tensor,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A block of tokens of a row. The states stay as they are: other programs read them too."""
+    block = tl.program_id(0)
+    row = tl.load(blocks + 2 * block)
+    tokens = tl.load(blocks + 2 * block + 1) + tl.arange(0, TOKENS)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < num_channels
+    begin = tl.load(ends + row - 1, mask=row > 0, other=0).to(tl.int64)
+    count = tl.load(ends + row).to(tl.int64) - begin
+    slot = tl.load(slots + row).to(tl.int64)
+    has_past = channels < tl.where(tl.load(starts + row) > 0, num_channels, 0)
+    inputs = state + slot * (WIDTH - 1) * num_channels + channels
+    total = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
+    for place in tl.static_range(WIDTH):
+        source = tokens + (place - WIDTH + 1)
+        is_new = ((source >= 0) & (source < count))[:, None] & inside[None, :]
+        new = tl.load(x + (begin + source)[:, None] * x_stride + channels[None, :], mask=is_new, other=0.0)
+        is_past = (source < 0)[:, None] & has_past[None, :]
+        past = tl.load(inputs[None, :] + (source + WIDTH - 1)[:, None] * num_channels, mask=is_past, other=0.0)
+        factor = tl.load(weight + channels * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
+        total += (new.to(tl.float32) + past.to(tl.float32)) * factor[None, :]
+    is_real = (tokens < count)[:, None] & inside[None, :]
+    places = (begin + tokens)[:, None] * num_channels + channels[None, :]
+    tl.store(out + places, _silu(total).to(x.dtype.element_ty), mask=is_real)
+
+
+@triton.jit
+def _state_kernel(
+    x: tl.tensor,
+    state: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    ends: tl.tensor,
+    x_stride: tl.tensor,
+    num_channels: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The last inputs of a row into its state. What stays of the old state moves towards its start, oldest first."""
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < num_channels
+    begin = tl.load(ends + row - 1, mask=row > 0, other=0).to(tl.int64)
+    count = tl.load(ends + row).to(tl.int64) - begin
+    slot = tl.load(slots + row).to(tl.int64)
+    has_past = channels < tl.where(tl.load(starts + row) > 0, num_channels, 0)
+    inputs = state + slot * (WIDTH - 1) * num_channels + channels
+    for place in tl.static_range(WIDTH - 1):
+        source = count - (WIDTH - 1) + place
+        if source >= 0:
+            new = tl.load(x + (begin + source) * x_stride + channels, mask=inside, other=0.0)
+        else:
+            new = tl.load(inputs + (place + count) * num_channels, mask=has_past, other=0.0)
+        tl.store(inputs + place * num_channels, new, mask=inside)
+
+
+_step = Launcher(_step_kernel)
+_block = Launcher(_block_kernel)
+_state = Launcher(_state_kernel)
+
+
+def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+    """See ``kernels.causal_conv``: x [T, C], weight [C, W], state [N, W - 1, C] -> [T, C]."""
+    num_channels, width = weight.shape
+    out = torch.empty((x.shape[0], num_channels), dtype=x.dtype, device=x.device)
+    sizes = x.stride(0), num_channels
+    key = (x.dtype, *sizes, width, x.data_ptr() % 16, state.data_ptr() % 16, *keys_of(rows))
+    num_parts = -(-num_channels // _CHANNELS)
+    if rows.blocks is None:
+        arguments = (x, weight, state, rows.slots, rows.starts, out, *sizes, width, _CHANNELS)
+        _step((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
+        return out
+    channels = _CHANNELS // 4
+    arguments = (
+        *(x, weight, state, rows.slots, rows.starts, rows.ends, rows.blocks, out),
+        *(*sizes, width, BLOCK_TOKENS, channels),
+    )
+    _block((len(rows.blocks), -(-num_channels // channels), 1), key, arguments, {"num_warps": 4})
+    arguments = (x, state, rows.slots, rows.starts, rows.ends, *sizes, width, _CHANNELS)
+    _state((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
+    return out
+
+
+def keys_of(rows: StateRows) -> tuple[object, ...]:
+    """The part of ``Launcher.key`` that depends on the rows."""
+    tensors = rows.slots, rows.starts, rows.ends
+    dtypes = tuple(tensor.dtype for tensor in tensors)
+    return (*dtypes, *(tensor.data_ptr() % 16 for tensor in tensors), rows.blocks is None)

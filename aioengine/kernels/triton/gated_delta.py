@@ -1,0 +1,155 @@
+"""The gated delta rule token after token, with a part of a head's matrix in registers; and its gated norm.
+
+Rows of many tokens are left to ``delta_blocks``, where blocks of tokens are allowed.
+
+T packed tokens, C channels, H value heads, G key heads, K and V sizes of a head, N slots, R rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from aioengine.kernels.triton import delta_blocks
+from aioengine.kernels.triton.causal_conv import keys_of
+from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.delta_gates import DeltaGates
+    from aioengine.kernels.state_rows import StateRows
+
+_VALUES = 16
+"""Columns of a head's matrix that a program has: with one warp a sum over keys needs no shared memory."""
+
+
+@triton.jit
+def _unit(x: tl.tensor, EPSILON: tl.constexpr) -> tl.tensor:
+    return x / tl.sqrt_rn(tl.sum(x * x, 0) + EPSILON)
+
+
+@triton.jit
+def _scan_kernel(
+    channels: tl.tensor,
+    steps: tl.tensor,
+    scores: tl.tensor,
+    log_rates: tl.tensor,
+    biases: tl.tensor,
+    state: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    ends: tl.tensor,
+    out: tl.tensor,
+    num_channels: tl.tensor,
+    gate_stride: tl.tensor,
+    num_heads: tl.tensor,
+    scale: tl.tensor,
+    GROUP: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    MOST: tl.constexpr,
+    EPSILON: tl.constexpr,
+) -> None:
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    keys = tl.arange(0, BLOCK_K)
+    values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_key, is_value = keys < KEYS, values < VALUES
+    inside = is_key[:, None] & is_value[None, :]
+    begin, count = delta_blocks.span_of(ends, row)
+    end = begin + count
+    if count > MOST:
+        return
+    slot = tl.load(slots + row).to(tl.int64)
+    has_past = keys < tl.where(tl.load(starts + row) > 0, KEYS, 0)
+    places = state + (slot * num_heads + head) * KEYS * VALUES + keys[:, None] * VALUES + values[None, :]
+    matrix = tl.load(places, mask=has_past[:, None] & is_value[None, :], other=0.0)
+    rate, bias = tl.load(log_rates + head), tl.load(biases + head)
+    key_head = head // GROUP
+    first_key = num_heads // GROUP * KEYS
+    for token in range(begin, end):
+        at = channels + token * num_channels
+        q = tl.load(at + key_head * KEYS + keys, mask=is_key, other=0.0).to(tl.float32)
+        k = tl.load(at + first_key + key_head * KEYS + keys, mask=is_key, other=0.0).to(tl.float32)
+        v = tl.load(at + 2 * first_key + head * VALUES + values, mask=is_value, other=0.0).to(tl.float32)
+        decay, beta = delta_blocks.load_gates(steps, scores, token * gate_stride + head, token < end, rate, bias)
+        matrix *= tl.exp(decay)
+        q = _unit(q, EPSILON) * scale
+        k = _unit(k, EPSILON)
+        change = beta * (v - tl.sum(matrix * k[:, None], 0))
+        matrix += k[:, None] * change[None, :]
+        head_out = out + (token * num_heads + head) * VALUES
+        tl.store(head_out + values, tl.sum(matrix * q[:, None], 0).to(out.dtype.element_ty), mask=is_value)
+    tl.store(places, matrix, mask=inside)
+
+
+@triton.jit
+def _norm_kernel(
+    heads: tl.tensor,
+    gates: tl.tensor,
+    weight: tl.tensor,
+    epsilon: tl.tensor,
+    out: tl.tensor,
+    gate_stride: tl.tensor,
+    num_heads: tl.tensor,
+    VALUES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    values = tl.arange(0, BLOCK)
+    inside = values < VALUES
+    places = (token * num_heads + head) * VALUES + values
+    given = tl.load(heads + places, mask=inside, other=0.0)
+    wide = given.to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / VALUES + tl.load(epsilon))
+    normed = (wide * inverse).to(given.dtype) * tl.load(weight + values, mask=inside, other=0.0)
+    gate = tl.load(gates + token * gate_stride + head * VALUES + values, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + places, (normed.to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))).to(given.dtype), mask=inside)
+
+
+_scan = Launcher(_scan_kernel)
+_norm = Launcher(_norm_kernel)
+
+
+def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, in_blocks: bool) -> Tensor:
+    """See ``kernels.gated_delta``: channels [T, C], state [N, H, K, V] -> [T, H, V]."""
+    num_heads, key_size, value_size = state.shape[1:]
+    num_channels = channels.shape[1]
+    num_key_heads = (num_channels - num_heads * value_size) // (2 * key_size)
+    out = torch.empty((channels.shape[0], num_heads, value_size), dtype=channels.dtype, device=channels.device)
+    group, block_k = num_heads // num_key_heads, next_power_of_2(key_size)
+    stride = gates.steps.stride(0)
+    has_blocks = in_blocks and rows.blocks is not None
+    most = delta_blocks.LEAST_TOKENS - 1 if has_blocks else sys.maxsize
+    block_v = min(_VALUES, next_power_of_2(value_size))
+    arguments = (
+        *(channels, gates.steps, gates.scores, gates.log_rate, gates.bias, state),
+        *(rows.slots, rows.starts, rows.ends, out, num_channels, stride, num_heads, key_size**-0.5),
+        *(group, key_size, value_size, block_k, block_v, most, 1e-6),
+    )
+    alignments = gates.steps.data_ptr() % 16, gates.scores.data_ptr() % 16, state.data_ptr() % 16
+    key = (channels.dtype, num_channels, stride, num_heads, group, key_size, value_size, alignments)
+    key = (*key, has_blocks, *keys_of(rows))
+    _scan((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": 1})
+    if has_blocks:
+        delta_blocks.compute(channels, gates, state, rows, out=out, key=key)
+    return out
+
+
+def gated_rms_norm(heads: Tensor, gates: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
+    """See ``kernels.gated_rms_norm``: heads [T, H, V], gates [T, H * V], weight [V] -> [T, H * V]."""
+    num_tokens, num_heads, value_size = heads.shape
+    out = torch.empty((num_tokens, num_heads * value_size), dtype=heads.dtype, device=heads.device)
+    block = next_power_of_2(value_size)
+    arguments = (heads, gates, weight, epsilon, out, gates.stride(0), num_heads, value_size, block)
+    key = (heads.dtype, gates.stride(0), num_heads, value_size, gates.data_ptr() % 16)
+    _norm((num_tokens, num_heads, 1), key, arguments, {"num_warps": 1})
+    return out

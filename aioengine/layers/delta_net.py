@@ -1,0 +1,112 @@
+"""The gated delta net, a linear attention. T tokens, D model size; heads and sizes as in ``kernels.gated_delta``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.kernels.causal_conv import causal_conv
+from aioengine.kernels.delta_gates import DeltaGates
+from aioengine.kernels.gated_delta import gated_delta
+from aioengine.kernels.gated_rms_norm import gated_rms_norm
+from aioengine.layers.linear import Linear, Stored
+from aioengine.layers.norm import RMSNorm
+from aioengine.layers.placement import Target
+from aioengine.layers.states import StateTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.families._block_config import DeltaNetConfig
+    from aioengine.layers.adapters import AdapterRows
+    from aioengine.layers.placement import Placement
+    from aioengine.layers.states import StepStates
+
+
+def delta_net_state(config: DeltaNetConfig, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+    """The last inputs of the convolution, and the matrix of each head. ``dtype``: of the activations."""
+    return (
+        StateTensor((config.width - 1, config.num_channels), dtype),
+        StateTensor((config.num_value_heads, config.key_size, config.value_size), torch.float32),
+    )
+
+
+class GatedDeltaNet:
+    """[T, D] -> [T, D], or [S, D] for selected tokens.
+
+    One matmul gives q, k, v of all heads, the gates of their outputs, and the scores and steps of ``DeltaGates``.
+    Checkpoints have these by key head, with those of its value heads.
+    """
+
+    def __init__(self, hidden_size: int, config: DeltaNetConfig, epsilon: float, placement: Placement) -> None:
+        num_heads, values = config.num_value_heads, config.num_value_heads * config.value_size
+        sizes = {"in_proj_qkvz": config.num_channels + values, "in_proj_ba": 2 * num_heads}
+        stored = Stored(_stored_order(config, placement.device))
+        self._input = Linear(hidden_size, sizes, placement, stored=stored)
+        self._output = Linear(values, {"out_proj": hidden_size}, placement)
+        self._filter = placement.empty(config.num_channels, config.width)
+        self._norm = RMSNorm(config.value_size, epsilon, placement)
+        self._log_rate, self._bias = torch.empty(2, num_heads, dtype=torch.float32, device=placement.device)
+        self._in_blocks = not placement.batch_invariant
+        self._parts = config.num_channels, values, num_heads, num_heads
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        """Only while the layer is open for loading."""
+        return {
+            **self._input.weights(prefix),
+            f"{prefix}conv1d.weight": Target(self._filter.unsqueeze(1)),
+            f"{prefix}A_log": Target(self._log_rate),
+            f"{prefix}dt_bias": Target(self._bias),
+            **self._norm.weights(f"{prefix}norm"),
+            **self._output.weights(prefix),
+        }
+
+    def finish_loading(self) -> None:
+        self._input.finish_loading()
+        self._output.finish_loading()
+
+    def open_for_loading(self) -> None:
+        self._input.open_for_loading()
+        self._output.open_for_loading()
+
+    def linears(self) -> list[Linear]:
+        return [self._input, self._output]
+
+    def __call__(
+        self,
+        x: Tensor,
+        states: StepStates,
+        layer: int,
+        *,
+        outputs: Tensor | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``.
+
+        ``layer``: the index of this layer among those with states. ``outputs``: [S] int64 indices of the tokens whose
+        results are needed, None for all; the states are those behind all tokens. ``adapters``: None where no row has
+        one.
+        """
+        rows = None if adapters is None else adapters.tokens
+        projected = self._input(x, rows)
+        inputs, matrices = states.layer(layer)
+        given, output_gates, scores, steps = projected.split(self._parts, dim=1)
+        channels = causal_conv(given, self._filter, inputs, states.rows)
+        gates = DeltaGates(steps=steps, scores=scores, log_rate=self._log_rate, bias=self._bias)
+        heads = gated_delta(channels, gates, matrices, states.rows, in_blocks=self._in_blocks)
+        if outputs is not None:
+            heads, output_gates = heads.index_select(0, outputs), output_gates.index_select(0, outputs)
+            rows = None if adapters is None else adapters.outputs
+        normed = gated_rms_norm(heads, output_gates, self._norm.weight, self._norm.epsilon)
+        return self._output(normed, rows)
+
+
+def _stored_order(config: DeltaNetConfig, device: torch.device) -> Tensor:
+    """Where the checkpoint has each output of the first matmul, within its part; [O] int64."""
+    num_groups = config.num_key_heads
+    values = config.num_value_heads // num_groups * config.value_size
+    sizes = [config.key_size, config.key_size, values, values]
+    places = torch.arange(num_groups * sum(sizes), device=device).view(num_groups, -1)
+    heads = torch.arange(2 * config.num_value_heads, device=device).view(num_groups, 2, -1) + places.numel()
+    return torch.cat([part.flatten() for part in (*places.split(sizes, dim=1), *heads.unbind(1))])

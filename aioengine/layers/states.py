@@ -1,0 +1,87 @@
+"""States of fixed size that layers keep for each request, beside the pages of keys and values.
+
+L layers that keep states, N slots, R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from aioengine.kernels.state_rows import BLOCK_TOKENS, StateRows
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    Ints = npt.NDArray[np.int64]
+
+
+class StateTensor(NamedTuple):
+    """One tensor of the state of a layer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The states of a request.
+
+    Attributes:
+        num_layers: L.
+        tensors: those of each layer.
+    """
+
+    num_layers: int
+    tensors: tuple[StateTensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the states of one request."""
+        return self.num_layers * sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors)
+
+    def one_row(self, num_tokens: int, device: torch.device) -> StepStates:
+        """The states of a row of ``num_tokens`` tokens from its start, in memory of one layer that all layers share:
+        for steps whose results nobody reads.
+        """
+        pool = tuple(
+            torch.zeros(1, 1, *tensor.shape, dtype=tensor.dtype, device=device).expand(
+                self.num_layers, 1, *tensor.shape
+            )
+            for tensor in self.tensors
+        )
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        blocks = token_blocks(np.array([num_tokens])) if device.type != "cpu" and num_tokens > 1 else None
+        on_device = None if blocks is None else torch.from_numpy(blocks).to(device)
+        return StepStates(pool, StateRows(zero, zero, zero + num_tokens, on_device))
+
+
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    """What the layers of a step read and write.
+
+    Attributes:
+        pool: for each tensor of a layer, [L, N, ...].
+        rows: the rows of the step.
+    """
+
+    pool: tuple[Tensor, ...]
+    rows: StateRows
+
+    def layer(self, index: int) -> list[Tensor]:
+        """The tensors [N, ...] of a layer."""
+        return [tensor[index] for tensor in self.pool]
+
+
+def token_blocks(counts: Ints) -> npt.NDArray[np.int32]:
+    """``StateRows.blocks`` [B, 2] of rows with these numbers of tokens [R]."""
+    num_blocks = -(-counts // BLOCK_TOKENS)
+    rows = np.repeat(np.arange(len(counts)), num_blocks)
+    ends = num_blocks.cumsum()
+    places = np.arange(int(ends[-1])) - (ends - num_blocks)[rows]
+    return np.stack((rows, places * BLOCK_TOKENS), axis=1).astype(np.int32)

@@ -1,0 +1,145 @@
+"""Operations that keep states: the numbers of transformers, the same bits in all chunks, and Triton's kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextRMSNormGated,
+    causal_conv1d_fn,
+    torch_chunk_gated_delta_rule,
+)
+
+from aioengine.kernels.causal_conv import causal_conv
+from aioengine.kernels.delta_gates import DeltaGates
+from aioengine.kernels.gated_delta import gated_delta
+from aioengine.kernels.gated_rms_norm import gated_rms_norm
+from aioengine.kernels.state_rows import StateRows
+from tests.compute.interpreted import run_interpreted
+
+NUM_TOKENS, NUM_HEADS, NUM_KEY_HEADS, KEY_SIZE, VALUE_SIZE, WIDTH = 70, 4, 2, 8, 12, 4
+NUM_KEYS = NUM_KEY_HEADS * KEY_SIZE
+NUM_CHANNELS = 2 * NUM_KEYS + NUM_HEADS * VALUE_SIZE
+CHUNKS = ([NUM_TOKENS], [1] * NUM_TOKENS, [3, 7, 60], [64, 5, 1], [7] * 10)
+
+
+class Layer:
+    """Random inputs and weights, and a pool of three slots with numbers of earlier requests, some of them NaN."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.x = torch.randn(NUM_TOKENS, NUM_CHANNELS + 2 * NUM_HEADS + 5).to(dtype)
+        self.weight = torch.randn(NUM_CHANNELS, WIDTH).to(dtype)
+        self.log_rate, self.bias = torch.randn(2, NUM_HEADS)
+        self.inputs = torch.randn(3, WIDTH - 1, NUM_CHANNELS).to(dtype)
+        self.matrices = torch.full((3, NUM_HEADS, KEY_SIZE, VALUE_SIZE), torch.nan)
+
+    def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, DeltaGates]:
+        """x [T, ...] -> the inputs of the convolution [T, C], and the gates."""
+        given, scores, steps, _ = x.split([NUM_CHANNELS, NUM_HEADS, NUM_HEADS, 5], dim=1)
+        return given, DeltaGates(steps=steps, scores=scores, log_rate=self.log_rate, bias=self.bias)
+
+    def run(self, chunks: list[int], *, slot: int = 1) -> list[torch.Tensor]:
+        """Channels [T, C], outputs [T, H, V], and the states at the end."""
+        inputs, matrices = self.inputs.clone(), self.matrices.clone()
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        start = 0
+        for count in chunks:
+            rows = StateRows(torch.tensor([slot]), torch.tensor([start]), torch.tensor([count]))
+            given, gates = self.parts(self.x[start : start + count])
+            channels = causal_conv(given, self.weight, inputs, rows)
+            parts.append((channels, gated_delta(channels, gates, matrices, rows)))
+            start += count
+        return [*(torch.cat(part) for part in zip(*parts, strict=True)), inputs[slot], matrices[slot]]
+
+
+def test_numbers_are_those_of_transformers() -> None:
+    layer = Layer()
+    channels, outputs, inputs, matrices = layer.run([NUM_TOKENS])
+    given, gates = layer.parts(layer.x)
+    expected = causal_conv1d_fn(given.T.unsqueeze(0), layer.weight, activation="silu")[0].T
+    torch.testing.assert_close(channels, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(inputs, given[-WIDTH + 1 :])
+    q, k, v = channels.unsqueeze(0).split([NUM_KEYS, NUM_KEYS, NUM_HEADS * VALUE_SIZE], dim=-1)
+    expected, state = torch_chunk_gated_delta_rule(
+        q.unflatten(2, (-1, KEY_SIZE)),
+        k.unflatten(2, (-1, KEY_SIZE)),
+        v.unflatten(2, (-1, VALUE_SIZE)),
+        g=-(gates.log_rate.exp() * torch.nn.functional.softplus(gates.steps + gates.bias)).unsqueeze(0),
+        beta=gates.scores.sigmoid().unsqueeze(0),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    assert state is not None
+    torch.testing.assert_close(outputs, expected[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(matrices, state[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_depend_neither_on_chunks_nor_on_other_rows(dtype: torch.dtype) -> None:
+    layer = Layer(dtype)
+    whole = layer.run([NUM_TOKENS])
+    assert all(part.isfinite().all() for part in whole)
+    for chunks in CHUNKS:
+        assert all(map(torch.equal, layer.run(chunks, slot=2), whole)), chunks
+    inputs, matrices = layer.inputs.clone(), layer.matrices.clone()
+    given, gates = layer.parts(torch.cat((layer.x[:9], layer.x)))
+    rows = StateRows(torch.tensor([2, 0]), torch.tensor([0, 0]), torch.tensor([9, 9 + NUM_TOKENS]))
+    channels = causal_conv(given, layer.weight, inputs, rows)
+    outputs = gated_delta(channels, gates, matrices, rows)
+    assert all(map(torch.equal, (channels[9:], outputs[9:], inputs[0], matrices[0]), whole))
+    assert torch.equal(outputs[:9], whole[1][:9])
+
+
+def test_the_gated_norm_is_that_of_transformers() -> None:
+    torch.manual_seed(0)
+    heads, gates, weight = torch.randn(5, 4, 12), torch.randn(5, 60), torch.randn(12)
+    theirs = Qwen3NextRMSNormGated(12)
+    theirs.weight.copy_(weight)
+    found = gated_rms_norm(heads, gates[:, 7:55], weight, torch.tensor(1e-6))
+    expected = theirs(heads.flatten(0, 1), gates[:, 7:55].reshape(20, 12)).view(5, 48)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+PROGRAM = """
+import torch
+
+from aioengine.kernels.triton import launcher
+
+launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+
+from aioengine.kernels import causal_conv, gated_delta, gated_rms_norm
+from aioengine.kernels.state_rows import StateRows
+from aioengine.kernels.triton import causal_conv as conv_kernels, gated_delta as delta_kernels
+from aioengine.layers.states import token_blocks
+from tests.compute.test_state_kernels import Layer
+
+layer = Layer()
+inputs, matrices = torch.randn_like(layer.inputs), torch.randn_like(layer.matrices)
+for counts, starts in (([1, 1, 1], [0, 4, 1]), ([2, 67, 1], [0, 3, 1]), ([64, 2, 1], [5, 0, 0]), ([1], [2])):
+    given, gates = layer.parts(layer.x[: sum(counts)])
+    blocks = None if len(counts) == len(given) else torch.from_numpy(token_blocks(torch.tensor(counts).numpy()))
+    rows = StateRows(
+        torch.tensor([2, 0, 1][: len(counts)]), torch.tensor(starts), torch.tensor(counts).cumsum(0), blocks
+    )
+    ours, theirs = inputs.clone(), inputs.clone()
+    channels = causal_conv.reference(given, layer.weight, ours, rows)
+    found = conv_kernels.causal_conv(given, layer.weight, theirs, rows)
+    torch.testing.assert_close(found, channels)
+    assert torch.equal(ours, theirs)
+    for in_blocks in (False, True):
+        ours, theirs = matrices.clone(), matrices.clone()
+        outputs = gated_delta.reference(channels, gates, ours, rows)
+        found = delta_kernels.gated_delta(channels, gates, theirs, rows, in_blocks=in_blocks)
+        torch.testing.assert_close(found, outputs, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+heads, gates, weight, epsilon = torch.randn(5, 4, 12), torch.randn(5, 60), torch.randn(12), torch.tensor(1e-6)
+arguments = heads, gates[:, 7:55], weight, epsilon
+torch.testing.assert_close(delta_kernels.gated_rms_norm(*arguments), gated_rms_norm.reference(*arguments))
+"""
+
+
+@pytest.mark.slow
+def test_the_kernels_do_what_plain_torch_does() -> None:
+    run_interpreted(PROGRAM)
