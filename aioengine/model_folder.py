@@ -44,6 +44,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         eos_token_ids: from generation_config.json and config.json.
         tokenizer_path: the folder with tokenizer.json; None: there is no such file.
         missing_weights: why the folder has no weights to load; None: it has.
+        keeps_states: as in ``TransformerConfig``.
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
         linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
     """
@@ -64,6 +65,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     missing_weights: str | None = None
     task: str = "generate"
     is_causal: bool = True
+    keeps_states: bool = False
     pooling: PoolingSettings = PoolingSettings()
     linear_layers: dict[str, tuple[int, int]] = {}
 
@@ -230,6 +232,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
         tokenizer_path=str(tokenizer) if folder_files.is_file(tokenizer / folder_files.TOKENIZER) else None,
         task=decoder.task.value,
         is_causal=decoder.is_causal,
+        keeps_states=decoder.keeps_states,
         pooling=pooling,
         linear_layers=linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {},
     )

@@ -222,7 +222,7 @@ def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: b
         chunk_tokens=max(chunk, max_running),
         context_length=length,
         policy=wanted.policy,
-        prefix_cache=config.memory.prefix_cache and splits_prompts,
+        prefix_cache=config.memory.prefix_cache and splits_prompts and not model.keeps_states,
         splits_prompts=splits_prompts,
         depth=1 if is_on_gpu and wanted.overlap else 0,
         tenant_weights=wanted.tenant_weights,

@@ -130,6 +130,8 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
         is_interleaved: the rotation pairs neighbours; else the first half of what is rotated with the second.
         latent: None: keys and values are kept. Otherwise ``qkv`` means nothing, and ``qkv_bias`` is of the layers that
             read the stream.
+        has_output_gate: the layer of queries has behind each head a gate of as many numbers, whose sigmoid multiplies
+            what the head has attended to.
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -142,6 +144,30 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
     is_interleaved: bool = False
     head_norm: HeadNorm | None = None
     latent: LatentConfig | None = None
+    has_output_gate: bool = False
+
+
+class DeltaNetConfig(Struct, frozen=True, kw_only=True):
+    """Gated delta nets in the place of attention.
+
+    Attributes:
+        layers: those that have one.
+        prefix: of the names of their tensors.
+        width: tokens of the convolution.
+    """
+
+    layers: frozenset[int]
+    num_value_heads: int
+    num_key_heads: int
+    value_size: int
+    key_size: int
+    width: int
+    prefix: str = "linear_attn."
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: q and k of the key heads, v of the value heads."""
+        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
 
 
 class MlpConfig(Struct, frozen=True, kw_only=True):

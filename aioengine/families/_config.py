@@ -13,6 +13,7 @@ from aioengine.families._block_config import (
     ACTIVATIONS,
     AttentionConfig,
     BlockConfig,
+    DeltaNetConfig,
     MlpConfig,
     NormConfig,
     TensorNames,
@@ -149,6 +150,8 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
         is_causal: a token attends to no later position.
         windows: for each layer, the number of positions that a token attends to, itself and those before it; where not
             causal, how far it attends to either side. None: no limit. Empty: so in all layers.
+        keeps_states: layers keep a state of fixed size for each request, which is known behind its last token alone, so
+            that nothing of a prompt is taken from another request.
         prefix: of the names of the tensors of the blocks and the embedding, which some checkpoints leave out.
         renamed: prefixes of names in checkpoints, and what stands for them; the first that fits counts.
     """
@@ -166,6 +169,7 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_labels: int = 0
     is_causal: bool = True
     windows: tuple[int | None, ...] = ()
+    keeps_states: bool = False
     prefix: str = "model."
     renamed: tuple[tuple[str, str], ...] = ()
     rope: RopeConfig = RopeConfig()
@@ -190,6 +194,7 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     names: TensorNames = TensorNames()
     block: BlockConfig = BlockConfig()
     attention: AttentionConfig = AttentionConfig()
+    delta_net: DeltaNetConfig | None = None
     mlp: MlpConfig = MlpConfig()
     norm: NormConfig = NormConfig()
     is_transposed: bool = False
@@ -201,6 +206,14 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     head_bias: bool = False
     ignored: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    def keeps_state(self, layer: int) -> bool:
+        """Whether this layer keeps a state, and no keys and values."""
+        return self.delta_net is not None and layer in self.delta_net.layers
+
+    def layers_like(self, layer: int) -> list[int]:
+        """The layers that keep a state if this one does, else those that keep keys and values."""
+        return [each for each in range(self.num_layers) if self.keeps_state(each) == self.keeps_state(layer)]
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of this layer; None: it has none."""

@@ -67,8 +67,16 @@ def attention_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
     chosen, prefix, size = config.attention, config.block.attention, config.hidden_size
     if chosen.latent is not None:
         return _latent_linears(config, chosen.latent)
+    if (net := config.delta_net) is not None and config.keeps_state(layer):
+        values = net.num_value_heads * net.value_size
+        return [
+            LinearShape(f"{net.prefix}in_proj_qkvz", net.num_channels + values, size, False),
+            LinearShape(f"{net.prefix}in_proj_ba", 2 * net.num_value_heads, size, False),
+            LinearShape(f"{net.prefix}out_proj", size, values, False),
+        ]
     inner, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    sizes = (inner, kv_size, kv_size) if len(chosen.qkv) > 1 else (inner + 2 * kv_size,)
+    queries = 2 * inner if chosen.has_output_gate else inner
+    sizes = (queries, kv_size, kv_size) if len(chosen.qkv) > 1 else (inner + 2 * kv_size,)
     return [
         *(
             LinearShape(f"{prefix}{name}", outputs, size, chosen.qkv_bias)
@@ -113,6 +121,10 @@ def attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
         found |= _linear(linear, is_transposed=config.is_transposed)
     if (latent := config.attention.latent) is not None:
         found |= _latent_shapes(config, latent)
+    if (net := config.delta_net) is not None and config.keeps_state(layer):
+        found |= {f"{net.prefix}{name}": (net.num_value_heads,) for name in ("A_log", "dt_bias")}
+        found[f"{net.prefix}conv1d.weight"] = net.num_channels, 1, net.width
+        return {**found, f"{net.prefix}norm.weight": (net.value_size,)}
     if (head_norm := config.attention.head_norm) is not None:
         for name, num_heads in zip(head_norm.names, (config.num_heads, config.num_kv_heads), strict=True):
             size = config.head_size * (num_heads if head_norm.extent == "all_heads" else 1)

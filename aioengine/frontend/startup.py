@@ -296,8 +296,11 @@ def _running(
     if not isinstance(max_total_tokens, int):
         raise EngineStartupError(f"the scheduler process did not report the size of its KV pool: {facts!r}")
     tokenizer, longest = loaded
+    settings = blueprint.settings
+    if isinstance(max_running := facts.get("max_running_requests"), int):  # as many as it has room for
+        settings = replace(settings, scheduler=replace(settings.scheduler, max_running=max_running))
     return Running(
-        settings=blueprint.settings,
+        settings=settings,
         queue=blueprint.queue,
         delivery=blueprint.delivery,
         eos_token_ids=_ends(blueprint, tokenizer),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aioengine.kernels.rotate_and_write import KVTarget, rotate_and_write
 from aioengine.kernels.rotate_heads import rotate_heads
+from aioengine.kernels.sigmoid_and_mul import sigmoid_and_mul
 from aioengine.layers.heads import HeadNorms, pair_order, qkv_order
 from aioengine.layers.linear import Linear, Stored
 
@@ -69,9 +70,10 @@ class SelfAttention:
     ) -> None:
         self._num_heads, self._head_size = shape.num_heads, shape.head_size
         q_size, kv_size = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-        sizes = (q_size, kv_size, kv_size) if len(config.qkv) > 1 else (q_size + 2 * kv_size,)
+        self._gates_size = q_size if config.has_output_gate else 0
+        sizes = (self._gates_size + q_size, kv_size, kv_size) if len(config.qkv) > 1 else (q_size + 2 * kv_size,)
         pairs = pair_order(shape.head_size, rotary_size, is_interleaved=config.is_interleaved)
-        order = qkv_order(shape, pairs, is_grouped=config.is_grouped, device=placement.device)
+        order = qkv_order(shape, pairs, config, placement.device)
         parts = dict(zip(config.qkv, sizes, strict=True))
         stored = Stored(order, is_transposed)
         self._qkv = Linear(hidden_size, parts, placement, bias=config.qkv_bias, stored=stored)
@@ -117,7 +119,9 @@ class SelfAttention:
         written for all tokens. ``adapters``: None where no row has one.
         """
         rows = None if adapters is None else adapters.tokens
-        heads = self._qkv(x, rows).view(x.shape[0], -1, self._head_size)
+        projected = self._qkv(x, rows)
+        heads = projected[:, self._gates_size :] if self._gates_size else projected
+        heads = heads.view(x.shape[0], -1, self._head_size)
         if self._head_norms is not None and self._norms is None:
             self._head_norms.apply(heads)
         target = attention.target(layer)
@@ -127,6 +131,8 @@ class SelfAttention:
             q, k, v = rotate_heads(heads, self._num_heads, tables, self._norms)
             target(k, v)
         attended = attention.attend(q, k, v, layer)
+        if self._gates_size:
+            attended = sigmoid_and_mul(projected[:, : self._gates_size], attended)
         if outputs is None:
             return self._output(attended, rows)
         return self._output(attended.index_select(0, outputs), None if adapters is None else adapters.outputs)

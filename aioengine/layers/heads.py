@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape
-    from aioengine.families._block_config import HeadNorm
+    from aioengine.families._block_config import AttentionConfig, HeadNorm
     from aioengine.layers.placement import Placement
 
 
@@ -40,23 +40,25 @@ def pair_order(head_size: int, rotary_size: int, *, is_interleaved: bool) -> lis
 
 
 def qkv_order(
-    shape: AttentionShape, pairs: list[int] | None, *, is_grouped: bool, device: torch.device
+    shape: AttentionShape, pairs: list[int] | None, config: AttentionConfig, device: torch.device
 ) -> Tensor | None:
     """Where the checkpoint has each output of the layer of queries, keys and values, [O]; None: in the same order.
 
-    ``pairs``: as ``pair_order`` returns it. ``is_grouped``: as in ``AttentionConfig``.
+    ``pairs``: as ``pair_order`` returns it. Gates of the outputs come before the queries.
     """
-    if pairs is None and not is_grouped:
+    if pairs is None and not (config.is_grouped or config.has_output_gate):
         return None
     size, num_heads, num_kv_heads = shape.head_size, shape.num_heads, shape.num_kv_heads
-    heads = torch.arange((num_heads + 2 * num_kv_heads) * size, device=device).view(-1, size)
-    if is_grouped:
+    num_gates = num_heads if config.has_output_gate else 0
+    heads = torch.arange((num_gates + num_heads + 2 * num_kv_heads) * size, device=device).view(-1, size)
+    gates, heads = heads[1 : 2 * num_gates : 2], torch.cat([heads[: 2 * num_gates : 2], heads[2 * num_gates :]])
+    if config.is_grouped:
         groups = heads.view(num_kv_heads, -1, size)
         heads = torch.cat([groups[:, :-2].reshape(-1, size), groups[:, -2], groups[:, -1]])
     if pairs is not None:
         rotated, values = heads.split((num_heads + num_kv_heads, num_kv_heads))
         heads = torch.cat([rotated[:, pairs], values])
-    return heads.flatten()
+    return torch.cat([gates, heads]).flatten()
 
 
 class HeadLayerNorm:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.linear import Linear
     from aioengine.layers.placement import Target
+    from aioengine.layers.states import StateShape, StepStates
     from aioengine.quantization._base import LinearFormat
 
 
@@ -44,12 +45,14 @@ class InputSpec:
         position_axes: 1 for positions [T], 3 for [3, T].
         rows: the row of each token.
         token_types: whether a token belongs to the first or to the second text of a pair.
+        states: the states of the rows; the model is a ``StatefulModel``.
     """
 
     embeddings: bool = False
     position_axes: int = 1
     rows: bool = False
     token_types: bool = False
+    states: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,7 @@ class ModelInputs:
         deepstack: of tokens with features of images, their indices into T [N] int64, and what is added to them behind
             each of the first K blocks, [N, K, D]; None: there are none.
         adapters: the rows of the step by adapter; None: no row has one.
+        states: of the rows; None for a model that keeps none, and in steps whose results are dropped.
     """
 
     positions: Tensor
@@ -76,6 +80,7 @@ class ModelInputs:
     outputs: Tensor | None = None
     deepstack: tuple[Tensor, Tensor] | None = None
     adapters: AdapterRows | None = None
+    states: StepStates | None = None
 
 
 class Model(Protocol):
@@ -137,6 +142,17 @@ class Model(Protocol):
         it is given.
         """
         ...
+
+
+@runtime_checkable
+class StatefulModel(Protocol):
+    """A model that keeps states of fixed size for each request, beside the pages of keys and values, or instead.
+
+    Its ``input_spec`` has states. A state is that behind all tokens computed so far, so every step of a request begins
+    where the last one ended.
+    """
+
+    state_shape: StateShape
 
 
 @runtime_checkable

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.placement import Target
+    from aioengine.layers.states import StepStates
     from aioengine.models._base import ModelInputs, ModelOptions
 
 
@@ -50,7 +51,7 @@ class Decoder:
             batch_invariant=options.batch_invariant,
         )
         self.attention_shape = AttentionShape(
-            num_layers=config.num_layers,
+            num_layers=sum(not config.keeps_state(layer) for layer in range(config.num_layers)),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
@@ -124,7 +125,7 @@ class Decoder:
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
-        step = self._step(inputs.positions, attention, inputs.adapters)
+        step = self._step(inputs.positions, attention, inputs.adapters, inputs.states)
         if inputs.embeddings is not None:
             x = inputs.embeddings.clone()  # the blocks change it in place
         else:
@@ -143,13 +144,19 @@ class Decoder:
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         weight = self._embedding.weight
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=weight.device)
-        step = self._step(positions, attention, None)
+        step = self._step(positions, attention)
         for layer in self._block_kinds:
             self._blocks[layer](weight.new_zeros(num_tokens, self.hidden_size), None, step, outputs=None)
 
-    def _step(self, positions: Tensor, attention: StepAttention, adapters: AdapterRows | None) -> BlockStep:
+    def _step(
+        self,
+        positions: Tensor,
+        attention: StepAttention,
+        adapters: AdapterRows | None = None,
+        states: StepStates | None = None,
+    ) -> BlockStep:
         """``positions`` [T], or [3, T]."""
-        return BlockStep([rope.tables(positions) for rope in self._ropes], attention, adapters)
+        return BlockStep([rope.tables(positions) for rope in self._ropes], attention, adapters, states)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> [S, V]; of a classifier, its scores; without a head, what is given."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aioengine.layers.attention import SelfAttention
+from aioengine.layers.delta_net import GatedDeltaNet
 from aioengine.layers.latent_attention import LatentAttention
 from aioengine.layers.mlp import MLP
 from aioengine.layers.norm import make_norm
@@ -24,16 +25,21 @@ if TYPE_CHECKING:
     from aioengine.layers.mlp import FeedForward
     from aioengine.layers.norm import Norm
     from aioengine.layers.placement import Placement, Target
+    from aioengine.layers.states import StepStates
 
     Tables = tuple[Tensor, Tensor]
 
 
-def make_attention(config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement) -> AttentionLayer:
+def make_attention(
+    config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement
+) -> AttentionLayer | GatedDeltaNet:
     """The attention of this layer. Another kind is made here, as its config says."""
     if config.attention.latent is not None:
         return LatentAttention(
             config.hidden_size, shape, placement, config=config.attention, latent=config.attention.latent
         )
+    if config.delta_net is not None and config.keeps_state(layer):
+        return GatedDeltaNet(config.hidden_size, config.delta_net, config.epsilon, placement)
     rope = config.rope_of(layer)
     return SelfAttention(
         config.hidden_size,
@@ -59,11 +65,17 @@ def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> FeedFor
 
 @dataclass(frozen=True, slots=True)
 class BlockStep:
-    """The arguments that all blocks of a step share. ``tables``: of each rotary embedding of the model."""
+    """The arguments that all blocks of a step share.
+
+    Attributes:
+        tables: of each rotary embedding of the model.
+        states: None for a model that keeps none.
+    """
 
     tables: list[Tables]
     attention: StepAttention
     adapters: AdapterRows | None = None
+    states: StepStates | None = None
 
 
 class Block:
@@ -76,7 +88,10 @@ class Block:
         self, config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement, *, rope: int
     ) -> None:
         self._config = block = config.block
-        self._layer, self._rope = layer, rope
+        self._layer, self._rope = config.layers_like(layer).index(layer), rope
+        self._prefix = block.attention
+        if config.delta_net is not None and config.keeps_state(layer):
+            self._prefix = config.delta_net.prefix
         self._norms: dict[str, Norm] = {
             name: make_norm(config.norm, config.hidden_size, config.epsilon, placement) for name in block.norms
         }
@@ -88,7 +103,7 @@ class Block:
         self._mlp_output_norm = self._norms.get(block.mlp_output_norm)
 
     def weights(self, prefix: str) -> dict[str, Target]:
-        found = self._attention.weights(f"{prefix}{self._config.attention}")
+        found = self._attention.weights(f"{prefix}{self._prefix}")
         found |= self._mlp.weights(f"{prefix}{self._config.mlp}")
         for name, norm in self._norms.items():
             found |= norm.weights(f"{prefix}{name}")
@@ -96,7 +111,7 @@ class Block:
 
     def linears(self, prefix: str) -> list[tuple[str, Linear]]:
         """Each linear layer, with the prefix of its parts in the checkpoint."""
-        attention, mlp = f"{prefix}{self._config.attention}", f"{prefix}{self._config.mlp}"
+        attention, mlp = f"{prefix}{self._prefix}", f"{prefix}{self._config.mlp}"
         in_attention = [(attention, linear) for linear in self._attention.linears()]
         return in_attention + [(mlp, linear) for linear in self._mlp.linears()]
 
@@ -125,10 +140,7 @@ class Block:
         """
         normed = _added(x, delta, self._attention_norm)
         adapters = step.adapters
-        attended = self._attention(
-            normed, step.tables[self._rope], step.attention, self._layer, outputs=outputs, adapters=adapters
-        )
-        attended = self._scaled(attended, self._attention_output_norm)
+        attended = self._scaled(self._attended(normed, step, outputs=outputs), self._attention_output_norm)
         rows = None if adapters is None else adapters.tokens
         if outputs is not None:
             x = x.index_select(0, outputs)
@@ -136,6 +148,14 @@ class Block:
         if self._config.is_parallel:
             return x, self._beside(x, normed, attended, rows, outputs=outputs)
         return x, self._scaled(self._mlp(_added(x, attended, self._mlp_norm), rows), self._mlp_output_norm)
+
+    def _attended(self, normed: Tensor, step: BlockStep, *, outputs: Tensor | None) -> Tensor:
+        """normed [T, D] -> [T, D], or of ``outputs`` [S, D]."""
+        if isinstance(self._attention, GatedDeltaNet):
+            assert step.states is not None, "the model keeps states"
+            return self._attention(normed, step.states, self._layer, outputs=outputs, adapters=step.adapters)
+        tables = step.tables[self._rope]
+        return self._attention(normed, tables, step.attention, self._layer, outputs=outputs, adapters=step.adapters)
 
     def _beside(
         self, x: Tensor, normed: Tensor, attended: Tensor, rows: Grouping | None, *, outputs: Tensor | None

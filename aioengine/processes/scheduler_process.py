@@ -416,7 +416,10 @@ def build_service(
         raise ValueError(f"the runner of {settings.runner.factory!r} has {num_pages!r} pages; it needs at least 1")
     page_size = settings.memory.page_size
     num_slots = 0 if can_adapt is None else can_adapt.num_adapter_slots
-    scheduler = Scheduler(settings.scheduler, num_pages=num_pages, page_size=page_size, num_adapter_slots=num_slots)
+    limits = settings.scheduler
+    if isinstance(max_running := runner.facts.get("max_running_requests"), int):  # as many as it has room for
+        limits = msgspec.structs.replace(limits, max_running=min(limits.max_running, max_running))
+    scheduler = Scheduler(limits, num_pages=num_pages, page_size=page_size, num_adapter_slots=num_slots)
     profile = Profile(report)
     core = SchedulerCore(scheduler, runner, settings.scheduler.depth, clock=time.monotonic, trace=profile)
     facts: Facts = {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from aioengine import folder_files, models, plugins
 from aioengine.attention import _mixed, fused
@@ -18,7 +19,7 @@ from aioengine.attention._base import BackendUnavailableError
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
-from aioengine.models._base import AdaptableModel, ModelOptions
+from aioengine.models._base import AdaptableModel, ModelOptions, StatefulModel
 from aioengine.protocol.messages import Progress
 from aioengine.runner import weights
 from aioengine.runner.device_memory import (
@@ -26,12 +27,15 @@ from aioengine.runner.device_memory import (
     Demand,
     DeviceMemory,
     LargestStep,
+    PoolBudget,
     fit_pages,
+    fit_states,
     kv_bytes_per_token,
 )
 from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.lora.pool import AdapterPool, slots_bytes
 from aioengine.runner.model_runner import DeviceParts, ModelRunner
+from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import longest_graph, warm_up_device
 from aioengine.vocabulary import sampled_vocab_size
@@ -81,19 +85,16 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     )
     shape = model.attention_shape
     adapters = _take_adapters(model, settings, memory, dtype)
-    limits = settings.scheduler
     num_captured = longest_graph(settings, weights_bytes, dtype)
-    image_tokens = min(settings.model.context_length, MAX_IMAGE_TOKENS)
-    largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured, image_tokens)
-    with_adapters = None
-    if adapters is not None:
-        with_adapters = adapters.rows(np.ones(largest.num_tokens, dtype=np.int32), None)
-    budget = memory.pool_budget(model, largest, fraction=settings.memory.mem_fraction_static, adapters=with_adapters)
-    num_pages = fit_pages(_demand(settings, shape, kv_dtype), budget)
+    budget = _pool_budget(model, settings, memory, adapters, num_captured=num_captured)
+    demand = _demand(settings, shape, kv_dtype)
+    settings, budget = _with_states(model, settings, demand, budget)
+    num_pages = fit_pages(demand, budget)
     times.end("largest_step")
     with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
         kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=kv_dtype, device=device)
         attention = choice.build(shape, kv_pool.tensors)
+        states = _take_states(model, settings, device)
     times.end("kv_pool")
     parts = DeviceParts(
         model=model,
@@ -107,6 +108,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         logits_processors=settings.runner.logits_processors,
         pooling=settings.model.pooling.kind,
         adapters=adapters,
+        states=states,
     )
     facts: Facts = {
         "num_pages": num_pages,
@@ -119,6 +121,8 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         "kv_pool_bytes": kv_pool.num_bytes,
         "num_threads": torch.get_num_threads(),
     }
+    if states is not None:
+        facts |= states.facts
     if choice.warning:
         facts["warning"] = choice.warning
     with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
@@ -127,6 +131,37 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
             warm_up_device(runner, parts, settings, report=report, times=times)
     facts |= memory.facts() | _versions() | times.facts()
     return runner
+
+
+def _pool_budget(
+    model: Model, settings: Settings, memory: DeviceMemory, adapters: AdapterPool | None, *, num_captured: int
+) -> PoolBudget:
+    """Memory for pages and states, beside the largest step; ``num_captured``: as in ``LargestStep``."""
+    limits = settings.scheduler
+    image_tokens = min(settings.model.context_length, MAX_IMAGE_TOKENS)
+    largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured, image_tokens)
+    with_adapters = None
+    if adapters is not None:
+        with_adapters = adapters.rows(np.ones(largest.num_tokens, dtype=np.int32), None)
+    return memory.pool_budget(model, largest, fraction=settings.memory.mem_fraction_static, adapters=with_adapters)
+
+
+def _with_states(model: Model, settings: Settings, demand: Demand, budget: PoolBudget) -> tuple[Settings, PoolBudget]:
+    """The settings, with as many running requests as there is memory for states, and what is left of it."""
+    if not isinstance(model, StatefulModel):
+        return settings, budget
+    num_rows, left = fit_states(settings.scheduler.max_running, model.state_shape.num_bytes, demand, budget)
+    graph_rows = min(settings.runner.cuda_graph_max_rows, num_rows)
+    scheduler = replace(settings.scheduler, max_running=num_rows)
+    runner = replace(settings.runner, cuda_graph_max_rows=graph_rows)
+    return replace(settings, scheduler=scheduler, runner=runner), left
+
+
+def _take_states(model: Model, settings: Settings, device: torch.device) -> StatePool | None:
+    """The states of as many requests as run at once; None for a model that keeps none."""
+    if not isinstance(model, StatefulModel):
+        return None
+    return StatePool(model.state_shape, max_rows=settings.scheduler.max_running, device=device)
 
 
 def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype: torch.dtype) -> AdapterPool | None:

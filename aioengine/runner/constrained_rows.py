@@ -7,7 +7,7 @@ the next step and prepares its inputs. By then the masks are there, and the toke
 
 Where a grammar allows one token alone several times in a row, the request *jumps*: these tokens come together with the
 last one that was drawn, and its next row computes them as a prompt is computed. A row that was launched before is late,
-and its token does not count.
+and its token does not count. Where models keep states, which that row has changed, requests do not jump.
 """
 
 from __future__ import annotations
@@ -92,14 +92,15 @@ class ConstrainedRows:
             takes the host several times as long.
     """
 
-    def __init__(self, masks: GrammarMask, device: torch.device) -> None:
-        """``masks``: where the sampler gets its masks from."""
+    def __init__(self, masks: GrammarMask, device: torch.device, *, may_jump: bool = True) -> None:
+        """``masks``: where the sampler gets its masks from. ``may_jump``: whether requests may."""
         masks.follow = self.follow
         self.grammars: Grammars | None = None
         self.min_jump = MIN_JUMP if device.type == "cpu" else MIN_JUMP_ON_GPU
         self.max_tokens = sys.maxsize
         self._later: _Later | None = None  # the newest step, while its tokens are not drawn
         self._masks = masks
+        self._may_jump = may_jump
         self._is_on_gpu = device.type != "cpu"
         self._unfollowed: deque[Launched] = deque()
 
@@ -152,7 +153,7 @@ class ConstrainedRows:
             message = "this runner has no grammars"
             raise ValueError(message)
         request.constraint = self.grammars.open(grammar, opened.token_ids, opened.num_prompt)
-        request.may_jump = _may_jump(opened)
+        request.may_jump = self._may_jump and _may_jump(opened)
 
     def note(self, ticket: Launched, sampled: list[RequestRow], positions: npt.NDArray[np.int64]) -> None:
         """A step was launched that gives tokens to ``sampled``, at these positions [S]. Those whose masks failed fail

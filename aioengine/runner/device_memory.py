@@ -318,6 +318,31 @@ def fit_pages(demand: Demand, budget: PoolBudget) -> int:
     return num_pages
 
 
+def fit_states(num_wanted: int, slot_bytes: int, demand: Demand, budget: PoolBudget) -> tuple[int, PoolBudget]:
+    """The number of requests whose states fit, up to ``num_wanted``, and what is left for the KV pool.
+
+    The states take at most half of the memory, or what a pool of a requested size leaves. One more slot is for rows
+    that pad a CUDA graph.
+
+    Raises:
+        ValueError: not even those of one request fit.
+    """
+    room = budget.usable_bytes // 2
+    if demand.num_pages is not None:
+        room = budget.free_bytes - demand.num_pages * demand.page_bytes
+    num_slots = min(num_wanted, room // slot_bytes - 1)
+    if num_slots < 1:
+        message = (
+            f"the states of a request of this model take {format_bytes(slot_bytes)}, and there is room for "
+            f"{format_bytes(max(room, 0))}, of which graphs take as much as a request; {budget.explanation}. Lower "
+            "max_total_tokens, raise mem_fraction_static, or free some memory"
+        )
+        raise ValueError(message)
+    taken = (num_slots + 1) * slot_bytes
+    explanation = f"{budget.explanation}; the states of {num_slots} requests take {format_bytes(taken)}"
+    return num_slots, PoolBudget(max(budget.free_bytes - taken, 0), max(budget.usable_bytes - taken, 0), explanation)
+
+
 def _check_given(demand: Demand, num_pages: int, budget: PoolBudget) -> int:
     if num_pages < 1:
         message = f"the KV pool must have at least one page of {demand.page_size} tokens, not {num_pages} pages"

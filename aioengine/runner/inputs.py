@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aioengine.layers.adapters import AdapterRows
     from aioengine.models._base import Model
     from aioengine.runner.rows import RequestRow, RowTable
+    from aioengine.runner.state_pool import StatePool
     from aioengine.runner.transfer import Upload
     from aioengine.scheduler.plan import Row
 
@@ -93,16 +94,27 @@ def _token_types(rows: StepRows, row_of_token: Ints, positions: Ints, upload: Up
 
 
 class InputBuilder:
-    """Makes the tensors of a step. Token ids must be below ``num_embeddings``."""
+    """Makes the tensors of a step. Token ids must be below ``num_embeddings``.
+
+    Attributes:
+        table: the open requests. page_size: of their pages.
+        states: those of the open requests; None for a model that keeps none.
+    """
 
     def __init__(self, table: RowTable, *, page_size: int, num_embeddings: int) -> None:
-        self._table = table
-        self._page_size = page_size
+        self.table = table
+        self.page_size = page_size
+        self.states: StatePool | None = None
         self._num_embeddings = num_embeddings
+
+    def release(self) -> None:
+        """Free the memory of the states."""
+        if self.states is not None:
+            self.states.release()
 
     def read(self, rows: list[Row]) -> StepRows:
         """The columns of these rows, whose requests must be open."""
-        requests = [self._table.requests[row.uid] for row in rows]
+        requests = [self.table.requests[row.uid] for row in rows]
         counts = np.array([row.count for row in rows], dtype=np.int64)
         num_known = [len(row.token_ids) for row in rows]
         return StepRows(
@@ -119,7 +131,7 @@ class InputBuilder:
     def is_valid(self, rows: StepRows) -> bool:
         """Whether all rows can be computed; ``find_errors`` says which cannot."""
         missing = rows.counts - rows.num_known
-        room = self._table.num_pages[rows.row_indices] * self._page_size - rows.starts - rows.counts
+        room = self.table.num_pages[rows.row_indices] * self.page_size - rows.starts - rows.counts
         # none of these may be negative: their signs are looked at together
         signs = (rows.counts - 1) | rows.starts | missing | (1 - missing) | room
         ids = rows.known_ids
@@ -132,12 +144,12 @@ class InputBuilder:
         return {uid: error for uid, error in errors.items() if error}
 
     def _find_error(self, row: Row) -> str:
-        request = self._table.requests.get(row.uid)
+        request = self.table.requests.get(row.uid)
         if request is None:
             return "the runner does not know this request"
         if row.start < 0 or row.count < 1 or not 0 <= row.count - len(row.token_ids) <= 1:
             return f"{len(row.token_ids)} token ids for {row.count} positions from {row.start} on"
-        room = int(self._table.num_pages[request.row_index]) * self._page_size
+        room = int(self.table.num_pages[request.row_index]) * self.page_size
         if row.start + row.count > room:
             return f"positions up to {row.start + row.count}, but its pages hold {room}"
         wrong = [i for i in row.token_ids if not 0 <= i < self._num_embeddings]
@@ -160,11 +172,11 @@ class InputBuilder:
         those of one token and rows have several, ``num_outputs`` is how many there are, at least one for each row;
         those beyond are of the first token of the step. Behind these come those of the tokens ``others`` [N].
         """
-        upload = cast("Upload", torch.from_numpy) if on_host else self._table.upload
-        page_size = self._page_size
+        upload = cast("Upload", torch.from_numpy) if on_host else self.table.upload
+        page_size = self.page_size
         kv_lengths = rows.starts + rows.counts
         num_pages = -(-int(kv_lengths.max()) // page_size)
-        page_table_RP = self._table.page_table[rows.row_indices, :num_pages]
+        page_table_RP = self.table.page_table[rows.row_indices, :num_pages]
         num_tokens = int(rows.token_ends[-1])
         outputs = None
         if num_tokens == len(rows.requests):
@@ -178,7 +190,7 @@ class InputBuilder:
             outputs = outputs if others is None else np.concatenate([outputs, others])
         page_places = positions // page_size
         slot_mapping = positions + (page_table_RP[row_of_token, page_places] - page_places) * page_size
-        images, spans = self._table.images, self._image_spans(rows)
+        images, spans = self.table.images, self._image_spans(rows)
         inputs = model_inputs(
             model,
             upload(rows.known_ids) if on_host else self._token_ids(rows, num_tokens),
@@ -186,9 +198,11 @@ class InputBuilder:
             rows=upload(row_of_token) if model.input_spec.rows else None,
             token_types=_token_types(rows, row_of_token, positions, upload) if model.input_spec.token_types else None,
             outputs=None if outputs is None else upload(outputs),
-            adapters=self._table.adapters.of_step(rows.row_indices, row_of_token, outputs),
+            adapters=self.table.adapters.of_step(rows.row_indices, row_of_token, outputs),
         )
-        if self._table.num_with_embeds:
+        if self.states is not None:
+            inputs = replace(inputs, states=self.states.of_step(rows.row_indices, rows.starts, rows.counts, upload))
+        if self.table.num_with_embeds:
             inputs = self._with_embeds(model, rows, inputs)
         if images and spans:
             inputs = images.fill_in(spans, inputs, upload)
@@ -203,7 +217,7 @@ class InputBuilder:
 
     def _image_spans(self, rows: StepRows) -> list[Span]:
         """The rows of requests with images."""
-        images = self._table.images
+        images = self.table.images
         if images is None or not images.num_open:
             return []
         starts, counts = rows.starts.tolist(), rows.counts.tolist()
@@ -227,10 +241,10 @@ class InputBuilder:
             places.append(np.arange(first, first + len(part)))
             parts.append(part)
             if end >= request.num_prompt:
-                self._table.drop_embeds(request)
+                self.table.drop_embeds(request)
         if not places:
             return inputs
-        upload = self._table.upload
+        upload = self.table.upload
         embeddings = inputs.embeddings
         if embeddings is None:
             assert inputs.token_ids is not None, "neither token ids nor embeddings"
@@ -241,10 +255,10 @@ class InputBuilder:
 
     def _token_ids(self, rows: StepRows, num_tokens: int) -> Tensor:
         """[T] int64 on the device: the ids that the plan names, and last tokens where only the device knows them."""
-        upload = self._table.upload
+        upload = self.table.upload
         if len(rows.known_ids) == num_tokens:
             return upload(rows.known_ids)
-        last_tokens = self._table.last_tokens
+        last_tokens = self.table.last_tokens
         if not rows.known_ids.size:  # decode rows alone: the device holds the token of each
             return last_tokens.index_select(0, upload(rows.row_indices))
         held = np.flatnonzero(rows.num_known < rows.counts)

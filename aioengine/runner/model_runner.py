@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from aioengine.runner.lora.reading import HostAdapter
     from aioengine.runner.pooler import PooledRows, PooledVectors
     from aioengine.runner.rows import RequestRow, SampledRows
+    from aioengine.runner.state_pool import StatePool
     from aioengine.scheduler.plan import Plan, Row
 
     Facts = dict[str, str | int | float | bool]
@@ -63,7 +64,7 @@ _NOT_FINITE = "the model produced non-finite values (NaN or inf) for this reques
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceParts:
     """What is on the device once the weights are loaded. ``pooling``: as ``PoolingSettings.kind``. ``adapters``: None:
-    the runner serves the base model alone.
+    the runner serves the base model alone. ``states``: of the requests; None for a model that keeps none.
     """
 
     model: Model
@@ -77,6 +78,7 @@ class DeviceParts:
     logits_processors: tuple[str, ...] = ()
     pooling: str = "last"
     adapters: AdapterPool | None = None
+    states: StatePool | None = None
 
     @property
     def max_row_pages(self) -> int:
@@ -139,6 +141,7 @@ class ModelRunner:
         )
         self._table.adapters = RowAdapters(parts.max_rows, parts.adapters)
         self._inputs = InputBuilder(self._table, page_size=parts.kv_pool.page_size, num_embeddings=num_embeddings)
+        self._inputs.states = parts.states
         self._sampler = _sampler(parts, self._table, processors)
         processes = self._sampler if parts.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processes)
@@ -149,7 +152,7 @@ class ModelRunner:
         self._failed = FailedRows(self._table, parts.kv_pool)
         self._newest: Ticket | None = None  # as long as it is not collected
         masks = next(each for each in processors if isinstance(each, GrammarMask))
-        self._constrained = ConstrainedRows(masks, parts.device)
+        self._constrained = ConstrainedRows(masks, parts.device, may_jump=parts.states is None)
         self._is_closed = False
 
     @torch.inference_mode()
@@ -159,9 +162,7 @@ class ModelRunner:
         ``report`` receives the numbers of captured and of all graphs.
         """
         module = importlib.import_module("aioengine.runner.graphs.decode_graphs")
-        graphs: DecodeGraphs = module.DecodeGraphs(
-            self._model, self._attention, self._table, vocab_size=self._vocab_size, page_size=self._kv_pool.page_size
-        )
+        graphs: DecodeGraphs = module.DecodeGraphs(self._model, self._attention, self._inputs, self._vocab_size)
         graphs.capture(max_rows, report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
@@ -269,6 +270,7 @@ class ModelRunner:
         self._is_closed = True
         self._table.adapters.release()
         self._kv_pool.release()
+        self._inputs.release()
 
     def _change_requests(self, plan: Plan) -> None:
         if plan.closed and self._newest is not None:

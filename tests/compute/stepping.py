@@ -12,17 +12,23 @@ from aioengine.attention._base import ForwardBatch, StepAttention, kv_pool_shape
 from aioengine.attention.fused import FusedAttention, serves
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.models._base import Model, ModelInputs, ModelOptions
+from aioengine.kernels.state_rows import StateRows
+from aioengine.layers.states import StepStates
+from aioengine.models._base import Model, ModelInputs, ModelOptions, StatefulModel
 from aioengine.runner.inputs import model_inputs
+from aioengine.runner.state_pool import StatePool
+
+NUM_SLOTS = 16
 
 
 @dataclass
 class Request:
-    """Tokens, those computed so far, its pages, and the logits of every computed position."""
+    """Tokens, those computed so far, its pages, the slot of its states, and the logits of every computed position."""
 
     token_ids: list[int]
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
+    slot: int = -1
     logits: list[Tensor] = field(default_factory=list)
 
 
@@ -72,7 +78,7 @@ def make_inputs(model: Model, rows: list[tuple[int, int]], token_ids: Tensor | N
 
 
 class Stepper:
-    """A model, a pool and pages given out in a scattered order."""
+    """A model, a pool and pages given out in a scattered order; of a model that keeps states, slots in turn."""
 
     def __init__(self, model: Model, *, page_size: int = 16, num_pages: int = 128) -> None:
         self.model = model
@@ -85,11 +91,17 @@ class Stepper:
         plugin = FusedAttention if serves(shape, model.dtype, torch.device("cpu")) else TorchAttention
         self.attention = _mixed.build(plugin, shape, pools)
         generator = torch.Generator().manual_seed(0)
+        self._states: StatePool | None = None
+        if isinstance(model, StatefulModel):
+            self._states = StatePool(model.state_shape, max_rows=NUM_SLOTS, device=torch.device("cpu"))
+        self._num_slots = 0
         self.free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
 
     def step(self, rows: list[tuple[Request, int]]) -> None:
         """Compute the next ``count`` tokens of each request."""
         for request, count in rows:
+            if request.slot < 0:
+                request.slot, self._num_slots = self._num_slots % NUM_SLOTS, self._num_slots + 1
             while len(request.pages) * self.page_size < request.num_computed + count:
                 request.pages.append(self.free.pop())
         spans = [(request.num_computed, count) for request, count in rows]
@@ -101,6 +113,10 @@ class Stepper:
         ]
         self.attention.prepare(batch)
         inputs = replace(make_inputs(self.model, spans, torch.tensor(tokens)), outputs=None)
+        if self._states is not None:
+            starts, counts = torch.tensor(spans).unbind(1)
+            state_rows = StateRows(torch.tensor([request.slot for request, _ in rows]), starts, counts.cumsum(0))
+            inputs = replace(inputs, states=StepStates(self._states.tensors, state_rows))
         hidden = self.model.forward(inputs, self.attention)
         logits = self.model.compute_logits(hidden).split([count for _, count in rows])
         for (request, count), part in zip(rows, logits, strict=True):

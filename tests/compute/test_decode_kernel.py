@@ -43,8 +43,8 @@ pool = torch.randn(kv_pool_shape(shape, num_pages=NUM_PAGES + 1, page_size=PAGE_
 table = RowTable(
     max_row_pages=60, num_pages=NUM_PAGES, num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=64
 )
-graphs = DecodeGraphs(None, None, table, vocab_size=9, page_size=PAGE_SIZE)
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
+graphs = DecodeGraphs(None, None, inputs, 9)
 order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()
 long, short = [order.pop() for _ in range(17)], [order.pop() for _ in range(3)]
 beginnings = [short, long, [], long, short, long, [], long]

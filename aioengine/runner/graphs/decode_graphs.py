@@ -16,7 +16,7 @@ Shape letters: R rows of a step, B rows of its graph, D model size, P pages of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model
     from aioengine.runner.graphs.cascade import Cascade
     from aioengine.runner.graphs.spread import Spread
-    from aioengine.runner.inputs import StepRows
-    from aioengine.runner.rows import RowTable, SampledRows
+    from aioengine.runner.inputs import InputBuilder, StepRows
+    from aioengine.runner.rows import SampledRows
 
     Ints = npt.NDArray[np.int32]
 
@@ -137,14 +137,15 @@ class DecodeStep:
 class DecodeGraphs:
     """The graphs of a model that read one table of requests."""
 
-    def __init__(
-        self, model: Model, attention: CapturableAttention, table: RowTable, *, vocab_size: int, page_size: int
-    ) -> None:
+    def __init__(self, model: Model, attention: CapturableAttention, inputs: InputBuilder, vocab_size: int) -> None:
+        """``inputs``: of the steps without graphs, whose table, page size and states these have."""
+        table = inputs.table
+        self._states = inputs.states
         self._model = model
         self._attention = attention
         self._table = table
         self._vocab_size = vocab_size
-        self._page_size = page_size
+        self._page_size = inputs.page_size
         self._last_tokens = table.last_tokens
         self._device = table.last_tokens.device
         self._graphs: dict[int, _Graph] = {}
@@ -214,7 +215,8 @@ class DecodeGraphs:
             return False
         num_tokens = int(rows.token_ends[-1])
         if rows.known_ids.size:
-            is_small = num_tokens <= self.max_rows and not self._model.input_spec.rows
+            spec = self._model.input_spec
+            is_small = num_tokens <= self.max_rows and not spec.rows and not spec.states
             return is_small and bool(self._table.num_with_grammar) and can_spread(rows)
         return num_tokens == num_rows and bool(rows.samples.all())
 
@@ -381,6 +383,9 @@ class DecodeGraphs:
             """Hidden states [B, D] and logits [B, V]; writes ``token_ids`` [B]."""
             last_tokens = self._last_tokens.index_select(0, columns[0])
             inputs = model_inputs(self._model, last_tokens, columns[1], rows=rows, adapters=adapters)
+            if self._states is not None:  # a row that pads the graph writes to the padding page
+                states = self._states.of_graph(columns[0], columns[1], columns[2] < self._page_size)
+                inputs = replace(inputs, states=states)
             hidden = self._model.forward(inputs, attention)
             logits = self._model.compute_logits(hidden)
             kernels.sample(logits, Draws(columns[5:]), token_ids, remembered)

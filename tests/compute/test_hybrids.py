@@ -1,0 +1,198 @@
+"""Models with states beside pages, in fp32 on small random weights, against transformers and in a runner."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3NextConfig
+
+from aioengine.config import EngineConfig, ModelConfig
+from aioengine.machine import DeviceFacts
+from aioengine.model_folder import find_facts
+from aioengine.resolve import resolve
+from aioengine.runner.device_memory import Demand, PoolBudget, fit_states
+from tests.compute.runner_world import World
+from tests.compute.stepping import Request, Stepper
+from tests.compute.test_families import pair
+from tests.kit.settings import small_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from transformers import PreTrainedConfig
+
+NUM_TOKENS = 70
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "num_experts": 0,
+}
+CASES: dict[str, dict[str, object]] = {
+    "every fourth layer has attention": {},
+    "other layers, filters and rotations": {
+        "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 3,
+        "linear_num_key_heads": 4,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    },
+}
+
+
+def make_config(**changes: object) -> PreTrainedConfig:
+    make: Callable[..., PreTrainedConfig] = Qwen3NextConfig
+    return make(**{**SIZES, **changes})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(case: str) -> None:
+    theirs, ours = pair(make_config(**CASES[case]), max_positions=128)
+    token_ids = torch.randint(0, 96, (NUM_TOKENS,))
+    expected = theirs(token_ids.unsqueeze(0)).logits[0]
+    whole = Stepper(ours).run(token_ids.tolist(), [NUM_TOKENS])
+    # in blocks and token after token, transformers' own logits differ by as much
+    torch.testing.assert_close(whole, expected, atol=5e-4, rtol=1e-4)
+    assert torch.equal(whole.argmax(-1), expected.argmax(-1))
+    for page_size, chunks in ((16, [1] * 9), (4, [3] * 20), (1, [7] * 10)):
+        logits = Stepper(ours, page_size=page_size).run(token_ids.tolist(), chunks)
+        assert torch.equal(logits, whole), chunks
+
+
+def test_bits_do_not_depend_on_the_other_rows() -> None:
+    _, ours = pair(make_config(), max_positions=128)
+    texts = [torch.randint(0, 96, (count,)).tolist() for count in (30, 9, 1, 17)]
+    alone = [Stepper(ours).run(text, [len(text)]) for text in texts]
+    stepper = Stepper(ours)
+    requests = [Request(text) for text in texts]
+    while any(request.num_computed < len(request.token_ids) for request in requests):
+        rows = [
+            (request, min(4 + place, len(request.token_ids) - request.num_computed))
+            for place, request in enumerate(requests)
+        ]
+        stepper.step([(request, count) for request, count in rows if count])
+    for request, expected in zip(requests, alone, strict=True):
+        assert torch.equal(torch.stack(request.logits), expected)
+
+
+PROMPTS = [random.Random(i).choices(range(1, 96), k=length) for i, length in enumerate((1, 5, 19, 33, 64))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(7)
+    folder = tmp_path_factory.mktemp("hybrid")
+    model = AutoModelForCausalLM.from_config(make_config()).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    """transformers' greedy tokens for PROMPTS."""
+    model = cast("Any", AutoModelForCausalLM.from_pretrained(folder))
+    return [
+        model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+
+
+def make_world(folder: Path, **changes: object) -> World:
+    """An engine of this model, whose settings are those of ``resolve`` and ``changes``."""
+    sizes = {"page_size": 4, "num_pages": 256, "max_running": 8, "chunk_tokens": 512, **changes}
+    settings = small_settings(
+        path=str(folder), load_format="auto", context_length=128, vocab_size=96, prefix_cache=False, **sizes
+    )
+    return World(settings)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "chunk_tokens", "depth", "max_running"), [(1, 9, 0, 8), (4, 512, 1, 3), (16, 32, 0, 2)]
+)
+def test_requests_share_a_runner_and_slots_are_used_again(
+    page_size: int, chunk_tokens: int, depth: int, max_running: int, folder: Path, expected: list[list[int]]
+) -> None:
+    world = make_world(
+        folder,
+        page_size=page_size,
+        num_pages=1024 // page_size,
+        chunk_tokens=chunk_tokens,
+        depth=depth,
+        max_running=max_running,
+    )
+    assert world.answers(PROMPTS) == expected
+    assert [world.answers([prompt])[0] for prompt in PROMPTS] == expected
+    assert set(world.num_cached.values()) == {0}
+
+
+def test_preempted_requests_begin_again(folder: Path) -> None:
+    expected = make_world(folder).answers(PROMPTS[2:], max_new_tokens=40)
+    for depth in (0, 1):
+        world = make_world(folder, num_pages=34, depth=depth)
+        assert world.answers(PROMPTS[2:] * 2, max_new_tokens=40) == expected * 2
+        assert world.num_preemptions > 0
+
+
+def test_numbers_that_are_not_finite_do_not_reach_the_next_request_of_a_slot(
+    folder: Path, expected: list[list[int]]
+) -> None:
+    world = make_world(folder)
+    states = world.runner._inputs.states
+    assert states is not None
+    for tensor in states.tensors:
+        tensor.fill_(torch.nan)
+    assert world.answers(PROMPTS) == expected
+
+
+def test_a_request_goes_on_behind_the_tokens_that_it_gave(folder: Path, expected: list[list[int]]) -> None:
+    world = make_world(folder)
+    again = world.answers([[*prompt, *answer[:5]] for prompt, answer in zip(PROMPTS, expected, strict=True)])
+    assert [answer[:7] for answer in again] == [answer[5:] for answer in expected]
+
+
+def test_there_are_as_many_slots_as_the_memory_has_room_for() -> None:
+    demand = Demand(num_pages=None, page_size=4, bytes_per_token=1, context_length=8, max_tokens=100)
+    budget = PoolBudget(free_bytes=3000, usable_bytes=2000, explanation="3000 bytes are free")
+    assert fit_states(50, 100, demand, budget) == (
+        9,
+        PoolBudget(2000, 1000, "3000 bytes are free; the states of 9 requests take 0 MiB"),
+    )
+    assert fit_states(3, 100, demand, budget)[0] == 3
+    given = dataclasses.replace(demand, num_pages=500)
+    assert fit_states(50, 100, given, budget)[0] == 9
+    with pytest.raises(ValueError, match=r"states of a request.*Lower max_total_tokens"):
+        fit_states(50, 600, demand, budget)
+
+
+def test_an_engine_runs_as_many_requests_as_have_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.runner.build.fit_states", lambda wanted, size, demand, budget: (2, budget))
+    world = make_world(folder)
+    assert world.runner.facts["max_running_requests"] == 2
+
+
+def test_no_prefix_is_reused(folder: Path) -> None:
+    facts = find_facts(ModelConfig(path=str(folder)))
+    assert facts.keeps_states
+    settings = resolve(
+        EngineConfig(model=ModelConfig(tokenizer=False)),
+        facts,
+        DeviceFacts(num_gpus=0, num_threads=1, drawn_seed=0, cpu_bfloat16=False),
+    )
+    assert not settings.scheduler.prefix_cache
