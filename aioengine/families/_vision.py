@@ -27,7 +27,14 @@ TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "max_position_embeddings": 2048,
-    }
+    },
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    },
 }
 """Fields of text models that files on the hub leave out, by model type: the values of transformers."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aioengine.families._config import DecoderConfig
+
+
+PARTS: Final = "embed_in", "layers", "final_layer_norm"
+"""Files of a model without its head name them so."""
 
 
 class Config(FamilyConfig, frozen=True, kw_only=True):
@@ -36,7 +40,7 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
         decoder,
         names=TensorNames(embedding="gpt_neox.embed_in", layers="gpt_neox.layers", norm="gpt_neox.final_layer_norm"),
         prefix="gpt_neox.",
-        renamed=(("embed_out.", "lm_head."),),
+        renamed=(("embed_out.", "lm_head."), *((f"{name}.", f"gpt_neox.{name}.") for name in PARTS)),
         norm=NormConfig(kind="layer", has_bias=True),
         block=BlockConfig(attention="attention.", is_parallel=found.use_parallel_residual),
         attention=AttentionConfig(

@@ -1,4 +1,4 @@
-"""Granite 3 and 4, dense."""
+"""Granite 3, dense."""
 
 from __future__ import annotations
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from aioengine import models
+from aioengine.config import ModelConfig
 from aioengine.families import phi3
-from aioengine.families._config import RopeConfig
+from aioengine.families._config import RopeConfig, as_embedder
 from aioengine.layers.rope import RotaryEmbedding
+from aioengine.model_folder import find_facts
+from aioengine.runner import weights
 from tests.compute.stepping import Stepper, options
-from tests.kit.decoders import CASES, config_of, random_model
+from tests.kit.decoders import CASES, ONE_OF_EACH, config_of, random_model
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from aioengine.models._base import Model
@@ -47,6 +53,24 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str) -> None:
         logits = Stepper(ours, page_size=page_size).run(token_ids.tolist(), chunks)
         torch.testing.assert_close(logits, expected, atol=3e-5, rtol=1e-5)
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("model_type", ONE_OF_EACH)
+def test_folders_of_transformers_are_loaded(model_type: str, tmp_path: Path) -> None:
+    """Their names of tensors, for a model with its head and for one without."""
+    theirs = random_model(config_of(ONE_OF_EACH[model_type]))
+    token_ids = torch.randint(0, 96, (20,))
+    for name, model in (("whole", theirs), ("headless", theirs.base_model)):
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        raw = json.loads((folder / "config.json").read_text())
+        facts = find_facts(ModelConfig(path=str(folder)))
+        ours = models.build(as_embedder(raw) if facts.task == "embed" else raw, options(max_positions=64))
+        weights.load(ours, folder, load_format="auto", seed=0, report=lambda *_: None)
+        expected = model(token_ids.unsqueeze(0))
+        expected = expected.logits if facts.task == "generate" else expected.last_hidden_state
+        found = Stepper(ours).run(token_ids.tolist(), [20])
+        torch.testing.assert_close(found, expected[0], atol=3e-5, rtol=1e-5)
 
 
 def test_dynamic_scaling_beyond_the_trained_length_is_that_of_generation() -> None:

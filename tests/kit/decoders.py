@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-SIZES = {
+Fields = dict[str, object]
+
+SIZES: Fields = {
     "vocab_size": 96,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -29,14 +31,16 @@ _RENAMED = {
         "num_hidden_layers": "n_layer",
         "num_attention_heads": "n_head",
         "num_key_value_heads": "",
+        "head_dim": "",
         "max_position_embeddings": "n_positions",
     },
-    "gpt_neox": {"num_key_value_heads": ""},
-    "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
+    "gpt_neox": {"num_key_value_heads": "", "head_dim": ""},
+    "phi": {"head_dim": ""},
+    "starcoder2": {"head_dim": ""},
+    "stablelm": {"head_dim": ""},
+    "falcon": {"head_dim": "", "num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
 }
 """What families call the fields; "": they have none."""
-
-Fields = dict[str, object]
 
 
 def rope(rope_type: str, **parameters: object) -> Fields:
@@ -149,7 +153,8 @@ CASES: dict[str, tuple[str, Fields]] = {
         "stablelm",
         {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
     ),
-    "phi": ("phi", {"num_key_value_heads": 6}),
+    "phi": ("phi", {"num_key_value_heads": None}),
+    "phi kv heads": ("phi", {}),
     "phi head norms": ("phi", {"qk_layernorm": True, "partial_rotary_factor": 0.25, **rope("linear")}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox one after the other": (
@@ -169,16 +174,24 @@ CASES: dict[str, tuple[str, Fields]] = {
 }
 """Name -> model type, and the fields that differ from ``SIZES``."""
 
+HEADS_OF_64: Fields = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
+"""Sizes that every attention backend of a GPU has kernels for, as changes for ``config_of``."""
+
 ONE_OF_EACH = {model_type: name for name, (model_type, _) in reversed(CASES.items())}
 """Model type -> its first case."""
 
 
 def config_of(case: str, **changes: object) -> PreTrainedConfig:
-    """The config of a case, with other values of some fields."""
+    """The config of a case, with other values of some fields, which are named as in ``SIZES``."""
     model_type, differences = CASES[case]
+    return AutoConfig.for_model(
+        model_type, **{**_named(model_type, SIZES), **differences, **_named(model_type, changes)}
+    )
+
+
+def _named(model_type: str, fields: Fields) -> Fields:
     names = _RENAMED.get(model_type, {})
-    sizes = {names.get(name, name): value for name, value in SIZES.items() if names.get(name, name)}
-    return AutoConfig.for_model(model_type, **{**sizes, **differences, **changes})
+    return {names.get(name, name): value for name, value in fields.items() if names.get(name, name)}
 
 
 def random_model(config: PreTrainedConfig, *, seed: int = 1) -> PreTrainedModel:
