@@ -18,6 +18,7 @@ from aioengine.runner.device_memory import Demand, PoolBudget, fit_states
 from tests.compute.runner_world import World
 from tests.compute.stepping import Request, Stepper
 from tests.compute.test_families import pair
+from tests.kit.hybrid_models import save_hybrid
 from tests.kit.settings import small_settings
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedConfig
+
+    from aioengine.config import Settings
 
 NUM_TOKENS = 70
 SIZES = {
@@ -95,13 +98,7 @@ PROMPTS = [random.Random(i).choices(range(1, 96), k=length) for i, length in enu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(7)
-    folder = tmp_path_factory.mktemp("hybrid")
-    model = AutoModelForCausalLM.from_config(make_config()).eval()
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return folder
+    return save_hybrid(make_config(), tmp_path_factory.mktemp("hybrid"))
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +111,16 @@ def expected(folder: Path) -> list[list[int]]:
     ]
 
 
-def make_world(folder: Path, **changes: object) -> World:
-    """An engine of this model, whose settings are those of ``resolve`` and ``changes``."""
+def make_settings(folder: Path, **changes: object) -> Settings:
+    """Of an engine of this model, without the prefix cache, as ``resolve`` makes them, and with ``changes``."""
     sizes = {"page_size": 4, "num_pages": 256, "max_running": 8, "chunk_tokens": 512, **changes}
-    settings = small_settings(
+    return small_settings(
         path=str(folder), load_format="auto", context_length=128, vocab_size=96, prefix_cache=False, **sizes
     )
-    return World(settings)
+
+
+def make_world(folder: Path, **changes: object) -> World:
+    return World(make_settings(folder, **changes))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,157 @@
+"""Models with states beside pages: kernels against plain torch, and tokens of the runner against those on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+
+from aioengine.kernels import causal_conv, gated_delta, gated_rms_norm
+from aioengine.kernels.delta_gates import DeltaGates
+from aioengine.kernels.state_rows import StateRows
+from aioengine.layers.states import token_blocks
+from tests.compute.runner_world import World
+from tests.compute.test_hybrids import make_config, make_settings
+from tests.kit.hybrid_models import save_hybrid
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMPTS = [[(7 * i + 3 * j) % 95 + 1 for j in range(1 + 9 * i)] for i in range(10)]
+"""Some longer than a block of tokens, and longer than a step."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hybrid(make_config(head_dim=64), tmp_path_factory.mktemp("hybrid"))
+
+
+def run(folder: Path, *, device: str, **changes: object) -> list[list[int]]:
+    settings = make_settings(folder, page_size=16, num_pages=128, chunk_tokens=70, **changes)
+    runner = msgspec.structs.replace(settings.runner, device=device)
+    world = World(msgspec.structs.replace(settings, runner=runner))
+    answers = world.answers(PROMPTS, max_new_tokens=24)
+    world.runner.close()
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("graphs", "depth", "backend", "is_invariant"),
+    [(0, 0, "torch", False), (8, 1, "triton", False), (3, 1, "triton", True), (0, 1, "triton", True)],
+)
+def test_greedy_tokens_in_fp32_are_those_on_the_cpu(
+    folder: Path, graphs: int, depth: int, backend: str, is_invariant: bool
+) -> None:
+    expected = run(folder, device="cpu")
+    for max_running in (8, 3):
+        found = run(
+            folder,
+            device="cuda",
+            depth=depth,
+            attention_backend=backend,
+            batch_invariant=is_invariant,
+            cuda_graph_max_rows=min(graphs, max_running),
+            max_running=max_running,
+        )
+        assert found == expected
+
+
+def test_preempted_requests_begin_again(folder: Path) -> None:
+    settings = make_settings(folder, num_pages=34, depth=1)
+    runner = msgspec.structs.replace(settings.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=8)
+    prompts = [PROMPTS[3], PROMPTS[4], PROMPTS[6]] * 2
+    world = World(msgspec.structs.replace(settings, runner=runner))
+    found = world.answers(prompts, max_new_tokens=40)
+    assert world.num_preemptions > 0
+    world.runner.close()
+    assert found == World(make_settings(folder)).answers(prompts, max_new_tokens=40)
+
+
+class Layer:
+    """Inputs and a pool of the sizes of Qwen3-Next, with NaN in the slots."""
+
+    def __init__(self, counts: list[int], starts: list[int], dtype: torch.dtype) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            """[*shape]."""
+            return torch.randn(shape, device="cuda", generator=generator)
+
+        num_tokens, num_slots = sum(counts), len(counts) + 1
+        blocks = None if max(counts) == 1 else torch.from_numpy(token_blocks(torch.tensor(counts).numpy())).cuda()
+        slots = torch.randperm(num_slots, device="cuda", generator=generator)[: len(counts)]
+        self.rows = StateRows(
+            slots, torch.tensor(starts, device="cuda"), torch.tensor(counts, device="cuda").cumsum(0), blocks
+        )
+        self.x = random(num_tokens, 12288 + 64).to(dtype)
+        self.given, self.output_gates, scores, steps = self.x.split([8192, 4096, 32, 32], dim=1)
+        self.weight = (random(8192, 4) / 2).to(dtype)
+        self.norm = random(128).to(dtype)
+        self.gates = DeltaGates(steps=steps, scores=scores, log_rate=random(32), bias=random(32))
+        self.inputs = random(num_slots, 3, 8192).to(dtype)
+        self.matrices = random(num_slots, 32, 128, 128) / 8
+        for slot, start in zip(slots.tolist(), starts, strict=True):
+            if start == 0:
+                self.inputs[slot], self.matrices[slot] = torch.nan, torch.nan
+
+    def run(self, *, is_reference: bool, in_blocks: bool) -> list[torch.Tensor]:
+        """Channels, outputs, normed outputs, and both states [N, ...] without the slots that no row has."""
+        inputs, matrices, rows = self.inputs.clone(), self.matrices.clone(), self.rows
+        if is_reference:
+            channels = causal_conv.reference(self.given, self.weight, inputs, rows)
+            outputs = gated_delta.reference(channels, self.gates, matrices, rows)
+            norm = gated_rms_norm.reference
+        else:
+            channels = causal_conv.causal_conv(self.given, self.weight, inputs, rows)
+            outputs = gated_delta.gated_delta(channels, self.gates, matrices, rows, in_blocks=in_blocks)
+            norm = gated_rms_norm.gated_rms_norm
+        normed = norm(outputs, self.output_gates, self.norm, torch.tensor(1e-6, device="cuda"))
+        return [channels, outputs, normed, inputs[rows.slots], matrices[rows.slots]]
+
+
+STEPS = [
+    ([1] * 5, [3, 0, 9, 700, 1]),
+    ([200, 1, 31, 64, 32, 2], [0, 5, 0, 128, 7, 1]),
+    ([65, 300], [3, 0]),
+]
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("counts", "starts"), STEPS)
+def test_kernels_of_states_do_what_plain_torch_does(
+    counts: list[int], starts: list[int], dtype: torch.dtype, in_blocks: bool
+) -> None:
+    layer = Layer(counts, starts, dtype)
+    tolerance = 2e-4 if dtype == torch.float32 else 3e-2
+    found = layer.run(is_reference=False, in_blocks=in_blocks)
+    for ours, expected in zip(found, layer.run(is_reference=True, in_blocks=False), strict=True):
+        torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_blocks_a_token_has_the_same_bits_in_any_chunk(dtype: torch.dtype) -> None:
+    layer = Layer([150], [0], dtype)
+    whole = layer.run(is_reference=False, in_blocks=False)
+    inputs, matrices = layer.inputs.clone(), layer.matrices.clone()
+    start, slot = 0, layer.rows.slots
+    for count in (1, 70, 3, 1, 75):
+        part = slice(start, start + count)
+        counts = torch.tensor([count])
+        blocks = None if count == 1 else torch.from_numpy(token_blocks(counts.numpy())).cuda()
+        rows = StateRows(slot, torch.tensor([start], device="cuda"), counts.cuda(), blocks)
+        gates = DeltaGates(
+            steps=layer.gates.steps[part],
+            scores=layer.gates.scores[part],
+            log_rate=layer.gates.log_rate,
+            bias=layer.gates.bias,
+        )
+        channels = causal_conv.causal_conv(layer.given[part], layer.weight, inputs, rows)
+        outputs = gated_delta.gated_delta(channels, gates, matrices, rows)
+        assert torch.equal(channels, whole[0][part])
+        assert torch.equal(outputs, whole[1][part])
+        start += count
+    assert torch.equal(inputs[slot], whole[3])
+    assert torch.equal(matrices[slot], whole[4])
