@@ -1,0 +1,228 @@
+"""Latent attention on a GPU: kernels against torch and against themselves in other batches, a model against
+transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+
+from aioengine import models
+from aioengine.attention._base import AttentionShape, kv_pool_shape
+from aioengine.attention.torch import TorchAttention
+from aioengine.kernels import head_linear, latent_heads
+from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.models._base import ModelOptions
+from aioengine.protocol.messages import Sampling
+from aioengine.runner import weights
+from aioengine.runner.graphs.piece_graphs import PieceGraphs
+from aioengine.runner.inputs import model_inputs
+from tests.compute.runner_world import World, make_settings, save_model
+from tests.compute.stepping import make_batch, make_inputs, write_and_attend
+from tests.gpu import test_attention
+from tests.gpu.test_batch_invariance import LENGTH, LONG, LONG_WAYS, WAYS, positions_of
+from tests.gpu.test_model_runner import PROMPTS, greedy, load, on_device, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGE_SIZE = 16
+ROWS = test_attention.ROWS
+SIZES = [(16, 512, 64), (128, 512, 64), (20, 256, 32), (4, 48, 16)]
+"""Heads, values and the rest of keys."""
+
+
+def shape_of(num_heads: int, value_size: int, more: int, *, num_layers: int = 1) -> AttentionShape:
+    return AttentionShape(
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_size=value_size + more,
+        scale=192**-0.5,
+        value_size=value_size,
+    )
+
+
+def some_heads(shape: AttentionShape, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q [T, H, E], k [T, 1, E] and v [T, 1, V] in one piece of memory, as models give them."""
+    heads = torch.randn(num_tokens, shape.num_heads + 1, shape.head_size, device="cuda", dtype=dtype)
+    q, k = heads.split((shape.num_heads, 1), dim=1)
+    return q, k, k[..., : shape.value_size]
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_attention_against_torch(sizes: tuple[int, int, int], rows: list[tuple[int, int]]) -> None:
+    from aioengine.attention.triton import TritonAttention
+
+    shape = shape_of(*sizes, num_layers=2)
+    size = kv_pool_shape(shape, num_pages=test_attention.NUM_PAGES, page_size=PAGE_SIZE)
+    for dtype, error in ((torch.bfloat16, 1e-2), (torch.float32, 1e-5)):
+        pool = torch.randn(size, device="cuda", dtype=dtype)
+        expected_pool = pool.float()
+        batch = test_attention.make_batch(rows)
+        q, k, v = some_heads(shape, len(batch.slot_mapping), dtype)
+        backend, reference = TritonAttention(shape, pool), TorchAttention(shape, expected_pool)
+        backend.prepare(batch)
+        reference.prepare(replace(batch))
+        for layer in range(2):
+            found = write_and_attend(backend, q, k, v, layer)
+            expected = write_and_attend(reference, q.float(), k.float(), v.float(), layer)
+            assert torch.equal(pool[layer].float(), expected_pool[layer]), "keys in their slots"
+            assert float((found.float() - expected).norm() / expected.norm()) < error
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "length"),
+    [
+        ((16, 512, 64), torch.bfloat16, LENGTH),
+        ((128, 512, 64), torch.bfloat16, LENGTH),
+        ((6, 128, 32), torch.float32, LENGTH),
+        ((16, 512, 64), torch.bfloat16, LONG),
+    ],
+)
+def test_bits_do_not_depend_on_the_batch(sizes: tuple[int, int, int], dtype: torch.dtype, length: int) -> None:
+    from aioengine.attention.triton import TritonAttention
+
+    shape = shape_of(*sizes)
+    num_pages = length // PAGE_SIZE + 10
+    pool = torch.randn(kv_pool_shape(shape, num_pages=num_pages, page_size=PAGE_SIZE), device="cuda", dtype=dtype)
+    q, k, v = some_heads(shape, length, dtype)
+    table = (torch.randperm(num_pages - 1) + 1).tolist()
+    attention = TritonAttention(shape, pool)
+
+    def attended(rows: list[tuple[int, int]]) -> torch.Tensor:
+        batch = on_device(make_batch(rows, [table] * len(rows), PAGE_SIZE), torch.device("cuda"))
+        chosen = positions_of(rows)
+        attention.prepare(batch)
+        heads = torch.cat((q, k), dim=1)[chosen]
+        return write_and_attend(attention, heads[:, :-1], heads[:, -1:], v[chosen], 0)
+
+    whole = attended([(0, length)]).clone()
+    for way, rows in (WAYS if length == LENGTH else LONG_WAYS).items():
+        expected = torch.cat([whole[start : start + count] for start, count in rows])
+        assert torch.equal(attended(rows), expected), way
+
+
+@pytest.mark.parametrize(("num_heads", "value_size", "more"), [(16, 512, 64), (20, 48, 24)])
+def test_heads_and_their_matmuls_against_torch(num_heads: int, value_size: int, more: int) -> None:
+    dtype = torch.bfloat16
+    for num_tokens in (1, 33):
+        q = torch.randn(num_tokens, num_heads * (64 + more) + value_size + more, device="cuda", dtype=dtype)
+        q, latents = q.tensor_split((num_heads * (64 + more),), dim=1)
+        q = q.unflatten(1, (num_heads, -1))
+        norm = torch.randn(value_size, device="cuda", dtype=dtype), torch.tensor(1e-6, device="cuda")
+        angles = torch.randn(num_tokens, 1, more // 2, device="cuda")
+        tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+        found, expected = torch.zeros(2, num_tokens, num_heads + 1, value_size + more, device="cuda", dtype=dtype)
+        keys = torch.zeros(5, 1, PAGE_SIZE, value_size + more, device="cuda", dtype=dtype)
+        slots = torch.randperm(5 * PAGE_SIZE, device="cuda")[:num_tokens]
+        target = KVTarget(slots, keys, keys[..., :value_size])
+        latent_heads.latent_heads(q, latents, found, norm=norm, tables=tables, target=target)
+        latent_heads.reference(q, latents, expected, norm=norm, tables=tables)
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+        assert torch.equal(keys.view(-1, value_size + more)[slots], found[:, -1])
+        weight = torch.randn(num_heads, 96, value_size, device="cuda", dtype=dtype) * 0.1
+        for part, x in ((weight[:, :64], q[..., :64]), (weight[:, 64:].transpose(1, 2), found[:, :-1, :value_size])):
+            outs = torch.zeros(3, num_tokens, num_heads + 1, part.shape[2], device="cuda", dtype=dtype)
+            for out, invariant in zip(outs[:2], (False, True), strict=True):
+                head_linear.prepare(part, batch_invariant=invariant)(x, out[:, :-1])
+            wide = torch.einsum("thi,hio->tho", x.float(), part.float())
+            for out in outs[:2]:
+                assert float((out[:, :-1].float() - wide).norm() / wide.norm()) < 1e-2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    folder = tmp_path_factory.mktemp("youtu")
+    save_model("youtu", folder, dtype=torch.bfloat16, kv_lora_rank=64, qk_rope_head_dim=16)
+    return folder, load(folder, torch.float32)
+
+
+@pytest.mark.parametrize(("graphs", "backend"), [(0, "torch"), (0, "triton"), (16, "triton")])
+def test_greedy_in_fp32_equals_transformers(model: tuple[Path, torch.nn.Module], graphs: int, backend: str) -> None:
+    folder, reference = model
+    expected: list[list[int]] = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device="cuda")
+        out = reference.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0, use_cache=True)
+        expected.append(out[0, len(prompt) :].tolist())
+    assert run(folder, greedy(), depth=1, graphs=graphs, backend=backend, dtype="float32") == expected
+
+
+def test_logits_in_bf16_are_as_near_as_those_of_transformers(model: tuple[Path, torch.nn.Module]) -> None:
+    from aioengine.attention.triton import TritonAttention
+
+    folder, reference = model
+    rounded, device = load(folder, torch.bfloat16), torch.device("cuda")
+    config = json.loads((folder / "config.json").read_bytes())
+    ours = models.build(config, ModelOptions(dtype=torch.bfloat16, device=device, max_positions=256))
+    weights.load(ours, folder, load_format="auto", seed=0, report=lambda *_: None)
+    pool = torch.zeros(kv_pool_shape(ours.attention_shape, num_pages=32, page_size=16), device=device)
+    attention = TritonAttention(ours.attention_shape, pool.bfloat16())
+    our_error, their_error = 0.0, 0.0
+    for prompt in PROMPTS:
+        attention.prepare(on_device(make_batch([(0, len(prompt))], [list(range(1, 9))], 16), device))
+        ids = torch.tensor(prompt, device=device)
+        inputs = model_inputs(ours, ids, torch.arange(len(prompt), device=device))
+        found = ours.compute_logits(ours.forward(inputs, attention)).float()
+        exact = reference(ids[None]).logits[0]
+        our_error += float((found - exact).square().sum())
+        their_error += float((rounded(ids[None]).logits[0].float() - exact).square().sum())
+    assert our_error**0.5 < 1.5 * their_error**0.5
+
+
+@pytest.mark.parametrize("rows", [[(40, 1), (100, 1), (16, 30), (0, 200), (0, 77)], [(0, 2)] * 32])
+def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], rows: list[tuple[int, int]]) -> None:
+    """A padded step in pieces gives the bits of the same step without graphs."""
+    from aioengine.attention.triton import TritonAttention
+
+    device = torch.device("cuda")
+    config = json.loads((model[0] / "config.json").read_bytes())
+    options = ModelOptions(dtype=torch.bfloat16, device=device, max_positions=256, batch_invariant=True)
+    ours = models.build(config, options)
+    weights.load(ours, model[0], load_format="auto", seed=0, report=lambda *_: None)
+    shape = kv_pool_shape(ours.attention_shape, num_pages=17 * len(rows) + 1, page_size=16)
+    pool = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    pool[:, :, 0] = 0
+    attention = TritonAttention(ours.attention_shape, pool)
+    graphs = PieceGraphs(ours, attention, list(pool), max_rows=33)
+    graphs.capture(610, lambda *_: None)
+    tables = [list(range(1 + 17 * row, 18 + 17 * row)) for row in range(len(rows))]
+    batch, inputs = on_device(make_batch(rows, tables, 16), device), on_device(make_inputs(ours, rows), device)
+    before = pool.clone()
+    attention.prepare(batch)
+    expected = ours.forward(inputs, attention)
+    expected_pool = pool[:, :, 1:].clone()
+    pool.copy_(before)
+    assert torch.equal(graphs.replay(inputs, batch), expected)
+    assert torch.equal(pool[:, :, 1:], expected_pool)
+
+
+def test_tokens_in_deterministic_mode(model: tuple[Path, torch.nn.Module]) -> None:
+    """Alone; together, from the prefix cache, in small chunks, without graphs, and with too few pages for all."""
+    samplings = [Sampling(i, temperature=0.0 if i % 4 == 0 else 1.0) for i in range(len(PROMPTS))]
+
+    def world(*, graphs: int = 16, chunk_tokens: int = 512, num_pages: int = 256) -> World:
+        settings = make_settings(
+            model[0], dtype="bfloat16", depth=1, page_size=16, chunk_tokens=chunk_tokens, num_pages=num_pages
+        )
+        runner = msgspec.structs.replace(
+            settings.runner, device="cuda", attention_backend="triton", batch_invariant=True, cuda_graph_max_rows=graphs
+        )
+        return World(msgspec.structs.replace(settings, runner=runner))
+
+    plain = world()
+    pairs = zip(PROMPTS, samplings, strict=True)
+    alone = [plain.answers([prompt], [sampling], max_new_tokens=24)[0] for prompt, sampling in pairs]
+    assert plain.answers(PROMPTS, samplings, max_new_tokens=24) == alone
+    plain.runner.close()
+    for changes in ({"chunk_tokens": 24}, {"graphs": 0}, {"num_pages": 40}):
+        other = world(**changes)
+        assert other.answers(PROMPTS, samplings, max_new_tokens=24) == alone, changes
+        other.runner.close()
