@@ -36,7 +36,8 @@ from aioengine.frontend.calls import Call, Calls
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.delivery import Router, SlowReaders
 from aioengine.frontend.encoder import Encoder, TextSizes
-from aioengine.frontend.image_prompts import prompt_images
+from aioengine.frontend.image_intake import ImageIntake
+from aioengine.frontend.image_prompts import PromptImages
 from aioengine.frontend.loaded_adapters import AdapterRules, LoadedAdapters
 from aioengine.frontend.outputs import Reader
 from aioengine.frontend.overload import Overload, QueueLimits, Reservation
@@ -44,7 +45,6 @@ from aioengine.frontend.pool_encoder import PoolEncoder
 from aioengine.frontend.requests import MAX_TIMEOUT_S
 from aioengine.frontend.sessions import Sessions
 from aioengine.frontend.submitter import PromptRules, RequestChecks
-from aioengine.media._base import ImageModel
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.supervision.processes import Processes
 from aioengine.supervision.tasks import post, runs_here
@@ -52,7 +52,6 @@ from aioengine.supervision.tasks import post, runs_here
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from aioengine.frontend.image_prompts import PromptImages
     from aioengine.frontend.outputs import CallOutput, Cursor
     from aioengine.frontend.requests import CallRequest
     from aioengine.protocol.messages import ToFrontend
@@ -64,7 +63,7 @@ STOP_TIMEOUT_S: Final = 5.0
 class Running(Struct, frozen=True, kw_only=True):
     """The parts of a started engine. ``facts``: reported by the scheduler process when it was ready.
 
-    ``images``: those of its prompts; None: the model takes text alone.
+    ``images``: prepares those of its prompts; None: the model takes text alone.
     """
 
     settings: Settings
@@ -78,7 +77,7 @@ class Running(Struct, frozen=True, kw_only=True):
     tokenizer: Tokenizer | None
     longest_token: int | None
     adapters: AdapterRules | None = None
-    images: ImageModel | None = None
+    images: ImageIntake | None = None
 
 
 class Frontend:
@@ -136,7 +135,7 @@ class Frontend:
             hidden_size=settings.model.hidden_size,
             max_hidden_state_bytes=parts.delivery.max_hidden_state_bytes,
         )
-        self.images = None if parts.images is None else prompt_images(parts.images, self._encoder)
+        self.images = None if parts.images is None else PromptImages(parts.images, self._encoder)
         self._checks = RequestChecks(rules, self._encoder, self.images)
         self._lifecycle = CallLifecycle(
             self._checks,

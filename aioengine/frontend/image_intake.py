@@ -46,11 +46,15 @@ if TYPE_CHECKING:
 
 NUM_READERS: Final = 4
 MAX_WORKERS: Final = 16
-MAX_KEPT_BYTES: Final = 1 << 30
+MAX_KEPT_BYTES: Final = 1 << 28
 """Of files that no request uses; the least recently used go first."""
 
-MAX_USED_BYTES: Final = 1 << 33
+MAX_USED_BYTES: Final = 1 << 31
 """Of files that requests use: beyond it, images of further prompts wait."""
+
+SHARED_MEMORY: Final = "/dev/shm"
+MIN_SHARED_BYTES: Final = 1 << 33
+"""Of shared memory that is free, for files to be there: much more than they take."""
 
 STAGE: Final = "image"
 
@@ -154,10 +158,12 @@ class ImageIntake:
     """Reads, prepares and keeps images. On the engine's loop, but for ``close``.
 
     Attributes:
-        files: by content, least recently used first.
+        model: whose images they are. files: by content, least recently used first.
     """
 
-    def __init__(self, model: ImageModel, num_workers: int) -> None:
+    def __init__(self, model: ImageModel, num_workers: int, *, is_for_gpu: bool = False) -> None:
+        """is_for_gpu: the model runs on a GPU, which resizes pictures faster."""
+        self.model = model
         self.files: OrderedDict[bytes, ImageFile] = OrderedDict()
         limits = self._limits = model.limits
         self._num_workers = min(MAX_WORKERS, num_workers)
@@ -188,6 +194,7 @@ class ImageIntake:
                 timeout_s=limits.timeout_s,
                 allows_private=limits.allow_private_urls,
                 num_workers=self._num_workers,
+                leaves_resizing=is_for_gpu,
             ),
             lambda: Path(self._place()),
         )
@@ -354,7 +361,7 @@ class ImageIntake:
         """The folder of the files. On a thread, one of which makes it."""
         with self._making_folder:
             if self._folder is None and not self._is_closed:
-                self._folder = PrivateDirectory(tempfile.gettempdir())
+                self._folder = PrivateDirectory(_base())
             if self._folder is None:
                 raise FileNotFoundError("the engine was shut down")
             return self._folder.path
@@ -380,6 +387,16 @@ class ImageIntake:
         if self._files_thread is None:
             self._files_thread = WorkerThread("aioengine-image-files")
         self._files_thread.submit(partial(Path(path).unlink, missing_ok=True))
+
+
+def _base() -> str:
+    """Where the folder of the files is: in memory where there is much of it, which spares a disk short-lived files."""
+    try:
+        shared = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return tempfile.gettempdir()
+    has_room = shared.f_bavail * shared.f_frsize >= MIN_SHARED_BYTES and os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
+    return SHARED_MEMORY if has_room else tempfile.gettempdir()
 
 
 def _error_of(end: JobEnd) -> ImageError:

@@ -91,8 +91,9 @@ class _Held:
 class PromptImages:
     """Prepares the images of prompts and puts them in place. On the loop, but for ``sources`` and ``close``."""
 
-    def __init__(self, model: ImageModel, encoder: Encoder | None, num_workers: int) -> None:
-        self.intake = ImageIntake(model, num_workers)
+    def __init__(self, intake: ImageIntake, encoder: Encoder | None) -> None:
+        model = intake.model
+        self.intake = intake
         self.placeholder_id = model.family.placeholder_id
         self._family = model.family
         self._max_images = model.limits.max_images_per_prompt
@@ -234,12 +235,12 @@ class PromptImages:
             self.intake.release(held.images)
 
 
-def prompt_images(model: ImageModel, encoder: Encoder | None) -> PromptImages:
+def start_intake(model: ImageModel, *, is_for_gpu: bool) -> ImageIntake:
     """For this machine: as many images are prepared at a time as it has cores, but for one.
 
-    The process that prepares them starts now, so that the first image need not wait for it.
+    The process that prepares them starts now, beside the others, so that the first image need not wait for it.
     """
-    images = PromptImages(model, encoder, max(1, num_threads() - 1))
+    intake = ImageIntake(model, max(1, num_threads() - 1), is_for_gpu=is_for_gpu)
     if _has_pillow():
-        images.intake.process.start()
-    return images
+        intake.process.start()
+    return intake

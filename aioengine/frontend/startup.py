@@ -23,6 +23,7 @@ from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors,
 from aioengine.frontend.callers import closed
 from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Running
+from aioengine.frontend.image_prompts import start_intake
 from aioengine.frontend.loaded_adapters import AdapterRules  # a field of a Struct
 from aioengine.frontend.progress import is_wanted
 from aioengine.logs import log, show_logs, warn_caller
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from aioengine.adapter_folder import AdapterFolder
     from aioengine.config import EngineConfig
+    from aioengine.frontend.image_intake import ImageIntake
     from aioengine.model_folder import ModelFacts
     from aioengine.protocol.messages import ToFrontend
     from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
@@ -246,11 +248,14 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
     inbox = _Inbox()
     thread = WorkerThread[Any]("aioengine-start", max_exit_s=_MAX_EXIT_S)
     processes: Processes | None = None
+    images: ImageIntake | None = None
     try:
         blueprint: Blueprint = await asyncio.wrap_future(thread.submit(prepare))
         show_logs(blueprint.settings.log_level)
         events = Events(inbox.on_messages, inbox.on_failure, on_progress)
         processes = blueprint.make_processes(events)
+        if blueprint.images is not None:
+            images = start_intake(blueprint.images, is_for_gpu=blueprint.settings.runner.device == "cuda")
         load = blueprint.load_tokenizer
         loading = None if load is None else asyncio.wrap_future(thread.submit(partial(_loaded, load)))
         if loading is not None:
@@ -263,10 +268,12 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         if warning := facts.get("warning"):
             warn_caller(str(warning), stacklevel=2)
         loaded = (None, None) if loading is None else await loading
-        frontend = Frontend(_running(blueprint, processes, facts, loaded))
+        frontend = Frontend(_running(blueprint, processes, facts, loaded, images=images))
         await _connect(inbox, frontend, events)
         _log_start(blueprint.settings, facts, time.monotonic() - began_at)
     except BaseException as error:
+        if images is not None:
+            images.close()
         if processes is not None:
             await _abandon(processes, error)
         raise
@@ -290,6 +297,8 @@ def _running(
     processes: Processes,
     facts: dict[str, object],
     loaded: tuple[Tokenizer, int | None] | tuple[None, None],
+    *,
+    images: ImageIntake | None,
 ) -> Running:
     """The parts of the engine, whose processes are ready. Raises EngineStartupError for ``facts`` that are wrong."""
     max_total_tokens = facts.get("max_total_tokens")
@@ -310,7 +319,7 @@ def _running(
         processes=processes,
         tokenizer=tokenizer,
         longest_token=longest,
-        images=blueprint.images,
+        images=images,
         adapters=blueprint.adapters,
     )
 

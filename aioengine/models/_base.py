@@ -170,7 +170,8 @@ class VisionModel(Protocol):
         """What the image processor of transformers gives for one image -> its features [N, (1 + K) * D].
 
         In place of ``pixel_values`` there may be ``pixels`` [..., C, height, width], which are bytes, not cut into
-        patches, with the ``table`` [C, 256] of their values.
+        patches, with the ``table`` [C, 256] of their values; and in place of these a ``picture`` that is not resized
+        yet, as ``models._image_pixels.resized`` takes it.
 
         The first D numbers stand for the embedding of the token, the others are for the first K layers.
 

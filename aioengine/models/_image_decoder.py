@@ -16,6 +16,7 @@ from aioengine.checkpoint import new_name
 from aioengine.layers.placement import Target
 from aioengine.models._base import InputSpec
 from aioengine.models._decoder import Decoder
+from aioengine.models._image_pixels import looked_up, resized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -72,6 +73,8 @@ class ImageDecoder(Decoder):
         for name, array in arrays.items():
             on_device = to_device(array, self._device)  # before the conversion, which a GPU does faster
             found[name] = on_device.to(self.dtype) if array.is_floating_point() else on_device
+        if "picture" in found:
+            found["pixels"] = resized(found, rows_first=bool(arrays["rows_first"]))
         if "pixels" in found and "table" in found:
             found["pixel_values"] = looked_up(found.pop("pixels"), found.pop("table"))
         return found
@@ -80,12 +83,6 @@ class ImageDecoder(Decoder):
         """See ``VisionModel``: pixels [1, 3, side, side], since every image has one size."""
         side = int(self._tower.config.vision_config.image_size)
         return {"pixels": torch.zeros(1, 3, side, side, dtype=torch.uint8), "table": torch.zeros(3, 256)}
-
-
-def looked_up(pixels: Tensor, table: Tensor) -> Tensor:
-    """Bytes [..., C, H, W] -> the values [..., C, H, W] that stand for them in the table [C, 256]."""
-    channels = pixels.view(-1, len(table), pixels.shape[-2] * pixels.shape[-1])
-    return table.expand(len(channels), -1, -1).gather(2, channels.long()).view(pixels.shape)
 
 
 def shapes_of(arrays: Mapping[str, Tensor]) -> str:

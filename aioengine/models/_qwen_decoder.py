@@ -48,33 +48,47 @@ class QwenVision(ImageDecoder):
     @torch.inference_mode()
     def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:
         """See ``VisionModel``: [M, (1 + K) * X]."""
-        given, grids = arrays.get("pixels", arrays.get("pixel_values")), arrays.get("image_grid_thw")
-        if given is None or grids is None or grids.shape != (1, 3):
+        grids = arrays.get("image_grid_thw")
+        if grids is None or grids.shape != (1, 3):
             message = f"pixel_values and image_grid_thw of one image are needed, not {shapes_of(arrays)}"
             raise ValueError(message)
         frames, height, width = grid = tuple(grids[0].tolist())
         vision, merge = self._vision, self._vision.spatial_merge_size
-        if "pixels" in arrays:
-            shape = (vision.in_channels, height * vision.patch_size, width * vision.patch_size)
-            is_whole = frames == 1 and "table" in arrays and arrays["table"].shape == (vision.in_channels, 256)
-        else:
-            shape = (frames * height * width, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
-            is_whole = True
-        if not is_whole or min(grid) < 1 or height % merge or width % merge or given.shape != shape:
+        values = self._values(arrays)
+        pixels_shape = vision.in_channels, height * vision.patch_size, width * vision.patch_size
+        is_whole = min(grid) > 0 and not (height % merge or width % merge)
+        if is_whole and values.shape == pixels_shape:
+            values = cut(values, size=vision.patch_size, merge=merge, frames=vision.temporal_patch_size)
+        patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        if not is_whole or values.shape != (frames * height * width, patch_values):
             message = f"pixel_values and image_grid_thw do not fit: {shapes_of(arrays)}, a grid of {grid}"
             raise ValueError(message)
-        values = self._inputs({name: array for name, array in arrays.items() if array is not grids})["pixel_values"]
-        if "pixels" in arrays:
-            values = cut(values, size=vision.patch_size, merge=merge, frames=vision.temporal_patch_size)
         return torch.cat(self._qwen_tower(values, (frames, height, width)), -1)
 
+    def _values(self, arrays: Mapping[str, Tensor]) -> Tensor:
+        """Of the image [C, height, width], or of its patches [N, values]. Raises ValueError."""
+        others = {name: array for name, array in arrays.items() if name != "image_grid_thw"}
+        try:
+            return self._inputs(others)["pixel_values"]
+        except (KeyError, IndexError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            message = f"these are no pixel_values of one image: {shapes_of(arrays)}: {error}"
+            raise ValueError(message) from error
+
     def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
-        """See ``VisionModel``: a square; pixels [C, height, width], their table [C, 256] and the grid [1, 3]."""
+        """See ``VisionModel``: a square, and the picture that it is made of, which has four times its pixels."""
         vision = self._vision
         side = max(math.isqrt(max_tokens), 1) * vision.spatial_merge_size
         size = side * vision.patch_size
+        starts, weights = torch.zeros(size, dtype=torch.int32), torch.zeros(size, 8, dtype=torch.int32)
         return {
-            "pixels": torch.zeros(vision.in_channels, size, size, dtype=torch.uint8),
+            "picture": torch.zeros(2 * size, 2 * size, vision.in_channels, dtype=torch.uint8),
+            "row_starts": starts,
+            "row_weights": weights,
+            "column_starts": starts,
+            "column_weights": weights,
+            "rows_first": torch.tensor([False]),
             "table": torch.zeros(vision.in_channels, 256),
             "image_grid_thw": torch.tensor([[1, side, side]]),
         }

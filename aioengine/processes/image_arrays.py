@@ -2,25 +2,34 @@
 
 A byte has 256 values: what rescaling and normalizing make of each is computed once, by the processor's own methods.
 Pixels stay bytes, and the device looks their values up in this table; it also cuts them into patches. So a file has an
-eighth of the bytes of what the processor gives. Channels are resized side by side.
+eighth of the bytes of what the processor gives. Channels are resized side by side, or all by the device.
 """
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
+
+from aioengine.processes import resampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from aioengine.processes.resampling import RowsFirst
 
 Found = TypeVar("Found")
 Bytes = npt.NDArray[np.uint8]
 
 _MIN_PIXELS = 1 << 16
 """Of an image whose channels are worth threads of their own."""
+
+MAX_SHRINKING = 4
+"""A picture with more than so many times the pixels of the result is not moved to the device, but resized first."""
 
 _channels = ThreadPoolExecutor(12, "channel")
 
@@ -82,6 +91,51 @@ def faster(kind: type[Any]) -> type[Any]:
             return found
 
     return Faster
+
+
+def late(kind: type[Any], goal_of: Callable[..., tuple[int, int]], rows_first: RowsFirst) -> type[Any]:
+    """A form of ``faster(kind)`` for the processor of Qwen's models, which leaves resizing to the device.
+
+    In place of ``pixels`` it gives the ``picture`` [height, width, C] as it was, and the passes that resize it
+    (``Taps``) as ``row_starts``, ``row_weights``, ``column_starts`` and ``column_weights``, with ``rows_first`` [1].
+    A picture that becomes much smaller is resized here, and one that is not resized bicubically.
+
+    goal_of: the function of transformers that gives the height and width of a result.
+    """
+    waiting: Any = threading.local()
+
+    class Late(faster(kind)):
+        """``waiting.picture`` is the one that the processor works on in this thread."""
+
+        def resize(self, image: npt.NDArray[Any], *, size: Any, resample: Any, factor: int) -> npt.NDArray[Any]:
+            height, width = image.shape[-2:]
+            goal = goal_of(height, width, factor, size.shortest_edge, size.longest_edge)
+            is_byte = image.dtype == np.uint8 and self.do_rescale and self.do_normalize
+            is_close = height * width <= MAX_SHRINKING * goal[0] * goal[1]
+            is_known = resample == Image.Resampling.BICUBIC and height <= resampling.MAX_PROPORTION * width
+            if not (is_byte and is_close and is_known):
+                return super().resize(image, size=size, resample=resample, factor=factor)
+            waiting.picture, waiting.goal = image, goal
+            return np.broadcast_to(np.uint8(0), (len(image), *goal))  # for its shape
+
+        def patchify(self, image: npt.NDArray[Any], patch_size: int, **options: Any) -> tuple[Any, int, int]:
+            patches, rows, columns = super().patchify(image, patch_size, **options)
+            return patches[:0] if hasattr(waiting, "picture") else patches, rows, columns
+
+        def _preprocess(self, *arguments: Any, **options: Any) -> Any:
+            vars(waiting).clear()  # the last one may have been refused half-way
+            found = super()._preprocess(*arguments, **options)
+            if hasattr(waiting, "picture"):
+                (height, width), (new_height, new_width) = waiting.picture.shape[-2:], waiting.goal
+                del found["pixels"]
+                found["picture"] = np.moveaxis(waiting.picture, 0, -1)
+                found["row_starts"], found["row_weights"] = resampling.taps(height, new_height)
+                found["column_starts"], found["column_weights"] = resampling.taps(width, new_width)
+                found["rows_first"] = np.array([rows_first(height, width, new_height, new_width)])
+                vars(waiting).clear()
+            return found
+
+    return Late
 
 
 def values_of(images: list[npt.NDArray[Any]], table: npt.NDArray[np.float32] | None) -> list[npt.NDArray[Any]]:

@@ -26,8 +26,9 @@ from safetensors.numpy import save_file
 from aioengine import pictures
 from aioengine.errors import describe
 from aioengine.media._base import ImageShape
+from aioengine.processes import resampling
 from aioengine.processes.host import die_with_parent, handle_signals, limit_threads, name_process
-from aioengine.processes.image_arrays import faster
+from aioengine.processes.image_arrays import faster, late
 from aioengine.processes.web import Cancellation, WebLimits, fetch
 from aioengine.protocol.media import (
     Broken,
@@ -47,7 +48,7 @@ from aioengine.protocol.media import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sized
     from types import ModuleType
 
     from aioengine.protocol.media import Job, JobEnd
@@ -181,8 +182,11 @@ def _check(cancellation: Cancellation) -> None:
 
 
 def _shape(arrays: Mapping[str, object]) -> ImageShape:
-    pixels = arrays.get("pixels", arrays.get("pixel_values"))
-    height, width = cast("np.ndarray[tuple[int, ...], np.dtype[np.uint8 | np.float32]]", pixels).shape[-2:]
+    if "picture" in arrays:
+        height, width = (len(cast("Sized", arrays[f"{name}_starts"])) for name in ("row", "column"))
+    else:
+        pixels = arrays.get("pixels", arrays.get("pixel_values"))
+        height, width = cast("np.ndarray[tuple[int, ...], np.dtype[np.uint8 | np.float32]]", pixels).shape[-2:]
     grid = cast("np.ndarray[tuple[int, int], np.dtype[np.int64]] | None", arrays.get("image_grid_thw"))
     frames, grid_height, grid_width = (0, 0, 0) if grid is None else map(int, grid[0])
     rows, columns = (int(np.asarray(arrays.get(name, 0)).ravel()[0]) for name in ("rows", "cols"))
@@ -194,8 +198,12 @@ def load_processor(orders: MediaOrders) -> Preprocess:
     # transformers imports torch wherever it finds it, which takes seconds, and these processors do not use it.
     if "torch" not in sys.modules:
         sys.modules["torch"] = cast("ModuleType", None)
-    module, _, name = orders.processor.partition(":")
-    return faster(getattr(importlib.import_module(module), name)).from_dict(dict(orders.settings))
+    module_name, _, name = orders.processor.partition(":")
+    module = importlib.import_module(module_name)
+    kind, rows_first = getattr(module, name), resampling.find_order() if orders.leaves_resizing else None
+    if rows_first is not None and hasattr(kind, "patchify"):
+        return late(kind, module.smart_resize, rows_first).from_dict(dict(orders.settings))
+    return faster(kind).from_dict(dict(orders.settings))
 
 
 def main() -> None:

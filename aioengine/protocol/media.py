@@ -17,6 +17,7 @@ class MediaOrders(Struct, frozen=True, kw_only=True):
 
     processor: the image processor of transformers, "module:class". settings: its fields. options: of its calls.
     num_workers: images that it prepares at a time. max_pixels: of one image, and together of those that are decoded.
+    leaves_resizing: pictures are resized where the model runs, where it gets the same bits.
     """
 
     parent_pid: int
@@ -29,6 +30,7 @@ class MediaOrders(Struct, frozen=True, kw_only=True):
     timeout_s: float
     allows_private: bool
     num_workers: int
+    leaves_resizing: bool = False
 
 
 class FetchJob(Struct, tag="fetch", frozen=True):

@@ -25,6 +25,7 @@ from PIL import Image
 from aioengine import Engine, models
 from aioengine.media._base import find_image_model
 from aioengine.models._base import ModelOptions, VisionModel
+from aioengine.processes import resampling
 from aioengine.processes.media_process import MediaWorker, load_processor
 from aioengine.protocol.media import MediaOrders, PrepareJob
 from aioengine.runner import weights
@@ -120,15 +121,19 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def tower_ms(folder: Path, repeat: int) -> float:
-    """The vision tower alone, with the copy of the image to the device."""
+    """The vision tower alone, with the copy of the image to the device, and its last preparation there."""
     options = ModelOptions(dtype=torch.bfloat16, device=torch.device("cuda"), max_positions=4096)
     model = models.build({**CONFIG, "num_hidden_layers": 1, "vocab_size": 152_064}, options)
     weights.load(model, folder, load_format="dummy", seed=0, report=lambda *_: None)
     assert isinstance(model, VisionModel)
+    starts, products = map(torch.tensor, resampling.taps(SIDE, GRID * 14))
     arrays = {
-        "pixels": torch.randint(0, 256, (3, GRID * 14, GRID * 14), dtype=torch.uint8),
+        "picture": torch.randint(0, 256, (SIDE, SIDE, 3), dtype=torch.uint8),
         "table": torch.randn(3, 256),
         "image_grid_thw": torch.tensor([[1, GRID, GRID]]),
+        "rows_first": torch.tensor([False]),
+        **{f"{name}_starts": starts for name in ("row", "column")},
+        **{f"{name}_weights": products for name in ("row", "column")},
     }
 
     def once() -> None:
@@ -154,6 +159,7 @@ def prepare_ms(folder: Path, repeat: int) -> float:
         timeout_s=images.limits.timeout_s,
         allows_private=False,
         num_workers=1,
+        leaves_resizing=True,
     )
     worker = MediaWorker(orders, load_processor(orders))
     source, made = folder / "source.jpg", folder / "image.safetensors"

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL
 import pytest
 import torch
 from PIL import Image
 
 from aioengine.media._base import find_image_model
-from aioengine.models._image_decoder import looked_up
+from aioengine.models._image_pixels import looked_up, resized
 from aioengine.models._qwen_tower import cut
-from aioengine.processes.image_arrays import faster
+from aioengine.processes import resampling
+from aioengine.processes.image_arrays import faster, late
 from tests.kit.image_models import FAMILIES, write_image_folder
 
 SIZES = [(90, 50), (20, 20), (64, 97), (700, 520)]
@@ -61,3 +63,59 @@ def test_padding_is_made_of_zeros_behind_the_normalization(tmp_path: Path) -> No
     wanted, found = (each(picture(90, 50), return_tensors="np")["pixel_values"] for each in (plain, fast))
     assert found.dtype == wanted.dtype
     assert np.array_equal(found, wanted)
+
+
+def test_a_device_resizes_as_pillow_does() -> None:
+    """Up and down, long and small; a picture is as large as its result, or has four times its pixels at most."""
+    rows_first = resampling.find_order()
+    assert rows_first is not None
+    draw = np.random.default_rng(1)
+    sizes = [
+        (1, 1, 28, 28),
+        (2, 1, 1, 2),
+        (3, 300, 28, 2800),
+        (400, 4, 1120, 28),
+        (300, 300, 150, 150),
+        (90, 90, 90, 56),
+    ]
+    sizes += [tuple(draw.integers(1, most, 4).tolist()) for most in (4, 40, 400) for _ in range(40)]
+    num_rows_first = 0
+    for height, width, new_height, new_width in sizes:
+        picture = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        is_first = rows_first(height, width, new_height, new_width)
+        num_rows_first += is_first
+        passes = {"row": resampling.taps(height, new_height), "column": resampling.taps(width, new_width)}
+        arrays = {
+            f"{name}_{part}": torch.tensor(value)
+            for name, found in passes.items()
+            for part, value in found._asdict().items()
+        }
+        found = resized({"picture": torch.tensor(picture), **arrays}, rows_first=is_first)
+        wanted = np.asarray(Image.fromarray(picture).resize((new_width, new_height), Image.Resampling.BICUBIC))
+        assert np.array_equal(found.permute(1, 2, 0).numpy(), wanted), (height, width, new_height, new_width)
+    assert int(PIL.__version__.partition(".")[0]) < 13 or 0 < num_rows_first < len(sizes)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_normalize": False}, {"resample": 2}, {"do_resize": False}])
+def test_a_picture_that_is_resized_late_has_the_same_values(options: dict[str, object], tmp_path: Path) -> None:
+    plain, _ = processors("qwen2_vl", options, tmp_path)
+    kind, rows_first = type(plain), resampling.find_order()
+    assert rows_first is not None
+    fast = late(kind, importlib.import_module(kind.__module__).smart_resize, rows_first).from_dict(plain.to_dict())
+    for width, height in ((64, 64), (56, 80)) if "do_resize" in options else SIZES:
+        wanted = plain(picture(width, height), return_tensors="np")
+        found = dict(fast(picture(width, height), return_tensors="np"))
+        assert ("picture" in found) == (not options and height * width < 64 * 64 * 4), "a large one is resized before"
+        if "picture" in found:
+            assert found["picture"].shape == (height, width, 3)
+            arrays = {name: torch.tensor(array) for name, array in found.items()}
+            found["pixels"] = resized(arrays, rows_first=bool(found["rows_first"])).numpy()
+        if "pixels" in found:
+            values = looked_up(torch.tensor(found["pixels"]), torch.tensor(found["table"]))
+            found["pixel_values"] = cut(values, size=plain.patch_size, merge=plain.merge_size, frames=2).numpy()
+        assert all(np.array_equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_an_order_of_passes_that_is_not_known_is_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image.Image, "resize", lambda image, size, *_: Image.new("L", size))
+    assert resampling.find_order() is None
