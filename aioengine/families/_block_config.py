@@ -64,8 +64,7 @@ class BlockConfig(Struct, frozen=True, kw_only=True):
     Attributes:
         attention, mlp: what the names of their tensors begin with.
         is_parallel: both read the stream as it was before the block. Without a norm of its own the MLP then reads what
-            attention reads.
-        residual_scale: multiplies the outputs of both.
+            attention reads. There is no norm behind the MLP.
     """
 
     attention: str = "self_attn."
@@ -75,7 +74,6 @@ class BlockConfig(Struct, frozen=True, kw_only=True):
     mlp_norm: str = "post_attention_layernorm"
     mlp_output_norm: str = ""
     is_parallel: bool = False
-    residual_scale: float = 1.0
 
     @property
     def norms(self) -> list[str]:

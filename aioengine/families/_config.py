@@ -183,7 +183,9 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         is_transposed: the weights of linear layers in the checkpoint are [inputs, outputs].
         layer_ropes: for each layer its rotary embedding; None: it has none. Empty: ``rope`` in all layers.
         rope_size: the size that rotary tables are made for, where it is not that of a head; 0: it is.
-        embedding_scale: multiplies the embeddings. logits_scale: multiplies the logits.
+        embedding_scale: multiplies the embeddings of tokens, rounded to the dtype of the model; with ``scales_given``
+            also embeddings that are given in place of token ids, and it is not rounded.
+        logits_scale: multiplies the logits.
         logits_cap: logits become cap * tanh(logits / cap); None: they stay.
         head_bias: whether the output head has a bias.
         ignored: what the names of tensors begin with that are not used.
@@ -201,6 +203,7 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     rope_size: int = 0
     embedding_scale: float = 1.0
+    scales_given: bool = False
     logits_scale: float = 1.0
     logits_cap: float | None = None
     head_bias: bool = False

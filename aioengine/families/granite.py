@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, BlockConfig
+from aioengine.families._block_config import AttentionConfig
 from aioengine.families._config import FamilyConfig, decode_config, not_implemented
 
 if TYPE_CHECKING:
@@ -27,17 +27,23 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
         super().__post_init__()
         if not self.logits_scaling:
             not_implemented("logits_scaling", self.logits_scaling, "another number than 0")
+        if self.residual_multiplier <= 0:
+            not_implemented("residual_multiplier", self.residual_multiplier, "more than 0")
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
+    """The residual stream of this decoder is that of Granite divided by ``residual_multiplier``, so that the outputs of
+    attention and MLP are added as they are. The norms, which read the stream, undo it.
+    """
     found = decode_config(config, Config)
     decoder, bias = found.decoder(found.rope(config)), found.attention_bias
     return replace(
         decoder,
-        block=BlockConfig(residual_scale=found.residual_multiplier),
+        epsilon=decoder.epsilon / found.residual_multiplier**2,
         attention=AttentionConfig(qkv_bias=bias, output_bias=bias, scale=found.attention_multiplier),
         mlp=replace(decoder.mlp, has_bias=found.mlp_bias),
-        embedding_scale=found.embedding_multiplier,
+        embedding_scale=found.embedding_multiplier / found.residual_multiplier,
+        scales_given=True,
         logits_scale=1 / found.logits_scaling,
     )
 

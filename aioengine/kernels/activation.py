@@ -5,18 +5,21 @@ On a CPU a row's bits do not depend on the other rows, as those of ``gelu`` and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.nn import functional
 
 from aioengine.kernels.gelu import gelu
 from aioengine.kernels.silu_and_mul import silu_and_mul
+from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._block_config import Activation
+
+_APPROXIMATE: Final = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def reference(x: Tensor, activation: Activation) -> Tensor:
@@ -51,5 +54,15 @@ def activate_and_mul(x: Tensor, activation: Activation) -> Tensor:
     """x [T, 2 I], gates first -> activation(gates) * others [T, I]."""
     if activation == "silu":
         return silu_and_mul(x)
+    if launcher.serves(x) and activation in _APPROXIMATE:
+        from aioengine.kernels.triton import rows
+
+        return rows.gelu_and_mul(x, approximate=_APPROXIMATE[activation])
     gates, others = x.chunk(2, dim=-1)
     return activate(gates, activation).mul_(others)
+
+
+def reference_and_mul(x: Tensor, activation: Activation) -> Tensor:
+    """As ``activate_and_mul``: [T, 2 I] -> [T, I]."""
+    gates, others = x.chunk(2, dim=-1)
+    return reference(gates, activation) * others

@@ -121,7 +121,7 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> [T, D]."""
         found = self._embedding(token_ids)
-        return found if self._embedding_scale == 1.0 else found.mul_(self._embedding_scale)
+        return found if self._config.scales_given else _scaled(found, self._embedding_scale)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
@@ -131,6 +131,8 @@ class Decoder:
         else:
             assert inputs.token_ids is not None, "neither token ids nor embeddings"
             x = self.embed(inputs.token_ids)
+        if self._config.scales_given:
+            x = _scaled(x, self._config.embedding_scale)
         if self._positions is not None:
             x.add_(self._positions(inputs.positions))
         delta: Tensor | None = None
@@ -166,9 +168,7 @@ class Decoder:
         logits = self._logits(hidden)
         if self.task is Task.CLASSIFY:
             return logits
-        if self._config.logits_scale != 1.0:
-            logits.mul_(self._config.logits_scale)
-        cap = self._config.logits_cap
+        logits, cap = _scaled(logits, self._config.logits_scale), self._config.logits_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
@@ -176,6 +176,11 @@ def _first_of_each_kind(config: DecoderConfig) -> list[int]:
     """Layers whose blocks have tensors of other shapes than those of the layers before."""
     shapes = [tuple(block_shapes(config, layer).items()) for layer in range(config.num_layers)]
     return [layer for layer, found in enumerate(shapes) if found not in shapes[:layer]]
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    """x [T, D], multiplied in place."""
+    return x if scale == 1.0 else x.mul_(scale)
 
 
 def _rotary_embedding(rope: RopeConfig | None, config: DecoderConfig, options: ModelOptions) -> RotaryEmbedding:

@@ -140,14 +140,17 @@ class Block:
         """
         normed = _added(x, delta, self._attention_norm)
         adapters = step.adapters
-        attended = self._scaled(self._attended(normed, step, outputs=outputs), self._attention_output_norm)
+        attended = self._attended(normed, step, outputs=outputs)
+        if self._attention_output_norm is not None:
+            attended = self._attention_output_norm(attended)
         rows = None if adapters is None else adapters.tokens
         if outputs is not None:
             x = x.index_select(0, outputs)
             rows = None if adapters is None else adapters.outputs
         if self._config.is_parallel:
             return x, self._beside(x, normed, attended, rows, outputs=outputs)
-        return x, self._scaled(self._mlp(_added(x, attended, self._mlp_norm), rows), self._mlp_output_norm)
+        delta = self._mlp(_added(x, attended, self._mlp_norm), rows)
+        return x, delta if self._mlp_output_norm is None else self._mlp_output_norm(delta)
 
     def _attended(self, normed: Tensor, step: BlockStep, *, outputs: Tensor | None) -> Tensor:
         """normed [T, D] -> [T, D], or of ``outputs`` [S, D]."""
@@ -165,13 +168,7 @@ class Block:
             normed = self._mlp_norm(x)
         elif outputs is not None:
             normed = normed.index_select(0, outputs)
-        return attended.add_(self._scaled(self._mlp(normed, rows), self._mlp_output_norm))
-
-    def _scaled(self, delta: Tensor, norm: Norm | None) -> Tensor:
-        """``delta`` [S, D] behind its norm, times the factor of the stream."""
-        if norm is not None:
-            delta = norm(delta)
-        return delta if self._config.residual_scale == 1.0 else delta.mul_(self._config.residual_scale)
+        return attended.add_(self._mlp(normed, rows))
 
 
 def _added(x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from aioengine.kernels import gated_linear
+from aioengine.families._block_config import Activation
+from aioengine.kernels import activation, gated_linear
 from tests.compute.interpreted import run_interpreted
 
 PROGRAM = """
@@ -31,6 +32,30 @@ for num_outputs, size, num_rows, programs in (
     weight, x = torch.randn(2 * num_outputs, size), torch.randn(num_rows, size)
     found = matmul(x, weight, programs)
     torch.testing.assert_close(found, gated_linear.reference(x, weight, None), rtol=1e-4, atol=1e-4)
+"""
+
+ACTIVATIONS = """
+import torch
+
+from aioengine.kernels.triton import launcher
+
+launcher.has_dependent_launch = lambda: False
+launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+
+from aioengine.kernels import activation
+from aioengine.kernels.triton import rows
+
+torch.manual_seed(0)
+for num_rows, size in ((3, 40), (1, 1500), (5, 64)):
+    x = torch.randn(num_rows, 2 * size) * 4
+    for name, approximate in (("gelu", "none"), ("gelu_tanh", "tanh")):
+        found = rows.gelu_and_mul(x, approximate=approximate)
+        torch.testing.assert_close(found, activation.reference_and_mul(x, name), atol=2e-5, rtol=1e-5)
+    weight, epsilon = torch.randn(2 * size), torch.tensor(1e-6)
+    half = x.bfloat16()
+    wide = half.float() * torch.rsqrt(half.float().square().mean(-1, keepdim=True) + epsilon)
+    found = rows.add_rms_norm(None, half, weight, epsilon)
+    torch.testing.assert_close(found, (wide * weight).bfloat16(), atol=0, rtol=0.008)
 """
 
 
@@ -62,3 +87,16 @@ def test_programs_have_room_for_the_rows() -> None:
 @pytest.mark.slow
 def test_kernel_in_the_interpreter() -> None:
     run_interpreted(PROGRAM)
+
+
+@pytest.mark.slow
+def test_gated_activations_and_norms_in_the_interpreter() -> None:
+    run_interpreted(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_activations_are_those_of_torch(name: Activation) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(7, 50) * 3
+    torch.testing.assert_close(activation.activate(x.clone(), name), activation.reference(x, name))
+    torch.testing.assert_close(activation.activate_and_mul(x.clone(), name), activation.reference_and_mul(x, name))

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from aioengine.families._block_config import Activation
 from aioengine.kernels import (
+    activation,
     add_layer_norm,
     add_rms_norm,
     gated_linear,
@@ -72,6 +74,14 @@ def test_gelu(num_rows: int, size: int, dtype: torch.dtype) -> None:
 def test_activation(num_rows: int, size: int) -> None:
     x = random(num_rows, 2 * size)
     assert error(silu_and_mul.silu_and_mul(x), silu_and_mul.reference(x)) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
+def test_gated_gelu(name: Activation, dtype: torch.dtype) -> None:
+    for num_rows, size in ((1, 9216), (37, 100), (600, 2048)):
+        x = torch.randn(num_rows, 2 * size, device="cuda").to(dtype)
+        assert error(activation.activate_and_mul(x, name), activation.reference_and_mul(x, name)) < 4e-3
 
 
 @pytest.mark.parametrize(

@@ -97,22 +97,55 @@ def _silu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.conste
 
 
 @triton.jit
-def _gelu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
+def _gelu_of(wide: tl.tensor) -> tl.tensor:
     """erfc by formula 7.1.26 of Abramowitz and Stegun, whose error is below 1.5e-7: the exact one takes longer to
     compute than its numbers take to be read and written.
     """
+    z = tl.abs(wide) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    sum_ = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    tail = 0.5 * sum_ * tl.exp(-z * z)
+    return wide * tl.where(wide < 0.0, tail, 1.0 - tail)
+
+
+@triton.jit
+def _gelu_tanh_of(wide: tl.tensor) -> tl.tensor:
+    """(1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u))."""
+    inner = 1.5957691216057308 * wide * (1.0 + 0.044715 * wide * wide)
+    return wide / (1.0 + tl.exp(-inner))
+
+
+@triton.jit
+def _gated_gelu_kernel(
+    x: tl.tensor,
+    out: tl.tensor,
+    size: tl.tensor,
+    TANH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    gate = tl.load(x + row * 2 * size + columns, mask=inside, other=0.0)
+    up = tl.load(x + row * 2 * size + size + columns, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    active = _gelu_tanh_of(wide) if TANH else _gelu_of(wide)
+    tl.store(out + row * size + columns, active.to(gate.dtype) * up, mask=inside)
+
+
+@triton.jit
+def _gelu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     given = tl.load(x + places, mask=inside, other=0.0)
-    wide = given.to(tl.float32)
-    z = tl.abs(wide) * 0.7071067811865476
-    t = 1.0 / (1.0 + 0.3275911 * z)
-    sum_ = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
-    tail = 0.5 * sum_ * tl.exp(-z * z)
-    tl.store(out + places, (wide * tl.where(wide < 0.0, tail, 1.0 - tail)).to(given.dtype), mask=inside)
+    tl.store(out + places, _gelu_of(given.to(tl.float32)).to(given.dtype), mask=inside)
 
 
 def _num_warps(block: int) -> int:
@@ -123,6 +156,7 @@ _norm = Launcher(_norm_kernel)
 _layer_norm = Launcher(_layer_norm_kernel)
 _silu = Launcher(_silu_kernel)
 _gelu = Launcher(_gelu_kernel)
+_gated_gelu = Launcher(_gated_gelu_kernel)
 
 
 def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
@@ -176,4 +210,15 @@ def gelu(x: Tensor) -> Tensor:
     size, block = x.numel(), 2048
     key = (x.dtype, size % 16 == 0, size >= 1 << 31, x.data_ptr() % 16)
     _gelu((-(-size // block), 1, 1), key, (x, out, size, block, has_dependent_launch()), options(4))
+    return out
+
+
+def gelu_and_mul(x: Tensor, *, approximate: str) -> Tensor:
+    """x [T, 2 I], gates first, contiguous -> gelu(gate) * up [T, I]. ``approximate``: as ``kernels.gelu`` has it."""
+    num_rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    block, is_tanh = min(next_power_of_2(size), 1024), approximate == "tanh"
+    arguments = (x, out, size, is_tanh, block, has_dependent_launch())
+    key = (x.dtype, size, is_tanh, x.data_ptr() % 16)
+    _gated_gelu((num_rows, -(-size // block), 1), key, arguments, options(4))
     return out
