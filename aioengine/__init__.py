@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.requests import ChatOptions, RequestOptions
     from aioengine.frontend.score import ScoreOptions, ScoreResult
     from aioengine.params import SamplingParams
+    from aioengine.planning import Plan, plan
     from aioengine.signatures import EngineArguments
     from aioengine.stream import Generation, Stream
     from aioengine.sync import ChunkIterator, Engine
@@ -91,6 +92,7 @@ _HOMES = {  # of public names; those that are not here are errors
     "aioengine.engine": ("AsyncEngine",),
     "aioengine.frontend.info": ("Health", "ModelInfo", "__version__"),
     "aioengine.params": ("SamplingParams",),
+    "aioengine.planning": ("Plan", "plan"),
     "aioengine.signatures": ("EngineArguments",),
     "aioengine.stream": ("Generation", "Stream"),
     "aioengine.sync": ("ChunkIterator", "Engine"),
@@ -123,6 +125,7 @@ __all__ = [
     "MetaInfo",
     "ModelInfo",
     "Outcome",
+    "Plan",
     "PoolOptions",
     "ProfileOptions",
     "Ranking",
@@ -139,6 +142,7 @@ __all__ = [
     "WrongLoopError",
     "__version__",
     "async_stream_and_merge",
+    "plan",
     "stream_and_merge",
     "trim_overlap",
 ]

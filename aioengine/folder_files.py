@@ -88,8 +88,8 @@ def open_file(path: Path) -> BinaryIO | None:
 def is_file(path: Path) -> bool:
     """Whether there is a file that can be opened; False: there is nothing. Raises ValueError as ``open_file``."""
     if is_gguf(path.parent):
-        header, file = read_gguf(path.parent)
-        file.close()
+        header, opened = read_gguf(path.parent)
+        opened.close()
         return path.name in (CONFIG, TOKENIZER_CONFIG) or (path.name == TOKENIZER and has_tokenizer(header))
     file = open_file(path)
     if file is not None:

@@ -176,7 +176,7 @@ def _one(key: str, value: Scalar | Array) -> Scalar:
     """The value of a key that describes the model: one number, or the same one for all layers."""
     if not isinstance(value, Array):
         return value
-    distinct = set(value.texts() if value.kind == 8 else value.numbers())
+    distinct: set[Scalar] = set(value.texts() if value.kind == 8 else value.numbers())
     if len(distinct) != 1:
         raise ValueError(f"{checks.shown(key)} has {len(distinct)} values; what works: the same one for all layers")
     return distinct.pop()

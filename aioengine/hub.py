@@ -18,14 +18,24 @@ Given = TypeVar("Given")
 _TOKENIZER_FILES: Final = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
 _WANTED_FILES: Final = {"model_path": (*_TOKENIZER_FILES, "*.safetensors"), "tokenizer_path": _TOKENIZER_FILES}
 """Files to download, by the constructor's argument that names the model."""
+_CONFIGS: Final = ("*config*.json", "modules.json")
+"""Of a model that is looked at and not loaded."""
 
 _NUM_THREADS: Final = 8
 
 
 def download(
-    name: str, *, revision: str | None, download_dir: str | None, progress: bool, argument: str = "model_path"
+    name: str,
+    *,
+    revision: str | None,
+    download_dir: str | None,
+    progress: bool,
+    argument: str = "model_path",
+    configs_only: bool = False,
 ) -> str:
     """Fetch the files of a model or a tokenizer that are not in the hub's cache yet; returns the local folder.
+
+    ``configs_only``: neither weights nor tokenizer.
 
     Raises:
         ValueError: the hub has no such model for this user, or it could not be reached.
@@ -41,7 +51,7 @@ def download(
         name,
         revision=revision,
         cache_dir=download_dir,
-        allow_patterns=list(_WANTED_FILES[argument]),
+        allow_patterns=list(_CONFIGS if configs_only else _WANTED_FILES[argument]),
     )
 
     def fetch(file: huggingface_hub.DryRunFileInfo) -> None:

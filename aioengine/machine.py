@@ -1,4 +1,4 @@
-"""Facts about this machine that need neither torch nor a driver: cores, instructions, devices."""
+"""Facts about this machine that need neither torch nor a driver: cores, instructions, devices, free memory."""
 
 from __future__ import annotations
 
@@ -87,6 +87,52 @@ def cgroup_folders(root: Path, membership: str, controller: str) -> list[Path]:
             inner = Path(parts[2].lstrip("/"))
             folders.extend(root / folder for folder in (inner, *inner.parents))
     return list(dict.fromkeys([*folders, root]))
+
+
+def free_host_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that can still be taken; ``root`` is where proc and sys are mounted."""
+    available = _available(root / "proc/meminfo")
+    if available is None:
+        # macOS has no such file: assume half of the installed memory, which leaves room for other programs
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return max(min([available, *_left_in_groups(root)]), 0)
+
+
+def _available(meminfo: Path) -> int | None:
+    for line in _text(meminfo).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _left_in_groups(root: Path) -> list[int]:
+    """What is left of the limit of each control group that this process is in, with its ancestors."""
+    membership = _text(root / "proc/self/cgroup")
+    version_2 = "memory.max", "memory.current", "inactive_file"
+    version_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    left: list[int | None] = []
+    for controller, names in (("", version_2), ("memory", version_1)):
+        folders = cgroup_folders(root / "sys/fs/cgroup" / controller, membership, controller)
+        left += [_left(folder, *names) for folder in folders]
+    return [size for size in left if size is not None]
+
+
+def _left(group: Path, limit_name: str, usage_name: str, droppable_name: str) -> int | None:
+    limit, usage = _number(group / limit_name), _number(group / usage_name)
+    if limit is None or usage is None:
+        return None
+    droppable = 0
+    for line in _text(group / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == droppable_name:
+            droppable = int(value)
+    return limit - usage + droppable
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is no file, or no limit ("max")."""
+    lines = _text(path).splitlines()
+    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
 
 
 def _text(file: Path) -> str:

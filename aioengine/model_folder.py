@@ -80,11 +80,13 @@ def locate(
     download_dir: str | None = None,
     progress: bool = False,
     argument: str = "model_path",
+    configs_only: bool = False,
 ) -> str:
     """The local folder of a model: the folder itself, the demo model for None, or a download of a hub id; or a GGUF
     file, given by its path or by a folder that has no other one.
 
-    ``argument``: the constructor's argument that is looked up, "model_path" or "tokenizer_path".
+    ``argument``: the constructor's argument that is looked up, "model_path" or "tokenizer_path". ``configs_only``: of a
+    hub id, no weights.
 
     Raises:
         ValueError: there is no such folder, and no such model on the hub; or the hub cannot be reached.
@@ -105,7 +107,14 @@ def locate(
         raise ValueError(f"{argument} {shown}: there is no such {kind}; {_nearest_parent(folder)}")
     if download_dir is not None:
         download_dir = str(_expanded(download_dir, "download_dir"))
-    return download(model_path, revision=revision, download_dir=download_dir, progress=progress, argument=argument)
+    return download(
+        model_path,
+        revision=revision,
+        download_dir=download_dir,
+        progress=progress,
+        argument=argument,
+        configs_only=configs_only,
+    )
 
 
 def _gguf_in(folder: Path) -> Path | None:
@@ -187,13 +196,21 @@ class _GenerationConfig(Struct):
     eos_token_id: int | list[int] | None = None
 
 
-def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
+def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: bool = False) -> ModelFacts:
     """Locate the model that is asked for, and its tokenizer if that is elsewhere, and read what they are.
+
+    ``configs_only``: no weights are fetched or looked at.
 
     Raises:
         ValueError: one of them cannot be found, or the model cannot be served; the message says what could be.
     """
-    path = locate(wanted.path, revision=wanted.revision, download_dir=wanted.download_dir, progress=progress)
+    path = locate(
+        wanted.path,
+        revision=wanted.revision,
+        download_dir=wanted.download_dir,
+        progress=progress,
+        configs_only=configs_only,
+    )
     tokenizer = folder = Path(path)
     if wanted.tokenizer_path is not None:
         tokenizer = Path(
@@ -203,8 +220,8 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
         )
     config, decoder, pooling = _read_config(folder, wanted.is_embedding)
     generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
-    missing_weights = checkpoint.missing_weights(folder)
-    if wanted.load_format != "dummy" and not missing_weights:
+    missing_weights = None if configs_only else checkpoint.missing_weights(folder)
+    if not configs_only and wanted.load_format != "dummy" and not missing_weights:
         checkpoint.check_folder(
             folder,
             partial(tensor_shapes, decoder),
@@ -236,6 +253,11 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False) -> ModelFacts:
         pooling=pooling,
         linear_layers=linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {},
     )
+
+
+def family_config(folder: Path, is_embedding: bool | None) -> TransformerConfig:
+    """The sizes of the model in a folder. Raises ValueError for a value that is missing or not implemented."""
+    return _read_config(folder, is_embedding)[1]
 
 
 def supported_model_types() -> list[str]:

@@ -11,10 +11,13 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from aioengine.cli import benchmark, flags, report
 from aioengine.errors import EngineError, RequestTooLargeError
 from aioengine.file_descriptors import hold_standard_descriptors
 from aioengine.frontend.progress import is_terminal
+from aioengine.planning import plan_of, read_size
 from aioengine.sync import Engine
 
 if TYPE_CHECKING:
@@ -125,7 +128,12 @@ def bench(arguments: Arguments) -> int:
 
 
 def info(arguments: Arguments) -> int:
-    """Print versions, devices, the facts of the model, and the settings that an engine would use."""
+    """Print versions, devices, the facts of the model and the settings of an engine; or the plan for a model."""
+    if arguments.model is not None:
+        memory = None if arguments.device_memory is None else read_size(arguments.device_memory)
+        plan = plan_of(arguments.config(), memory)
+        print(json.dumps(msgspec.to_builtins(plan), indent=2) if arguments.json else plan)
+        return 0
     facts = report.facts(arguments.model_path, arguments.engine())
     print(json.dumps(facts, indent=2) if arguments.json else report.outline(facts))
     return 0

@@ -13,6 +13,7 @@ from aioengine.chat_template import is_text
 from aioengine.cli.benchmark import Workload
 from aioengine.frontend.info import __version__
 from aioengine.params import ALIASES, PARAMETERS, SamplingParams
+from aioengine.planning import read_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,7 +26,7 @@ _EXAMPLES: Final = {
   aioengine generate --model ./my-model --temperature 0.8 --seed 7 "Once upon a time"
   aioengine chat --model Qwen/Qwen3-0.6B
   aioengine bench --num-prompts 64 --concurrency 16
-  aioengine info --json""",
+  aioengine info Qwen/Qwen3-8B --device-memory 80GiB""",
     "generate": """examples:
   aioengine generate "The capital of France is"
   aioengine generate --max-new-tokens 20 --stop . "Hello, my name is"
@@ -41,7 +42,9 @@ _EXAMPLES: Final = {
   aioengine bench --model ./my-model --prompt-tokens 512 --output-tokens 128 --concurrency 32 --json""",
     "info": """examples:
   aioengine info
-  aioengine info --model ./my-model --dtype float32 --json""",
+  aioengine info --model ./my-model --dtype float32 --json
+  aioengine info ./my-model
+  aioengine info Qwen/Qwen3-8B --device-memory 80GiB --context-length 8192""",
 }
 
 
@@ -55,6 +58,8 @@ class Arguments(argparse.Namespace):
     image: list[str] | None = None
     n: int = 1
     json: bool = False
+    model: str | None = None
+    device_memory: str | None = None
     model_path: str | None
     known_flags: frozenset[str]
 
@@ -66,7 +71,14 @@ class Arguments(argparse.Namespace):
         self.config()
         if self.command == "bench":
             self.workload()
-        elif self.command != "info":
+        elif self.command == "info":
+            if self.device_memory is not None:
+                read_size(self.device_memory)
+                if self.model is None:
+                    raise ValueError("--device-memory needs a model: aioengine info MODEL --device-memory 80GiB")
+            if self.model is not None and self.model_path is not None:
+                raise ValueError(f"the model is given twice, as {self.model!r} and with --model; leave out one of them")
+        else:
             for name, words in _TEXTS.items():
                 given = vars(self).get(name)
                 for text in given if isinstance(given, list) else [given]:
@@ -75,7 +87,7 @@ class Arguments(argparse.Namespace):
 
     def config(self) -> EngineConfig:
         """The config of the engine."""
-        return engine_config(self.model_path, self.engine())
+        return engine_config(self.model or self.model_path, self.engine())
 
     def engine(self) -> dict[str, object]:
         """The constructor's other arguments that were given."""
@@ -94,6 +106,7 @@ class Arguments(argparse.Namespace):
 
 
 _GREEDY: Final[dict[str, object]] = {"temperature": 0.0}
+_POSITIONAL: Final = {"generate": " [PROMPT]", "info": " [MODEL]"}
 _TEXTS: Final = {"prompt": "the prompt", "system": "--system", "stop": "--stop", "stop_regex": "--stop-regex"}
 """Arguments that are text for the model or are found in its text, and their names in errors."""
 
@@ -184,11 +197,11 @@ def _main_parser() -> _Parser:
         ("generate", _add_generate, "stream the answer to a prompt"),
         ("chat", _add_chat, "hold a conversation"),
         ("bench", _add_bench, "measure throughput and latency"),
-        ("info", _add_json, "print versions, devices, model and settings"),
+        ("info", _add_info, "print versions, devices, model and settings; or what a model would take"),
     ):
         command = commands.add_parser(
             name,
-            usage=f"aioengine {name} [options]{' [PROMPT]' if name == 'generate' else ''}",
+            usage=f"aioengine {name} [options]{_POSITIONAL.get(name, '')}",
             help=about,
             description=about.capitalize() + ".",
             epilog=_EXAMPLES[name],
@@ -230,6 +243,14 @@ def _add_bench(to: argparse.ArgumentParser) -> None:
     to.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="of each request (default: 128)")
     to.add_argument("--output-tokens", type=int, default=64, metavar="N", help="of each request (default: 64)")
     to.add_argument("--concurrency", type=int, default=8, metavar="N", help="requests at once (default: 8)")
+    _add_json(to)
+
+
+def _add_info(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "model", nargs="?", metavar="MODEL", help="print what an engine of it would take and serve (nothing is loaded)"
+    )
+    to.add_argument("--device-memory", metavar="SIZE", help="of another machine, such as 80GiB (with MODEL)")
     _add_json(to)
 
 

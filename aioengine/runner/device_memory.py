@@ -19,7 +19,7 @@ import torch
 
 from aioengine.attention._base import kv_pool_shape
 from aioengine.kernels.triton.launcher import compile_only
-from aioengine.machine import cgroup_folders
+from aioengine.machine import free_host_memory
 from aioengine.models._base import VisionModel
 from aioengine.runner.images import GPU_FEATURE_BYTES
 from aioengine.runner.inputs import model_inputs
@@ -365,52 +365,4 @@ def free_memory(device: torch.device, *, root: Path = Path("/")) -> int:
     """Bytes that can still be taken on the device; ``root`` is where proc and sys are mounted."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    available = _available(root / "proc/meminfo")
-    if available is None:
-        # macOS has no such file: assume half of the installed memory, which leaves room for other programs
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return max(min([available, *_left_in_groups(root)]), 0)
-
-
-def _available(meminfo: Path) -> int | None:
-    for line in _lines(meminfo):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _left_in_groups(root: Path) -> list[int]:
-    """What is left of the limit of each control group that this process is in, with its ancestors."""
-    membership = "\n".join(_lines(root / "proc/self/cgroup"))
-    version_2 = "memory.max", "memory.current", "inactive_file"
-    version_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-    left: list[int | None] = []
-    for controller, names in (("", version_2), ("memory", version_1)):
-        folders = cgroup_folders(root / "sys/fs/cgroup" / controller, membership, controller)
-        left += [_left(folder, *names) for folder in folders]
-    return [size for size in left if size is not None]
-
-
-def _left(group: Path, limit_name: str, usage_name: str, droppable_name: str) -> int | None:
-    limit, usage = _number(group / limit_name), _number(group / usage_name)
-    if limit is None or usage is None:
-        return None
-    droppable = 0
-    for line in _lines(group / "memory.stat"):
-        name, _, value = line.partition(" ")
-        if name == droppable_name:
-            droppable = int(value)
-    return limit - usage + droppable
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; None where there is no file, or no limit ("max")."""
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
+    return free_host_memory(root)

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from aioengine.attention._base import AttentionShape
+from aioengine.planning import plan
 from aioengine.runner.device_memory import Demand, PoolBudget, fit_pages, format_bytes, free_memory, kv_bytes_per_token
+from tests.compute.runner_world import World, make_settings, save_model
+from tests.kit.tiny_sizes import CONTEXT_LENGTH
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,3 +127,14 @@ def test_a_given_number_of_pages() -> None:
 
 def test_bytes_in_words() -> None:
     assert (format_bytes(3 << 20), format_bytes(GIB + GIB // 2)) == ("3 MiB", "1.5 GiB")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_plan_has_the_sizes_of_the_engine(tmp_path: Path, family: str, dtype: str) -> None:
+    save_model(family, tmp_path)
+    facts = World(make_settings(tmp_path, dtype=dtype, page_size=16, num_pages=64)).runner.facts
+    planned = plan(tmp_path, device="cpu", dtype=dtype, page_size=16, max_total_tokens=1024)
+    assert planned.weights_bytes == facts["weights_bytes"]
+    assert (planned.kv_pool_bytes, planned.max_total_tokens) == (facts["kv_pool_bytes"], facts["max_total_tokens"])
+    assert planned.max_requests == 1024 // CONTEXT_LENGTH

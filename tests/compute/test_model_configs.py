@@ -9,9 +9,12 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from aioengine import models, plugins
 from aioengine.adapter_folder import linear_layers
 from aioengine.args import engine_config
+from aioengine.families._memory import kv_numbers, num_parameters, state_bytes
 from aioengine.families._tensors import is_ignored, tensor_shapes
 from aioengine.model_folder import supported_model_types
+from aioengine.models._base import StatefulModel
 from aioengine.models._decoder import Decoder
+from aioengine.runner.device_memory import kv_bytes_per_token
 from tests.compute.stepping import options
 from tests.kit import decoders
 
@@ -101,6 +104,10 @@ def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(cas
         for part, size in linear.sizes.items()
     ]
     assert linear_layers(decoder) == dict(parts)
+    assert num_parameters(decoder) == sum(target.tensor.numel() for target in model.weights().values())
+    assert kv_numbers(decoder) == kv_bytes_per_token(model.attention_shape, torch.int8)
+    states = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
+    assert state_bytes(decoder, model.dtype.itemsize) == states
 
 
 def test_every_model_has_a_family() -> None:

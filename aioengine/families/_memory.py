@@ -1,0 +1,45 @@
+"""What a model takes of memory, from its config alone: numbers, of whatever type they have."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from aioengine.families._config import DecoderConfig
+from aioengine.families._tensors import tensor_shapes
+
+if TYPE_CHECKING:
+    from aioengine.families._config import TransformerConfig
+
+_STREAMS: Final = 3
+"""Tensors of the size of the model that a block has at a time: the stream, what is added to it, and the normed."""
+
+
+def num_parameters(config: TransformerConfig) -> int:
+    """Of the weights that are loaded, without those of a vision tower."""
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values())
+
+
+def kv_numbers(config: TransformerConfig) -> int:
+    """Numbers that the KV pool keeps of a token; 0 for a model that attends in both directions."""
+    if not config.is_causal:
+        return 0
+    is_latent = isinstance(config, DecoderConfig) and config.attention.latent is not None
+    sides = 1 if is_latent else 2  # keys and values, or what both are made of
+    has_states = [isinstance(config, DecoderConfig) and config.keeps_state(layer) for layer in range(config.num_layers)]
+    return sides * has_states.count(False) * config.num_kv_heads * config.head_size
+
+
+def state_bytes(config: TransformerConfig, itemsize: int) -> int:
+    """Of the states that layers keep of a request; ``itemsize``: bytes of a number of the model."""
+    if not isinstance(config, DecoderConfig) or (net := config.delta_net) is None:
+        return 0
+    convolution = net.num_channels * (net.width - 1) * itemsize
+    return len(net.layers) * (convolution + net.num_value_heads * net.key_size * net.value_size * 4)
+
+
+def step_numbers(config: TransformerConfig) -> int:
+    """Numbers that a step has at a time of each of its tokens, about; the logits are not among them."""
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size  # of q, k, v and the output
+    is_gated = not isinstance(config, DecoderConfig) or config.mlp.is_gated
+    return _STREAMS * config.hidden_size + max(heads, (2 + is_gated) * config.intermediate_size)

@@ -1,0 +1,277 @@
+"""What an engine would take and serve, before anything is loaded: ``aioengine.plan``.
+
+Nothing is started, and torch is not imported; of a model on the hub the config files alone are fetched.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from aioengine import checkpoint, checks, machine, model_folder
+from aioengine.args import engine_config
+from aioengine.families._memory import kv_numbers, num_parameters, state_bytes, step_numbers
+from aioengine.families._vision import VisionConfig
+from aioengine.frontend.startup import read_adapters
+from aioengine.resolve import resolve
+
+if TYPE_CHECKING:
+    from pathlib import PurePath
+    from typing import Unpack
+
+    from aioengine.config import EngineConfig, Settings
+    from aioengine.families._config import TransformerConfig
+    from aioengine.machine import DeviceFacts
+    from aioengine.signatures import EngineArguments
+
+_DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+_GIB: Final = 1 << 30
+_CUDA_BYTES: Final = _GIB
+"""What CUDA, its libraries and the kernels take."""
+_GRAPH_BYTES: Final = 2 * _GIB
+"""What the runner keeps free for workspaces and graphs."""
+_SAMPLED_ROWS: Final = 256
+"""Rows whose logits are there in fp32 at a time."""
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)\s*", re.IGNORECASE)
+_UNITS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_MAX_MEMORY: Final = 1 << 50
+_SMI: Final = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+_SMI_TIMEOUT_S: Final = 10.0
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """What an engine would take of a device, and serve. ``print(plan)`` shows it as a table. Sizes are bytes.
+
+    Attributes:
+        implementation: "aioengine": there is a file for the model's type. reason: why it is this one.
+        weights_bytes: of the weights in ``dtype``, exactly; without a vision tower that was not fetched.
+        kv_bytes_per_token: of keys and values, or of what a model has in their place; exactly. state_bytes_per_request:
+            of layers that keep a state of each request instead.
+        activations_bytes: what the largest step takes beside weights and pool, with CUDA graphs; estimated.
+        device_memory: of the GPU in all, or what is free of the memory of a CPU's machine.
+        kv_pool_bytes: of the KV pool. max_total_tokens: its size in tokens; 0: the model does not fit.
+        longest_context: the most tokens of one request that have room; 0: the weights alone do not fit.
+        max_requests: the most requests of ``context_length`` tokens that run at a time.
+    """
+
+    model_path: str
+    model_type: str
+    architecture: str
+    task: str
+    implementation: str
+    reason: str
+    num_parameters: int
+    device: str
+    dtype: str
+    attention_backend: str
+    weights_bytes: int
+    kv_bytes_per_token: int
+    state_bytes_per_request: int
+    activations_bytes: int
+    device_memory: int
+    kv_pool_bytes: int
+    max_total_tokens: int
+    context_length: int
+    longest_context: int
+    max_requests: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for at least one request of the context length."""
+        return self.max_requests > 0
+
+    def __str__(self) -> str:
+        """A table with a line for each fact."""
+        kind = f"{self.architecture}, model_type {self.model_type}, task {self.task}"
+        whose = "free" if self.device == "cpu" else "in all"
+        state = self.state_bytes_per_request
+        pool = f"{_shown(self.kv_pool_bytes)}: {self.max_total_tokens:,} tokens"
+        served = f"{self.max_requests:,} of this length at a time"
+        if not self.fits:
+            pool = "no room for one request of the context length"
+            served = "none; take a larger device, or a dtype of fewer bits"
+            if self.longest_context:
+                served = f"none; context_length={self.longest_context} is the most that fits"
+        rows = {
+            "model": self.model_path,
+            "": f"{kind}, {_counted(self.num_parameters)} parameters",
+            "implementation": f"{self.implementation}: {self.reason}",
+            "device": f"{self.device}, {self.dtype}, attention by {self.attention_backend}",
+            "memory": f"{_shown(self.device_memory)} {whose}",
+            "weights": _shown(self.weights_bytes),
+            "activations": f"about {_shown(self.activations_bytes)}",
+            "KV cache": f"{_shown(self.kv_bytes_per_token)} a token"
+            + (f", {_shown(state)} a request" if state else ""),
+            "KV pool": pool,
+            "context": f"{self.context_length:,} tokens",
+            "requests": served,
+        }
+        return "\n".join(f"{name:<16}{words}" for name, words in rows.items())
+
+
+def plan(
+    model_path: str | PurePath | None = None,
+    *,
+    device_memory: int | str | None = None,
+    **arguments: Unpack[EngineArguments],
+) -> Plan:
+    """What an engine of these arguments would take and serve, from the model's config alone.
+
+    Adapters and images are not counted.
+
+    Args:
+        model_path: a folder, a GGUF file, or a hub id, whose config files alone are fetched; None: the demo model.
+        device_memory: of another machine, in bytes or as "80GiB": a GPU of this size, or with ``device="cpu"`` as much
+            free memory. None: this machine's.
+        arguments: those of the constructors.
+
+    Raises:
+        TypeError, ValueError: as the constructors; or the memory of this machine's GPU cannot be found out.
+    """
+    memory = None if device_memory is None else read_size(device_memory)
+    return plan_of(engine_config(model_path, arguments), memory)
+
+
+def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
+    """As ``plan``. May block for as long as fetching the config files takes."""
+    facts = model_folder.find_facts(replace(config.model, tokenizer_path=None), configs_only=True)
+    device = machine.device_facts()
+    if device_memory is not None and config.device.name != "cpu":
+        device = replace(device, num_gpus=1, has_triton=True)
+    config = replace(config, model=replace(config.model, path=facts.path, tokenizer=False, chat_template=None))
+    settings = resolve(config, facts, device, read_adapters(config))
+    if device_memory is None:
+        device_memory = machine.free_host_memory() if settings.runner.device == "cpu" else _gpu_memory(device)
+    family = model_folder.family_config(Path(facts.path), config.model.is_embedding)
+    count = num_parameters(family) + _tower_parameters(family, Path(facts.path))
+    itemsize = _DTYPE_BYTES[settings.model.dtype]
+    weights_bytes, activations = count * itemsize, _activations(family, settings, itemsize)
+    kv_bytes, page_size = kv_numbers(family) * itemsize, settings.memory.page_size
+    room = _room(settings, device_memory, weights_bytes=weights_bytes, activations=activations)
+    states, max_running = state_bytes(family, itemsize), settings.scheduler.max_running
+    if states:
+        most = (
+            room // 2 if settings.memory.num_pages is None else room - settings.memory.num_pages * page_size * kv_bytes
+        )
+        max_running = max(min(max_running, most // states - 1), 0)
+        room -= (max_running + 1) * states
+    num_pages = _num_pages(settings, room, kv_bytes * page_size, max_running=max_running)
+    length = settings.model.context_length
+    return Plan(
+        model_path=facts.path,
+        model_type=facts.model_type,
+        architecture=facts.architecture,
+        task=facts.task,
+        implementation="aioengine",
+        reason=f"it has a file for model_type {facts.model_type!r}",
+        num_parameters=count,
+        device=settings.runner.device,
+        dtype=settings.model.dtype,
+        attention_backend=settings.runner.attention_backend,
+        weights_bytes=weights_bytes,
+        kv_bytes_per_token=kv_bytes,
+        state_bytes_per_request=states,
+        activations_bytes=activations,
+        device_memory=device_memory,
+        kv_pool_bytes=(num_pages + 1) * page_size * kv_bytes if num_pages else 0,  # and the page for padding
+        max_total_tokens=num_pages * page_size,
+        context_length=length,
+        longest_context=min(max(room, 0) // (kv_bytes * page_size) * page_size if kv_bytes else length, length),
+        max_requests=min(num_pages // -(-length // page_size), max_running),
+    )
+
+
+def _activations(family: TransformerConfig, settings: Settings, itemsize: int) -> int:
+    """What a step of the largest size takes, with a margin as the runner's, its logits and its graphs; estimated."""
+    limits = settings.scheduler
+    rows = max(limits.max_running, _SAMPLED_ROWS)
+    step = limits.max_step_tokens * step_numbers(family) * itemsize
+    logits = family.vocab_size * (rows * itemsize + _SAMPLED_ROWS * 4) if family.task == "generate" else 0
+    if settings.runner.device == "cpu":
+        return step + family.vocab_size * 4
+    counts = 2 * 4 * limits.max_running * family.vocab_size  # of the tokens of each request, for penalties
+    return (step + logits) * 5 // 4 + counts + _GRAPH_BYTES
+
+
+def _room(settings: Settings, device_memory: int, *, weights_bytes: int, activations: int) -> int:
+    """Bytes that the KV pool may take, of a size given by the user or of its own."""
+    share = settings.memory.mem_fraction_static if settings.memory.num_pages is None else 1.0
+    if settings.runner.device == "cpu":
+        return int((device_memory - weights_bytes) * share)
+    return int(device_memory * share) - _CUDA_BYTES - weights_bytes - activations
+
+
+def _num_pages(settings: Settings, room: int, page_bytes: int, *, max_running: int) -> int:
+    """Pages of the pool; 0: there is no room for one request, or for as many as are asked for."""
+    size = settings.memory.page_size
+    if settings.memory.num_pages is not None:
+        return settings.memory.num_pages if settings.memory.num_pages * page_bytes <= room else 0
+    most = -(-settings.model.context_length * max_running // size)
+    num_pages = min(room // page_bytes, most) if page_bytes else most if room > 0 else 0
+    return num_pages if num_pages * size >= settings.model.context_length else 0
+
+
+def _tower_parameters(family: TransformerConfig, folder: Path) -> int:
+    """Of the vision tower, as far as the files of the weights are there."""
+    if not isinstance(family, VisionConfig) or checkpoint.missing_weights(folder):
+        return 0
+    entries = checkpoint.read_headers(folder, family.prefix, family.renamed)
+    return sum(entry.num_numbers for entry in entries if entry.name.startswith(family.towers))
+
+
+def _gpu_memory(device: DeviceFacts) -> int:
+    """Bytes of the first GPU that this process may use.
+
+    Raises:
+        ValueError: nvidia-smi does not tell.
+    """
+    try:
+        done = subprocess.run(_SMI, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
+        rows = [[field.strip() for field in row] for row in csv.reader(done.stdout.splitlines())]
+        sizes = {name: int(row[2]) << 20 for row in rows for name in row[:2]}
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+        raise ValueError(
+            f"the memory of this machine's {device.num_gpus} GPUs cannot be found out with nvidia-smi: {error}; give "
+            "device_memory, such as '80GiB'"
+        ) from error
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    found = sizes.get(visible) or next(iter(sizes.values()), None)
+    if found is None:
+        raise ValueError("nvidia-smi lists no GPU; give device_memory, such as '80GiB'")
+    return found
+
+
+def read_size(value: object) -> int:
+    """Bytes, from a number or a text such as "80GiB" or "24 GB". Raises TypeError or ValueError for anything else."""
+    allowed = f"bytes from 1 to {_MAX_MEMORY}, or a text such as '80GiB' or '24GB'"
+    if isinstance(value, str):
+        found = _SIZE.fullmatch(value)
+        if found is None:
+            raise checks.wrong_value("device_memory", allowed, value)
+        unit = found[2].lower()
+        value = int(float(found[1]) * (1024 if "i" in unit else 1000) ** _UNITS[unit[:1]])
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise checks.wrong_type("device_memory", allowed, value)
+    if not 1 <= value <= _MAX_MEMORY:
+        raise checks.wrong_value("device_memory", allowed, value)
+    return value
+
+
+def _counted(number: int) -> str:
+    """ "8.03 billion" or "4.3 million" """
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+
+
+def _shown(num_bytes: int) -> str:
+    """ "1.5 GiB", "300 MiB" or "12 KiB" """
+    for unit, size in (("GiB", _GIB), ("MiB", 1 << 20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes / 1024:,.1f} KiB"

@@ -1,0 +1,154 @@
+"""What an engine would take, from the config alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+import aioengine
+from aioengine import Plan, machine, model_folder, planning
+from aioengine.cli import main
+from aioengine.model_folder import DEMO_MODEL
+from tests.kit.source import ROOT
+
+GIB = 1 << 30
+LARGE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+
+
+def folder(path: Path, **changes: object) -> Path:
+    (path / "config.json").write_text(json.dumps(LARGE | changes))
+    return path
+
+
+def test_a_large_model_on_another_machine(tmp_path: Path) -> None:
+    plan = aioengine.plan(folder(tmp_path), device_memory="80GiB")
+    assert (plan.model_type, plan.architecture, plan.implementation) == ("llama", "LlamaForCausalLM", "aioengine")
+    assert (plan.device, plan.dtype, plan.device_memory) == ("cuda", "bfloat16", 80 * GIB)
+    assert plan.num_parameters == 8_030_261_248
+    assert plan.weights_bytes == 2 * plan.num_parameters
+    assert plan.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
+    assert plan.fits
+    assert plan.max_requests == plan.max_total_tokens // 8192
+    assert plan.kv_pool_bytes == (plan.max_total_tokens + 16) * plan.kv_bytes_per_token
+    left = 0.88 * 80 * GIB - plan.weights_bytes - plan.kv_pool_bytes
+    assert left - plan.activations_bytes == pytest.approx(GIB, rel=0.01)  # of CUDA itself
+    table = str(plan)
+    for words in ("8.03 billion parameters", "15.0 GiB", "128.0 KiB a token", "80.0 GiB in all", "8,192 tokens"):
+        assert words in table
+    assert max(map(len, table.splitlines())) < 120
+
+
+def test_a_device_that_is_too_small(tmp_path: Path) -> None:
+    plan = aioengine.plan(folder(tmp_path, max_position_embeddings=131072), device_memory=24 * 10**9)
+    assert (plan.fits, plan.max_requests, plan.kv_pool_bytes, plan.max_total_tokens) == (False, 0, 0, 0)
+    assert 0 <= plan.longest_context < 131072
+    assert "no room" in str(plan)
+    smaller = aioengine.plan(tmp_path, device_memory="32GiB", context_length=2048, chunked_prefill_size=512)
+    assert smaller.fits
+    assert aioengine.plan(tmp_path, device_memory="8GiB").longest_context == 0
+    cpu = aioengine.plan(tmp_path, device="cpu", dtype="float32", device_memory="64GiB", max_total_tokens=20000)
+    assert (cpu.device, cpu.weights_bytes) == ("cpu", 4 * plan.num_parameters)
+    assert (cpu.max_total_tokens, cpu.kv_bytes_per_token) == (20000, 2 * plan.kv_bytes_per_token)
+    assert cpu.max_requests == 0  # the pool that was asked for is smaller than one context
+
+
+def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = aioengine.plan(device="cpu")
+    assert plan.model_path == str(DEMO_MODEL)
+    assert plan.device_memory == pytest.approx(machine.free_host_memory(), rel=0.5)
+    assert plan.fits
+    facts = machine.device_facts()
+    monkeypatch.setattr(machine, "device_facts", lambda: replace(facts, num_gpus=1, has_triton=True))
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, GPU-a, 1000'\necho '1, GPU-b, 2000'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert aioengine.plan().device_memory == 1000 << 20
+    for visible in ("1", "GPU-b", "1,0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert aioengine.plan().device_memory == 2000 << 20
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    with pytest.raises(ValueError, match="memory of this machine's 1 GPUs cannot be found out.*device_memory"):
+        aioengine.plan()
+
+
+def test_the_model_of_an_embedder_keeps_no_keys(tmp_path: Path) -> None:
+    config = {"architectures": ["BertModel"], "model_type": "bert", "vocab_size": 3000, "hidden_size": 64}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes, "max_position_embeddings": 128}))
+    plan = aioengine.plan(tmp_path, device_memory="24GiB")
+    assert (plan.task, plan.kv_bytes_per_token, plan.fits) == ("embed", 0, True)
+    assert plan.max_requests == 1024
+
+
+@pytest.mark.parametrize("value", ["", "80 apples", 0, -5, True, 1.5, "9999999TB"])
+def test_sizes_that_are_refused(value: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="device_memory"):
+        planning.plan(device_memory=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GiB", 80 << 30), ("1.5 g", 1_500_000_000), ("24 GB", 24 * 10**9), (7, 7), ("7", 7)]
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert planning.read_size(text) == size
+
+
+def test_what_an_engine_refuses_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="hidden_act"):
+        aioengine.plan(folder(tmp_path, hidden_act="swiglu"))
+    with pytest.raises(ValueError, match="context_length must be at most 8192"):
+        aioengine.plan(folder(tmp_path), context_length=9000)
+    with pytest.raises(TypeError, match="no_such"):
+        aioengine.plan(tmp_path, no_such=1)  # type: ignore[call-arg]
+
+
+def test_of_a_model_on_the_hub_config_files_alone_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def download(name: str, **options: object) -> str:
+        asked.append((name, options["configs_only"]))
+        return str(folder(tmp_path))
+
+    monkeypatch.setattr(model_folder, "download", download)
+    plan = aioengine.plan("owner/name", device_memory="80GiB", tokenizer_path="other/words")
+    assert asked == [("owner/name", True)]
+    assert plan.num_parameters == 8_030_261_248
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(folder(tmp_path))
+    assert main(["info", path, "--device-memory", "80GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == set(Plan.__struct_fields__)
+    assert found["context_length"] == 8192
+    assert main(["info", path, "--device-memory", "80GiB", "--context-length", "4096"]) == 0
+    assert "4,096 tokens" in capsys.readouterr().out
+    assert main(["info", "--device-memory", "80GiB"]) == 2
+    assert main(["info", path, "--model", path]) == 2
+    assert main(["info", path, "--device-memory", "lots"]) == 2
+    assert "device_memory must be" in capsys.readouterr().err
+    assert main(["info", str(tmp_path / "none")]) == 1
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, aioengine; print(aioengine.plan(device='cpu')); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "Qwen3ForCausalLM" in done.stdout
