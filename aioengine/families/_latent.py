@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, LatentConfig
-from aioengine.families._config import FamilyConfig, not_implemented
+from aioengine.families._config import FamilyConfig, RopeConfig, not_implemented
 
 if TYPE_CHECKING:
-    from aioengine.families._config import DecoderConfig, RopeConfig
+    from aioengine.families._config import DecoderConfig
 
 
 class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
@@ -21,7 +21,7 @@ class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
     q_lora_rank: int | None = 1536
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
+    v_head_dim: int | None = 128
     attention_bias: bool = False
     rope_interleave: bool = True
 
@@ -41,6 +41,11 @@ class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
         """The size of a key in the KV cache, whatever ``head_dim`` is."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    @property
+    def value_size(self) -> int:
+        """Of a head; null stands for the share of a head in the stream."""
+        return self.hidden_size // self.num_attention_heads if self.v_head_dim is None else self.v_head_dim
+
     def latent_decoder(self, rope: RopeConfig) -> DecoderConfig:
         attention = AttentionConfig(
             qkv_bias=self.attention_bias,
@@ -52,10 +57,12 @@ class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
                 query_rank=self.q_lora_rank,
                 plain_size=self.qk_nope_head_dim,
                 rotated_size=self.qk_rope_head_dim,
-                value_size=self.v_head_dim,
+                value_size=self.value_size,
             ),
         )
-        return replace(self.decoder(rope), num_kv_heads=1, rope_size=self.qk_rope_head_dim, attention=attention)
+        rope.check_head(self.qk_rope_head_dim)
+        decoder = self.decoder(RopeConfig())
+        return replace(decoder, num_kv_heads=1, rope=rope, rope_size=self.qk_rope_head_dim, attention=attention)
 
     def _scale(self, rope: RopeConfig) -> float:
         """Of the dot products: 1 / sqrt(size of a query head), times what ``mscale_all_dim`` adds for long contexts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.families._config import decode_config, read_rope
+from aioengine.families._config import decode_config
 from aioengine.families._latent import LatentFamily
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ class Config(LatentFamily, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    return decode_config(config, Config).latent_decoder(read_rope(config))
+    found = decode_config(config, Config)
+    return found.latent_decoder(found.rope(config))
 
 
 PLUGIN = read

@@ -6,9 +6,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, YoutuConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
+    MiniCPM3Config,
+    YoutuConfig,
+)
 
-from aioengine import models
+from aioengine import models, plugins
 from aioengine.families import youtu
 from aioengine.families._tensors import tensor_shapes
 from aioengine.runner import weights
@@ -50,10 +57,21 @@ YARN = {
         "mscale_all_dim": 0.707,
     }
 }
+LONG = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.5, 2.0, 3.0],
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+    }
+}
 CASES: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, object]]] = {
     "youtu": (YoutuConfig, {"q_lora_rank": 28}),
     "youtu yarn, halves": (YoutuConfig, {**YARN, "rope_interleave": False, "tie_word_embeddings": False}),
     "youtu biases": (YoutuConfig, {"q_lora_rank": 28, "attention_bias": True, "v_head_dim": 8}),
+    "minicpm3": (MiniCPM3Config, {"q_lora_rank": 28, "v_head_dim": None, "dim_model_base": 16, **LONG}),
+    "minicpm3 no factors": (MiniCPM3Config, {"scale_emb": 1, "scale_depth": None, "dim_model_base": None}),
 }
 
 
@@ -63,6 +81,9 @@ def pair(config: PreTrainedConfig, folder: Path) -> tuple[torch.nn.Module, Model
     theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     for parameter in theirs.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.2)
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(torch.randn_like(buffer) * 0.2)
     theirs.save_pretrained(folder)
     ours = models.build({**config.to_dict(), "architectures": [type(theirs).__name__]}, options())
     weights.load(ours, folder, load_format="auto", seed=0, report=lambda *_: None)
@@ -109,16 +130,28 @@ def test_weights_loaded_anew(tmp_path: Path) -> None:
     torch.testing.assert_close(Stepper(ours).run(token_ids, [NUM_TOKENS]), expected, atol=5e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+REFUSED: dict[str, list[tuple[str, object]]] = {
+    "youtu": [
         ("num_key_value_heads", 2),
         ("qk_rope_head_dim", 7),
         ("attention_bias", True),
         ("kv_lora_rank", 0),
         ("quantization_config", {"quant_method": "fp8"}),
     ],
+}
+CONFIGS = {each.model_type: each for each in (YoutuConfig,)}
+
+
+def raw_config(model_type: str, **fields: object) -> dict[str, object]:
+    return {**CONFIGS[model_type](**SIZES).to_dict(), **fields}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [(model_type, field, value) for model_type, refused in REFUSED.items() for field, value in refused],
 )
-def test_value_that_is_not_implemented_is_refused_by_name(field: str, value: object) -> None:
+def test_value_that_is_not_implemented_is_refused_by_name(model_type: str, field: str, value: object) -> None:
+    read = plugins.load("families", model_type)
+    read(raw_config(model_type))
     with pytest.raises(ValueError, match=field):
-        youtu.read({**YoutuConfig(**SIZES).to_dict(), field: value})
+        read(raw_config(model_type, **{field: value}))

@@ -1,0 +1,49 @@
+"""MiniCPM3: latent attention, an MLP in all layers, and factors of embeddings, residuals and logits."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+from msgspec.structs import replace
+
+from aioengine.families._block_config import BlockConfig
+from aioengine.families._config import decode_config
+from aioengine.families._latent import LatentFamily
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import DecoderConfig
+
+
+class Config(LatentFamily, frozen=True, kw_only=True):
+    max_position_embeddings: int = 32_768
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    rope_interleave: Literal[False] = False
+    mlp_bias: bool = False
+    kv_lora_rank: int = 256
+    q_lora_rank: int | None = 768
+    qk_nope_head_dim: int = 64
+    qk_rope_head_dim: int = 32
+    v_head_dim: int | None = None
+    scale_emb: float = 12.0
+    scale_depth: float | None = 1.4
+    dim_model_base: int | None = 256
+
+
+def read(config: Mapping[str, object]) -> DecoderConfig:
+    found = decode_config(config, Config)
+    depth = 1.0 if found.scale_depth is None else found.scale_depth / math.sqrt(found.num_hidden_layers)
+    decoder = found.latent_decoder(found.rope(config))
+    return replace(
+        decoder,
+        block=BlockConfig(residual_scale=depth),
+        mlp=replace(decoder.mlp, has_bias=found.mlp_bias),
+        embedding_scale=found.scale_emb,
+        logits_scale=1.0 if found.dim_model_base is None else found.dim_model_base / found.hidden_size,
+    )
+
+
+PLUGIN = read
