@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from aioengine.checkpoint import read_headers
 from aioengine.layers.placement import Slice, Target
 from aioengine.runner import weight_reading
+from tests.kit.gguf_files import stored, write_gguf
 
 
 @pytest.mark.parametrize("alone_bytes", [0, 1 << 30])
@@ -37,6 +39,25 @@ def test_every_piece_reaches_its_place(
     assert not fused[:, :48].any()
     assert seen == sorted(seen)
     assert seen[-1] == sum(tensor.nbytes for tensor in given.values())
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
+def test_blocks_of_gguf_files_give_the_numbers_of_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(weight_reading, "PIECE_NUMBERS", 5000)
+    block, values = stored(torch.randn(300, 512), kind)
+    metadata = {"general.architecture": "llama", "llama.attention.head_count": 4}
+    path = write_gguf(tmp_path / "m.gguf", metadata, {"t.weight": block, "blk.0.attn_q.weight": block})
+    targets = {
+        "t.weight": Target(torch.zeros(300, 512, device="cuda").bfloat16()),
+        "model.layers.0.self_attn.q_proj.weight": Target(torch.zeros(300, 512, device="cuda")),
+    }
+    entries = [replace(entry, num_heads=entry.num_heads and 150) for entry in read_headers(path, "")]
+    weight_reading.read_all(entries, targets, lambda done, total: None)
+    plain, turned = (target.tensor.cpu() for target in targets.values())
+    assert torch.equal(plain, values.bfloat16())
+    assert torch.equal(turned, values.view(150, 1, 2, 512).transpose(1, 2).reshape(300, 512))
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
