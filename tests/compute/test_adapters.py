@@ -16,6 +16,8 @@ from aioengine.runner.build import build
 from aioengine.scheduler.plan import TOKENS, NewRow, Plan, Row
 from tests.compute.runner_world import make_settings, save_model
 from tests.kit.adapters import change_tensors, merged, save_adapter
+from tests.kit.decoders import config_of, random_model
+from tests.kit.settings import small_settings
 from tests.kit.vision_models import save_vision_model
 
 if TYPE_CHECKING:
@@ -63,6 +65,13 @@ def continued(model: torch.nn.Module, num_tokens: int = 6) -> tuple[list[list[in
             ids.append(int(last.argmax()))
         outputs.append(ids[len(prompt) :])
     return outputs, logits
+
+
+def greedy(model: torch.nn.Module, prompt: list[int], num_tokens: int = 6) -> list[int]:
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
@@ -148,6 +157,23 @@ def test_logits_are_those_of_merged_weights(case: Case) -> None:
     generate(runner, [opened(i, slot, PROMPTS[i]) for i, slot in enumerate(slots)], num_tokens=1)
     for i, slot in enumerate(slots):
         assert torch.equal(seen[-1][i], alone[slot][i]), "the bits depend on the batch"
+
+
+@pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "glm4", "phi3"])
+def test_layers_that_a_checkpoint_stores_in_another_order_or_fused(case: str, tmp_path: Path) -> None:
+    base = random_model(config_of(case, max_position_embeddings=128))
+    base.save_pretrained(tmp_path / "model")
+    path = save_adapter(base, tmp_path / "adapter", target_modules="all-linear")
+    settings = small_settings(path=str(tmp_path / "model"), load_format="auto", context_length=128, page_size=4)
+    runner = build(with_adapters(settings), lambda _: None)
+    runner.place_adapter(1, runner.read_adapter(adapter(path))).result(timeout=5)
+    prompts = [[(7 * i + 3 * j) % 90 + 1 for j in range(3 + 5 * i)] for i in range(4)]
+    found = generate(runner, [opened(i, i % 2, prompt) for i, prompt in enumerate(prompts)])
+    before = [greedy(base, prompt) for prompt in prompts]
+    adapted = merged(base, path)
+    after = [greedy(adapted, prompt) for prompt in prompts]
+    assert found == [after[i] if i % 2 else before[i] for i in range(len(prompts))]
+    assert before != after
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from aioengine import models, plugins
 from aioengine.adapter_folder import linear_layers
@@ -17,6 +17,7 @@ from aioengine.models._decoder import Decoder
 from aioengine.runner.device_memory import kv_bytes_per_token
 from tests.compute.stepping import options
 from tests.kit import decoders
+from tests.kit.hub_configs import HUB
 
 CONFIGS = {config.model_type: config for config in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)}
 SIZES = {
@@ -108,6 +109,13 @@ def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(cas
     assert kv_numbers(decoder) == kv_bytes_per_token(model.attention_shape, torch.int8)
     states = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
     assert state_bytes(decoder, model.dtype.itemsize) == states
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_files_on_the_hub_are_read_as_those_that_transformers_makes_of_them(name: str) -> None:
+    raw = HUB[name]
+    read = plugins.load("families", raw["model_type"])
+    assert read(raw) == read(AutoConfig.for_model(**raw).to_dict())
 
 
 def test_every_model_has_a_family() -> None:

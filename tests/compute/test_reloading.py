@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from aioengine import models
 from aioengine.models._base import Model
 from aioengine.runner import weights
 from tests.compute.runner_world import World, make_settings, save_model
-from tests.compute.stepping import Stepper
+from tests.compute.stepping import Stepper, options
+from tests.kit.decoders import config_of
 
 PROMPTS = [[5, 9, 200, 31, 7], [1, 2, 3], list(range(20, 60))]
 
@@ -86,3 +88,20 @@ def test_some_of_the_weights_can_be_replaced(tmp_path: Path) -> None:
         model.weights()[name].tensor.copy_(tensor)
         model.finish_loading()
     assert torch.equal(logits_of(model), logits_of(World(make_settings(second)).runner._model))
+
+
+@pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "gemma3_text", "glm4", "stablelm side by side", "olmo2"])
+def test_weights_that_are_brought_into_another_order_are_those_of_the_checkpoint_again(case: str) -> None:
+    model = models.build(config_of(case).to_dict(), options(max_positions=64))
+    given: dict[str, Tensor] = {}
+    for name, target in model.weights().items():
+        given[name] = torch.randn(target.shape)
+        target.tensor.copy_(given[name])
+    model.finish_loading()
+    prompt = torch.randint(0, model.vocab_size, (20,)).tolist()
+    expected = Stepper(model).run(prompt, [20])
+    model.open_for_loading()
+    for name, target in model.weights().items():
+        assert torch.equal(target.tensor, given[name]), name
+    model.finish_loading()
+    assert torch.equal(Stepper(model).run(prompt, [20]), expected)

@@ -1,0 +1,91 @@
+"""The fields of config.json in files on the hub, as far as they matter, of models written by several versions."""
+
+from __future__ import annotations
+
+FACTORS = {"long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0 + i / 8 for i in range(48)]}
+SIZES = {"hidden_size": 768, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 512}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+HUB: dict[str, dict[str, object]] = {
+    "gemma-2-2b-it": {
+        **SIZES, **HEADS, "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "cache_implementation": "hybrid", "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+    },
+    "gemma-3-1b-it": {
+        **SIZES, **HEADS, "model_type": "gemma3_text", "attn_logit_softcapping": None, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    "gemma-3-12b-it, its text_config": {
+        **SIZES, **HEADS, "model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "Phi-3-mini-4k-instruct": {
+        **SIZES, **HEADS, "model_type": "phi3", "max_position_embeddings": 4096, "rope_scaling": None,
+        "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 2047,
+    },
+    "Phi-3-mini-128k-instruct": {
+        **SIZES, **HEADS, "model_type": "phi3", "max_position_embeddings": 131072, "sliding_window": 262144,
+        "original_max_position_embeddings": 4096, "rope_scaling": {**FACTORS, "type": "longrope"},
+    },
+    "Phi-4-mini-instruct": {
+        **SIZES, "num_attention_heads": 6, "model_type": "phi3", "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "tie_word_embeddings": True,
+        "rope_scaling": {**FACTORS, "type": "longrope"}, "sliding_window": 262144,
+    },
+    "c4ai-command-r7b-12-2024": {
+        **SIZES, **HEADS, "model_type": "cohere2", "cache_implementation": "hybrid", "head_dim": 96,
+        "layer_norm_eps": 1e-05, "layer_switch": 4, "logit_scale": 0.25, "order_of_interleaved_layers":
+        "local_attn_first", "position_embedding_type": "rope_gptj", "rope_scaling": None, "rope_theta": 50000,
+        "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4, "use_qk_norm": False,
+    },
+    "SmolLM3-3B": {
+        **SIZES, **HEADS, "model_type": "smollm3", "max_position_embeddings": 65536, "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0, 1, 1], "layer_types": ["full_attention"] * 6, "rope_scaling": None,
+        "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False, "pretraining_tp": 2,
+    },
+    "granite-3.3-2b-instruct": {
+        **SIZES, **HEADS, "model_type": "granite", "attention_multiplier": 0.015625, "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0, "residual_multiplier": 0.22, "rope_scaling": None, "rope_theta": 10000000.0,
+        "tie_word_embeddings": True,
+    },
+    "OLMo-2-1124-7B": {**SIZES, **HEADS, "model_type": "olmo2", "rms_norm_eps": 1e-06, "rope_theta": 500000},
+    "GLM-4-9B-0414": {
+        **SIZES, **HEADS, "model_type": "glm4", "attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "max_position_embeddings": 32768,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05, "n_ctx": 1024,
+        "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257,
+    },
+    "pythia-160m": {
+        **SIZES, "model_type": "gpt_neox", "hidden_act": "gelu", "layer_norm_eps": 1e-05, "num_attention_heads": 12,
+        "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False, "use_parallel_residual": True,
+    },
+    "falcon-7b": {
+        "model_type": "falcon", "alibi": False, "apply_residual_connection_post_layernorm": False, "bias": False,
+        "hidden_size": 4544, "layer_norm_epsilon": 1e-05, "multi_query": True, "new_decoder_architecture": False,
+        "num_attention_heads": 71, "num_hidden_layers": 32, "parallel_attn": True, "vocab_size": 65024,
+    },
+    "falcon-11B": {
+        **SIZES, "model_type": "falcon", "ffn_hidden_size": 3072, "multi_query": True, "num_attention_heads": 8,
+        "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "parallel_attn": True,
+        "rope_theta": 500042.0, "rope_scaling": None, "tie_word_embeddings": False, "max_position_embeddings": 8192,
+    },
+    "phi-2": {
+        **SIZES, "model_type": "phi", "hidden_act": "gelu_new", "layer_norm_eps": 1e-05, "num_attention_heads": 12,
+        "num_key_value_heads": 12, "partial_rotary_factor": 0.5, "qk_layernorm": False, "rope_scaling": None,
+    },
+    "stablelm-2-12b": {
+        **SIZES, **HEADS, "model_type": "stablelm", "layer_norm_eps": 1e-05, "partial_rotary_factor": 0.25,
+        "qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": False, "rope_theta": 10000,
+    },
+    "starcoder2-3b": {
+        **SIZES, **HEADS, "model_type": "starcoder2", "activation_function": "gelu_pytorch_tanh", "mlp_type": "default",
+        "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-05, "norm_type": "layer_norm", "sliding_window": 4096,
+        "rope_theta": 999999.4420358813, "use_bias": True,
+    },
+}  # fmt: skip
