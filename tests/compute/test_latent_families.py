@@ -8,9 +8,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Glm4MoeLiteConfig,
     MiniCPM3Config,
     YoutuConfig,
 )
