@@ -15,6 +15,7 @@ from aioengine.machine import DeviceFacts
 from aioengine.model_folder import find_facts
 from aioengine.resolve import resolve
 from aioengine.runner.device_memory import Demand, PoolBudget, fit_states
+from aioengine.scheduler.gates import Gate
 from tests.compute.runner_world import World
 from tests.compute.stepping import Request, Stepper
 from tests.compute.test_families import pair
@@ -196,3 +197,31 @@ def test_no_prefix_is_reused(folder: Path) -> None:
         DeviceFacts(num_gpus=0, num_threads=1, drawn_seed=0, cpu_bfloat16=False),
     )
     assert not settings.scheduler.prefix_cache
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_tokens_are_those_of_requests_alone_as_others_come_and_go(folder: Path, depth: int) -> None:
+    drawn = random.Random(depth)
+    prompts = [drawn.choices(range(1, 96), k=drawn.choice((1, 2, 7, 20, 41))) for _ in range(9)]
+    alone = make_world(folder)
+    expected = [alone.answers([prompt], max_new_tokens=50)[0] for prompt in prompts]
+    world = make_world(folder, num_pages=30, max_running=3, chunk_tokens=16, depth=depth)
+    waiting, uids, aborted = list(prompts), list[int](), set[int]()
+    while waiting or world.core.has_work:
+        if waiting and drawn.random() < 0.8:
+            uids.append(world.submit(waiting.pop(0), max_new_tokens=50))
+        living = [uid for uid in uids if uid not in world.ended]
+        if living and drawn.random() < 0.02:
+            aborted.add(drawn.choice(living))
+            world.core.requests.abort(aborted)
+        if living and drawn.random() < 0.02:
+            chosen = [drawn.choice(living)]
+            world.core.requests.close_gate(chosen, Gate.SUSPENDED)
+            world.step()
+            world.core.requests.open_gate(chosen, Gate.SUSPENDED)
+        world.step()
+    assert world.num_preemptions > 0
+    for uid, answer in zip(uids, expected, strict=True):
+        found = world.outputs[uid]
+        assert found == answer[: len(found)]
+        assert len(found) == len(answer) or uid in aborted
