@@ -45,7 +45,7 @@ def reference(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRow
     v = wide[:, 2 * keys_size :].unflatten(1, (num_heads, value_size))
     decays, betas = gates.values()
     decays, betas = decays[:, :, None, None], betas.unsqueeze(-1)
-    out = torch.empty(v.shape, dtype=channels.dtype, device=channels.device)
+    out = torch.zeros(v.shape, dtype=channels.dtype, device=channels.device)
     products = torch.empty_like(state[0])
     for slot, start, first, end in rows.on_host():
         matrix = state[slot]

@@ -21,7 +21,9 @@ class StateRows(NamedTuple):
         starts: [R], the tokens of each row that its state has seen.
         ends: [R], where the tokens of a row end among those of the step.
         blocks: [B, 2] int32 on a GPU, the row of each block of up to ``BLOCK_TOKENS`` tokens, and its first token,
-            counted in its row; None: every row has one token, or this is a CPU.
+            counted in its row; None: every row has one token, or this is a CPU. Rows without tokens, tokens behind
+            those of the last row, and blocks that begin behind their row pad the input of CUDA graphs; the outputs of
+            such tokens are 0.
     """
 
     slots: Tensor

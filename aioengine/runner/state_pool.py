@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from aioengine.kernels.state_rows import StateRows
+from aioengine.kernels.state_rows import BLOCK_TOKENS, StateRows
 from aioengine.layers.states import StepStates, token_blocks
 
 if TYPE_CHECKING:
@@ -18,6 +18,23 @@ if TYPE_CHECKING:
     from aioengine.runner.transfer import Upload
 
     Ints = npt.NDArray[np.int64]
+
+
+_BEHIND_ALL: Final = 1 << 30
+"""The first token of a block that has none."""
+
+
+def _num_blocks(num_tokens: int, num_rows: int) -> int:
+    """The most blocks of ``num_rows`` rows with ``num_tokens`` tokens."""
+    return num_tokens // BLOCK_TOKENS + num_rows
+
+
+def first_rows(states: StepStates, num_tokens: int, num_rows: int) -> StepStates:
+    """The part of ``StatePool.padded`` for fewer rows and tokens: views."""
+    slots, starts, ends, blocks = states.rows
+    assert blocks is not None
+    most = _num_blocks(num_tokens, num_rows)
+    return StepStates(states.pool, StateRows(slots[:num_rows], starts[:num_rows], ends[:num_rows], blocks[:most]))
 
 
 class StatePool:
@@ -54,6 +71,30 @@ class StatePool:
         slots = torch.where(is_padding, self._max_rows, row_indices)
         ends = torch.arange(1, len(slots) + 1, device=slots.device)
         return StepStates(self.tensors, StateRows(slots, positions, ends))
+
+    def padded(self, num_tokens: int, num_rows: int) -> StepStates:
+        """The states of up to ``num_rows`` rows with up to ``num_tokens`` tokens, in memory that never moves; ``fill``
+        writes them.
+        """
+        device = self.tensors[0].device
+        slots, starts, ends = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
+        blocks = torch.zeros(_num_blocks(num_tokens, num_rows), 2, dtype=torch.int32, device=device)
+        return StepStates(self.tensors, StateRows(slots, starts, ends, blocks))
+
+    def fill(self, into: StateRows, rows: StateRows) -> None:
+        """Write the rows of a step to those of ``padded``, or to the first of them."""
+        num_rows, blocks = len(rows.slots), rows.blocks
+        if blocks is None:
+            firsts = torch.arange(num_rows, dtype=torch.int32, device=rows.slots.device)
+            blocks = torch.stack((firsts, torch.zeros_like(firsts)), 1)
+        assert into.blocks is not None
+        for target, source in ((into.slots, rows.slots), (into.starts, rows.starts), (into.ends, rows.ends)):
+            target[:num_rows].copy_(source)
+        into.slots[num_rows:] = self._max_rows
+        into.starts[num_rows:] = 0
+        into.ends[num_rows:] = rows.ends[-1]
+        into.blocks[: len(blocks)].copy_(blocks)
+        into.blocks[len(blocks) :, 1] = _BEHIND_ALL
 
     def release(self) -> None:
         """Free the memory; nothing may be computed after this."""

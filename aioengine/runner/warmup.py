@@ -134,15 +134,16 @@ def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report
 
 
 def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
-    """Graphs of steps with prompts, without any captured; None: attention supports none, or the model keeps states,
-    whose kernels need the rows of a step.
-    """
-    if parts.states is not None:
-        return None
+    """Graphs of steps with prompts, without any captured; None: attention supports none."""
     attention, max_rows = parts.attention, parts.max_rows
     if isinstance(attention, PiecewiseAttention):
         tiles = None if parts.adapters is None else parts.adapters.tiles
-        return PieceGraphs(parts.model, attention, parts.kv_pool.layers, max_rows=max_rows, adapters=tiles)
+        return PieceGraphs(
+            *(parts.model, attention, parts.kv_pool.layers),
+            max_rows=max_rows,
+            adapters=tiles,
+            states=parts.states,
+        )
     if isinstance(attention, WholeAttention) and attention.has_kernel:
         return EncoderGraphs(
             *(parts.model, attention),

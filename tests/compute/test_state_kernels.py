@@ -111,7 +111,9 @@ launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._k
 from aioengine.kernels import causal_conv, gated_delta, gated_rms_norm
 from aioengine.kernels.state_rows import StateRows
 from aioengine.kernels.triton import causal_conv as conv_kernels, gated_delta as delta_kernels
+from aioengine.kernels.delta_gates import DeltaGates
 from aioengine.layers.states import token_blocks
+from aioengine.runner.state_pool import StatePool
 from tests.compute.test_state_kernels import Layer
 
 layer = Layer()
@@ -133,6 +135,27 @@ for counts, starts in (([1, 1, 1], [0, 4, 1]), ([2, 67, 1], [0, 3, 1]), ([64, 2,
         found = delta_kernels.gated_delta(channels, gates, theirs, rows, in_blocks=in_blocks)
         torch.testing.assert_close(found, outputs, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+pool = StatePool.__new__(StatePool)
+pool.tensors, pool._max_rows = (inputs, matrices), 2
+padded = pool.padded(256, 4).rows
+given, gates = layer.parts(layer.x)
+for counts in ([64, 2], [1, 1], [3, 40]):
+    blocks = None if max(counts) == 1 else torch.from_numpy(token_blocks(torch.tensor(counts).numpy()))
+    rows = StateRows(torch.tensor([1, 0]), torch.tensor([0, 3]), torch.tensor(counts).cumsum(0), blocks)
+    pool.fill(padded, rows)
+    ours, theirs = [inputs.clone(), matrices.clone()], [inputs.clone(), matrices.clone()]
+    total = sum(counts)
+    channels = causal_conv.reference(given[:total], layer.weight, ours[0], rows)
+    part = DeltaGates(steps=gates.steps[:total], scores=gates.scores[:total], log_rate=gates.log_rate, bias=gates.bias)
+    outputs = gated_delta.reference(channels, part, ours[1], rows)
+    found = conv_kernels.causal_conv(given, layer.weight, theirs[0], padded)
+    torch.testing.assert_close(found[:total], channels)
+    found = delta_kernels.gated_delta(found, gates, theirs[1], padded, in_blocks=True)
+    torch.testing.assert_close(found[:total], outputs, atol=1e-5, rtol=1e-4)
+    assert not found[total:].any()
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one[:2], other[:2], atol=1e-5, rtol=1e-4)
 
 heads, gates, weight, epsilon = torch.randn(5, 4, 12), torch.randn(5, 60), torch.randn(12), torch.tensor(1e-6)
 arguments = heads, gates[:, 7:55], weight, epsilon

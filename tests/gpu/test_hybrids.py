@@ -32,6 +32,7 @@ def run(folder: Path, *, device: str, **changes: object) -> list[list[int]]:
     settings = make_settings(folder, page_size=16, num_pages=128, chunk_tokens=70, **changes)
     runner = msgspec.structs.replace(settings.runner, device=device)
     world = World(msgspec.structs.replace(settings, runner=runner))
+    assert (world.runner.prompt_graphs is not None) == bool(runner.cuda_graph_max_rows)
     answers = world.answers(PROMPTS, max_new_tokens=24)
     world.runner.close()
     return answers

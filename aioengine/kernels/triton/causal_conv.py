@@ -80,11 +80,14 @@ def _block_kernel(
     """A block of tokens of a row. The states stay as they are: other programs read them too."""
     block = tl.program_id(0)
     row = tl.load(blocks + 2 * block)
-    tokens = tl.load(blocks + 2 * block + 1) + tl.arange(0, TOKENS)
+    first = tl.load(blocks + 2 * block + 1)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < num_channels
     begin = tl.load(ends + row - 1, mask=row > 0, other=0).to(tl.int64)
     count = tl.load(ends + row).to(tl.int64) - begin
+    if first >= count:
+        return
+    tokens = first + tl.arange(0, TOKENS)
     slot = tl.load(slots + row).to(tl.int64)
     has_past = channels < tl.where(tl.load(starts + row) > 0, num_channels, 0)
     inputs = state + slot * (WIDTH - 1) * num_channels + channels

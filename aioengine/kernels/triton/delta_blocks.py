@@ -91,10 +91,11 @@ def _solve_kernel(
     """w and u of the tokens of a block."""
     block, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(blocks + 2 * block)
+    first = tl.load(blocks + 2 * block + 1)
     begin, count = span_of(ends, row)
-    if count < LEAST:
+    if (count < LEAST) | (first >= count):
         return
-    tokens = tl.load(blocks + 2 * block + 1) + tl.arange(0, TOKENS)
+    tokens = first + tl.arange(0, TOKENS)
     is_token = tokens < count
     places = begin + tokens
     keys, values, order = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, TOKENS)

@@ -65,7 +65,7 @@ def _scan_kernel(
     inside = is_key[:, None] & is_value[None, :]
     begin, count = delta_blocks.span_of(ends, row)
     end = begin + count
-    if count > MOST:
+    if (count > MOST) | (count == 0):
         return
     slot = tl.load(slots + row).to(tl.int64)
     has_past = keys < tl.where(tl.load(starts + row) > 0, KEYS, 0)
@@ -124,7 +124,8 @@ def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateR
     num_heads, key_size, value_size = state.shape[1:]
     num_channels = channels.shape[1]
     num_key_heads = (num_channels - num_heads * value_size) // (2 * key_size)
-    out = torch.empty((channels.shape[0], num_heads, value_size), dtype=channels.dtype, device=channels.device)
+    make = torch.empty if rows.blocks is None else torch.zeros  # there may be tokens of no row
+    out = make((channels.shape[0], num_heads, value_size), dtype=channels.dtype, device=channels.device)
     group, block_k = num_heads // num_key_heads, next_power_of_2(key_size)
     stride = gates.steps.stride(0)
     has_blocks = in_blocks and rows.blocks is not None

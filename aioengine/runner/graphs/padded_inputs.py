@@ -9,12 +9,14 @@ import torch
 
 from aioengine.models._base import ModelInputs
 from aioengine.runner.lora.grouping import FixedAdapters, FixedTiles, StepAdapters, TileRows
+from aioengine.runner.state_pool import first_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import ForwardBatch
     from aioengine.models._base import Model
+    from aioengine.runner.state_pool import StatePool
 
 
 class PaddedAdapters:
@@ -43,14 +45,18 @@ class PaddedInputs:
         inputs: with ``outputs`` [R], the last token of each row.
         slot_mapping: [T] int64, as in ``ForwardBatch``.
         adapters: of graphs for steps with adapters, which ``inputs.adapters`` refer to.
+        states: those that ``inputs.states`` refer to; None for a model that keeps none.
     """
 
     inputs: ModelInputs
     slot_mapping: Tensor
     adapters: PaddedAdapters | None = None
+    states: StatePool | None = None
 
     @classmethod
-    def zeros(cls, model: Model, num_tokens: int, num_rows: int, device: torch.device) -> PaddedInputs:
+    def zeros(
+        cls, model: Model, num_tokens: int, num_rows: int, device: torch.device, *, states: StatePool | None = None
+    ) -> PaddedInputs:
         spec = model.input_spec
 
         def zeros(*size: int) -> Tensor:
@@ -66,8 +72,9 @@ class PaddedInputs:
             embeddings=embeddings,
             rows=zeros(num_tokens) if spec.rows else None,
             outputs=zeros(num_rows),
+            states=None if states is None else states.padded(num_tokens, num_rows),
         )
-        return cls(inputs, zeros(num_tokens))
+        return cls(inputs, zeros(num_tokens), states=states)
 
     def first(self, num_tokens: int, num_rows: int) -> PaddedInputs:
         """The part that a graph of ``num_tokens`` tokens and ``num_rows`` rows reads: views."""
@@ -79,14 +86,15 @@ class PaddedInputs:
             embeddings=None if inputs.embeddings is None else inputs.embeddings[:num_tokens],
             rows=None if inputs.rows is None else inputs.rows[:num_tokens],
             outputs=inputs.outputs[:num_rows],
+            states=None if inputs.states is None else first_rows(inputs.states, num_tokens, num_rows),
         )
-        return PaddedInputs(part, self.slot_mapping[:num_tokens])
+        return PaddedInputs(part, self.slot_mapping[:num_tokens], states=self.states)
 
     def with_adapters(self, adapters: PaddedAdapters) -> PaddedInputs:
         """The same inputs for a graph of steps with adapters."""
         assert self.inputs.outputs is not None
         fixed = adapters.of(len(self.slot_mapping), len(self.inputs.outputs))
-        return PaddedInputs(replace(self.inputs, adapters=fixed), self.slot_mapping, adapters)
+        return PaddedInputs(replace(self.inputs, adapters=fixed), self.slot_mapping, adapters, self.states)
 
     def fill(self, inputs: ModelInputs, batch: ForwardBatch) -> None:
         """Write a step that is no larger.
@@ -110,6 +118,10 @@ class PaddedInputs:
         assert inputs.outputs is not None
         into.outputs[:num_rows].copy_(inputs.outputs[:num_rows])
         into.outputs[num_rows:].zero_()  # indices of a larger step may be out of range here
+        if self.states is not None:
+            assert into.states is not None
+            assert inputs.states is not None
+            self.states.fill(into.states.rows, inputs.states.rows)
         if self.adapters is not None:
             assert isinstance(inputs.adapters, StepAdapters)
             self.adapters.fill(inputs.adapters, num_tokens=len(self.slot_mapping), num_rows=len(into.outputs))

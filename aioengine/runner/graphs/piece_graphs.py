@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from aioengine.kernels.rotate_heads import Heads
     from aioengine.models._base import Model, ModelInputs
     from aioengine.runner.lora.grouping import TileRows
+    from aioengine.runner.state_pool import StatePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,12 @@ class PieceGraphs:
         *,
         max_rows: int,
         adapters: TileRows | None = None,
+        states: StatePool | None = None,
     ) -> None:
-        """kv_layers: [1 or 2, N, K, S, E] of each layer. max_rows: of a step. adapters: None where there are none."""
+        """kv_layers: [1 or 2, N, K, S, E] of each layer. max_rows: of a step. adapters, states: None where there are
+        none.
+        """
+        self._states = states
         self._model = model
         self._attention = attention
         self._kv_pool = keys_and_values(kv_layers, model.attention_shape)
@@ -140,7 +145,7 @@ class PieceGraphs:
         sizes = piece_ladder(max_tokens)
         shape, device = self._model.attention_shape, self._device
         num_heads = shape.num_heads + shape.num_sides * shape.num_kv_heads
-        inputs = PaddedInputs.zeros(self._model, max_tokens, self._max_rows, device)
+        inputs = PaddedInputs.zeros(self._model, max_tokens, self._max_rows, device, states=self._states)
         handed = _Handed(
             torch.zeros(max_tokens, num_heads, shape.head_size, dtype=self._model.dtype, device=device),
             torch.zeros(max_tokens, shape.num_heads, shape.output_size, dtype=self._model.dtype, device=device),
