@@ -183,8 +183,8 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         is_transposed: the weights of linear layers in the checkpoint are [inputs, outputs].
         layer_ropes: for each layer its rotary embedding; None: it has none. Empty: ``rope`` in all layers.
         rope_size: the size that rotary tables are made for, where it is not that of a head; 0: it is.
-        embedding_scale: multiplies the embeddings of tokens, rounded to the dtype of the model; with ``scales_given``
-            also embeddings that are given in place of token ids, and it is not rounded.
+        embedding_scale: multiplies the embeddings of tokens, rounded to the dtype of the model.
+        stream_scale: multiplies what enters the blocks: embeddings of tokens, and those given in place of token ids.
         logits_scale: multiplies the logits.
         logits_cap: logits become cap * tanh(logits / cap); None: they stay.
         head_bias: whether the output head has a bias.
@@ -203,7 +203,7 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     rope_size: int = 0
     embedding_scale: float = 1.0
-    scales_given: bool = False
+    stream_scale: float = 1.0
     logits_scale: float = 1.0
     logits_cap: float | None = None
     head_bias: bool = False

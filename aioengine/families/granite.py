@@ -42,8 +42,7 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
         epsilon=decoder.epsilon / found.residual_multiplier**2,
         attention=AttentionConfig(qkv_bias=bias, output_bias=bias, scale=found.attention_multiplier),
         mlp=replace(decoder.mlp, has_bias=found.mlp_bias),
-        embedding_scale=found.embedding_multiplier / found.residual_multiplier,
-        scales_given=True,
+        stream_scale=found.embedding_multiplier / found.residual_multiplier,
         logits_scale=1 / found.logits_scaling,
     )
 

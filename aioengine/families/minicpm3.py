@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace
 
-from aioengine.families._block_config import BlockConfig
-from aioengine.families._config import decode_config
+from aioengine.families._config import decode_config, not_implemented
 from aioengine.families._latent import LatentFamily
 
 if TYPE_CHECKING:
@@ -32,16 +31,25 @@ class Config(LatentFamily, frozen=True, kw_only=True):
     scale_depth: float | None = 1.4
     dim_model_base: int | None = 256
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale_depth is not None and self.scale_depth <= 0:
+            not_implemented("scale_depth", self.scale_depth, "more than 0, or null")
+
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
+    """The residual stream of this decoder is that of MiniCPM3 divided by the factor of what is added to it, so that the
+    outputs of attention and MLP are added as they are. The norms, which read the stream, undo it.
+    """
     found = decode_config(config, Config)
     depth = 1.0 if found.scale_depth is None else found.scale_depth / math.sqrt(found.num_hidden_layers)
     decoder = found.latent_decoder(found.rope(config))
     return replace(
         decoder,
-        block=BlockConfig(residual_scale=depth),
+        epsilon=decoder.epsilon / depth**2,
         mlp=replace(decoder.mlp, has_bias=found.mlp_bias),
         embedding_scale=found.scale_emb,
+        stream_scale=1 / depth,
         logits_scale=1.0 if found.dim_model_base is None else found.dim_model_base / found.hidden_size,
     )
 

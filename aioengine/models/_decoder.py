@@ -120,8 +120,7 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> [T, D]."""
-        found = self._embedding(token_ids)
-        return found if self._config.scales_given else _scaled(found, self._embedding_scale)
+        return _scaled(self._embedding(token_ids), self._embedding_scale)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
@@ -131,8 +130,7 @@ class Decoder:
         else:
             assert inputs.token_ids is not None, "neither token ids nor embeddings"
             x = self.embed(inputs.token_ids)
-        if self._config.scales_given:
-            x = _scaled(x, self._config.embedding_scale)
+        x = _scaled(x, self._config.stream_scale)
         if self._positions is not None:
             x.add_(self._positions(inputs.positions))
         delta: Tensor | None = None
