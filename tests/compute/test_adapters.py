@@ -15,6 +15,7 @@ from aioengine.protocol.packed_logprobs import LogprobReader, LogprobRules
 from aioengine.runner.build import build
 from aioengine.scheduler.plan import TOKENS, NewRow, Plan, Row
 from tests.compute.runner_world import make_settings, save_model
+from tests.compute.test_hybrids import make_config
 from tests.kit.adapters import change_tensors, merged, save_adapter
 from tests.kit.decoders import config_of, random_model
 from tests.kit.settings import small_settings
@@ -159,11 +160,13 @@ def test_logits_are_those_of_merged_weights(case: Case) -> None:
         assert torch.equal(seen[-1][i], alone[slot][i]), "the bits depend on the batch"
 
 
-@pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "glm4", "phi3"])
+@pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "glm4", "phi3", "qwen3_next"])
 def test_layers_that_a_checkpoint_stores_in_another_order_or_fused(case: str, tmp_path: Path) -> None:
-    base = random_model(config_of(case, max_position_embeddings=128))
+    is_hybrid = case == "qwen3_next"
+    base = random_model(make_config() if is_hybrid else config_of(case, max_position_embeddings=128))
     base.save_pretrained(tmp_path / "model")
-    path = save_adapter(base, tmp_path / "adapter", target_modules="all-linear")
+    modules = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
+    path = save_adapter(base, tmp_path / "adapter", target_modules=modules if is_hybrid else "all-linear")
     settings = small_settings(path=str(tmp_path / "model"), load_format="auto", context_length=128, page_size=4)
     runner = build(with_adapters(settings), lambda _: None)
     runner.place_adapter(1, runner.read_adapter(adapter(path))).result(timeout=5)
