@@ -86,17 +86,23 @@ class HeadNorm(Struct, frozen=True, kw_only=True):
     """Norms of queries and keys, before they are rotated.
 
     Attributes:
-        extent: "head": of each head, with one weight for all heads; "each_head": with a weight for each head, whose
-            tensors are numbered; "all_heads": one norm over all heads together.
+        extent: "head": of each head, with one weight for all heads; "each_head": with a weight for each head, in one
+            tensor; "list": the same in numbered tensors; "all_heads": one norm over all heads together.
     """
 
     names: tuple[str, str] = ("q_norm", "k_norm")
     norm: NormConfig = NormConfig()
-    extent: Literal["head", "each_head", "all_heads"] = "head"
+    extent: Literal["head", "each_head", "list", "all_heads"] = "head"
 
     def parts(self, name: str, num_heads: int) -> list[str]:
         """The names of the norms in the checkpoint, of ``names``: one, or one for each head."""
-        return [f"{name}.norms.{head}" for head in range(num_heads)] if self.extent == "each_head" else [name]
+        return [f"{name}.norms.{head}" for head in range(num_heads)] if self.extent == "list" else [name]
+
+    def shape(self, num_heads: int, head_size: int) -> tuple[int, ...]:
+        """Of each tensor."""
+        if self.extent == "each_head":
+            return (num_heads, head_size)
+        return (head_size * num_heads if self.extent == "all_heads" else head_size,)
 
 
 class LatentConfig(Struct, frozen=True, kw_only=True):

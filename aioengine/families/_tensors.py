@@ -127,7 +127,7 @@ def attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
         return {**found, f"{net.prefix}norm.weight": (net.value_size,)}
     if (head_norm := config.attention.head_norm) is not None:
         for name, num_heads in zip(head_norm.names, (config.num_heads, config.num_kv_heads), strict=True):
-            size = config.head_size * (num_heads if head_norm.extent == "all_heads" else 1)
+            size = head_norm.shape(num_heads, config.head_size)
             for part in head_norm.parts(name, num_heads):
                 found |= _norm(f"{config.block.attention}{part}", size, head_norm.norm)
     return found
@@ -176,9 +176,10 @@ def _encoder(config: EncoderConfig) -> Shapes:
     return found
 
 
-def _norm(name: str, size: int, norm: NormConfig) -> Shapes:
-    found: Shapes = {f"{name}.weight": (size,)}
-    return {**found, f"{name}.bias": (size,)} if norm.has_bias else found
+def _norm(name: str, size: int | tuple[int, ...], norm: NormConfig) -> Shapes:
+    shape = (size,) if isinstance(size, int) else size
+    found: Shapes = {f"{name}.weight": shape}
+    return {**found, f"{name}.bias": shape} if norm.has_bias else found
 
 
 def _linear(linear: LinearShape, *, is_transposed: bool = False) -> Shapes:

@@ -29,7 +29,7 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
     found = decode_config(config, Config)
-    head_norm = HeadNorm(names=("q_layernorm", "k_layernorm"), norm=NormConfig(kind="layer"), extent="each_head")
+    head_norm = HeadNorm(names=("q_layernorm", "k_layernorm"), norm=NormConfig(kind="layer"), extent="list")
     return replace(
         found.decoder(found.rope(config)),
         norm=NormConfig(kind="layer", has_bias=True),

@@ -84,11 +84,11 @@ class HeadLayerNorm:
 
     def weights(self, names: list[str]) -> dict[str, Target]:
         """``names``: of the norm, or of the norm of each head."""
-        return {
-            f"{part}.{name}": Target(row)
-            for name, tensor in self._loaded.items()
-            for part, row in zip(names, tensor.unbind(), strict=True)
-        }
+        found: dict[str, Target] = {}
+        for name, tensor in self._loaded.items():
+            parts = tensor.unbind() if len(names) == len(tensor) else [tensor]
+            found |= {f"{part}.{name}": Target(row) for part, row in zip(names, parts, strict=True)}
+        return found
 
     def finish_loading(self) -> None:
         for name, tensor in self._loaded.items():
@@ -108,7 +108,7 @@ def _norm(
     """``size``: E. ``order``: [E], as in ``HeadLayerNorm``."""
     norm = config.norm
     if norm.kind == "layer":
-        num_weights = num_heads if config.extent == "each_head" else 1
+        num_weights = 1 if config.extent == "head" else num_heads
         return HeadLayerNorm(num_weights, size, epsilon, placement, bias=norm.has_bias, order=order)
     if config.extent == "all_heads":
         if order is not None:

@@ -132,7 +132,7 @@ def test_missing_size_is_named() -> None:
 def test_unknown_model_names_those_that_work() -> None:
     with pytest.raises(
         ValueError,
-        match="'mamba'.*bert, .*llama, llava, mistral, .*modernbert, .*qwen2, .*qwen3, .*roberta, .*xlm_roberta",
+        match="'mamba'.*bert, .*llama, llava, .*mistral, .*modernbert, .*qwen2, .*qwen3, .*roberta, .*xlm_roberta",
     ):
         models.build({"model_type": "mamba"}, options())
 

@@ -63,6 +63,12 @@ GEMMA3_ROPES = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     }
 }
+OLMO3_ROPES = {
+    "rope_parameters": {
+        "full_attention": YARN["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+}
 NEW_FALCON: Fields = {"new_decoder_architecture": True}
 OLD_FALCON: Fields = {"parallel_attn": False, "multi_query": False, "bias": True}
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "hidden_size": 72}
@@ -171,6 +177,18 @@ CASES: dict[str, tuple[str, Fields]] = {
     ),
     "gpt2": ("gpt2", {}),
     "gpt2 scores": ("gpt2", {"scale_attn_weights": False, "n_inner": None, "activation_function": "relu"}),
+    "gemma": ("gemma", {"head_dim": 12, "hidden_act": "gelu"}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "cohere head norms": ("cohere", {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False}),
+    "glm": ("glm", {"head_dim": 8}),
+    "olmo3": ("olmo3", {"sliding_window": 9, "num_hidden_layers": 4}),
+    "olmo3 ropes": ("olmo3", {**WINDOWS, **OLMO3_ROPES, "num_key_value_heads": 6}),
+    "exaone4": ("exaone4", {"sliding_window": 9, "sliding_window_pattern": 2}),
+    "exaone4 no windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3, **LLAMA3}),
+    "seed_oss": ("seed_oss", {"head_dim": 8}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 8}),
+    "ernie4_5 biases": ("ernie4_5", {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False}),
+    "ministral": ("ministral", {**WINDOWS, "head_dim": 8}),
 }
 """Name -> model type, and the fields that differ from ``SIZES``."""
 

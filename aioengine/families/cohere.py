@@ -1,0 +1,41 @@
+"""Cohere (Command R, R+, Aya 23): attention and MLP side by side, neighbours in a head are rotated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from aioengine.families._block_config import AttentionConfig, BlockConfig, HeadNorm, NormConfig
+from aioengine.families._config import FamilyConfig, decode_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import DecoderConfig
+
+
+class Config(FamilyConfig, frozen=True, kw_only=True):
+    rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
+    max_position_embeddings: int = 8192
+    tie_word_embeddings: bool = True
+    logit_scale: float = 0.0625
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+
+
+def read(config: Mapping[str, object]) -> DecoderConfig:
+    found = decode_config(config, Config)
+    bias, norm = found.attention_bias, NormConfig(kind="layer")
+    head_norm = HeadNorm(norm=norm, extent="each_head") if found.use_qk_norm else None
+    return replace(
+        found.decoder(found.rope(config)),
+        norm=norm,
+        block=BlockConfig(is_parallel=True, mlp_norm=""),
+        attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True, head_norm=head_norm),
+        logits_scale=found.logit_scale,
+    )
+
+
+PLUGIN = read

@@ -1,0 +1,40 @@
+"""ERNIE 4.5, dense: a Llama whose rotation pairs neighbours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from aioengine.families._block_config import AttentionConfig
+from aioengine.families._config import FamilyConfig, decode_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import DecoderConfig
+
+
+DEFAULT_THETA: Final = 5e5
+
+
+class Config(FamilyConfig, frozen=True, kw_only=True):
+    num_key_value_heads: int | None = 2
+    head_dim: int | None = 128
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 131_072
+    tie_word_embeddings: bool = True
+    use_bias: bool | None = False
+
+
+def read(config: Mapping[str, object]) -> DecoderConfig:
+    found = decode_config(config, Config)
+    decoder, bias = found.decoder(found.rope({"rope_theta": DEFAULT_THETA, **config})), bool(found.use_bias)
+    return replace(
+        decoder,
+        attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True),
+        mlp=replace(decoder.mlp, has_bias=bias),
+    )
+
+
+PLUGIN = read
