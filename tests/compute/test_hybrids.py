@@ -11,16 +11,20 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from aioengine.config import EngineConfig, ModelConfig
+from aioengine.grammars import Grammars
 from aioengine.machine import DeviceFacts
 from aioengine.model_folder import find_facts
+from aioengine.protocol.messages import Sampling
 from aioengine.resolve import resolve
 from aioengine.runner.device_memory import Demand, PoolBudget, fit_states
 from aioengine.scheduler.gates import Gate
 from tests.compute.runner_world import World
 from tests.compute.stepping import Request, Stepper
 from tests.compute.test_families import pair
+from tests.kit.grammar_walks import FOLDER, grammar_of
 from tests.kit.hybrid_models import save_hybrid
 from tests.kit.settings import small_settings
+from tests.kit.tiny_sizes import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,10 +118,8 @@ def expected(folder: Path) -> list[list[int]]:
 
 def make_settings(folder: Path, **changes: object) -> Settings:
     """Of an engine of this model, without the prefix cache, as ``resolve`` makes them, and with ``changes``."""
-    sizes = {"page_size": 4, "num_pages": 256, "max_running": 8, "chunk_tokens": 512, **changes}
-    return small_settings(
-        path=str(folder), load_format="auto", context_length=128, vocab_size=96, prefix_cache=False, **sizes
-    )
+    sizes = {"page_size": 4, "num_pages": 256, "max_running": 8, "chunk_tokens": 512, "vocab_size": 96, **changes}
+    return small_settings(path=str(folder), load_format="auto", context_length=128, prefix_cache=False, **sizes)
 
 
 def make_world(folder: Path, **changes: object) -> World:
@@ -225,3 +227,15 @@ def test_tokens_are_those_of_requests_alone_as_others_come_and_go(folder: Path, 
         found = world.outputs[uid]
         assert found == answer[: len(found)]
         assert len(found) == len(answer) or uid in aborted
+
+
+def test_a_step_in_flight_computes_no_token_that_a_grammar_forces_a_second_time(tmp_path: Path) -> None:
+    folder = save_hybrid(make_config(vocab_size=VOCAB_SIZE), tmp_path)
+    grammar = grammar_of(regex="(abcdabcd|dcba)[a-z]{10}")
+    answers: list[list[list[int]]] = []
+    for depth in (0, 1):
+        world = make_world(folder, depth=depth, vocab_size=VOCAB_SIZE)
+        world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
+        samplings = [Sampling(index, temperature=1.0, grammar=grammar) for index in range(len(PROMPTS))]
+        answers.append(world.answers(PROMPTS, samplings, max_new_tokens=20))
+    assert answers[0] == answers[1]
