@@ -30,6 +30,9 @@ DTYPE_BYTES: Final = FLOAT_BYTES | _OTHER_BYTES
 """All types of tensors that can be read -> bytes of a number."""
 
 _INDEX: Final = "model.safetensors.index.json"
+_WHOLE: Final = "model.safetensors"
+_MAX_NAME: Final = 255
+"""Characters of the name of a file."""
 _FOREIGN_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
 """Of weights in forms that are not read."""
 _MAX_HEADER_BYTES: Final = 16 * 1024 * 1024
@@ -221,15 +224,16 @@ def _renamed(entries: Mapping[str, Entry], renamed: Renamed, folder: Path) -> li
 
 
 def _paths(folder: Path) -> list[Path]:
-    """The files that the index names; all that there are if it is missing."""
+    """The files that the index names; without one model.safetensors, and without that all that there are."""
     index = folder / _INDEX
     found = folder_files.read_json(index, _Index)
     if found is None:
-        return sorted(folder.glob("*.safetensors"))
+        whole = folder / _WHOLE
+        return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
     names = sorted(set(found.weight_map.values()))
     for name in names:
-        if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
-            raise ValueError(f"cannot read {index}: it names {name!r}, which is not in the model folder")
+        if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute() or len(name) > _MAX_NAME:
+            raise ValueError(f"cannot read {index}: it names {checks.shown(name)}, which is not in the model folder")
     paths = [folder / name for name in names]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
@@ -246,10 +250,11 @@ def missing_weights(folder: Path) -> str | None:
         return None
     foreign = sorted(path.name for path in folder.glob("*") if path.suffix in _FOREIGN_SUFFIXES)
     if not foreign:
-        return f"{str(folder)!r} holds no weights (*.safetensors); load_format='dummy' makes some up"
+        return f"{str(folder)!r} holds no weights (*.safetensors or *.gguf); load_format='dummy' makes some up"
     return (
-        f"{str(folder)!r} holds its weights as {foreign[0]}, which is not read; convert them to safetensors with "
-        "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        f"{str(folder)!r} holds its weights as {foreign[0]}, which is not read: that may run code. Convert a "
+        'model that you trust to safetensors, and copy its tokenizer files: python -c "from transformers import '
+        f"AutoModelForCausalLM as M; M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('NEW_FOLDER')\""
     )
 
 

@@ -17,7 +17,7 @@ from aioengine import checkpoint, checks, folder_files, plugins
 from aioengine.adapter_folder import linear_layers
 from aioengine.config import PoolingSettings
 from aioengine.embedder_files import is_embedder, read_pooling
-from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder
+from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder, not_implemented
 from aioengine.families._tensors import is_ignored, tensor_shapes
 from aioengine.hub import download
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 DEMO_MODEL: Final = Path(__file__).parent / "demo"
 
 _DTYPES: Final = ("bfloat16", "float16", "float32")
+_WIDER: Final = ("float64", "double", "float", "auto")
 _MAX_HUB_ID: Final = 200
 
 
@@ -322,9 +323,12 @@ def _context_length(decoder: TransformerConfig, folder: Path) -> int:
 
 
 def _dtype(config: _Config) -> str:
+    """The type of the weights, where config.json names one; float32 otherwise, and for larger ones."""
     text = config.text_config or _TextConfig()
     named = config.dtype or config.torch_dtype or text.dtype or text.torch_dtype
     name = (named or "float32").removeprefix("torch.")
+    if name not in _DTYPES and name not in _WIDER:
+        not_implemented("dtype", named, ", ".join(_DTYPES))
     return name if name in _DTYPES else "float32"
 
 

@@ -25,6 +25,7 @@ from aioengine.chat_template import (
     template_variables,
 )
 from aioengine.protocol.messages import PairIds
+from aioengine.tokenizer_limits import check_tokenizer
 
 if TYPE_CHECKING:
     import os
@@ -278,6 +279,7 @@ def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
             "tokenizer_path=; or pass skip_tokenizer_init=True and token ids"
         )
     try:
+        check_tokenizer(content)
         with _panics_as_errors:
             return FastTokenizer.from_buffer(content)  # its from_file takes UTF-8 paths alone
     except Exception as error:  # the library raises nothing more specific

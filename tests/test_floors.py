@@ -44,7 +44,11 @@ FLOORS = {
     "1": Floor(("scheduler > memory", "text"), "0", "msgspec regex", CLOCK_AND_LOOP),
     "1'": Floor(("pictures",), "0", "PIL"),
     "2g": Floor(("grammars",), "0 1 2t", "llguidance numpy msgspec"),
-    "2t": Floor(("tokenizer > chat_template > template_language > template_limits",), "0", "tokenizers jinja2 msgspec"),
+    "2t": Floor(
+        ("tokenizer > tokenizer_limits, chat_template > template_language > template_limits",),
+        "0",
+        "tokenizers jinja2 msgspec",
+    ),
     "2'": Floor(("transport",), "0", "zmq msgspec"),
     "2": Floor(
         ("runner > models > layers > attention > quantization > kernels > parallel",),

@@ -110,6 +110,14 @@ def test_shards_by_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(model.norm, given["norm.weight"])
 
 
+def test_of_several_files_without_an_index_the_usual_one_is_read(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "model.safetensors")
+    save_file({"layers.0.other": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    model = FakeModel()
+    load(model, tmp_path)
+    assert model.is_finished
+
+
 def check_refused(folder: Path, *words: str) -> None:
     model = FakeModel()
     with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
@@ -140,6 +148,8 @@ def test_damaged_missing_and_double_files(tmp_path: Path) -> None:
     check_refused(tmp_path, "cannot read", "a.safetensors")
     (tmp_path / "a.safetensors").unlink()
     check_refused(tmp_path, "cannot read", "a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "x" * 5000}}))
+    check_refused(tmp_path, "it names 'xxx", "not in the model folder")
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file(tensors(), tmp_path / "a.safetensors")
     save_file(tensors(), tmp_path / "b.safetensors")

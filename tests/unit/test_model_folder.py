@@ -94,6 +94,7 @@ def test_both_spellings_of_the_dtype_are_read(tmp_path: Path, key: str, word: st
         ({"vocab_size": None}, "vocab_size"),
         ({"hidden_size": 0}, "hidden_size 0 is not implemented"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not implemented"),
     ],
 )
 def test_models_that_cannot_be_served(tmp_path: Path, changes: dict[str, object], message: str) -> None:

@@ -377,3 +377,38 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     code = f"import sys, aioengine.tokenizer; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def replacing(old: str, new: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+def merged(prefix: str, merges: object) -> dict[str, object]:
+    letters = {letter: number for number, letter in enumerate(["a", "b", "Ġ", "ab", "aĠ", "##b", "##Ġ"])}
+    return {"type": "BPE", "vocab": letters, "merges": merges, "continuing_subword_prefix": prefix}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": merged("x", [["a", "Ġ"]])}, "continuing_subword_prefix is 'x', and the merge .* goes on without it"),
+        ({"model": merged("##", ["a b"])}, "continuing_subword_prefix"),
+        ({"model": merged("é", [["a", "éb"]])}, "continuing_subword_prefix"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 5000}}, "texts 5000 times as long"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [replacing("a", "a" * 10)] * 7}},
+            "its normalizer makes texts 1e.07 times as long",
+        ),
+        ({"normalizer": replacing("", "x" * 300)}, "300 times as long"),
+    ],
+)
+def test_files_that_would_end_the_process_are_refused(fields: dict[str, object], message: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": merged("", []), **fields}))
+    with pytest.raises(ValueError, match=message):
+        Tokenizer(tmp_path)
+
+
+def test_prefixes_and_replacements_as_models_have_them_are_read(tmp_path: Path) -> None:
+    fields = {"model": merged("##", [["a", "##b"]]), "normalizer": replacing(" ", "\u2581")}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", **fields}))
+    assert Tokenizer(tmp_path).encode("ab") == [3]
