@@ -195,7 +195,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "wrong type": (with_tensors(dtype="I32"), "is of type I32; what works: F64"),
     "weights in another form": (
         lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
-        "pytorch_model.bin, which is not read; convert",
+        "pytorch_model.bin, which is not read: that may run code. Convert .*save_pretrained",
     ),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "holds no weights"),
     "index without a map": (with_index("{}"), "index.json' cannot be read: .* missing required field `weight_map`"),
