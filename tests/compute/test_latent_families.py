@@ -72,17 +72,17 @@ CASES: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, object]]] = {
 }
 
 
-def pair(config: PreTrainedConfig, folder: Path) -> tuple[torch.nn.Module, Model]:
+def pair(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, Model]:
     """The model of transformers with lively random weights, and ours with those that it saved in the folder."""
     torch.manual_seed(1)
-    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
     for parameter in theirs.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.2)
     for name, buffer in theirs.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.add_(torch.randn_like(buffer) * 0.2)
     theirs.save_pretrained(folder)
-    ours = models.build({**config.to_dict(), "architectures": [type(theirs).__name__]}, options())
+    ours = models.build({**config.to_dict(), "architectures": [type(theirs).__name__]}, options(dtype))
     weights.load(ours, folder, load_format="auto", seed=0, report=lambda *_: None)
     return theirs, ours
 
@@ -96,12 +96,23 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
     whole = Stepper(ours).run(token_ids.tolist(), [NUM_TOKENS])
     torch.testing.assert_close(whole, expected, atol=5e-5, rtol=1e-5)
     assert torch.equal(whole.argmax(-1), expected.argmax(-1))
+    check_bits(ours, token_ids, whole)
+
+
+def check_bits(ours: Model, token_ids: torch.Tensor, whole: torch.Tensor) -> None:
+    """The logits of token_ids [T] are the bits of ``whole`` [T, V] in other chunks, pages and batches."""
     assert torch.equal(Stepper(ours, page_size=3).run(token_ids.tolist(), [7, 20, 1, 19]), whole)
     together = Stepper(ours)
     requests = [Request(token_ids.tolist()), Request(token_ids.flip(0).tolist()), Request(token_ids[:9].tolist())]
     together.step([(request, count) for request, count in zip(requests, (30, 2, 9), strict=True)])
     together.step([(requests[1], 48), (requests[0], 20)])
     assert torch.equal(torch.stack(requests[0].logits), whole)
+
+
+def test_bits_in_bf16_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    _, ours = pair(YoutuConfig(**{**SIZES, "q_lora_rank": 28}), tmp_path, torch.bfloat16)
+    token_ids = torch.randint(0, SIZES["vocab_size"] or 0, (NUM_TOKENS,))
+    check_bits(ours, token_ids, Stepper(ours).run(token_ids.tolist(), [NUM_TOKENS]))
 
 
 def test_one_vector_a_token_is_kept(tmp_path: Path) -> None:

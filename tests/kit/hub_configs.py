@@ -6,6 +6,11 @@ FACTORS = {"long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0 + i
 SIZES = {"hidden_size": 768, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 512}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 
+LATENT: dict[str, object] = {
+    "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "rms_norm_eps": 1e-06, "attention_bias": False,
+}  # fmt: skip
+
 HUB: dict[str, dict[str, object]] = {
     "gemma-2-2b-it": {
         **SIZES, **HEADS, "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
@@ -87,5 +92,18 @@ HUB: dict[str, dict[str, object]] = {
         **SIZES, **HEADS, "model_type": "starcoder2", "activation_function": "gelu_pytorch_tanh", "mlp_type": "default",
         "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-05, "norm_type": "layer_norm", "sliding_window": 4096,
         "rope_theta": 999999.4420358813, "use_bias": True,
+    },
+    "MiniCPM3-4B": {
+        **SIZES, "num_attention_heads": 8, "num_key_value_heads": 8, "model_type": "minicpm3", "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32, "q_lora_rank": 768, "kv_lora_rank": 256, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-05, "hidden_act": "silu", "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4,
+        "rope_scaling": {
+            "type": "longrope", "long_factor": [1.0 + i for i in range(16)],
+            "short_factor": [1.0 + i / 8 for i in range(16)], "original_max_position_embeddings": 32768,
+        },
+    },
+    "Youtu-LLM-2B": {
+        **SIZES, **LATENT, "model_type": "youtu", "q_lora_rank": 1536, "max_position_embeddings": 131072,
+        "rope_theta": 1600000, "rope_scaling": None, "rope_interleave": True, "tie_word_embeddings": True,
     },
 }  # fmt: skip
