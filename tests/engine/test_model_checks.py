@@ -348,7 +348,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
         "num_key_value_heads 2 is not implemented; what works: a divisor of 3 heads",
     ),
     "nested lists": (with_config(architectures=[["MistralForCausalLM"]]), "config.json': .*architectures"),
-    "wrong value": (with_config(hidden_act="gelu"), "config.json': .*hidden_act"),
+    "wrong value": (with_config(hidden_act="swiglu"), "config.json': .*hidden_act"),
     "missing number of the rope": (
         with_config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
         "config.json': .*low_freq_factor is missing",
