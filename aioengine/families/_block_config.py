@@ -158,6 +158,8 @@ class DeltaNetConfig(Struct, frozen=True, kw_only=True):
         layers: those that have one.
         prefix: of the names of their tensors.
         width: tokens of the convolution.
+        is_grouped: two layers read the stream, with the outputs of a key head and of its value heads together; else
+            four layers do.
     """
 
     layers: frozenset[int]
@@ -167,6 +169,22 @@ class DeltaNetConfig(Struct, frozen=True, kw_only=True):
     key_size: int
     width: int
     prefix: str = "linear_attn."
+    is_grouped: bool = True
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """The layers that read the stream, by name, with the size of their outputs: q, k and v, the gates of outputs,
+        and for each value head a score and a step.
+        """
+        num_heads, values = self.num_value_heads, self.num_value_heads * self.value_size
+        if self.is_grouped:
+            return {"in_proj_qkvz": self.num_channels + values, "in_proj_ba": 2 * num_heads}
+        return {
+            "in_proj_qkv": self.num_channels,
+            "in_proj_z": values,
+            "in_proj_b": num_heads,
+            "in_proj_a": num_heads,
+        }
 
     @property
     def num_channels(self) -> int:

@@ -69,11 +69,8 @@ def attention_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
         return _latent_linears(config, chosen.latent)
     if (net := config.delta_net) is not None and config.keeps_state(layer):
         values = net.num_value_heads * net.value_size
-        return [
-            LinearShape(f"{net.prefix}in_proj_qkvz", net.num_channels + values, size, False),
-            LinearShape(f"{net.prefix}in_proj_ba", 2 * net.num_value_heads, size, False),
-            LinearShape(f"{net.prefix}out_proj", size, values, False),
-        ]
+        inputs = [LinearShape(f"{net.prefix}{name}", outputs, size, False) for name, outputs in net.inputs.items()]
+        return [*inputs, LinearShape(f"{net.prefix}out_proj", size, values, False)]
     inner, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     queries = 2 * inner if chosen.has_output_gate else inner
     sizes = (queries, kv_size, kv_size) if len(chosen.qkv) > 1 else (inner + 2 * kv_size,)

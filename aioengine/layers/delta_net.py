@@ -36,14 +36,13 @@ class GatedDeltaNet:
     """[T, D] -> [T, D], or [S, D] for selected tokens.
 
     One matmul gives q, k, v of all heads, the gates of their outputs, and the scores and steps of ``DeltaGates``.
-    Checkpoints have these by key head, with those of its value heads.
+    Some checkpoints have these by key head, with those of its value heads.
     """
 
     def __init__(self, hidden_size: int, config: DeltaNetConfig, epsilon: float, placement: Placement) -> None:
         num_heads, values = config.num_value_heads, config.num_value_heads * config.value_size
-        sizes = {"in_proj_qkvz": config.num_channels + values, "in_proj_ba": 2 * num_heads}
-        stored = Stored(_stored_order(config, placement.device))
-        self._input = Linear(hidden_size, sizes, placement, stored=stored)
+        stored = Stored(_stored_order(config, placement.device) if config.is_grouped else None)
+        self._input = Linear(hidden_size, config.inputs, placement, stored=stored)
         self._output = Linear(values, {"out_proj": hidden_size}, placement)
         self._filter = placement.empty(config.num_channels, config.width)
         self._norm = RMSNorm(config.value_size, epsilon, placement)

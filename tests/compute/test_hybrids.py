@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 
 from aioengine.config import EngineConfig, ModelConfig
 from aioengine.grammars import Grammars
@@ -50,6 +56,7 @@ SIZES = {
     "linear_value_head_dim": 12,
     "num_experts": 0,
 }
+WITHOUT_EXPERTS = {name: size for name, size in SIZES.items() if name != "num_experts"}
 CASES: dict[str, dict[str, object]] = {
     "every fourth layer has attention": {},
     "other layers, filters and rotations": {
@@ -68,9 +75,16 @@ def make_config(**changes: object) -> PreTrainedConfig:
     return make(**{**SIZES, **changes})
 
 
-@pytest.mark.parametrize("case", CASES)
+def make_newer(**changes: object) -> PreTrainedConfig:
+    """Of Qwen3.5."""
+    make: Callable[..., PreTrainedConfig] = Qwen3_5TextConfig
+    return make(**{**WITHOUT_EXPERTS, **changes})
+
+
+@pytest.mark.parametrize("case", [*CASES, "qwen3_5_text"])
 def test_logits_and_greedy_tokens_are_those_of_transformers(case: str) -> None:
-    theirs, ours = pair(make_config(**CASES[case]), max_positions=128)
+    config = make_config(**CASES[case]) if case in CASES else make_newer()
+    theirs, ours = pair(config, max_positions=128)
     token_ids = torch.randint(0, 96, (NUM_TOKENS,))
     expected = theirs(token_ids.unsqueeze(0)).logits[0]
     whole = Stepper(ours).run(token_ids.tolist(), [NUM_TOKENS])
@@ -239,3 +253,19 @@ def test_a_step_in_flight_computes_no_token_that_a_grammar_forces_a_second_time(
         samplings = [Sampling(index, temperature=1.0, grammar=grammar) for index in range(len(PROMPTS))]
         answers.append(world.answers(PROMPTS, samplings, max_new_tokens=20))
     assert answers[0] == answers[1]
+
+
+def test_the_text_model_of_a_published_folder_is_loaded_and_its_tower_is_not(tmp_path: Path) -> None:
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 48}
+    text = {**make_newer().to_dict(), "vocab_size": 96}
+    make: Callable[..., PreTrainedConfig] = Qwen3_5Config
+    config = make(text_config=text, vision_config=vision, image_token_id=90, video_token_id=91)
+    torch.manual_seed(3)
+    theirs = cast("Any", AutoModelForImageTextToText.from_config(config)).eval()
+    theirs.save_pretrained(tmp_path)
+    assert find_facts(ModelConfig(path=str(tmp_path))).keeps_states
+    expected = [
+        theirs.generate(input_ids=torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in PROMPTS[:3]
+    ]
+    assert make_world(tmp_path).answers(PROMPTS[:3], max_new_tokens=8) == expected
