@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from aioengine.kernels.add_layer_norm import add_layer_norm
 from aioengine.kernels.add_rms_norm import add_rms_norm
+from aioengine.kernels.norm_and_add import norm_and_add
 from aioengine.kernels.rms_norm import rms_norm
 from aioengine.layers.placement import Target
 
@@ -85,6 +86,22 @@ class RMSNorm:
     def after(self, delta: Tensor, residual: Tensor) -> Tensor:
         """Add ``delta`` [T, D] to ``residual`` [T, D] in place; return the norm of the sum, [T, D]."""
         return add_rms_norm(delta, residual, self.weight, self.epsilon)
+
+
+def add_to_stream(delta: Tensor, residual: Tensor, behind: Norm | None, before: Norm | None) -> Tensor:
+    """Add ``delta`` [T, D] to ``residual`` [T, D] in place, and return what the next layer reads, [T, D].
+
+    Args:
+        behind: the norm of ``delta``; None: it is added as it is.
+        before: the norm of the sum that the next layer reads; None: it reads the sum itself.
+    """
+    if behind is None:
+        return residual.add_(delta) if before is None else before.after(delta, residual)
+    if isinstance(behind, RMSNorm) and before is None:
+        return norm_and_add(delta, residual, behind.weight, None, epsilon=behind.epsilon)
+    if isinstance(behind, RMSNorm) and isinstance(before, RMSNorm):
+        return norm_and_add(delta, residual, behind.weight, before.weight, epsilon=behind.epsilon)
+    return add_to_stream(behind(delta), residual, None, before)
 
 
 class LayerNorm:

@@ -15,7 +15,7 @@ from aioengine.families._config import Task
 from aioengine.families._tensors import block_shapes, is_ignored
 from aioengine.layers.embedding import Embedding
 from aioengine.layers.linear import Linear
-from aioengine.layers.norm import make_norm
+from aioengine.layers.norm import add_to_stream, make_norm
 from aioengine.layers.placement import Placement
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models._base import InputSpec
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig, RopeConfig
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import AdapterRows
+    from aioengine.layers.norm import Norm
     from aioengine.layers.placement import Target
     from aioengine.layers.states import StepStates
     from aioengine.models._base import ModelInputs, ModelOptions
@@ -75,10 +76,14 @@ class Decoder:
             self._positions = Embedding(config.max_position_embeddings, config.hidden_size, placement)
         ropes = list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
         self._ropes = [_rotary_embedding(rope, config, options) for rope in ropes]
-        self._blocks = [
-            Block(config, layer, self.attention_shape, placement, rope=ropes.index(config.rope_of(layer)))
-            for layer in range(config.num_layers)
-        ]
+        self._blocks: list[Block] = []
+        previous_norm: Norm | None = None
+        for layer in range(config.num_layers):
+            rope = ropes.index(config.rope_of(layer))
+            block = Block(config, layer, self.attention_shape, placement, rope=rope, previous_norm=previous_norm)
+            self._blocks.append(block)
+            previous_norm = block.output_norm
+        self._last_norm = previous_norm
         self._block_kinds = _first_of_each_kind(config)
         self._norm = make_norm(config.norm, config.hidden_size, config.epsilon, placement)
         head = config.head
@@ -139,7 +144,7 @@ class Decoder:
             x, delta = block(x, delta, step, outputs=inputs.outputs if is_last else None)
             if inputs.deepstack is not None and layer < inputs.deepstack[1].shape[1]:
                 x.index_add_(0, inputs.deepstack[0], inputs.deepstack[1][:, layer])
-        return self._norm(x) if delta is None else self._norm.after(delta, x)
+        return self._norm(x) if delta is None else add_to_stream(delta, x, self._last_norm, self._norm)
 
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         weight = self._embedding.weight

@@ -12,7 +12,7 @@ from aioengine.layers.attention import SelfAttention
 from aioengine.layers.delta_net import GatedDeltaNet
 from aioengine.layers.latent_attention import LatentAttention
 from aioengine.layers.mlp import MLP
-from aioengine.layers.norm import make_norm
+from aioengine.layers.norm import add_to_stream, make_norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,11 +81,23 @@ class BlockStep:
 class Block:
     """Attention and an MLP, each with a norm before or behind it, or both; see ``BlockConfig``.
 
-    ``rope``: the index of its rotary embedding in ``BlockStep.tables``.
+    Args:
+        rope: the index of its rotary embedding in ``BlockStep.tables``.
+        previous_norm: ``output_norm`` of the block before.
+
+    Attributes:
+        output_norm: the norm of what a call returns to be added to the stream; None: there is none.
     """
 
     def __init__(
-        self, config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement, *, rope: int
+        self,
+        config: DecoderConfig,
+        layer: int,
+        shape: AttentionShape,
+        placement: Placement,
+        *,
+        rope: int,
+        previous_norm: Norm | None,
     ) -> None:
         self._config = block = config.block
         self._layer, self._rope = config.layers_like(layer).index(layer), rope
@@ -100,7 +112,8 @@ class Block:
         self._attention_output_norm = self._norms.get(block.attention_output_norm)
         self._mlp_norm = self._norms.get(block.mlp_norm)
         self._mlp = make_mlp(config, layer, placement)
-        self._mlp_output_norm = self._norms.get(block.mlp_output_norm)
+        self.output_norm = self._norms.get(block.mlp_output_norm)
+        self._previous_norm = previous_norm
 
     def weights(self, prefix: str) -> dict[str, Target]:
         found = self._attention.weights(f"{prefix}{self._prefix}")
@@ -132,25 +145,25 @@ class Block:
 
         Args:
             x: the residual stream, changed in place.
-            delta: [T, D], the output of the block before, not yet added to x; None for the first block.
+            delta: [T, D], the output of the block before, not yet normed and added to x; None for the first block.
             outputs: [S] int64, the tokens that are computed after attention; None: all.
 
         Returns:
-            The stream and what is to be added to it next, [T, D] or [S, D] each.
+            The stream and what is to be added to it next, behind ``output_norm``: [T, D] or [S, D] each.
         """
-        normed = _added(x, delta, self._attention_norm)
+        if delta is not None:
+            normed = add_to_stream(delta, x, self._previous_norm, self._attention_norm)
+        else:
+            normed = x if self._attention_norm is None else self._attention_norm(x)
         adapters = step.adapters
         attended = self._attended(normed, step, outputs=outputs)
-        if self._attention_output_norm is not None:
-            attended = self._attention_output_norm(attended)
         rows = None if adapters is None else adapters.tokens
         if outputs is not None:
             x = x.index_select(0, outputs)
             rows = None if adapters is None else adapters.outputs
         if self._config.is_parallel:
             return x, self._beside(x, normed, attended, rows, outputs=outputs)
-        delta = self._mlp(_added(x, attended, self._mlp_norm), rows)
-        return x, delta if self._mlp_output_norm is None else self._mlp_output_norm(delta)
+        return x, self._mlp(add_to_stream(attended, x, self._attention_output_norm, self._mlp_norm), rows)
 
     def _attended(self, normed: Tensor, step: BlockStep, *, outputs: Tensor | None) -> Tensor:
         """normed [T, D] -> [T, D], or of ``outputs`` [S, D]."""
@@ -169,10 +182,3 @@ class Block:
         elif outputs is not None:
             normed = normed.index_select(0, outputs)
         return attended.add_(self._mlp(normed, rows))
-
-
-def _added(x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
-    """Add ``delta`` [T, D] to the stream x [T, D] in place; return its norm, or x itself where there is no norm."""
-    if norm is None:
-        return x if delta is None else x.add_(delta)
-    return norm(x) if delta is None else norm.after(delta, x)

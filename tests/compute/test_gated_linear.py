@@ -42,7 +42,7 @@ from aioengine.kernels.triton import launcher
 launcher.has_dependent_launch = lambda: False
 launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
-from aioengine.kernels import activation
+from aioengine.kernels import activation, norm_and_add
 from aioengine.kernels.triton import rows
 
 torch.manual_seed(0)
@@ -56,6 +56,15 @@ for num_rows, size in ((3, 40), (1, 1500), (5, 64)):
     wide = half.float() * torch.rsqrt(half.float().square().mean(-1, keepdim=True) + epsilon)
     found = rows.add_rms_norm(None, half, weight, epsilon)
     torch.testing.assert_close(found, (wide * weight).bfloat16(), atol=0, rtol=0.008)
+    before = torch.randn(2 * size)
+    for kind, wide in ((torch.float32, torch.float32), (torch.float16, torch.float32), (torch.float16, torch.float16)):
+        for last in (before.to(wide), None):
+            delta, stream, behind = torch.randn_like(x).to(kind), x.to(kind, copy=True), weight.to(wide)
+            expected_stream = stream.clone()
+            expected = norm_and_add.reference(delta, expected_stream, behind, last, epsilon=epsilon)
+            found = rows.norm_and_add(delta, stream, behind, last, epsilon=epsilon)
+            torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-3)
+            torch.testing.assert_close(stream, expected_stream, atol=2e-2, rtol=2e-3)
 """
 
 

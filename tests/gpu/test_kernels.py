@@ -14,6 +14,7 @@ from aioengine.kernels import (
     gated_linear,
     gelu,
     linear,
+    norm_and_add,
     rms_norm,
     rotate_and_write,
     rotate_heads,
@@ -74,6 +75,20 @@ def test_gelu(num_rows: int, size: int, dtype: torch.dtype) -> None:
 def test_activation(num_rows: int, size: int) -> None:
     x = random(num_rows, 2 * size)
     assert error(silu_and_mul.silu_and_mul(x), silu_and_mul.reference(x)) < 4e-3
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("norms_sum", [True, False])
+def test_norm_and_add(norms_sum: bool, weights: torch.dtype) -> None:
+    epsilon = torch.tensor(1e-6, device="cuda")
+    for num_rows, size in ((1, 2304), (33, 100), (700, 5376)):
+        delta, residual = random(num_rows, size), random(num_rows, size)
+        behind, before = random(size, dtype=weights), random(size, dtype=weights) if norms_sum else None
+        expected_residual = residual.clone()
+        expected = norm_and_add.reference(delta, expected_residual, behind, before, epsilon=epsilon)
+        found = norm_and_add.norm_and_add(delta, residual, behind, before, epsilon=epsilon)
+        assert error(found, expected) < 3e-3
+        assert error(residual, expected_residual) < 3e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -48,6 +48,43 @@ def _norm_kernel(
 
 
 @triton.jit
+def _norm_and_add_kernel(
+    delta: tl.tensor,
+    residual: tl.tensor,
+    behind: tl.tensor,
+    before: tl.tensor,
+    out: tl.tensor,
+    num_columns: tl.tensor,
+    epsilon: tl.tensor,
+    NORMS_SUM: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    places = row * num_columns + columns
+    first_scale = tl.load(behind + columns, mask=inside, other=0.0)
+    second_scale = tl.load(before + columns, mask=inside, other=0.0)
+    least = tl.load(epsilon)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    given = tl.load(delta + places, mask=inside, other=0.0)
+    wide = given.to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + least)
+    normed = wide * inverse * first_scale if WIDE else (wide * inverse).to(given.dtype) * first_scale
+    x = tl.load(residual + places, mask=inside, other=0.0) + normed.to(given.dtype)
+    tl.store(residual + places, x, mask=inside)
+    if NORMS_SUM:
+        wide = x.to(tl.float32)
+        inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + least)
+        normed = wide * inverse * second_scale if WIDE else (wide * inverse).to(x.dtype) * second_scale
+        tl.store(out + places, normed.to(x.dtype), mask=inside)
+
+
+@triton.jit
 def _layer_norm_kernel(
     delta: tl.tensor,
     residual: tl.tensor,
@@ -153,6 +190,7 @@ def _num_warps(block: int) -> int:
 
 
 _norm = Launcher(_norm_kernel)
+_norm_and_add = Launcher(_norm_and_add_kernel)
 _layer_norm = Launcher(_layer_norm_kernel)
 _silu = Launcher(_silu_kernel)
 _gelu = Launcher(_gelu_kernel)
@@ -174,6 +212,21 @@ def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon
         *(residual.stride(0), num_columns, epsilon, adds, is_wide, block, has_dependent_launch()),
     )
     _norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
+    return out
+
+
+def norm_and_add(delta: Tensor, residual: Tensor, behind: Tensor, before: Tensor | None, *, epsilon: Tensor) -> Tensor:
+    """``residual`` [T, D] += the norm of delta, both contiguous; returns the norm of the sum, or the sum itself."""
+    num_rows, num_columns = residual.shape
+    out = residual if before is None else torch.empty_like(residual)
+    norms_sum, is_wide = before is not None, behind.dtype == torch.float32
+    block = next_power_of_2(num_columns)
+    arguments = (
+        *(delta, residual, behind, behind if before is None else before, out, num_columns, epsilon),
+        *(norms_sum, is_wide, block, has_dependent_launch()),
+    )
+    key = (residual.dtype, num_columns, norms_sum, is_wide, delta.data_ptr() % 16, residual.data_ptr() % 16)
+    _norm_and_add((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out
 
 
