@@ -218,6 +218,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
         splits_prompts: False: a prompt is computed in one step, and nothing of it is cached, since its tokens attend in
             both directions, or all of them are pooled. A longer one than ``chunk_tokens`` is alone in its step.
         decode_cost: what a decoding row takes from the token budget, since it takes as long as so many prompt tokens.
+        whole_image_tokens: tokens of an image that are computed in one step; 0: images are divided as texts are.
     """
 
     max_running: int
@@ -230,12 +231,16 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     tenant_weights: dict[str, float] = {}
     decode_cost: int = 1
     splits_prompts: bool = True
+    whole_image_tokens: int = 0
 
     @property
     def max_step_tokens(self) -> int:
-        """Tokens of the largest step. Prompts get an eighth of ``chunk_tokens`` even where all rows decode."""
+        """Tokens of the largest step. Prompts get an eighth of ``chunk_tokens`` even where all rows decode; one image
+        that is not divided may be beyond the budget.
+        """
         longest = 0 if self.splits_prompts else self.context_length
-        return max(self.chunk_tokens, self.max_running + self.chunk_tokens // 8, longest)
+        most = max(self.chunk_tokens, self.max_running + self.chunk_tokens // 8, longest)
+        return most + self.whole_image_tokens
 
 
 class LoraSettings(Struct, frozen=True, kw_only=True):

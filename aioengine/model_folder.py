@@ -19,6 +19,7 @@ from aioengine.config import PoolingSettings
 from aioengine.embedder_files import is_embedder, read_pooling
 from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder, not_implemented
 from aioengine.families._tensors import is_ignored, tensor_shapes
+from aioengine.families._vision import VisionConfig
 from aioengine.hub import download
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         eos_token_ids: from generation_config.json and config.json.
         tokenizer_path: the folder with tokenizer.json; None: there is no such file.
         missing_weights: why the folder has no weights to load; None: it has.
-        keeps_states: as in ``TransformerConfig``.
+        keeps_states: as in ``TransformerConfig``. whole_image_tokens: as in ``VisionConfig``.
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
         linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
     """
@@ -67,6 +68,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     task: str = "generate"
     is_causal: bool = True
     keeps_states: bool = False
+    whole_image_tokens: int = 0
     pooling: PoolingSettings = PoolingSettings()
     linear_layers: dict[str, tuple[int, int]] = {}
 
@@ -251,6 +253,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         task=decoder.task.value,
         is_causal=decoder.is_causal,
         keeps_states=decoder.keeps_states,
+        whole_image_tokens=decoder.whole_image_tokens if isinstance(decoder, VisionConfig) else 0,
         pooling=pooling,
         linear_layers=linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {},
     )

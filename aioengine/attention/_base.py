@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +28,19 @@ class BackendUnavailableError(ValueError):
     """A backend cannot compute here; the message says why, and what would help."""
 
 
+class WholeImage(NamedTuple):
+    """Tokens of a row that are the rest of an image, all of which they attend to.
+
+    Attributes:
+        row: of R. first: index in T of the first of the tokens. start: its position. stop: that behind the last one.
+    """
+
+    row: int
+    first: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
     """The input of attention in one step; the tokens of a row are adjacent, rows in the order of the plan.
@@ -38,6 +51,7 @@ class ForwardBatch:
         query_lengths: R host ints, tokens that a row computes in this step, at least 1.
         kv_lengths: R host ints, positions of the row that have K and V once this step has written its own.
         host_pages: ``page_table`` on the host, for backends that look for pages that rows share; None: they need not.
+        whole_images: for ``AttentionShape.has_whole_images``.
     """
 
     slot_mapping: Tensor
@@ -45,6 +59,7 @@ class ForwardBatch:
     query_lengths: list[int]
     kv_lengths: list[int]
     host_pages: Ints | None = None
+    whole_images: Sequence[WholeImage] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +77,7 @@ class AttentionShape:
             value. The tensors of the model itself, so that graphs read the weights of the moment. Empty: no sinks.
         value_size: of latent attention (arXiv 2405.04434), whose values are the first ``value_size`` numbers of the
             keys; None: values of their own, as large as keys.
+        has_whole_images: tokens of an image attend to all of it, though other tokens are causal.
     """
 
     num_layers: int
@@ -74,6 +90,7 @@ class AttentionShape:
     soft_cap: float | None = None
     sinks: tuple[Tensor, ...] = ()
     value_size: int | None = None
+    has_whole_images: bool = False
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:

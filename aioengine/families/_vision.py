@@ -47,12 +47,14 @@ class VisionConfig(DecoderConfig, frozen=True, kw_only=True):
         towers: prefixes of the names of the tensors that belong to no text model.
         num_axes: of positions, 1 or 3 (time, height, width).
         num_deepstack: layers behind which further features of an image are added.
+        whole_image_tokens: tokens of an image where these attend to each other in both directions; 0: they do not.
     """
 
     image_token_id: int
     towers: tuple[str, ...]
     num_axes: int = 1
     num_deepstack: int = 0
+    whole_image_tokens: int = 0
 
 
 class Tower(msgspec.Struct, frozen=True):

@@ -259,10 +259,18 @@ class Encoder:
     """The two lanes, for short and for long prompts. On the engine's loop."""
 
     def __init__(
-        self, tokenizer: PromptTokenizer, sizes: TextSizes | None = None, pool_encoder: PoolEncoder | None = None
+        self,
+        tokenizer: PromptTokenizer,
+        sizes: TextSizes | None = None,
+        pool_encoder: PoolEncoder | None = None,
+        in_text: Callable[[str], str] = str,
     ) -> None:
-        """``sizes`` None: every text is tokenized as a whole. ``pool_encoder``: for texts to be pooled."""
+        """``sizes`` None: every text is tokenized as a whole. ``pool_encoder``: for texts to be pooled.
+
+        in_text: gives what is tokenized in place of a prompt, as ``ImageFamily.in_text``.
+        """
         self.sizes = sizes
+        self._in_text = in_text
         self._tokenizer = tokenizer
         self._pool_encoder = pool_encoder
         self._short = Lane("encode", self._encode_jobs)
@@ -304,7 +312,7 @@ class Encoder:
             else:
                 rendered = self._render(prompt)
                 if isinstance(rendered, str):  # as a plain one: special tokens are never added to ``ChatText``
-                    texts.setdefault(_rules_of(prompt), {})[place] = str(rendered)
+                    texts.setdefault(_rules_of(prompt), {})[place] = self._in_text(rendered)
                 else:
                     found[place] = rendered
         for rules, by_place in texts.items():

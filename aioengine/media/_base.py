@@ -24,6 +24,7 @@ ConfigType = TypeVar("ConfigType", bound=Struct)
 
 PROCESSORS: Final = {
     "CLIPImageProcessor": "clip",
+    "Gemma3ImageProcessor": "gemma3",
     "Idefics3ImageProcessor": "idefics3",
     "LlavaImageProcessor": "llava",
     "Qwen2VLImageProcessor": "qwen2_vl",
@@ -82,6 +83,10 @@ class ImageFamily(Protocol):
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
         """From config.json. Raises ValueError for a value that is missing or not implemented; it is named."""
+        ...
+
+    def in_text(self, text: str) -> str:
+        """The text of a prompt as it is tokenized."""
         ...
 
     def expansion(self, image: ImageShape) -> Expansion: ...

@@ -38,6 +38,9 @@ class QwenImages(Struct, frozen=True):
         merge_size = size_of("vision_config.spatial_merge_size", found.vision_config.spatial_merge_size)
         return cls(placeholder_id=found.image_token_id, merge_size=merge_size)
 
+    def in_text(self, text: str) -> str:
+        return text
+
     def expansion(self, image: ImageShape) -> Expansion:
         frames, height, width = image.grid
         return Expansion(("", ""), frames * height * width // self.merge_size**2)

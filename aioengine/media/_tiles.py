@@ -43,6 +43,9 @@ class TiledImages(Struct, frozen=True):
             scale_factor=size_of("scale_factor", found.scale_factor),
         )
 
+    def in_text(self, text: str) -> str:
+        return text
+
     def expansion(self, image: ImageShape) -> Expansion:
         rows, columns = image.tiles
         texts: list[str] = []

@@ -52,6 +52,9 @@ class LlavaImages(Struct, frozen=True):
             num_more=has_class_token - (found.vision_feature_select_strategy == "default"),
         )
 
+    def in_text(self, text: str) -> str:
+        return text
+
     def expansion(self, image: ImageShape) -> Expansion:
         num_patches = (image.height // self.patch_size) * (image.width // self.patch_size)
         return Expansion(("", ""), num_patches + self.num_more)

@@ -77,7 +77,7 @@ class QwenVision(ImageDecoder):
             raise ValueError(message) from error
 
     def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
-        """See ``VisionModel``: a square, and the picture that it is made of, which has four times its pixels."""
+        """See ``VisionModel``: a square, made of a picture [height, width, C] that has four times its pixels."""
         vision = self._vision
         side = max(math.isqrt(max_tokens), 1) * vision.spatial_merge_size
         size = side * vision.patch_size

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 
+from aioengine.attention._base import WholeImage
 from aioengine.models._base import VisionModel
 from aioengine.runner.tensor_files import read_arrays
 
@@ -40,8 +41,11 @@ CPU_FEATURE_BYTES: Final = 256 << 20
 
 
 class Span(NamedTuple):
-    """Positions of a request with images, from ``start`` to ``end``: the tokens of a step from ``first`` on."""
+    """Positions of a request with images, from ``start`` to ``end``: the tokens of a step from ``first`` on, those of
+    its row ``row``.
+    """
 
+    row: int
     uid: int
     row_index: int
     start: int
@@ -140,7 +144,7 @@ class Images:
         if self._axes == 1:
             return places
         found = np.tile(places, (self._axes, 1))
-        for uid, row_index, start, end, first in spans:
+        for _, uid, row_index, start, end, first in spans:
             opened = self._opened[uid]
             assert opened.positions is not None
             num_prompt = max(min(end, opened.num_prompt) - start, 0)
@@ -152,7 +156,7 @@ class Images:
         """The inputs with the features of images in place, where they belong to tokens of the step."""
         places: list[Ints] = []
         parts: list[Tensor] = []
-        for uid, _, start, end, first in spans:
+        for _, uid, _, start, end, first in spans:
             for image in self._opened[uid].images:
                 low, high = _part(image, start, end)
                 if low < high:
@@ -166,6 +170,17 @@ class Images:
         embeddings = inputs.embeddings.index_copy(0, where, features[:, :size])
         deepstack = (where, features[:, size:].unflatten(1, (-1, size))) if self._model.num_deepstack else None
         return replace(inputs, embeddings=embeddings, deepstack=deepstack)
+
+    def whole(self, spans: Sequence[Span]) -> list[WholeImage]:
+        """The images in the step, of a model whose tokens of an image attend to all of it."""
+        found: list[WholeImage] = []
+        for row, uid, _, start, end, first in spans:
+            for image in self._opened[uid].images:
+                begin, stop = int(image.places[0]), int(image.places[-1]) + 1
+                if begin < end and start < stop:
+                    assert stop <= end, "the scheduler does not divide images of this model"
+                    found.append(WholeImage(row, first + max(begin - start, 0), max(begin, start), stop))
+        return found
 
     def _places(self, media: Media, prompt: Ints) -> Ints:
         """The positions [N] of an image's features in the ``prompt`` [X]."""

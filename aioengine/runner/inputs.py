@@ -212,6 +212,7 @@ class InputBuilder:
             query_lengths=rows.counts.tolist(),
             kv_lengths=kv_lengths.tolist(),
             host_pages=page_table_RP,
+            whole_images=images.whole(spans) if images and spans and model.attention_shape.has_whole_images else (),
         )
         return inputs, batch
 
@@ -223,7 +224,7 @@ class InputBuilder:
         starts, counts = rows.starts.tolist(), rows.counts.tolist()
         firsts = (rows.token_ends - rows.counts).tolist()
         return [
-            Span(request.uid, request.row_index, starts[i], starts[i] + counts[i], firsts[i])
+            Span(i, request.uid, request.row_index, starts[i], starts[i] + counts[i], firsts[i])
             for i, request in enumerate(rows.requests)
             if request.uid in images
         ]

@@ -32,11 +32,13 @@ class ImageBudget:
     They have up to ``chunk_tokens`` features together; a larger one is the only one that its step begins.
     """
 
-    __slots__ = ("_is_untouched", "_left")
+    __slots__ = ("_is_untouched", "_keeps_whole", "_left", "_may_exceed")
 
-    def __init__(self, chunk_tokens: int) -> None:
+    def __init__(self, chunk_tokens: int, *, keeps_whole: bool) -> None:
+        """keeps_whole: the tokens of an image are computed in one step, of which one image may exceed the budget."""
         self._left = chunk_tokens
         self._is_untouched = True
+        self._keeps_whole = self._may_exceed = keeps_whole
 
     def limited(self, media: Sequence[Media], start: int, count: int, *, is_first: bool) -> int:
         """How many of the ``count`` tokens of a prompt from ``start`` on can be computed in this step; takes their
@@ -53,4 +55,17 @@ class ImageBudget:
                 return max(image.start - start, 0)
             self._left -= image.num_features
             self._is_untouched = False
+        return self._whole(media, start, count) if self._keeps_whole else count
+
+    def _whole(self, media: Sequence[Media], start: int, count: int) -> int:
+        """The same number, or another one that divides no image."""
+        for image in media:
+            end = image.start + image.num_tokens
+            if image.start < start + count < end:
+                if image.start > start:
+                    return image.start - start
+                if not self._may_exceed:
+                    return 0
+                self._may_exceed = False
+                return end - start
         return count

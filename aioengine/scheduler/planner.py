@@ -56,7 +56,15 @@ class Flight:
 class Planner:
     """Fills flights with rows; nothing else admits and preempts."""
 
-    __slots__ = ("_admission", "_chunk_tokens", "_decode_cost", "_max_running", "_requests", "_splits_prompts")
+    __slots__ = (
+        "_admission",
+        "_chunk_tokens",
+        "_decode_cost",
+        "_keeps_images",
+        "_max_running",
+        "_requests",
+        "_splits_prompts",
+    )
 
     def __init__(self, settings: SchedulerSettings, requests: Requests) -> None:
         if settings.max_running < 1 or settings.chunk_tokens < 1:
@@ -67,6 +75,7 @@ class Planner:
         self._chunk_tokens = settings.chunk_tokens
         self._decode_cost = settings.decode_cost
         self._splits_prompts = settings.splits_prompts
+        self._keeps_images = settings.whole_image_tokens > 0
         self._requests = requests
         self._admission = Admission(requests.cache, settings.chunk_tokens)
 
@@ -160,7 +169,7 @@ class Planner:
         for request, share in shares:
             count = share + budget.take_rest(request.num_missing - share)
             if request.submit.media:
-                images = images or ImageBudget(self._chunk_tokens)
+                images = images or ImageBudget(self._chunk_tokens, keeps_whole=self._keeps_images)
                 start = request.num_computed
                 is_first = start == request.hold.num_matched * self._requests.cache.page_size
                 count = images.limited(request.submit.media, start, count, is_first=is_first)

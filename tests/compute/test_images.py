@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from aioengine import models
 from aioengine.checkpoint import new_name
+from aioengine.config import Settings
 from aioengine.grammars import Grammars
 from aioengine.models._base import ModelOptions
 from aioengine.models._image_decoder import ImageDecoder
@@ -47,7 +48,13 @@ class Saved(NamedTuple):
     pictures: Pictures
 
     def world(self, *, chunk_tokens: int = 512, num_pages: int = 256, depth: int = 0) -> World:
-        return World(make_settings(self.folder, chunk_tokens=chunk_tokens, num_pages=num_pages, depth=depth))
+        settings = make_settings(self.folder, chunk_tokens=chunk_tokens, num_pages=num_pages, depth=depth)
+        return World(self.fitted(settings))
+
+    def fitted(self, settings: Settings) -> Settings:
+        """With what the model needs."""
+        tokens = 16 if self.theirs.config.model_type == "gemma3" else 0
+        return replace_struct(settings, scheduler=replace_struct(settings.scheduler, whole_image_tokens=tokens))
 
     def prompts(self) -> list[Prompt]:
         """Several images of several sizes, text before, between and behind them, and text alone."""

@@ -192,6 +192,10 @@ def test_fields_that_files_of_llava_leave_out_have_the_values_of_transformers() 
         ("qwen2_5_vl", {"vision_config": {"model_type": "siglip"}}, "vision_config.model_type 'siglip'"),
         ("qwen2_5_vl", {"text_config": "none"}, "text_config"),
         ("smolvlm", {"text_config": {"model_type": "mistral"}}, "text_config.model_type 'mistral'.*llama"),
+        ("gemma3", {"text_config": {"model_type": "llama"}}, "text_config.model_type 'llama'.*gemma3_text"),
+        ("gemma3", {"vision_config": {"model_type": "clip_vision_model"}}, "vision_config.model_type 'clip.*siglip"),
+        ("gemma3", {"mm_tokens_per_image": 0}, "mm_tokens_per_image"),
+        ("gemma3", {"vision_config": 5}, "vision_config"),
     ],
 )
 def test_values_of_models_that_read_images_are_refused_by_name(

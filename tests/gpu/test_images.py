@@ -27,6 +27,7 @@ def gpu_world(
     saved: Saved, *, dtype: str, graphs: int, depth: int = 1, chunk_tokens: int = 512, backend: str = "triton"
 ) -> World:
     settings = make_settings(saved.folder, dtype=dtype, depth=depth, page_size=16, chunk_tokens=chunk_tokens)
+    settings = saved.fitted(settings)
     runner = msgspec.structs.replace(
         settings.runner, device="cuda", attention_backend=backend, cuda_graph_max_rows=graphs
     )

@@ -22,6 +22,9 @@ SPECIAL = [
     "<|vision_end|>",
     "<|video_pad|>",
     *TILE_TOKENS,
+    "<start_of_image>",
+    "<image_soft_token>",
+    "<end_of_image>",
 ]
 NUM_BYTES = 256
 ENDS = "USER: {} ASSISTANT:"
@@ -62,6 +65,12 @@ FAMILIES = {
                 "size": {"shortest_edge": 28},
                 "crop_size": {"height": 28, "width": 28},
             },
+        ),
+        Family(
+            "gemma3",
+            "<start_of_image>",
+            {"image_token_index": token_id("<image_soft_token>"), "mm_tokens_per_image": 4},
+            {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}},
         ),
         *(
             Family(
@@ -129,7 +138,9 @@ def add_image_files(folder: Path, model_type: str, placeholder_id: int, vocab_si
     family, config = FAMILIES[model_type], (folder / "config.json").read_text()
     write_image_folder(folder, family)
     (folder / "config.json").write_text(config)
-    placeholder = "<|image_pad|>" if "<|image_pad|>" in family.prompt else "<image>"
+    placeholder = {"gemma3": "<image_soft_token>"}.get(
+        model_type, "<|image_pad|>" if "<|image_pad|>" in family.prompt else "<image>"
+    )
     special = [text for text in SPECIAL if text != placeholder]
     special += [f"<unused_{number}>" for number in range(placeholder_id - NUM_BYTES - len(special))]
     special.append(placeholder)

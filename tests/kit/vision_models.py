@@ -63,6 +63,32 @@ def _qwen(model_type: str, head_size: int = 16) -> PreTrainedModel:
     return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
 
 
+def _gemma3() -> PreTrainedModel:
+    tower = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+        "vision_use_head": False,
+    }
+    text = {
+        **SIZES,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 16,
+        "head_dim": 16,
+    }
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config=tower, image_token_index=IMAGE, mm_tokens_per_image=16
+    )
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+
+
 def _tiles(model_type: str) -> PreTrainedModel:
     tower = {
         "hidden_size": 32,
@@ -100,6 +126,7 @@ TILES = "idefics3", "smolvlm"
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llava": _llava,
+    "gemma3": _gemma3,
     **{model_type: partial(_qwen, model_type) for model_type in QWEN_TOWERS},
     **{model_type: partial(_tiles, model_type) for model_type in TILES},
 }
@@ -196,6 +223,8 @@ def their_logits(model: PreTrainedModel, prompt: Prompt, output: list[int] | Non
         arrays[name] = torch.cat(parts, 1 if parts[0].dim() == 5 or name == "pixel_attention_mask" else 0)
     if "image_grid_thw" in arrays:
         arrays["mm_token_type_ids"] = (token_ids == IMAGE).long()
+    if model.config.model_type == "gemma3":
+        arrays["token_type_ids"] = (token_ids == IMAGE).long()
     logits: torch.Tensor = model(input_ids=token_ids, use_cache=False, **arrays).logits[0]
     return logits
 

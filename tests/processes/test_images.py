@@ -461,6 +461,23 @@ async def test_paths_must_lie_in_the_allowed_folder(folder: Path, tmp_path: Path
         os.kill(pid, 0)
 
 
+async def test_prompts_of_gemma_get_line_breaks_around_their_images(tmp_path: Path) -> None:
+    folder = write_image_folder(tmp_path, FAMILIES["gemma3"])
+    async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
+        found: list[Submit] = []
+        submitter = engine._run.frontend._lifecycle.submitter
+        submit = submitter._submit
+        submitter._submit = lambda submits: (found.extend(submits), submit(submits))
+        for prompt in ("a\n<start_of_image>b", "a\n\n\n<start_of_image><image_soft_token><end_of_image>\n\nb"):
+            out = await engine.async_generate(prompt, SHORT, image_data=png(picture(900)))
+            assert out["meta_info"]["image_tokens"] == 4
+    names = "<start_of_image>", *["<image_soft_token>"] * 4, "<end_of_image>"
+    byte_ids = Tokenizer(folder).encode("a\n\n\n"), Tokenizer(folder).encode("\n\nb")
+    for each in found:
+        assert each.prompt_token_ids == [*byte_ids[0], *map(token_id, names), *byte_ids[1]]
+        assert (each.media[0].start, each.media[0].num_tokens) == (5, 4)
+
+
 async def test_without_pillow_images_are_refused_by_name(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_prompts, "_has_pillow", lambda: False)
     with pytest.raises(EngineError, match=r"pip install 'aioengine\[images\]'"):

@@ -44,9 +44,14 @@ def reference(family: Family, model: ImageModel, folder: Path, monkeypatch: pyte
 
     monkeypatch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: None)
     monkeypatch.setattr(processing_smolvlm, "num2words", str)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    tokenizer: Any = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    names = ("boi", "<start_of_image>"), ("image", "<image_soft_token>"), ("eoi", "<end_of_image>")
+    for name, text in names if family.model_type == "gemma3" else ():
+        setattr(tokenizer, f"{name}_token", text)
+        setattr(tokenizer, f"{name}_token_id", token_id(text))
     names = {
         "llava": "LlavaProcessor",
+        "gemma3": "Gemma3Processor",
         "qwen2_vl": "Qwen2VLProcessor",
         "qwen2_5_vl": "Qwen2_5_VLProcessor",
         "qwen3_vl": "Qwen3VLProcessor",
@@ -55,6 +60,7 @@ def reference(family: Family, model: ImageModel, folder: Path, monkeypatch: pyte
     }
     more = {
         "llava": {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        "gemma3": {"image_seq_length": 4},
         "idefics3": {"image_seq_len": 4},
         "smolvlm": {"image_seq_len": 4, "video_processor": None},
     }.get(family.model_type, {"video_processor": None})
@@ -82,7 +88,7 @@ def test_ids_are_those_of_transformers(family: Family, tmp_path: Path, monkeypat
     tokens = [
         image_ids(rules.expansion(shape_of(model, image)), rules.placeholder_id, tokenizer.encode) for image in images
     ]
-    ids, starts = placed(tokenizer.encode(text), rules.placeholder_id, tokens)
+    ids, starts = placed(tokenizer.encode(rules.in_text(text)), rules.placeholder_id, tokens)
     assert ids == list(expected)
     for start, image in zip(starts, tokens, strict=True):
         assert ids[start : start + len(image.token_ids)] == image.token_ids

@@ -102,10 +102,22 @@ def test_a_step_begins_images_of_no_more_features_than_tokens() -> None:
 
 
 def test_the_budget_of_images() -> None:
-    budget = ImageBudget(10)
+    budget = ImageBudget(10, keeps_whole=False)
     assert budget.limited([image(2, 50)], 0, 8, is_first=True) == 8, "a large one alone"
     assert budget.limited([image(3, 4, "b")], 0, 8, is_first=True) == 3, "up to the next one"
     assert budget.limited([image(0, 4, "b")], 0, 8, is_first=True) == 0
     assert budget.limited([image(2, 50)], 8, 8, is_first=False) == 8, "one that began before"
     assert budget.limited([image(2, 50)], 8, 8, is_first=True) == 0, "one of whose pages some were cached"
     assert budget.limited([image(40, 4)], 0, 8, is_first=True) == 8, "one that is not reached"
+
+
+def test_images_that_are_computed_in_one_step() -> None:
+    images = [image(2, 4), image(8, 6, "b")]
+    budget = ImageBudget(50, keeps_whole=True)
+    assert budget.limited(images, 0, 1, is_first=True) == 1
+    assert budget.limited(images, 0, 5, is_first=True) == 2, "up to the image"
+    assert budget.limited(images, 0, 7, is_first=True) == 7
+    assert budget.limited(images, 0, 13, is_first=True) == 8, "up to the second one"
+    assert budget.limited(images, 8, 3, is_first=False) == 6, "one may exceed the budget"
+    assert budget.limited(images, 8, 3, is_first=False) == 0, "and no second one"
+    assert ImageBudget(50, keeps_whole=True).limited(images, 10, 0, is_first=True) == 4, "of which a part is cached"
