@@ -183,24 +183,38 @@ def _entries_of_gguf(path: Path) -> list[Entry]:
         raise ValueError(f"cannot read {path}: {error}") from error
 
 
-def file_states(entries: Iterable[Entry]) -> dict[Path, str]:
-    """The state of each file of some tensors: another one if it is changed or replaced.
+def model_files(folder: Path, *, with_weights: bool) -> list[Path]:
+    """config.json and the files of the weights; or the GGUF file that is both."""
+    if folder_files.is_gguf(folder):
+        return [folder]
+    return [folder / folder_files.CONFIG, *(_paths(folder) if with_weights else [])]
+
+
+def file_states(paths: Iterable[Path]) -> dict[str, str]:
+    """The state of each file: another one if it is changed or replaced.
 
     Raises:
         ValueError: a file was removed, or cannot be read.
     """
-    return {path: _file_state(path) for path in dict.fromkeys(entry.path for entry in entries)}
+    return {str(path): _file_state(path) for path in dict.fromkeys(paths)}
+
+
+def check_unchanged(states: Mapping[str, str], since: str) -> None:
+    """Raise ValueError for a file that is no longer in its state; it says ``since`` when."""
+    for path, state in states.items():
+        if _file_state(Path(path)) != state:
+            raise ValueError(f"{path} was changed {since}; load the model again when it is complete")
 
 
 def _file_state(path: Path) -> str:
     """Of the device and number of the file, its size, the time of its last change, and its header."""
     file = folder_files.open_file(path)
     if file is None:
-        raise ValueError(f"cannot read {path}: it was removed while the weights were read")
+        raise ValueError(f"cannot read {path}: it was removed")
     with file:
         stat = os.fstat(file.fileno())
         facts = f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} "
-        return hashlib.sha256(facts.encode() + header_bytes(file)).hexdigest()
+        return hashlib.sha256(facts.encode() + header_bytes(file)).hexdigest()[:32]
 
 
 def new_name(name: str, renamed: Renamed) -> str:

@@ -182,7 +182,8 @@ class PoolingSettings(Struct, frozen=True, kw_only=True):
 
 class ModelSettings(Struct, frozen=True, kw_only=True):
     """The model folder and how to read it. ``dtype``: "bfloat16", "float16" or "float32". ``task``: "generate", "embed"
-    or "classify". ``hidden_size``: of its hidden states; 0: it has none.
+    or "classify". ``hidden_size``: of its hidden states; 0: it has none. ``files``: path -> state of config.json and of
+    the weights; the runner loads no others.
     """
 
     path: str
@@ -194,6 +195,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     task: str = "generate"
     pooling: PoolingSettings = PoolingSettings()
+    files: dict[str, str] = {}
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):

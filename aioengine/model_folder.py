@@ -47,6 +47,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         tokenizer_path: the folder with tokenizer.json; None: there is no such file.
         missing_weights: why the folder has no weights to load; None: it has.
         keeps_states: as in ``TransformerConfig``. whole_image_tokens: as in ``VisionConfig``.
+        files: path -> state of config.json and of the files of the weights, as ``checkpoint.file_states`` has it.
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
         linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
     """
@@ -65,6 +66,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_path: str | None = None
     missing_weights: str | None = None
+    files: dict[str, str] = {}
     task: str = "generate"
     is_causal: bool = True
     keeps_states: bool = False
@@ -224,7 +226,9 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
     config, decoder, pooling = _read_config(folder, wanted.is_embedding)
     generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
     missing_weights = None if configs_only else checkpoint.missing_weights(folder)
-    if not configs_only and wanted.load_format != "dummy" and not missing_weights:
+    is_loaded = not configs_only and wanted.load_format != "dummy" and not missing_weights
+    files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
+    if is_loaded:
         checkpoint.check_folder(
             folder,
             partial(tensor_shapes, decoder),
@@ -248,6 +252,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         head_dim=decoder.head_size,
         dtype=_dtype(config),
         missing_weights=missing_weights,
+        files=files,
         eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < decoder.vocab_size),
         tokenizer_path=str(tokenizer) if folder_files.is_file(tokenizer / folder_files.TOKENIZER) else None,
         task=decoder.task.value,

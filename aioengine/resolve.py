@@ -180,6 +180,7 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
         hidden_size=model.hidden_size,
         task=model.task,
         pooling=model.pooling,
+        files=model.files,
         trust_remote_code=config.model.trust_remote_code,
     )
 

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from aioengine import folder_files, models, plugins
 from aioengine.attention import _mixed, _whole_images, fused
 from aioengine.attention._base import BackendUnavailableError
+from aioengine.checkpoint import check_unchanged
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
@@ -233,6 +234,7 @@ def load_model(
     """The model with its weights, the attention that works for it, and the bytes of the parameters. Token ids below
     ``vocab_size`` will be sampled.
     """
+    check_unchanged(settings.model.files, "since the engine was made")
     advice = "End what else has memory of the GPU, or take a smaller model or a larger GPU"
     if dtype == torch.float32:
         advice += "; dtype='bfloat16' takes half"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.checkpoint import check_entries, file_states, read_headers
+from aioengine.checkpoint import check_entries, check_unchanged, file_states, read_headers
 from aioengine.runner.weight_reading import read_all
 
 if TYPE_CHECKING:
@@ -69,12 +69,9 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
         ]
         shapes = {name: target.shape for name, target in targets.items()}
         check_entries(entries, shapes, folder, types=_exact_types(targets))
-        before = file_states(entries)
+        before = file_states(entry.path for entry in entries)
         read_all(entries, targets, report)
-        after = file_states(entries)
-        if changed := next((path for path in before if before[path] != after[path]), None):
-            message = f"{changed} was changed while it was read; load it again when it is complete"
-            raise ValueError(message)
+        check_unchanged(before, "while it was read")
     return sum(target.tensor.nbytes for target in targets.values())
 
 

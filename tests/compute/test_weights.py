@@ -6,14 +6,18 @@ import json
 import os
 import re
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from aioengine import models
+from aioengine.config import ModelConfig
 from aioengine.layers.placement import Slice, Target
+from aioengine.model_folder import find_facts
 from aioengine.runner import weight_reading, weights
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import options
@@ -21,7 +25,6 @@ from tests.kit.tiny_sizes import CONTEXT_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -295,6 +298,20 @@ def test_every_name_of_a_real_model_is_filled(tmp_path: Path) -> None:
         target.tensor.fill_(torch.nan)
     weights.load(model, tmp_path, load_format="safetensors", seed=0, report=lambda done, total: None)
     assert all(target.tensor.isfinite().all() for target in targets.values())
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_folder_that_changed_since_the_engine_was_made_is_refused(tmp_path: Path, name: str) -> None:
+    """As when lost processes are replaced: requests would go on with another model."""
+    save_model("llama", tmp_path)
+    facts = find_facts(ModelConfig(path=str(tmp_path)))
+    assert {Path(path).name for path in facts.files} == {"config.json", "model.safetensors"}
+    settings = make_settings(tmp_path)
+    settings = replace(settings, model=replace(settings.model, files=facts.files))
+    World(settings)
+    os.utime(tmp_path / name, (1, 1))
+    with pytest.raises(ValueError, match=f"{name} was changed since the engine was made"):
+        World(settings)
 
 
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
