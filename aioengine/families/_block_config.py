@@ -151,6 +151,22 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
     has_output_gate: bool = False
 
 
+class ShortConvConfig(Struct, frozen=True, kw_only=True):
+    """Gated convolutions over a few tokens in the place of attention.
+
+    Attributes:
+        layers: those that have one.
+        prefix: of the names of their tensors.
+        width: tokens of the convolution.
+        has_bias: of its linear layers and of the convolution.
+    """
+
+    layers: frozenset[int]
+    width: int
+    has_bias: bool
+    prefix: str = "conv."
+
+
 class DeltaNetConfig(Struct, frozen=True, kw_only=True):
     """Gated delta nets in the place of attention.
 

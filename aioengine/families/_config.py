@@ -16,6 +16,7 @@ from aioengine.families._block_config import (
     DeltaNetConfig,
     MlpConfig,
     NormConfig,
+    ShortConvConfig,
     TensorNames,
 )
 
@@ -197,6 +198,7 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     block: BlockConfig = BlockConfig()
     attention: AttentionConfig = AttentionConfig()
     delta_net: DeltaNetConfig | None = None
+    short_conv: ShortConvConfig | None = None
     mlp: MlpConfig = MlpConfig()
     norm: NormConfig = NormConfig()
     is_transposed: bool = False
@@ -212,7 +214,12 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
 
     def keeps_state(self, layer: int) -> bool:
         """Whether this layer keeps a state, and no keys and values."""
-        return self.delta_net is not None and layer in self.delta_net.layers
+        return (net := self.stateful) is not None and layer in net.layers
+
+    @property
+    def stateful(self) -> DeltaNetConfig | ShortConvConfig | None:
+        """What layers have that keep a state; None: there are none."""
+        return self.delta_net or self.short_conv
 
     def layers_like(self, layer: int) -> list[int]:
         """The layers that keep a state if this one does, else those that keep keys and values."""

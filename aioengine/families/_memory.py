@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
+from aioengine.families._block_config import ShortConvConfig
 from aioengine.families._config import DecoderConfig
 from aioengine.families._tensors import tensor_shapes
 
@@ -32,8 +33,10 @@ def kv_numbers(config: TransformerConfig) -> int:
 
 def state_bytes(config: TransformerConfig, itemsize: int) -> int:
     """Of the states that layers keep of a request; ``itemsize``: bytes of a number of the model."""
-    if not isinstance(config, DecoderConfig) or (net := config.delta_net) is None:
+    if not isinstance(config, DecoderConfig) or (net := config.stateful) is None:
         return 0
+    if isinstance(net, ShortConvConfig):
+        return len(net.layers) * config.hidden_size * (net.width - 1) * itemsize
     convolution = net.num_channels * (net.width - 1) * itemsize
     return len(net.layers) * (convolution + net.num_value_heads * net.key_size * net.value_size * 4)
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from aioengine.families._block_config import NormConfig
+from aioengine.families._block_config import NormConfig, ShortConvConfig
 from aioengine.families._config import DecoderConfig, Task
 from aioengine.families._encoders import EncoderConfig, LinearShape
 from aioengine.families._vision import VisionConfig
 
 if TYPE_CHECKING:
-    from aioengine.families._block_config import LatentConfig
+    from aioengine.families._block_config import DeltaNetConfig, LatentConfig
     from aioengine.families._config import TransformerConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -67,10 +67,8 @@ def attention_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
     chosen, prefix, size = config.attention, config.block.attention, config.hidden_size
     if chosen.latent is not None:
         return _latent_linears(config, chosen.latent)
-    if (net := config.delta_net) is not None and config.keeps_state(layer):
-        values = net.num_value_heads * net.value_size
-        inputs = [LinearShape(f"{net.prefix}{name}", outputs, size, False) for name, outputs in net.inputs.items()]
-        return [*inputs, LinearShape(f"{net.prefix}out_proj", size, values, False)]
+    if config.stateful is not None and config.keeps_state(layer):
+        return _stateful_linears(config.stateful, size)
     inner, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     queries = 2 * inner if chosen.has_output_gate else inner
     sizes = (queries, kv_size, kv_size) if len(chosen.qkv) > 1 else (inner + 2 * kv_size,)
@@ -111,6 +109,25 @@ def _latent_shapes(config: DecoderConfig, latent: LatentConfig) -> Shapes:
     )
 
 
+def _stateful_linears(net: DeltaNetConfig | ShortConvConfig, size: int) -> list[LinearShape]:
+    """``size``: of the stream."""
+    if isinstance(net, ShortConvConfig):
+        sizes = {"in_proj": 3 * size, "out_proj": size}
+        return [LinearShape(f"{net.prefix}{name}", outputs, size, net.has_bias) for name, outputs in sizes.items()]
+    inputs = [LinearShape(f"{net.prefix}{name}", outputs, size, False) for name, outputs in net.inputs.items()]
+    return [*inputs, LinearShape(f"{net.prefix}out_proj", size, net.num_value_heads * net.value_size, False)]
+
+
+def _stateful_shapes(net: DeltaNetConfig | ShortConvConfig, size: int) -> Shapes:
+    """The other tensors; ``size``: of the stream."""
+    if isinstance(net, ShortConvConfig):
+        found: Shapes = {f"{net.prefix}conv.weight": (size, 1, net.width)}
+        return {**found, f"{net.prefix}conv.bias": (size,)} if net.has_bias else found
+    found = {f"{net.prefix}{name}": (net.num_value_heads,) for name in ("A_log", "dt_bias")}
+    found[f"{net.prefix}conv1d.weight"] = net.num_channels, 1, net.width
+    return {**found, f"{net.prefix}norm.weight": (net.value_size,)}
+
+
 def attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """The tensors of the attention of this layer."""
     found: Shapes = {}
@@ -118,10 +135,8 @@ def attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
         found |= _linear(linear, is_transposed=config.is_transposed)
     if (latent := config.attention.latent) is not None:
         found |= _latent_shapes(config, latent)
-    if (net := config.delta_net) is not None and config.keeps_state(layer):
-        found |= {f"{net.prefix}{name}": (net.num_value_heads,) for name in ("A_log", "dt_bias")}
-        found[f"{net.prefix}conv1d.weight"] = net.num_channels, 1, net.width
-        return {**found, f"{net.prefix}norm.weight": (net.value_size,)}
+    if config.stateful is not None and config.keeps_state(layer):
+        return found | _stateful_shapes(config.stateful, config.hidden_size)
     if (head_norm := config.attention.head_norm) is not None:
         for name, num_heads in zip(head_norm.names, (config.num_heads, config.num_kv_heads), strict=True):
             size = head_norm.shape(num_heads, config.head_size)

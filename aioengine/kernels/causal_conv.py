@@ -1,4 +1,4 @@
-"""Causal convolution of each channel over the last W tokens of its row, then SiLU.
+"""Causal convolution of each channel over the last W tokens of its row, then SiLU where it is wanted.
 
 T packed tokens, C channels, W tokens of the filter, N slots.
 """
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from aioengine.kernels.state_rows import StateRows
 
 
-def reference(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
-    """As ``causal_conv``: x [T, C], weight [C, W], state [N, W - 1, C] -> [T, C].
+def reference(
+    x: Tensor, weight: Tensor, state: Tensor, rows: StateRows, *, bias: Tensor | None = None, activates: bool = True
+) -> Tensor:
+    """As ``causal_conv``: x [T, C], weight [C, W], state [N, W - 1, C], bias [C] -> [T, C].
 
     One product after the other is added up, in fp32, so a token's bits do not depend on the chunk that it is in.
     """
@@ -32,18 +34,26 @@ def reference(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tens
         total = wide[: end - first] * filters[0]
         for place in range(1, width):
             total.addcmul_(wide[place : place + end - first], filters[place])
-        out[first:end] = total.div_(torch.neg(total).exp_().add_(1.0))  # torch's silu: see silu_and_mul
+        if bias is not None:
+            total.add_(bias)
+        if activates:
+            total.div_(torch.neg(total).exp_().add_(1.0))  # not torch's silu: see silu_and_mul
+        out[first:end] = total
         state[slot] = seen[len(seen) - width + 1 :]
     return out
 
 
-def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+def causal_conv(
+    x: Tensor, weight: Tensor, state: Tensor, rows: StateRows, *, bias: Tensor | None = None, activates: bool = True
+) -> Tensor:
     """Convolve the channels and store the last inputs of each row.
 
     Args:
         x: [T, C], whose rows may be parts of longer ones.
         weight: [C, W], that of the newest token last.
         state: [N, W - 1, C] in the dtype of x, the last inputs of each row, the newest last; changed in place.
+        bias: [C].
+        activates: whether SiLU follows.
 
     Returns:
         [T, C] in the dtype of x.
@@ -51,5 +61,5 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
     if launcher.serves(x):
         from aioengine.kernels.triton import causal_conv as kernels
 
-        return kernels.causal_conv(x, weight, state, rows)
-    return reference(x, weight, state, rows)
+        return kernels.causal_conv(x, weight, state, rows, bias=bias, activates=activates)
+    return reference(x, weight, state, rows, bias=bias, activates=activates)

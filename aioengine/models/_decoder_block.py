@@ -13,6 +13,7 @@ from aioengine.layers.delta_net import GatedDeltaNet
 from aioengine.layers.latent_attention import LatentAttention
 from aioengine.layers.mlp import MLP
 from aioengine.layers.norm import add_to_stream, make_norm
+from aioengine.layers.short_conv import ShortConv
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,13 +33,16 @@ if TYPE_CHECKING:
 
 def make_attention(
     config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement
-) -> AttentionLayer | GatedDeltaNet:
+) -> AttentionLayer | GatedDeltaNet | ShortConv:
     """The attention of this layer. Another kind is made here, as its config says."""
     if config.attention.latent is not None:
         return LatentAttention(
             config.hidden_size, shape, placement, config=config.attention, latent=config.attention.latent
         )
-    if config.delta_net is not None and config.keeps_state(layer):
+    if config.keeps_state(layer):
+        if config.short_conv is not None:
+            return ShortConv(config.hidden_size, config.short_conv, placement)
+        assert config.delta_net is not None, "no layer keeps a state"
         return GatedDeltaNet(config.hidden_size, config.delta_net, config.epsilon, placement)
     rope = config.rope_of(layer)
     return SelfAttention(
@@ -102,8 +106,8 @@ class Block:
         self._config = block = config.block
         self._layer, self._rope = config.layers_like(layer).index(layer), rope
         self._prefix = block.attention
-        if config.delta_net is not None and config.keeps_state(layer):
-            self._prefix = config.delta_net.prefix
+        if config.stateful is not None and config.keeps_state(layer):
+            self._prefix = config.stateful.prefix
         self._norms: dict[str, Norm] = {
             name: make_norm(config.norm, config.hidden_size, config.epsilon, placement) for name in block.norms
         }
@@ -167,7 +171,7 @@ class Block:
 
     def _attended(self, normed: Tensor, step: BlockStep, *, outputs: Tensor | None) -> Tensor:
         """normed [T, D] -> [T, D], or of ``outputs`` [S, D]."""
-        if isinstance(self._attention, GatedDeltaNet):
+        if isinstance(self._attention, GatedDeltaNet | ShortConv):
             assert step.states is not None, "the model keeps states"
             return self._attention(normed, step.states, self._layer, outputs=outputs, adapters=step.adapters)
         tables = step.tables[self._rope]

@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Lfm2Config,
     Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -81,9 +82,22 @@ def make_newer(**changes: object) -> PreTrainedConfig:
     return make(**{**WITHOUT_EXPERTS, **changes})
 
 
-@pytest.mark.parametrize("case", [*CASES, "qwen3_5_text"])
+def make_lfm2(**changes: object) -> PreTrainedConfig:
+    make: Callable[..., PreTrainedConfig] = Lfm2Config
+    own = {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8, **changes}
+    return make(**{name: size for name, size in WITHOUT_EXPERTS.items() if "linear" not in name}, **own)
+
+
+OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_5_text": make_newer,
+    "lfm2": make_lfm2,
+    "lfm2 biases": lambda: make_lfm2(conv_bias=True, block_auto_adjust_ff_dim=False, conv_L_cache=4),
+}
+
+
+@pytest.mark.parametrize("case", [*CASES, *OTHERS])
 def test_logits_and_greedy_tokens_are_those_of_transformers(case: str) -> None:
-    config = make_config(**CASES[case]) if case in CASES else make_newer()
+    config = make_config(**CASES[case]) if case in CASES else OTHERS[case]()
     theirs, ours = pair(config, max_positions=128)
     token_ids = torch.randint(0, 96, (NUM_TOKENS,))
     expected = theirs(token_ids.unsqueeze(0)).logits[0]

@@ -24,8 +24,15 @@ _CHANNELS = 256
 
 
 @triton.jit
-def _silu(x: tl.tensor) -> tl.tensor:
-    return x / (1.0 + tl.exp(-x))
+def _result(
+    total: tl.tensor, places: tl.tensor, inside: tl.tensor, BIAS: tl.constexpr, SILU: tl.constexpr
+) -> tl.tensor:
+    """``places``: of the biases, in the shape of ``total`` or one that fits it."""
+    if BIAS:
+        total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    return total
 
 
 @triton.jit
@@ -35,11 +42,14 @@ def _step_kernel(
     state: tl.tensor,
     slots: tl.tensor,
     starts: tl.tensor,
+    bias: tl.tensor,
     out: tl.tensor,
     x_stride: tl.tensor,
     num_channels: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
 ) -> None:
     """One token of a row. A thread reads and writes the state of its channels alone, so none needs to wait."""
     row = tl.program_id(0).to(tl.int64)
@@ -58,7 +68,8 @@ def _step_kernel(
     tl.store(inputs + (WIDTH - 2) * num_channels, newest, mask=inside)
     factor = tl.load(weight + channels * WIDTH + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)
     total += newest.to(tl.float32) * factor
-    tl.store(out + row * num_channels + channels, _silu(total).to(newest.dtype), mask=inside)
+    total = _result(total, bias + channels, inside, BIAS, SILU)
+    tl.store(out + row * num_channels + channels, total.to(newest.dtype), mask=inside)
 
 
 @triton.jit
@@ -70,12 +81,15 @@ def _block_kernel(
     starts: tl.tensor,
     ends: tl.tensor,
     blocks: tl.tensor,
+    bias: tl.tensor,
     out: tl.tensor,
     x_stride: tl.tensor,
     num_channels: tl.tensor,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
 ) -> None:
     """A block of tokens of a row. The states stay as they are: other programs read them too."""
     block = tl.program_id(0)
@@ -102,7 +116,8 @@ def _block_kernel(
         total += (new.to(tl.float32) + past.to(tl.float32)) * factor[None, :]
     is_real = (tokens < count)[:, None] & inside[None, :]
     places = (begin + tokens)[:, None] * num_channels + channels[None, :]
-    tl.store(out + places, _silu(total).to(x.dtype.element_ty), mask=is_real)
+    total = _result(total, bias + channels[None, :], inside[None, :], BIAS, SILU)
+    tl.store(out + places, total.to(x.dtype.element_ty), mask=is_real)
 
 
 @triton.jit
@@ -140,21 +155,25 @@ _block = Launcher(_block_kernel)
 _state = Launcher(_state_kernel)
 
 
-def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
-    """See ``kernels.causal_conv``: x [T, C], weight [C, W], state [N, W - 1, C] -> [T, C]."""
+def causal_conv(
+    x: Tensor, weight: Tensor, state: Tensor, rows: StateRows, *, bias: Tensor | None, activates: bool
+) -> Tensor:
+    """See ``kernels.causal_conv``: x [T, C], weight [C, W], state [N, W - 1, C], bias [C] -> [T, C]."""
     num_channels, width = weight.shape
     out = torch.empty((x.shape[0], num_channels), dtype=x.dtype, device=x.device)
     sizes = x.stride(0), num_channels
-    key = (x.dtype, *sizes, width, x.data_ptr() % 16, state.data_ptr() % 16, *keys_of(rows))
+    last = bias is not None, activates
+    given = weight if bias is None else bias
+    key = (x.dtype, *sizes, *last, width, x.data_ptr() % 16, state.data_ptr() % 16, *keys_of(rows))
     num_parts = -(-num_channels // _CHANNELS)
     if rows.blocks is None:
-        arguments = (x, weight, state, rows.slots, rows.starts, out, *sizes, width, _CHANNELS)
+        arguments = (x, weight, state, rows.slots, rows.starts, given, out, *sizes, width, _CHANNELS, *last)
         _step((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
         return out
     channels = _CHANNELS // 4
     arguments = (
-        *(x, weight, state, rows.slots, rows.starts, rows.ends, rows.blocks, out),
-        *(*sizes, width, BLOCK_TOKENS, channels),
+        *(x, weight, state, rows.slots, rows.starts, rows.ends, rows.blocks, given, out),
+        *(*sizes, width, BLOCK_TOKENS, channels, *last),
     )
     _block((len(rows.blocks), -(-num_channels // channels), 1), key, arguments, {"num_warps": 4})
     arguments = (x, state, rows.slots, rows.starts, rows.ends, *sizes, width, _CHANNELS)

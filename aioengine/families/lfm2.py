@@ -1,0 +1,89 @@
+"""LFM2, dense: gated convolutions over a few tokens, and attention with norms of heads in some layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from aioengine.families._block_config import (
+    AttentionConfig,
+    BlockConfig,
+    HeadNorm,
+    MlpConfig,
+    ShortConvConfig,
+    TensorNames,
+)
+from aioengine.families._config import FamilyConfig, decode_config, not_implemented
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import DecoderConfig
+
+
+class Config(FamilyConfig, frozen=True, kw_only=True):
+    intermediate_size: int = 12_288
+    num_key_value_heads: int | None = 8
+    rms_norm_eps: float = msgspec.field(default=1e-5, name="norm_eps")
+    max_position_embeddings: int = 128_000
+    tie_word_embeddings: bool = True
+    tie_embedding: bool | None = None
+    layer_types: list[Literal["full_attention", "conv"]] | None = None
+    attention_layers: list[int] | None = msgspec.field(default=None, name="full_attn_idxs")
+    conv_bias: bool = False
+    conv_width: int = msgspec.field(default=3, name="conv_L_cache")
+    block_ff_dim: int | None = None
+    block_auto_adjust_ff_dim: bool = True
+    block_ffn_dim_multiplier: float | None = 1.0
+    block_multiple_of: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 2 <= self.conv_width <= 64:
+            not_implemented("conv_L_cache", self.conv_width, "2 to 64")
+        if not 0 < len(self.conv_layers) < self.num_hidden_layers:
+            not_implemented("layer_types", self.layer_types, "some layers of each kind")
+        if self.block_multiple_of < 1:
+            not_implemented("block_multiple_of", self.block_multiple_of, "at least 1")
+        if not 1 <= self.inner_size <= 2**24:
+            not_implemented("block_ff_dim", self.block_ff_dim, "an MLP of 1 to 2**24 numbers")
+
+    @property
+    def conv_layers(self) -> frozenset[int]:
+        """The layers without attention."""
+        layers = range(self.num_hidden_layers)
+        if self.layer_types is None:
+            return frozenset(layers) - frozenset(layers if self.attention_layers is None else self.attention_layers)
+        return frozenset(layer for layer in layers if self.layer_types[layer] == "conv")
+
+    @property
+    def inner_size(self) -> int:
+        """Of the MLP."""
+        size = self.block_ff_dim or self.intermediate_size
+        if not self.block_auto_adjust_ff_dim:
+            return size
+        size = int(2 * size / 3)
+        if self.block_ffn_dim_multiplier is None:
+            return size
+        return -(-int(self.block_ffn_dim_multiplier * size) // self.block_multiple_of) * self.block_multiple_of
+
+
+def read(config: Mapping[str, object]) -> DecoderConfig:
+    found = decode_config(config, Config)
+    decoder = found.decoder(found.rope({"rope_theta": 1e6, **config}))
+    return replace(
+        decoder,
+        intermediate_size=found.inner_size,
+        tied=decoder.tied if found.tie_embedding is None else found.tie_embedding,
+        names=TensorNames(norm="model.embedding_norm"),
+        block=BlockConfig(mlp="feed_forward.", attention_norm="operator_norm", mlp_norm="ffn_norm"),
+        attention=AttentionConfig(output="out_proj", head_norm=HeadNorm(names=("q_layernorm", "k_layernorm"))),
+        mlp=MlpConfig(first=("w1", "w3"), second="w2"),
+        short_conv=ShortConvConfig(layers=found.conv_layers, width=found.conv_width, has_bias=found.conv_bias),
+        keeps_states=True,
+    )
+
+
+PLUGIN = read

@@ -1,0 +1,68 @@
+"""Gated convolution over a few tokens, in the place of attention. T tokens, D model size, W tokens of the filter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.kernels.causal_conv import causal_conv
+from aioengine.layers.linear import Linear
+from aioengine.layers.placement import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.families._block_config import ShortConvConfig
+    from aioengine.layers.adapters import AdapterRows
+    from aioengine.layers.placement import Placement
+    from aioengine.layers.states import StepStates
+
+
+class ShortConv:
+    """[T, D] -> [T, D], or [S, D] for selected tokens: out(b * conv(a * x)), where one matmul gives a, b and x."""
+
+    def __init__(self, hidden_size: int, config: ShortConvConfig, placement: Placement) -> None:
+        self._input = Linear(hidden_size, {"in_proj": 3 * hidden_size}, placement, bias=config.has_bias)
+        self._output = Linear(hidden_size, {"out_proj": hidden_size}, placement, bias=config.has_bias)
+        self._filter = placement.empty(hidden_size, config.width)
+        self._bias = placement.empty(hidden_size) if config.has_bias else None
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        """Only while the layer is open for loading."""
+        found = {
+            **self._input.weights(prefix),
+            f"{prefix}conv.weight": Target(self._filter.unsqueeze(1)),
+            **self._output.weights(prefix),
+        }
+        return found if self._bias is None else {**found, f"{prefix}conv.bias": Target(self._bias)}
+
+    def finish_loading(self) -> None:
+        self._input.finish_loading()
+        self._output.finish_loading()
+
+    def open_for_loading(self) -> None:
+        self._input.open_for_loading()
+        self._output.open_for_loading()
+
+    def linears(self) -> list[Linear]:
+        return [self._input, self._output]
+
+    def __call__(
+        self,
+        x: Tensor,
+        states: StepStates,
+        layer: int,
+        *,
+        outputs: Tensor | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``GatedDeltaNet``."""
+        rows = None if adapters is None else adapters.tokens
+        before, after, channels = self._input(x, rows).chunk(3, dim=1)
+        (inputs,) = states.layer(layer)
+        found = causal_conv(
+            before * channels, self._filter, inputs, states.rows, bias=self._bias, activates=False
+        ).mul_(after)
+        if outputs is not None:
+            found = found.index_select(0, outputs)
+            rows = None if adapters is None else adapters.outputs
+        return self._output(found, rows)
