@@ -13,19 +13,28 @@ from aioengine.kernels.delta_gates import DeltaGates
 from aioengine.kernels.state_rows import StateRows
 from aioengine.layers.states import token_blocks
 from tests.compute.runner_world import World
-from tests.compute.test_hybrids import make_config, make_settings
+from tests.compute.test_hybrids import make_config, make_lfm2, make_settings
 from tests.kit.hybrid_models import save_hybrid
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from transformers import PreTrainedConfig
 
 PROMPTS = [[(7 * i + 3 * j) % 95 + 1 for j in range(1 + 9 * i)] for i in range(10)]
 """Some longer than a block of tokens, and longer than a step."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_hybrid(make_config(head_dim=64), tmp_path_factory.mktemp("hybrid"))
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_next": lambda: make_config(head_dim=64),
+    "lfm2": lambda: make_lfm2(hidden_size=128, num_attention_heads=2, conv_bias=True),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hybrid(CONFIGS[request.param](), tmp_path_factory.mktemp("hybrid"))
 
 
 def run(folder: Path, *, device: str, **changes: object) -> list[list[int]]:
