@@ -151,7 +151,7 @@ def model_info(settings: Settings) -> ModelInfo:
 def settings_info(settings: Settings, facts: Mapping[str, object], max_total_tokens: int) -> dict[str, object]:
     """The settings, and what the engine computes on and with: ``facts`` that the scheduler process sent when ready."""
     names = ("device", "device_name", "dtype", "attention_backend", "num_threads")
-    sizes = ("weights", "kv_pool", "graphs", "free", "total")
+    sizes = ("weights", "kv_pool", "adapters", "graphs", "free", "total")
     packages = ("torch", "triton", "flashinfer")
     return {
         "version": __version__,

@@ -187,6 +187,11 @@ class AdapterSlots:
 
     # ------------------------------------------------------------ adapters
 
+    @property
+    def num_placed(self) -> int:
+        """Adapters that are in slots."""
+        return sum(slot.is_ready for slot in self._by_key.values())
+
     def claims(self) -> list[tuple[Rank, Key]]:
         """The adapters that are needed and in no slot, the next first, with the ranks of their first requests."""
         missing = [key for key in self.line.keys if key not in self._by_key and key not in self._pins]

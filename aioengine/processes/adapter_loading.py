@@ -88,6 +88,10 @@ class Copies:
         self._copies: OrderedDict[Key, HostAdapter] = OrderedDict()
         self._num_bytes = 0
 
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
     def __contains__(self, key: object) -> bool:
         return key in self._copies
 
@@ -185,6 +189,17 @@ class Adapters:
             self._slots.pin(key_of(adapter), adapter.id)
         self._loads[control.call_id] = adapter, answer
         self._slots.is_changed = True
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """Of adapters: how many are in slots, in memory, being read and waited for; bytes of those in memory."""
+        return {
+            "num_placed": self._slots.num_placed,
+            "num_in_memory": len(self._copies),
+            "bytes_in_memory": self._copies.num_bytes,
+            "num_reading": len(self._reads),
+            "num_waiting": len(self._slots.line.keys),
+        }
 
     def forget_loads(self) -> None:
         """Answer no call that is under way: those that made them will make them again."""

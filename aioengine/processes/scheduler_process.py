@@ -338,6 +338,8 @@ class SchedulerService:
     def _server_info(self) -> tuple[bool, str, str]:
         stats = msgspec.structs.asdict(self._core.scheduler.stats(time.monotonic()))
         info = {"settings": self._settings, "facts": self._facts, "stats": stats}
+        if self.adapters is not None:
+            stats["adapters"] = self.adapters.figures
         return True, "", json.dumps(msgspec.to_builtins(info))  # paths need not be UTF-8
 
     def _freeze_gc(self) -> tuple[bool, str, str]:

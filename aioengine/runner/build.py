@@ -124,6 +124,8 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     }
     if states is not None:
         facts |= states.facts
+    if adapters is not None:
+        facts["adapters_bytes"] = adapters.num_bytes
     if choice.warning:
         facts["warning"] = choice.warning
     with memory.take("CUDA graphs", advice=_LESS_GRAPHS):

@@ -100,6 +100,10 @@ def test_rows_of_several_adapters_in_one_batch_are_those_of_merged_weights(engin
         expected = [ids for name in ("some", "", "all", "ranks") for ids in case.expected[name]]
         assert found == expected
     assert len({str(case.expected[name]) for name in case.expected}) == 4
+    [state] = engine.get_server_info()["internal_states"]  # type: ignore[misc]
+    figures = state["adapters"]
+    assert (figures["num_placed"], figures["num_in_memory"], figures["num_waiting"]) == (2, 3, 0)
+    assert figures["bytes_in_memory"] > 0
 
 
 def test_a_row_alone_a_stream_and_samples_give_the_same(engine: Engine, case: Case) -> None:
