@@ -85,7 +85,8 @@ def make_newer(**changes: object) -> PreTrainedConfig:
 def make_lfm2(**changes: object) -> PreTrainedConfig:
     make: Callable[..., PreTrainedConfig] = Lfm2Config
     own = {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8, **changes}
-    return make(**{name: size for name, size in WITHOUT_EXPERTS.items() if "linear" not in name} | own)
+    sizes = {name: size for name, size in WITHOUT_EXPERTS.items() if "linear" not in name}
+    return make(**{**sizes, **own})
 
 
 OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
