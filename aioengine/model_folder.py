@@ -37,6 +37,18 @@ _WIDER: Final = ("float64", "double", "float", "auto")
 _MAX_HUB_ID: Final = 200
 
 
+class StoredWeights(Struct, frozen=True, kw_only=True):
+    """The files that a model is loaded from.
+
+    Attributes:
+        missing: why the folder has no weights to load; None: it has.
+        files: path -> state of config.json and of the files of the weights, as ``checkpoint.file_states`` has it.
+    """
+
+    missing: str | None = None
+    files: dict[str, str] = {}
+
+
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """The facts about a model that its JSON files give.
 
@@ -45,9 +57,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         dtype: of the checkpoint: "bfloat16", "float16" or "float32".
         eos_token_ids: from generation_config.json and config.json.
         tokenizer_path: the folder with tokenizer.json; None: there is no such file.
-        missing_weights: why the folder has no weights to load; None: it has.
         keeps_states: as in ``TransformerConfig``. whole_image_tokens: as in ``VisionConfig``.
-        files: path -> state of config.json and of the files of the weights, as ``checkpoint.file_states`` has it.
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
         linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
     """
@@ -65,8 +75,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_path: str | None = None
-    missing_weights: str | None = None
-    files: dict[str, str] = {}
+    weights: StoredWeights = StoredWeights()
     task: str = "generate"
     is_causal: bool = True
     keeps_states: bool = False
@@ -225,18 +234,6 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         )
     config, decoder, pooling = _read_config(folder, wanted.is_embedding)
     generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
-    missing_weights = None if configs_only else checkpoint.missing_weights(folder)
-    is_loaded = not configs_only and wanted.load_format != "dummy" and not missing_weights
-    files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
-    if is_loaded:
-        checkpoint.check_folder(
-            folder,
-            partial(tensor_shapes, decoder),
-            num_layers=decoder.num_layers,
-            prefix=decoder.prefix,
-            renamed=decoder.renamed,
-            is_ignored=partial(is_ignored, decoder),
-        )
     text = config.text_config or _TextConfig()
     eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id), *_ids(text.eos_token_id)))
     return ModelFacts(
@@ -251,8 +248,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         num_kv_heads=decoder.num_kv_heads,
         head_dim=decoder.head_size,
         dtype=_dtype(config),
-        missing_weights=missing_weights,
-        files=files,
+        weights=_stored_weights(folder, decoder, is_looked_at=not configs_only, load_format=wanted.load_format),
         eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < decoder.vocab_size),
         tokenizer_path=str(tokenizer) if folder_files.is_file(tokenizer / folder_files.TOKENIZER) else None,
         task=decoder.task.value,
@@ -262,6 +258,23 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         pooling=pooling,
         linear_layers=linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {},
     )
+
+
+def _stored_weights(folder: Path, decoder: TransformerConfig, *, is_looked_at: bool, load_format: str) -> StoredWeights:
+    """The files of the weights, which are checked unless they are made up. Raises ValueError as ``check_folder``."""
+    missing = checkpoint.missing_weights(folder) if is_looked_at else None
+    is_loaded = is_looked_at and load_format != "dummy" and not missing
+    files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
+    if is_loaded:
+        checkpoint.check_folder(
+            folder,
+            partial(tensor_shapes, decoder),
+            num_layers=decoder.num_layers,
+            prefix=decoder.prefix,
+            renamed=decoder.renamed,
+            is_ignored=partial(is_ignored, decoder),
+        )
+    return StoredWeights(missing=missing, files=files)
 
 
 def family_config(folder: Path, is_embedding: bool | None) -> TransformerConfig:

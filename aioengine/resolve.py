@@ -165,8 +165,8 @@ def _dtype(config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, is_o
 
 
 def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> ModelSettings:
-    if model.missing_weights and config.model.load_format != "dummy":
-        raise ValueError(model.missing_weights)
+    if model.weights.missing and config.model.load_format != "dummy":
+        raise ValueError(model.weights.missing)
     stored = "gguf" if model.path.endswith(".gguf") else "safetensors"
     wanted = stored if config.model.load_format == "auto" else config.model.load_format
     if wanted not in {stored, "dummy"}:
@@ -180,7 +180,7 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
         hidden_size=model.hidden_size,
         task=model.task,
         pooling=model.pooling,
-        files=model.files,
+        files=model.weights.files,
         trust_remote_code=config.model.trust_remote_code,
     )
 

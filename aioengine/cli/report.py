@@ -38,7 +38,7 @@ def facts(model_path: str | None, engine_arguments: Mapping[str, object]) -> Fac
             **{name: _version(name) for name in _PACKAGES},
         },
         "machine": {"platform": platform.platform(), **_plain(device, "drawn_seed")},
-        "model": _plain(model, "missing_weights", "linear_layers", "files"),
+        "model": _plain(model, "weights", "linear_layers"),
         "settings": {
             f"{section}.{name}": value
             for section, values in _plain(settings, "random_seed", "log_level").items()

@@ -305,9 +305,9 @@ def test_a_folder_that_changed_since_the_engine_was_made_is_refused(tmp_path: Pa
     """As when lost processes are replaced: requests would go on with another model."""
     save_model("llama", tmp_path)
     facts = find_facts(ModelConfig(path=str(tmp_path)))
-    assert {Path(path).name for path in facts.files} == {"config.json", "model.safetensors"}
+    assert {Path(path).name for path in facts.weights.files} == {"config.json", "model.safetensors"}
     settings = make_settings(tmp_path)
-    settings = replace(settings, model=replace(settings.model, files=facts.files))
+    settings = replace(settings, model=replace(settings.model, files=facts.weights.files))
     World(settings)
     os.utime(tmp_path / name, (1, 1))
     with pytest.raises(ValueError, match=f"{name} was changed since the engine was made"):

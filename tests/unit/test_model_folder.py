@@ -46,7 +46,7 @@ def test_facts_of_a_model_folder(tmp_path: Path) -> None:
     assert (facts.context_length, facts.vocab_size, facts.num_layers) == (1024, 300, 2)
     assert (facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.hidden_size) == (4, 2, 16, 64)
     assert facts.eos_token_ids == (5,)
-    assert (facts.tokenizer_path, facts.missing_weights) == (str(tmp_path), None)
+    assert (facts.tokenizer_path, facts.weights.missing) == (str(tmp_path), None)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_a_folder_one_level_too_high_names_the_inner_one(tmp_path: Path) -> None
 )
 def test_missing_weights_are_a_fact(tmp_path: Path, files: dict[str, str], message: str) -> None:
     facts = read_facts(folder(tmp_path, {"model.safetensors": None, **files}))
-    assert facts.missing_weights is not None
+    assert facts.weights.missing is not None
     with pytest.raises(ValueError, match=message):
-        raise ValueError(facts.missing_weights)
+        raise ValueError(facts.weights.missing)
 
 
 def test_the_tokenizer_may_be_in_another_folder(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from aioengine.adapter_folder import AdapterFolder, read_folder
 from aioengine.args import engine_config
 from aioengine.config import LoraSettings, Settings
 from aioengine.machine import DeviceFacts
-from aioengine.model_folder import ModelFacts
+from aioengine.model_folder import ModelFacts, StoredWeights
 from aioengine.resolve import resolve
 from tests.kit.fake_adapters import write_adapter
 
@@ -181,8 +181,10 @@ def test_inconsistent_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="'elsewhere' has no tokenizer.json"):
         settings(replace(MODEL, tokenizer_path=None), tokenizer_path="elsewhere")
     with pytest.raises(ValueError, match="no weights here"):
-        settings(replace(MODEL, missing_weights="no weights here"))
-    assert settings(replace(MODEL, missing_weights="x"), load_format="dummy").model.load_format == "dummy"
+        settings(replace(MODEL, weights=StoredWeights(missing="no weights here")))
+    assert (
+        settings(replace(MODEL, weights=StoredWeights(missing="x")), load_format="dummy").model.load_format == "dummy"
+    )
 
 
 @pytest.mark.parametrize(
