@@ -1,19 +1,20 @@
 """Attention of models whose images see themselves whole: each token of an image attends to all tokens of it, later ones
 too (Gemma 3). Beside that it is causal, and has the windows of its layers.
 
-A backend computes all tokens as causal ones. Those of images are then computed once more, here, in plain torch: an
-image has a few hundred tokens, and is computed in one step as far as the prefix cache has none of it. On a CPU a token
-gets the same bits as in any other chunk, as in ``attention/torch.py``: blocks of tokens are aligned from position 0.
+A backend computes all tokens as causal ones. Those of images are then computed once more, here: an image has a few
+hundred tokens, and is computed in one step as far as the prefix cache has none of it. On a CPU a token gets the same
+bits as in any other chunk, as in ``attention/torch.py``: blocks of ``BLOCK`` tokens are aligned from position 0.
 
-T packed tokens, H query heads, K kv heads, G query heads of a kv head, E head size, N pages of the pool, S page size, B
-tokens of a block, C positions that it sees.
+T packed tokens, H query heads, K kv heads, G query heads of a kv head, E head size, N pages of the pool, S page size,
+C positions that tokens of an image see.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
+from torch.nn import functional
 
 from aioengine.attention._base import AttentionBackend, CapturableAttention, keys_and_values
 
@@ -44,6 +45,15 @@ class _GPUAttention(CapturableAttention, Protocol):
         ...
 
 
+class _Seen(NamedTuple):
+    """Keys and values [K, C, E] of positions from ``first`` to the end of an image, in a layer with this window."""
+
+    first: int
+    window: int | None
+    keys: Tensor
+    values: Tensor
+
+
 Inner = TypeVar("Inner", bound=AttentionBackend)
 
 
@@ -56,6 +66,7 @@ class WholeImages(Generic[Inner]):
         self._inner = inner
         self._shape = shape
         self._kv_pool = keys_and_values(kv_layers, shape)
+        self._is_on_gpu = kv_layers[0].is_cuda
         self._images: list[tuple[WholeImage, Tensor]] = []  # with their pages
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -77,35 +88,58 @@ class WholeImages(Generic[Inner]):
     def _see_images(self, q: Tensor, layer: int, out: Tensor) -> None:
         """The tokens of images: q [T, H, E] -> out [T, H, E]."""
         for image, pages in self._images:
+            window = self._shape.window(layer, image.stop)
+            first = 0 if window is None else max(image.start - BLOCK - window, 0)  # whole blocks see no further back
+            page_size = self._kv_pool[layer][0].shape[2]
+            first = first // page_size * page_size
             keys, values = (
-                side[pages].transpose(0, 1).flatten(1, 2)[:, : image.stop].float() for side in self._kv_pool[layer]
-            )  # [K, stop, E]
-            size, begin = BLOCK, image.start // BLOCK * BLOCK
-            if q.is_cuda:
-                size, begin = image.stop - image.start, image.start
-            for start in range(begin, image.stop, size):
-                low, high = max(image.start, start), min(image.stop, start + size)
-                tokens = slice(image.first + low - image.start, image.first + high - image.start)
-                queries = q.new_zeros(size, *q.shape[1:], dtype=torch.float32)
-                queries[low - start : high - start] = q[tokens].float()
-                found = self._block(queries, start, layer, keys=keys, values=values)
-                out[tokens] = found[low - start : high - start].to(out.dtype)
+                side[pages[first // page_size :]].transpose(0, 1).flatten(1, 2)[:, : image.stop - first]
+                for side in self._kv_pool[layer]
+            )  # [K, C, E]
+            is_fused = self._is_on_gpu and self._shape.soft_cap is None
+            see = self._see_at_once if is_fused else self._see_in_blocks
+            see(image, q, layer, _Seen(first, window, keys, values), out=out)
 
-    def _block(self, queries: Tensor, start: int, layer: int, *, keys: Tensor, values: Tensor) -> Tensor:
-        """Tokens from position ``start`` on: queries [B, H, E] over keys and values [K, C, E] -> [B, H, E]."""
-        shape, num_tokens, num_positions = self._shape, len(queries), keys.shape[1]
-        window = shape.window(layer, num_positions)
-        first = 0 if window is None else max(start - window + 1, 0)
-        grouped = (queries * shape.scale).unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)  # [K, G, B, E]
-        scores = torch.bmm(grouped.flatten(1, 2), keys[:, first:].transpose(1, 2)).view(*grouped.shape[:3], -1)
+    def _see_at_once(self, image: WholeImage, q: Tensor, layer: int, seen: _Seen, *, out: Tensor) -> None:
+        """q [T, H, E] -> out [T, H, E], by torch's fused kernels."""
+        tokens = slice(image.first, image.first + image.stop - image.start)
+        mask: Tensor | None = None
+        if seen.window is not None:
+            places = torch.arange(image.start, image.stop, device=q.device).unsqueeze(1)
+            mask = torch.arange(seen.first, image.stop, device=q.device) > places - seen.window
+        queries, keys, values = (
+            part.unsqueeze(0).to(q.dtype) for part in (q[tokens].transpose(0, 1), seen.keys, seen.values)
+        )
+        found = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=self._shape.scale, enable_gqa=True
+        )
+        out[tokens] = found[0].transpose(0, 1)
+
+    def _see_in_blocks(self, image: WholeImage, q: Tensor, layer: int, seen: _Seen, *, out: Tensor) -> None:
+        """q [T, H, E] -> out [T, H, E], with the same bits whatever else is computed."""
+        keys, values = seen.keys.float(), seen.values.float()
+        for start in range(image.start // BLOCK * BLOCK, image.stop, BLOCK):
+            low, high = max(image.start, start), min(image.stop, start + BLOCK)
+            tokens = slice(image.first + low - image.start, image.first + high - image.start)
+            queries = q.new_zeros(BLOCK, *q.shape[1:], dtype=torch.float32)
+            queries[low - start : high - start] = q[tokens].float()
+            found = self._block(queries, start, seen._replace(keys=keys, values=values))
+            out[tokens] = found[low - start : high - start].to(out.dtype)
+
+    def _block(self, queries: Tensor, start: int, seen: _Seen) -> Tensor:
+        """Tokens from position ``start`` on: queries [BLOCK, H, E] -> [BLOCK, H, E]."""
+        shape, keys = self._shape, seen.keys
+        skipped = 0 if seen.window is None else max(start - seen.window + 1 - seen.first, 0)
+        grouped = (queries * shape.scale).unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)  # [K, G, BLOCK, E]
+        scores = torch.bmm(grouped.flatten(1, 2), keys[:, skipped:].transpose(1, 2)).view(*grouped.shape[:3], -1)
         if shape.soft_cap is not None:
             scores = scores.div_(shape.soft_cap).tanh_().mul_(shape.soft_cap)
-        if window is not None:
-            places = torch.arange(start, start + num_tokens, device=keys.device).unsqueeze(1)
-            positions = torch.arange(first, num_positions, device=keys.device)
-            scores = scores.masked_fill_(positions <= places - window, float("-inf"))
+        if seen.window is not None:
+            places = torch.arange(start, start + BLOCK, device=keys.device).unsqueeze(1)
+            positions = torch.arange(seen.first + skipped, seen.first + keys.shape[1], device=keys.device)
+            scores = scores.masked_fill_(positions <= places - seen.window, float("-inf"))
         weights = torch.softmax(scores, -1).flatten(1, 2)
-        attended = torch.bmm(weights, values[:, first:]).view(grouped.shape)
+        attended = torch.bmm(weights, seen.values[:, skipped:]).view(grouped.shape)
         return attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 

@@ -62,5 +62,8 @@ def test_tokens_of_an_image_attend_to_all_of_it(plugin: type[TorchAttention] | t
             q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), attn_mask=mask, scale=SHAPE.scale
         )
         torch.testing.assert_close(whole[layer], wanted.transpose(0, 1).flatten(1), atol=1e-5, rtol=1e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_is_on_gpu", True)
+        torch.testing.assert_close(outputs(backend, heads, 0, NUM_TOKENS), whole, atol=1e-5, rtol=1e-5)
     for border in (START, START + 3, START + 16, STOP):  # those inside: the beginning was in the prefix cache
         assert torch.equal(outputs(backend, heads, border, NUM_TOKENS), whole[:, border:])
